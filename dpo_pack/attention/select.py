@@ -1,0 +1,82 @@
+"""Which attention backend can compute this model exactly on this device, and why."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from dpo_pack.attention import BACKENDS
+from dpo_pack.attention.torch_varlen import supports_window_and_scale
+from dpo_pack.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """What a model asks of an attention kernel."""
+
+    head_dim: int
+    value_head_dim: int
+    has_window: bool
+    has_softcap: bool
+    has_sinks: bool
+    has_custom_scale: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendChoice:
+    """The chosen backend's name, and one line on why it and not an earlier one."""
+
+    name: str
+    reason: str
+
+
+def select_backend(
+    requested: str, needs: AttentionNeeds, *, device: torch.device, dtype: torch.dtype
+) -> BackendChoice:
+    """The requested backend, or for "auto" the first that is exact here. `dtype` is that of the activations.
+
+    Raises UnsupportedModelError when the requested one cannot compute this model exactly.
+    """
+    if requested != "auto":
+        obstacle = backend_obstacle(requested, needs, device=device, dtype=dtype)
+        if obstacle is not None:
+            raise UnsupportedModelError(
+                f"model.attention: {requested} cannot be used here: {obstacle}; use model.attention: auto"
+            )
+        return BackendChoice(name=requested, reason="as asked for")
+    obstacles = []
+    for name in BACKENDS:
+        obstacle = backend_obstacle(name, needs, device=device, dtype=dtype)
+        if obstacle is None:
+            return BackendChoice(name=name, reason="; ".join(obstacles) or "the fastest there is")
+        obstacles.append(f"not {name}: {obstacle}")
+    raise AssertionError("the sdpa backend takes every model")
+
+
+def backend_obstacle(
+    name: str, needs: AttentionNeeds, *, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why backend `name` cannot compute this model exactly on `device`, or None when it can."""
+    if name == "sdpa":
+        return None
+    if device.type != "cuda":
+        return "it needs a CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernel takes bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
+    if needs.has_sinks:
+        return "the model has attention sinks"
+    if needs.head_dim != needs.value_head_dim:
+        return f"head dimensions of keys ({needs.head_dim}) and values ({needs.value_head_dim}) differ"
+    if needs.head_dim > 256:
+        return f"head dimension {needs.head_dim} is above 256"
+    if name == "flash_attn":
+        if importlib.util.find_spec("flash_attn") is None:
+            return "package flash-attn is not installed"
+        return None
+    if needs.has_softcap:
+        return "the model caps attention logits"
+    if (needs.has_window or needs.has_custom_scale) and not supports_window_and_scale():
+        return f"torch {torch.__version__}'s kernel has no sliding window or scale"
+    return None

@@ -1,0 +1,124 @@
+"""Save and resume the full state of a run. A checkpoint directory is whole or absent."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dpo_pack.errors import RunError
+from dpo_pack.files import read_json, write_json_atomically, written_aside
+from dpo_pack.models import CompletionLogps
+from dpo_pack.sources import BatchSource
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainState:
+    """Everything that changes while training, and so everything a checkpoint holds."""
+
+    policy: CompletionLogps
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    source: BatchSource
+    step: int = 0  # optimizer steps taken
+    num_pairs: int = 0  # trained on so far, copies counted
+    num_tokens: int = 0  # computed so far by the policy
+    train_seconds: float = 0.0  # in steps: without start-up, evaluation and checkpoints
+    evaluation: dict[str, dict[str, float]] = field(default_factory=dict)  # last metrics by held-out set
+
+
+def save_checkpoint(
+    directory: Path, state: TrainState, *, metrics_offset: int, identity: dict[str, str], keep: int
+) -> Path:
+    """Write `directory`/step-000100 and remove all but the newest `keep` checkpoints.
+
+    `metrics_offset` is the length of metrics.jsonl in bytes; `identity` names the data, plan and reference
+    the state belongs to. Raises CacheError when the disk refuses.
+    """
+    path = directory / f"step-{state.step:06d}"
+    with written_aside(path) as temporary:
+        temporary.mkdir()
+        torch.save(
+            {
+                "policy": state.policy.model.state_dict(),
+                "optimizer": state.optimizer.state_dict(),
+                "scheduler": state.scheduler.state_dict(),
+                "source": state.source.state_dict(),
+                "random": _random_state(),
+            },
+            temporary / "state.pt",
+        )
+        counters = {
+            "step": state.step,
+            "num_pairs": state.num_pairs,
+            "num_tokens": state.num_tokens,
+            "train_seconds": state.train_seconds,
+            "evaluation": state.evaluation,
+            "metrics_offset": metrics_offset,
+            "identity": identity,
+        }
+        write_json_atomically(temporary / "checkpoint.json", counters)
+    for old in checkpoints(directory)[:-keep]:
+        shutil.rmtree(old)
+    return path
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Whole checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in directory.glob("step-*/checkpoint.json"))
+
+
+def load_checkpoint(path: Path, state: TrainState, *, identity: dict[str, str]) -> int:
+    """Bring `state` to where the checkpoint was taken; returns the length of metrics.jsonl then, in bytes.
+
+    Raises RunError when the checkpoint is damaged or belongs to other data, plan or reference.
+    """
+    counters = read_json(path / "checkpoint.json")
+    if counters is None:
+        raise RunError(
+            f"{path} is not a checkpoint (no readable checkpoint.json); set checkpoint.resume: auto or never"
+        )
+    changed = [name for name, value in identity.items() if counters["identity"].get(name) != value]
+    if changed:
+        raise RunError(
+            f"{path} was taken with another {' and another '.join(changed)}, so going on would train something "
+            "else; use another output_dir, or start again with checkpoint.resume=never and --overwrite"
+        )
+    try:
+        saved: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError) as error:
+        raise RunError(f"{path}/state.pt is damaged ({error}); delete {path} and run again") from error
+    state.policy.model.load_state_dict(saved["policy"])
+    state.optimizer.load_state_dict(saved["optimizer"])
+    state.scheduler.load_state_dict(saved["scheduler"])
+    state.source.load_state_dict(saved["source"])
+    _set_random_state(saved["random"])
+    for name in ("step", "num_pairs", "num_tokens", "train_seconds", "evaluation"):
+        setattr(state, name, counters[name])
+    return int(counters["metrics_offset"])
+
+
+def _random_state() -> dict[str, Any]:
+    """torch's generators. Batches draw nothing at run time, so Python's and numpy's have no say."""
+    cuda: list[Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_state(saved: dict[str, Any]) -> None:
+    torch.set_rng_state(saved["torch"])
+    if torch.cuda.is_available() and len(saved["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(saved["cuda"])
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

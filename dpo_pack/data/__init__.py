@@ -1,0 +1,1 @@
+"""From files on disk to token ids and rows. Nothing in this folder imports torch."""

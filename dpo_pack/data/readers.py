@@ -1,0 +1,324 @@
+"""Files on disk -> rows, one at a time: memory does not grow with the file.
+
+A reader yields (row number from 1, row). For JSON lines the number is that of the line. In place of a
+row that cannot be parsed it yields the BadRow that says why; damage that leaves the rest of the file
+unreadable is a DataError.
+"""
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from dpo_pack.data.formats import ROW_COLUMNS, BadRow
+from dpo_pack.errors import DataError
+
+NumberedRow = tuple[int, dict[str, Any] | BadRow]
+
+READ_ROWS = 1000  # rows decoded at a time from columnar files
+_JSON_CHUNK_CHARS = 1 << 20
+_MAX_JSON_ROW_CHARS = 1 << 26
+# What a missing, cut-off or otherwise damaged file raises when it is read.
+_FILE_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRows:
+    """The rows of an opened source. Close `rows` when done early."""
+
+    rows: Generator[NumberedRow, None, None]
+    row_word: str  # what row numbers count: "row" or "line"
+    columns: tuple[str, ...] | None  # of a columnar source; None where each row has its own
+    num_rows: int | None  # None where it is not known before the end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnNames:
+    """`data.*.columns`: our column names to the source's, with how messages call the source."""
+
+    mapping: Mapping[str, str]
+    label: str  # the path or hub id, as the user wrote it
+    key: str  # the recipe key of the source, "data.train.0"
+
+    def rename(self, row: dict[str, Any]) -> dict[str, Any] | BadRow:
+        """The row under our names; a BadRow when a mapped column is missing."""
+        for ours, theirs in self.mapping.items():
+            if theirs not in row:
+                present = ", ".join(row) or "none"
+                detail = f"no column {theirs!r}, which {self.key}.columns.{ours} names (there are: {present})"
+                return BadRow("missing_column", detail)
+        return {**row, **{ours: row[theirs] for ours, theirs in self.mapping.items()}}
+
+    def select(self, present: tuple[str, ...]) -> dict[str, str]:
+        """Our names to the source's, for the columns of a columnar source that some format reads.
+
+        Raises DataError when a mapped column, or every format's completions, are missing.
+        """
+        there = f"the columns are: {', '.join(present) or 'none'}"
+        for ours, theirs in self.mapping.items():
+            if theirs not in present:
+                raise DataError(
+                    f"{self.label}: no column {theirs!r}, which {self.key}.columns.{ours} names; {there}"
+                )
+        selected = {ours: self.mapping.get(ours, ours) for ours in ROW_COLUMNS}
+        selected = {ours: theirs for ours, theirs in selected.items() if theirs in present}
+        for required in (("chosen", "rejected"), ("chosen_ids", "rejected_ids")):
+            if all(column in selected for column in required):
+                return selected
+        raise DataError(
+            f"{self.label}: no columns 'chosen' and 'rejected'; {there}; say which they are in "
+            f"{self.key}.columns, for example {{chosen: {present[0] if present else 'better'}}}"
+        )
+
+
+def open_file(path: Path, names: ColumnNames) -> OpenRows:
+    """Opens one data file by its suffix. Raises DataError when it is missing, damaged or of no known kind."""
+    open_rows = READERS.get(data_suffix(path))
+    if open_rows is None:
+        raise DataError(f"{names.label}: no reader for this kind of file; there are: {', '.join(READERS)}")
+    return open_rows(path, names)
+
+
+def data_suffix(path: Path) -> str:
+    """The suffix that decides the reader: ".jsonl" of "a.jsonl", ".jsonl.gz" of "a.jsonl.gz"."""
+    return "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]).lower()
+
+
+def _open_json_lines(path: Path, names: ColumnNames) -> OpenRows:
+    rows = _guarded(_read_json_lines(path, names), names.label, "line")
+    return OpenRows(rows=rows, row_word="line", columns=None, num_rows=None)
+
+
+def _open_json(path: Path, names: ColumnNames) -> OpenRows:
+    """An array of objects or, under this name too, JSON lines."""
+    try:
+        with _open_binary(path) as file:
+            start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    except _FILE_ERRORS as error:
+        raise _unreadable(names.label, "row", 0, error) from error
+    if not start.startswith(b"["):
+        return _open_json_lines(path, names)
+    rows = _guarded(_read_json_array(path, names), names.label, "row")
+    return OpenRows(rows=rows, row_word="row", columns=None, num_rows=None)
+
+
+def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
+    """Comma-separated with a header line; every value is text."""
+    try:
+        with closing(_read_csv(path)) as records:
+            header = tuple(next(records)[1])
+    except StopIteration:
+        raise DataError(f"{names.label} is empty: give a file with rows, or remove the source") from None
+    except _FILE_ERRORS as error:
+        raise _unreadable(names.label, "row", 0, error) from error
+    selected = names.select(header)
+    rows = _guarded(_csv_rows(path, header, selected), names.label, "row")
+    return OpenRows(rows=rows, row_word="row", columns=header, num_rows=None)
+
+
+def _open_parquet(path: Path, names: ColumnNames) -> OpenRows:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            columns, num_rows = tuple(file.schema_arrow.names), file.metadata.num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(names.label, "row", 0, error) from error
+    selected = names.select(columns)
+
+    def batches() -> Iterator[Any]:
+        with pq.ParquetFile(path) as file:
+            yield from file.iter_batches(batch_size=READ_ROWS, columns=list(selected.values()))
+
+    rows = _guarded(_arrow_rows(batches(), selected), names.label, "row", (*_FILE_ERRORS, pa.ArrowException))
+    return OpenRows(rows=rows, row_word="row", columns=columns, num_rows=num_rows)
+
+
+def _open_arrow(path: Path, names: ColumnNames) -> OpenRows:
+    import pyarrow as pa
+
+    try:
+        with _arrow_reader(path) as reader:
+            columns = tuple(reader.schema.names)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(names.label, "row", 0, error) from error
+    selected = names.select(columns)
+
+    def batches() -> Iterator[Any]:
+        with _arrow_reader(path) as reader:
+            if isinstance(reader, pa.ipc.RecordBatchFileReader):
+                yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:
+                yield from reader
+
+    rows = _guarded(_arrow_rows(batches(), selected), names.label, "row", (*_FILE_ERRORS, pa.ArrowException))
+    return OpenRows(rows=rows, row_word="row", columns=columns, num_rows=None)
+
+
+@contextmanager
+def _arrow_reader(path: Path) -> Iterator[Any]:
+    """Of the two forms of Arrow IPC, a file or a stream (what `datasets` writes), whichever it is."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as file:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        with pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file) as reader:
+            yield reader
+
+
+def _arrow_rows(batches: Iterator[Any], selected: dict[str, str]) -> Iterator[NumberedRow]:
+    number = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, READ_ROWS):
+            part = batch.slice(start, READ_ROWS)
+            columns = [part.column(theirs).to_pylist() for theirs in selected.values()]
+            for values in zip(*columns, strict=True):
+                number += 1
+                yield number, dict(zip(selected, values, strict=True))
+
+
+def _read_json_lines(path: Path, names: ColumnNames) -> Iterator[NumberedRow]:
+    with _open_binary(path) as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.isspace() and line:
+                yield number, _json_row(line, names)
+
+
+def _json_row(line: bytes, names: ColumnNames) -> dict[str, Any] | BadRow:
+    try:
+        row = json.loads(line.decode().rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        where = f"byte 0x{error.object[error.start]:02x} at position {error.start + 1}"
+        return BadRow("not_utf8", f"not UTF-8 ({where})")
+    except json.JSONDecodeError as error:
+        return BadRow("invalid_json", f"invalid JSON ({error.msg} at column {error.colno})")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        return BadRow("invalid_json", f"invalid JSON ({_first_line(error)})")
+    return _object_row(row, names)
+
+
+def _object_row(row: object, names: ColumnNames) -> dict[str, Any] | BadRow:
+    if not isinstance(row, dict):
+        return BadRow("not_an_object", f"no JSON object but a {type(row).__name__}")
+    return names.rename(row)
+
+
+def _read_json_array(path: Path, names: ColumnNames) -> Iterator[NumberedRow]:
+    """Decodes the array's objects one by one from a buffer that holds a few of them."""
+    with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig") as text:
+        for number, value in enumerate(_array_values(text, names.label), start=1):
+            yield number, _object_row(value, names)
+
+
+def _array_values(text: TextIO, label: str) -> Iterator[object]:
+    decoder, separators = json.JSONDecoder(), re.compile(r"[\s,]*")
+    while text.read(1) != "[":  # _open_json has seen one
+        pass
+    buffer, position, number = "", 0, 1
+    while True:
+        position = separators.match(buffer, position).end()  # type: ignore[union-attr]
+        if buffer[position : position + 1] == "]":
+            if (buffer[position + 1 :] + text.read(_JSON_CHUNK_CHARS)).strip():
+                raise DataError(f"{label}: text after the end of the JSON array; give one array, or JSON lines")
+            return
+        problem = "the array is not closed"
+        if position < len(buffer):
+            try:
+                value, position = decoder.raw_decode(buffer, position)
+                yield value
+                number += 1
+                continue
+            except json.JSONDecodeError as error:
+                problem = f"{error.msg} {error.pos - position + 1} characters into it"
+            except (ValueError, RecursionError) as error:
+                problem = _first_line(error)
+        # Doubling keeps the cost of decoding one long row again and again linear in its length.
+        more = text.read(max(_JSON_CHUNK_CHARS, len(buffer) - position))
+        if not more or len(buffer) - position > _MAX_JSON_ROW_CHARS:
+            raise DataError(
+                f"{label} row {number}: invalid JSON ({problem}); mend the file: what follows cannot be read"
+            )
+        buffer, position = buffer[position:] + more, 0
+
+
+def _csv_rows(path: Path, header: tuple[str, ...], selected: dict[str, str]) -> Iterator[NumberedRow]:
+    with closing(_read_csv(path)) as records:
+        next(records)
+        number = 0
+        for line, values in records:
+            if not values:  # a blank line
+                continue
+            number += 1
+            if len(values) != len(header):
+                detail = f"{len(values)} fields for {len(header)} columns (it ends on line {line})"
+                yield number, BadRow("wrong_number_of_fields", detail)
+                continue
+            row = dict(zip(header, values, strict=True))
+            yield number, {ours: row[theirs] for ours, theirs in selected.items()}
+
+
+def _read_csv(path: Path) -> Generator[tuple[int, list[str]], None, None]:
+    """(number of the line it ends on, fields) of each record, the header's first."""
+    csv.field_size_limit(_MAX_JSON_ROW_CHARS)  # completions outgrow the default of 128 KiB
+    with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, strict=True)
+        for values in reader:
+            yield reader.line_num, values
+
+
+def _open_binary(path: Path) -> BinaryIO:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def _guarded(
+    rows: Iterator[NumberedRow],
+    label: str,
+    row_word: str,
+    errors: tuple[type[Exception], ...] = _FILE_ERRORS,
+) -> Generator[NumberedRow, None, None]:
+    """The rows, with what a damaged file raises turned into a DataError that says how far it was read."""
+    number = 0
+    try:
+        for number, row in rows:
+            yield number, row
+    except errors as error:
+        raise _unreadable(label, row_word, number, error) from error
+
+
+def _unreadable(label: str, row_word: str, number: int, error: Exception) -> DataError:
+    if isinstance(error, UnicodeDecodeError):
+        what, remedy = f"not UTF-8: byte 0x{error.object[error.start]:02x}", "save it as UTF-8"
+    elif isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+        return DataError(f"{label}: {error.strerror}; check the path")
+    else:
+        what, remedy = _first_line(error), "it is damaged or incomplete: copy or download it again"
+    where = f"after {row_word} {number}" if number else "at its beginning"
+    return DataError(f"{label}: cannot be read {where} ({what}); {remedy}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+READERS: dict[str, Callable[[Path, ColumnNames], OpenRows]] = {
+    ".jsonl": _open_json_lines,
+    ".jsonl.gz": _open_json_lines,
+    ".json": _open_json,
+    ".json.gz": _open_json,
+    ".parquet": _open_parquet,
+    ".arrow": _open_arrow,
+    ".csv": _open_csv,
+    ".csv.gz": _open_csv,
+}

@@ -1,0 +1,80 @@
+"""Making a pair of token id arrays fit `data.max_length`, or refusing it. Lengths are in tokens."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpo_pack.data.formats import BadRow
+
+TokenIds = NDArray[np.int32]
+Truncation = Literal["drop", "prompt_left", "completion_right", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthLimits:
+    """What is long, and what happens to it."""
+
+    max_length: int  # prompt + one completion
+    max_prompt_length: int | None
+    truncation: Truncation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairIds:
+    """The token ids of a pair."""
+
+    prompt: TokenIds
+    chosen: TokenIds
+    rejected: TokenIds
+
+    @property
+    def longest_length(self) -> int:
+        """Of the prompt with its longer completion."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+def truncate(pair: PairIds, limits: LengthLimits, bos_token_id: int | None) -> PairIds:
+    """The pair within the limits.
+
+    - `prompt_left` keeps the newest prompt tokens, at least one, and a beginning-of-sequence token first.
+    - `completion_right` cuts the ends of sequences; it never cuts a prompt.
+    - `drop` and `error` cut nothing.
+
+    Raises BadRow `prompt_too_long` or `too_long` for a pair that cannot be made to fit, and
+    `identical_completions` when what is left of the completions is the same.
+    """
+    cuts_prompt = limits.truncation == "prompt_left"
+    prompt_limit = limits.max_prompt_length
+    if prompt_limit is not None and len(pair.prompt) > prompt_limit:
+        if not cuts_prompt:
+            detail = f"the prompt has {len(pair.prompt)} tokens, data.max_prompt_length is {prompt_limit}"
+            raise BadRow("prompt_too_long", detail)
+        pair = _with_newest_prompt(pair, prompt_limit, bos_token_id)
+    if pair.longest_length <= limits.max_length:
+        return pair
+    completion_length = pair.longest_length - len(pair.prompt)
+    if cuts_prompt and completion_length < limits.max_length:
+        return _with_newest_prompt(pair, limits.max_length - completion_length, bos_token_id)
+    if limits.truncation == "completion_right" and len(pair.prompt) < limits.max_length:
+        return _with_shorter_completions(pair, limits.max_length - len(pair.prompt))
+    detail = f"{len(pair.prompt)} prompt and {completion_length} completion tokens"
+    raise BadRow("too_long", f"{detail}, data.max_length is {limits.max_length}")
+
+
+def _with_newest_prompt(pair: PairIds, length: int, bos_token_id: int | None) -> PairIds:
+    # Models attend heavily to the first position and expect BOS there, so it outlives older tokens.
+    if length > 1 and pair.prompt[0] == bos_token_id:
+        prompt = np.concatenate([pair.prompt[:1], pair.prompt[1 - length :]])
+    else:
+        prompt = pair.prompt[-length:]
+    return PairIds(prompt=prompt, chosen=pair.chosen, rejected=pair.rejected)
+
+
+def _with_shorter_completions(pair: PairIds, length: int) -> PairIds:
+    chosen, rejected = pair.chosen[:length], pair.rejected[:length]
+    if np.array_equal(chosen, rejected):
+        detail = f"the first {length} tokens of the completions, all that data.max_length leaves, are equal"
+        raise BadRow("identical_completions", detail)
+    return PairIds(prompt=pair.prompt, chosen=chosen, rejected=rejected)

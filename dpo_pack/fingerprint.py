@@ -1,0 +1,152 @@
+"""What a model is, by content: the namespace of its cached log-probs.
+
+Two directories with the same weights are the same model, whatever their names and however the weights are
+split over files; one changed element makes another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from dpo_pack.errors import ModelError
+from dpo_pack.files import read_json, write_json_atomically
+from dpo_pack.models import Precision
+
+# Raised whenever a fix of ours changes the log-probs computed for the same model and tokens.
+NUMERICS_VERSION = 1
+
+# Config fields that no log-prob depends on; every other field, known to us or not, is part of a namespace.
+_IRRELEVANT_CONFIG = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+def reference_namespace(
+    path: str,
+    config: PretrainedConfig,
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    precision: Precision,
+    memo_path: Path,
+) -> dict[str, Any]:
+    """Everything a reference log-prob depends on besides the token ids, as a JSON object.
+
+    `memo_path` remembers tensor hashes by file, so that an unchanged model is not read again.
+    Raises ModelError when there are no weights.
+    """
+    return {
+        "numerics_version": NUMERICS_VERSION,
+        "weights": weights_fingerprint(model_directory(path, revision), memo_path),
+        "config": _relevant_config(config),
+        "parameters": str(precision.parameters).removeprefix("torch."),
+        "autocast": None if precision.autocast is None else str(precision.autocast).removeprefix("torch."),
+        "modelling_source": _modelling_source(config, trust_remote_code),
+    }
+
+
+def namespace_digest(namespace: dict[str, Any]) -> str:
+    """32 hex digits; the name of the namespace's directory."""
+    canonical = json.dumps(namespace, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+
+def model_directory(path: str, revision: str | None) -> Path:
+    """A local model directory: `path` itself, or the hub's snapshot of it in the local cache."""
+    if Path(path).is_dir():
+        return Path(path)
+    patterns = ["*.json", "*.safetensors", "*.bin"]
+    return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+
+
+def weights_fingerprint(directory: Path, memo_path: Path) -> str:
+    """sha256 over (name, dtype, shape, bytes) of every tensor, in order of name."""
+    memo = read_json(memo_path) or {}
+    digests: dict[str, str] = {}
+    learnt = {}
+    for file in _weight_files(directory):
+        stat = file.stat()
+        # ctime moves with every change of content, also where mtime was set back (cp -p, rsync -t).
+        identity = f"{file.resolve()}:{stat.st_ino}:{stat.st_size}:{stat.st_ctime_ns}"
+        if identity not in memo:
+            learnt[identity] = {name: _tensor_digest(tensor) for name, tensor in _tensors(file)}
+        digests.update(memo.get(identity) or learnt[identity])
+    if learnt:
+        write_json_atomically(memo_path, {**(read_json(memo_path) or {}), **learnt})
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        whole = directory / f"{stem}.{suffix}"
+        index = read_json(directory / f"{stem}.{suffix}.index.json")
+        if index is not None:
+            return [directory / name for name in sorted(set(index["weight_map"].values()))]
+        if whole.is_file():
+            return [whole]
+    raise ModelError(
+        f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded; "
+        "point at a complete model directory"
+    )
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, opened.get_tensor(name)
+    else:
+        yield from torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
+
+
+def _tensor_digest(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _relevant_config(config: PretrainedConfig) -> dict[str, Any]:
+    values = config.get_text_config().to_dict()
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in _IRRELEVANT_CONFIG and not key.startswith("_attn") and "dropout" not in key
+    }
+
+
+def _modelling_source(config: PretrainedConfig, trust_remote_code: bool) -> str:
+    """sha256 of the file that defines the model class; the class is built without memory for weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    source = sys.modules[type(model).__module__].__file__
+    assert source is not None
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()

@@ -1,0 +1,464 @@
+"""What a recipe may say: its sections, keys, types, ranges and defaults.
+
+Every key carries its own description, so that the JSON schema, the commented defaults and docs/recipe.md
+are generated from here and cannot disagree with what is accepted. Rules that join several keys, reading and
+writing are in `recipe.py`.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Strict,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Says in words what a key may hold, where its annotation would not read well."""
+
+    text: str
+
+
+def allowed_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What a key may hold, in words: "a number > 0", "auto or a whole number >= 1"."""
+    for item in metadata:
+        if isinstance(item, Allowed):
+            return item.text
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return allowed_values(arguments[0], arguments[1:])
+    if origin is Literal:
+        return str(arguments[0]) if len(arguments) == 1 else "one of " + ", ".join(arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(allowed_values(argument) for argument in arguments)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping with keys among {', '.join(annotation.model_fields)}"
+    return _SCALARS_IN_WORDS[annotation] + _range_in_words(metadata)
+
+
+_SCALARS_IN_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "null",
+}
+
+
+def _range_in_words(metadata: Sequence[Any]) -> str:
+    bounds = []
+    for item in metadata:
+        match item:
+            case Gt():
+                bounds.append(f"> {item.gt}")
+            case Ge():
+                bounds.append(f">= {item.ge}")
+            case Lt():
+                bounds.append(f"< {item.lt}")
+            case Le():
+                bounds.append(f"<= {item.le}")
+    return " " + " and ".join(bounds) if bounds else ""
+
+
+def _expand_path(value: object, info: ValidationInfo) -> object:
+    """Replaces `${recipe_dir}` and a leading `~`; any other `${...}` is refused, not taken literally."""
+    if not isinstance(value, str):
+        return value
+    if not value:
+        raise ValueError("must not be empty")
+    if "${" in value.replace("${recipe_dir}", ""):
+        raise ValueError(f"only ${{recipe_dir}} is expanded in paths, so {value!r} cannot be used")
+    context: dict[str, str] = info.context or {}
+    return os.path.expanduser(value.replace("${recipe_dir}", context.get("recipe_dir", ".")))
+
+
+# YAML has neither tuples nor paths, so these (`Strict(False)`) are converted; everything else must match.
+PathText = Annotated[str, BeforeValidator(_expand_path), Allowed("a path or a hub id")]
+LocalPath = Annotated[Path, Strict(False), BeforeValidator(_expand_path), Allowed("a path")]
+OptionalLocalPath = Annotated[
+    Path | None, Strict(False), BeforeValidator(_expand_path), Allowed("a path or null")
+]
+Name = Annotated[str, MinLen(1)]
+Count = Annotated[int, Ge(1)]
+MAX_ROW_TOKENS = 2**31 - 1  # cu_seqlens are int32
+TokenCount = Annotated[int, Ge(1), Le(MAX_ROW_TOKENS)]
+PositiveNumber = Annotated[float, Gt(0)]
+NonNegativeNumber = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Gt(0), Lt(1)]
+PartBelowOne = Annotated[float, Ge(0), Lt(1)]
+
+LossType = Literal[
+    "sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft", "simpo", "orpo", "cpo",
+]  # fmt: skip
+RowField = Literal[
+    "prompt", "chosen", "rejected", "weight", "tools", "chat_template_kwargs",
+    "prompt_ids", "chosen_ids", "rejected_ids",
+]  # fmt: skip
+Tracker = Literal[
+    "tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class LoraRecipe(_Section):
+    """Low-rank adapters instead of full training (Hu et al. 2021, arXiv 2106.09685)."""
+
+    r: Count = Field(default=16, description="Rank of the adapters.")
+    alpha: PositiveNumber = Field(default=32.0, description="Adapters are scaled by alpha / r.")
+    dropout: PartBelowOne = Field(
+        default=0.0, description="Above 0, prompts are not shared: dropout would differ."
+    )
+    target_modules: Annotated[
+        Literal["all-linear"] | Annotated[tuple[Name, ...], Strict(False)],
+        Allowed("all-linear or a list of module names"),
+    ] = Field(default="all-linear", description="Which modules get an adapter.")
+
+
+class ModelRecipe(_Section):
+    """The policy: the model that is trained."""
+
+    path: PathText = Field(description="Hub id or local directory.", examples=["Qwen/Qwen3-0.6B"])
+    revision: Name | None = Field(default=None, description="Branch, tag or commit of a hub id.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the parameters; auto: float32."
+    )
+    autocast: Literal["auto", "bfloat16", "float16", "none"] = Field(
+        default="auto", description="Type matrix products run in; auto: bfloat16 on CUDA, none on CPU."
+    )
+    attention: Literal["auto", "flash_attn", "torch_varlen", "sdpa"] = Field(
+        default="auto",
+        description="Attention backend; auto: the first that is exact for this model, type and device.",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass: less memory, more time."
+    )
+    compile: bool = Field(default=False, description="torch.compile the model.")
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
+    lora: LoraRecipe | None = Field(
+        default=None, description="Train low-rank adapters, e.g. {r: 16, alpha: 32}; null: all parameters."
+    )
+
+
+class TokenizerRecipe(_Section):
+    """Text to token ids."""
+
+    path: PathText | None = Field(default=None, description="Hub id or local directory; null: model.path.")
+    chat_template: OptionalLocalPath = Field(
+        default=None, description="A Jinja file; null: the tokenizer's own template."
+    )
+
+
+class ReferenceRecipe(_Section):
+    """The frozen model the policy is compared with, and the cache of its log-probs."""
+
+    path: PathText | None = Field(
+        default=None, description="Hub id or local directory; null: the policy as it starts."
+    )
+    cache_dir: OptionalLocalPath = Field(
+        default=None, description="Where log-probs are kept; null: $DPO_PACK_CACHE, else ~/.cache/dpo_pack."
+    )
+    token_budget: Literal["auto"] | TokenCount = Field(
+        default="auto",
+        description="Tokens in a row of the reference pass, which keeps no activations; auto: measured on "
+        "CUDA, 4 x packing.token_budget elsewhere.",
+    )
+
+
+class SourceRecipe(_Section):
+    """One source of pairs; a path alone stands for a source with that path."""
+
+    path: PathText = Field(
+        description="A file (.jsonl .json .parquet .arrow .csv, each also .gz), a directory of the datasets "
+        "library, or a hub id.",
+        examples=["pairs.jsonl"],
+    )
+    name: Name | None = Field(
+        default=None, description="What reports and metrics call it; null: derived from the path."
+    )
+    split: Name = Field(default="train", description="Split of a hub id or datasets directory.")
+    format: Literal["auto", "preference", "conversational", "transcript", "tokenized"] = Field(
+        default="auto", description="What a row looks like; auto: told from the first row."
+    )
+    columns: Annotated[
+        dict[RowField, Name], Allowed(f"a mapping from {', '.join(get_args(RowField))} to column names")
+    ] = Field(
+        default_factory=dict,
+        description="Columns that are called otherwise, e.g. {prompt: question, chosen: better}.",
+    )
+    max_pairs: Count | None = Field(default=None, description="Use only so many pairs; null: all.")
+    weight: PositiveNumber = Field(
+        default=1.0,
+        description="Share in the mixture (training only): floor(weight) copies of each pair an epoch, and a "
+        "seeded random fraction for the rest, drawn anew each epoch.",
+    )
+
+
+class EvalFraction(_Section):
+    """Holds out part of the training pairs."""
+
+    fraction: Fraction = Field(description="Part of the training pairs to hold out, e.g. 0.02.")
+
+
+def as_sources(value: object) -> object:
+    """A lone source, or paths in a list of them, as a list of sources; other values as they are."""
+    if isinstance(value, (str, dict, SourceRecipe)):
+        value = [value]
+    if isinstance(value, (list, tuple)):
+        return [{"path": source} if isinstance(source, str) else source for source in value]
+    return value
+
+
+def as_eval(value: object) -> object:
+    """`as_sources`, but a mapping without any of a source's keys stays one, to hold `fraction`."""
+    if isinstance(value, dict) and value.keys().isdisjoint(SourceRecipe.model_fields):
+        return value
+    return as_sources(value)
+
+
+def _eval_kind(value: object) -> str:
+    return "(fraction)" if isinstance(value, (dict, EvalFraction)) else "(sources)"
+
+
+class DataRecipe(_Section):
+    """Which pairs are trained on and how they become tokens."""
+
+    train: Annotated[
+        tuple[SourceRecipe, ...],
+        Strict(False),
+        MinLen(1),
+        BeforeValidator(as_sources, json_schema_input_type=str | SourceRecipe | list[str | SourceRecipe]),
+        Allowed("a path, a source (a mapping with a path) or a list of these"),
+    ] = Field(description="Where the training pairs come from.")
+    eval: Annotated[
+        Annotated[tuple[SourceRecipe, ...], Strict(False), Tag("(sources)")]
+        | Annotated[EvalFraction, Tag("(fraction)")],
+        Discriminator(_eval_kind),
+        BeforeValidator(
+            as_eval, json_schema_input_type=str | SourceRecipe | list[str | SourceRecipe] | EvalFraction
+        ),
+        Allowed("a path, a source (a mapping with a path), a list of these, or {fraction: 0.02}"),
+    ] = Field(default=(), description="Held-out pairs: sources, or a fraction of the training pairs.")
+    max_length: Annotated[int, Ge(2), Le(MAX_ROW_TOKENS)] = Field(
+        default=2048, description="Most tokens of prompt and one completion together."
+    )
+    max_prompt_length: TokenCount | None = Field(
+        default=None, description="Most tokens of a prompt, below max_length; null: no limit of its own."
+    )
+    truncation: Literal["drop", "prompt_left", "completion_right", "error"] = Field(
+        default="drop",
+        description="Pairs that are too long: drop them, cut the oldest prompt tokens (prompt_left), cut the "
+        "completion's tail and so its EOS (completion_right), or stop (error). All are counted.",
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error", description="Rows that are not valid pairs: stop, or skip, count and list them."
+    )
+    system_prompt: str | None = Field(
+        default=None, description="System message for conversations that have none."
+    )
+    shuffle: bool = Field(default=True, description="Draw a new order each epoch from the seed.")
+    num_workers: Literal["auto"] | Annotated[int, Ge(0)] = Field(
+        default="auto", description="Processes that tokenise; 0: in the main process."
+    )
+
+
+class PackingRecipe(_Section):
+    """How many pairs make a step, and how they are laid out in rows."""
+
+    mode: Literal["packed", "padded"] = Field(
+        default="packed",
+        description="padded: right-padded batches without sharing, for models that cannot be packed.",
+    )
+    token_budget: TokenCount = Field(
+        default=8192,
+        description="Tokens in one row, that is, in one forward. A longer pair gets a row of its own.",
+    )
+    pairs_per_step: Count = Field(
+        default=64, description="Pairs in an optimizer step, whatever the number of processes."
+    )
+    scope: Literal["step", "epoch"] = Field(
+        default="step", description="Pack inside each step, or across the shuffled epoch into full rows."
+    )
+    rows_per_step: Count | None = Field(
+        default=None, description="Scope epoch: rows in an optimizer step, over all processes."
+    )
+    window_pairs: Count = Field(
+        default=16384, description="Scope epoch: shuffled pairs are packed in windows of this size."
+    )
+    algorithm: Literal["best_fit_decreasing", "first_fit_decreasing", "next_fit"] = Field(
+        default="best_fit_decreasing", description="Bin packer; next_fit keeps the order of the pairs."
+    )
+    share_prompt: bool = Field(
+        default=True, description="Compute what chosen and rejected begin with once (exact)."
+    )
+
+
+class LossTerm(_Section):
+    """One term of a weighted sum of losses."""
+
+    type: LossType = Field(description="A loss type.")
+    weight: PositiveNumber = Field(default=1.0, description="Factor of this term.")
+
+
+def _loss_kind(value: object) -> str:
+    return "(terms)" if isinstance(value, (list, tuple)) else "(name)"
+
+
+class LossRecipe(_Section):
+    """The objective."""
+
+    type: Annotated[
+        Annotated[LossType, Tag("(name)")]
+        | Annotated[tuple[LossTerm, ...], Strict(False), MinLen(1), Tag("(terms)")],
+        Discriminator(_loss_kind),
+        Allowed(f"one of {', '.join(get_args(LossType))}, or a list as [{{type: sigmoid, weight: 1.0}}]"),
+    ] = Field(default="sigmoid", description="A loss, or a weighted sum of several.")
+    beta: PositiveNumber = Field(default=0.1, description="Strength of the pull towards the reference.")
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = Field(
+        default=0.0,
+        description="Assumed part of swapped labels (sigmoid, robust, exo_pair, aot, aot_unpaired).",
+    )
+    f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = Field(
+        default="reverse_kl", description="Divergence from the reference (arXiv 2309.16240)."
+    )
+    f_alpha: Fraction = Field(default=0.5, description="The alpha of f_divergence alpha_divergence.")
+    ld_alpha: Annotated[float, Ge(0), Le(1)] | None = Field(
+        default=None, description="LD-DPO: weight of tokens past the shorter completion's length; null: off."
+    )
+    weighting: Literal["wpo"] | None = Field(
+        default=None, description="wpo: weight pairs by their probability under the policy; null: off."
+    )
+    discopop_tau: PositiveNumber = Field(default=0.05, description="Temperature of discopop.")
+    simpo_gamma: NonNegativeNumber = Field(default=0.5, description="Target reward margin of simpo.")
+    router_aux_coef: NonNegativeNumber = Field(
+        default=0.0, description="Weight of a mixture-of-experts model's load-balancing loss."
+    )
+
+    @property
+    def terms(self) -> tuple[tuple[LossType, float], ...]:
+        """(type, weight) of each term of the loss, whichever way it was written."""
+        if isinstance(self.type, str):
+            return ((self.type, 1.0),)
+        return tuple((term.type, term.weight) for term in self.type)
+
+
+class OptimRecipe(_Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: PositiveNumber = Field(default=5e-7, description="Peak learning rate.")
+    schedule: Literal[
+        "linear", "cosine", "polynomial", "inverse_sqrt", "constant", "constant_with_warmup"
+    ] = Field(default="linear", description="Of transformers' get_scheduler; constant has no warm-up.")
+    warmup_ratio: Annotated[float, Ge(0), Le(1)] = Field(
+        default=0.1, description="Warm-up as a part of all steps (0 for schedule constant)."
+    )
+    warmup_steps: Annotated[int, Ge(0)] | None = Field(
+        default=None, description="Warm-up in steps, 0 included, instead of warmup_ratio; null: the ratio."
+    )
+    min_lr_ratio: PartBelowOne = Field(
+        default=0.0, description="Learning rate at the end as a part of lr (linear and cosine)."
+    )
+    weight_decay: NonNegativeNumber = Field(default=0.0, description="Not on biases and norms.")
+    betas: Annotated[
+        tuple[PartBelowOne, PartBelowOne], Strict(False), Allowed("a list of two numbers, each >= 0 and < 1")
+    ] = Field(default=(0.9, 0.999), description="AdamW's decay rates.")
+    eps: PositiveNumber = Field(default=1e-8, description="AdamW's epsilon.")
+    max_grad_norm: PositiveNumber | None = Field(
+        default=1.0, description="Gradients are scaled down to this norm; null: never."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _constant_has_no_warmup(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("schedule") == "constant":
+            return {"warmup_ratio": 0.0, **value}
+        return value
+
+
+class TrainRecipe(_Section):
+    """How long to train, and when to evaluate."""
+
+    epochs: Count = Field(default=1, description="Passes over the training pairs.")
+    max_steps: Count | None = Field(
+        default=None, description="Stop after so many steps when epochs would go on; null: no limit."
+    )
+    eval_every_steps: Count | None = Field(
+        default=None, description="Evaluate so often; null: only before the first step and after the last."
+    )
+    stop_on_nonfinite: bool = Field(default=True, description="Stop when a loss or gradient is not finite.")
+
+
+class CheckpointRecipe(_Section):
+    """What is kept to go on from."""
+
+    every_steps: Count | None = Field(default=None, description="Save so often; null: only when interrupted.")
+    keep: Count = Field(default=2, description="Newest checkpoints to keep.")
+    resume: Annotated[str, BeforeValidator(_expand_path), Allowed("auto, never or a path")] = Field(
+        default="auto",
+        description="auto: from the newest valid checkpoint in output_dir; never; or a checkpoint's path.",
+    )
+
+
+class LoggingRecipe(_Section):
+    """metrics.jsonl is always written; these come beside it."""
+
+    every_steps: Count = Field(default=1, description="Log so often.")
+    trackers: Annotated[
+        tuple[Tracker, ...], Strict(False), Allowed(f"a list of {', '.join(get_args(Tracker))}")
+    ] = Field(default=(), description="Experiment trackers, by accelerate's names.")
+    run_name: Name | None = Field(
+        default=None, description="Name of the run in trackers; null: the last part of output_dir."
+    )
+
+
+class DistributedRecipe(_Section):
+    """Several devices."""
+
+    num_processes: Literal["auto"] | Count = Field(
+        default="auto", description="One per device; auto: all visible GPUs, 1 on CPU."
+    )
+    strategy: Literal["auto", "ddp", "fsdp2"] = Field(
+        default="auto", description="Copies of the model, or one that is sharded."
+    )
+
+
+class Recipe(_Section):
+    """A training run. Attribute names are the YAML keys."""
+
+    output_dir: LocalPath = Field(
+        description="Directory for everything the run leaves.", examples=["runs/my-run"]
+    )
+    seed: Annotated[int, Ge(0), Lt(2**32)] = Field(
+        default=0, description="Of the order of pairs and everything else random."
+    )
+    model: ModelRecipe
+    tokenizer: TokenizerRecipe = Field(default_factory=TokenizerRecipe)
+    reference: ReferenceRecipe = Field(default_factory=ReferenceRecipe)
+    data: DataRecipe
+    packing: PackingRecipe = Field(default_factory=PackingRecipe)
+    loss: LossRecipe = Field(default_factory=LossRecipe)
+    optim: OptimRecipe = Field(default_factory=OptimRecipe)
+    train: TrainRecipe = Field(default_factory=TrainRecipe)
+    checkpoint: CheckpointRecipe = Field(default_factory=CheckpointRecipe)
+    logging: LoggingRecipe = Field(default_factory=LoggingRecipe)
+    distributed: DistributedRecipe = Field(default_factory=DistributedRecipe)
+    online: Annotated[dict[str, Any] | None, Allowed("a mapping or null")] = Field(
+        default=None, description="Pairs from the policy's own completions."
+    )

@@ -1,0 +1,144 @@
+"""A run's `output_dir`: what is in it, who may write there, and how an earlier run there is met."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dpo_pack
+from dpo_pack.checkpoint import checkpoints
+from dpo_pack.errors import RunError
+from dpo_pack.files import read_json, write_json_atomically, write_text_atomically
+from dpo_pack.recipe import Recipe, changed_keys, dump_recipe, load_recipe
+
+_OUR_FILES = (
+    "recipe.yaml",
+    "run.json",
+    "metrics.jsonl",
+    "data_report.json",
+    "packing_report.json",
+    "reference.parquet",
+)
+_OUR_DIRECTORIES = ("checkpoints", "model", "trackers")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "pyarrow",
+    "numpy",
+    "flash-attn",
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunDir:
+    """Paths of one run, and `run.json`, rewritten whole whenever something in it changes."""
+
+    root: Path
+    checkpoint: Path | None  # where to go on from; None: from the start
+    is_finished: bool
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def reference(self) -> Path:
+        return self.root / "reference.parquet"
+
+    def update(self, **changes: Any) -> None:
+        """Set keys of `run.json` and write it."""
+        self.info.update(changes)
+        write_json_atomically(self.root / "run.json", self.info)
+
+
+def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
+    """Decide, without writing anything, whether this is a new run, a resumed or a finished one.
+
+    Raises RunError when `output_dir` holds a run that this recipe must not touch.
+    """
+    root = recipe.output_dir
+    resume = recipe.checkpoint.resume
+    if resume not in ("auto", "never"):
+        checkpoint = Path(resume)
+        if not (checkpoint / "checkpoint.json").is_file():
+            raise RunError(f"checkpoint.resume: {checkpoint} is not a checkpoint; give a step-... directory")
+        return RunDir(root=root, checkpoint=checkpoint, is_finished=False)
+    info = read_json(root / "run.json")
+    if info is None or overwrite:
+        return RunDir(root=root, checkpoint=None, is_finished=False)
+    ways_out = "start again with checkpoint.resume=never and --overwrite, or use another output_dir"
+    if resume == "never":
+        raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
+    changed = changed_keys(load_recipe(root / "recipe.yaml"), recipe)
+    if changed:
+        raise RunError(f"output_dir: {root} holds a run with another {', '.join(changed)}; {ways_out}")
+    valid = checkpoints(root / "checkpoints")
+    return RunDir(
+        root=root,
+        checkpoint=valid[-1] if valid else None,
+        is_finished=info["status"] == "finished",
+        info=info,
+    )
+
+
+def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
+    """Write what identifies the run. A run that starts anew leaves nothing of an earlier one behind."""
+    if run.checkpoint is None:
+        _clear(run.root)
+    run.root.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(run.root / "recipe.yaml", dump_recipe(recipe))
+    run.update(
+        status="running",
+        dpo_pack=dpo_pack.__version__,
+        versions=package_versions(),
+        devices=[device],
+        git_commit=_git_commit(),
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Python and the packages whose releases may change numbers, as installed."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _clear(root: Path) -> None:
+    for name in _OUR_FILES:
+        (root / name).unlink(missing_ok=True)
+    for name in _OUR_DIRECTORIES:
+        if (root / name).is_dir():
+            shutil.rmtree(root / name)
+
+
+def _git_commit() -> str | None:
+    """The commit checked out in the working directory, if it is in a repository."""
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
