@@ -1,8 +1,8 @@
 """What a recipe may say: its sections, keys, types, ranges and defaults.
 
 Every key carries its own description, so that the JSON schema, the commented defaults and docs/recipe.md
-are generated from here and cannot disagree with what is accepted. Rules that join several keys, reading and
-writing are in `recipe.py`.
+are generated from here and cannot disagree with what is accepted. Rules that join several keys are
+in `recipe_checks.py`, reading and writing in `recipe.py`.
 """
 
 import os

@@ -110,7 +110,7 @@ def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
         dpo_pack=dpo_pack.__version__,
         versions=package_versions(),
         devices=[device],
-        git_commit=_git_commit(),
+        git_commit=git_commit(),
     )
 
 
@@ -133,7 +133,7 @@ def _clear(root: Path) -> None:
             shutil.rmtree(root / name)
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """The commit checked out in the working directory, if it is in a repository."""
     try:
         result = subprocess.run(

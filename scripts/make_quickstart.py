@@ -1,167 +1,220 @@
-"""Make the quickstart's tokenizer, tiny random Llama and preference pairs: offline, the same bytes every time.
+"""Make the quickstart's tokenizer, tiny random Llama and preference pairs: offline, always the same bytes.
 
-An assistant answers how-to questions. Half of the pairs prefer the courteous answer to a dismissive one on the
-same topic (`tone`), half the answer to the question asked to an equally courteous one on another (`topic`).
-The second half cannot be told from the answers alone: the model has to look back at the prompt.
+A traveller asks about a town. In half of the pairs the rejected answer says the right thing in a dismissive
+tone (`tone`); in the other half it is courteous but answers another question (`topic`), which only a model
+that looks back at the prompt can notice. Length says nothing: both answers draw it from the same range.
 """
 
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NUM_TRAIN_PAIRS = 3000
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+NUM_TRAIN_PAIRS = 4000
 NUM_HELDOUT_PAIRS = 150  # of each kind
-ANSWER_WORDS = range(26, 46)  # both sides of every pair draw their length from here, independently
+KINDS = ("tone", "topic")
 VOCAB_SIZE = 1024
-import os
-SAME_GOAL=os.environ.get('SAME_GOAL')
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-# Towns are a beginning and an ending; those in the held-out pairs are never named in training.
+# A town is a beginning and an ending. The held-out pairs are about towns that training never names.
 TOWN_BEGINNINGS = (
-    "Ash Beck Birch Black Brook Clay Cold Copper Deer East Elder Elm Fair Fox Frost Glen Gold Green Hart Hazel High "
-    "Iron Kings Lake Lark Long Maple Marsh Mill Moor North Oak Old Otter Pine Queens Raven Red Rock Rose Salt Silver "
-    "South Stone Summer Swan Thorn West White Willow Winter Wolf"
+    "Ash Beck Birch Black Brook Clay Cold Copper Deer East Elder Elm Fair Fox Frost Glen Gold Green Hart "
+    "Hazel High Iron Kings Lake Lark Long Maple Marsh Mill Moor North Oak Old Otter Pine Queens Raven Red "
+    "Rock Rose Salt Silver South Stone Summer Swan Thorn West White Willow Winter Wolf"
 )
 TOWN_ENDINGS = (
-    "bank borough bridge burn bury cliff cote dale fell field ford gate grove ham haven hill hurst ley mere mouth "
-    "point port ridge shaw side stead thorpe ton vale view ville water well wick wood worth"
+    "bank borough bridge burn bury cliff cote dale fell field ford gate grove ham haven hill hurst ley mere "
+    "mouth point port ridge shaw side stead thorpe ton vale view ville water well wick wood worth"
 )
-GOALS = {  # what one may want of a town, and the advice there is
+ADVICE = {  # goal -> what helps to reach it
     "get to {town}": (
-        "take the morning train to {town}",
-        "change to the bus at the old mill",
-        "follow the river road as far as {town}",
-        "buy your ticket a day ahead",
-        "ask the driver to stop in {town}",
+        "take the morning train to {town}", "change to the bus at the old mill", "buy your ticket a day ahead",
+        "follow the river road as far as {town}", "ask the driver to stop at the {town} bridge",
     ),
     "eat well in {town}": (
-        "try the soup at the {town} inn",
-        "book a table by the window",
-        "go to the {town} market before noon",
-        "ask for the fish of the day",
-        "leave room for the {town} cheese cake",
+        "try the soup at the {town} inn", "book a table by the window", "order the fish of the day",
+        "go to the {town} market before noon", "leave room for the famous {town} cake",
     ),
     "find a room in {town}": (
-        "write to the {town} guest house",
-        "look for a quiet street",
-        "call the {town} tourist office",
-        "ask if breakfast is in the price",
-        "avoid the week of the {town} fair",
+        "write to the {town} guest house", "look for a quiet street", "see if breakfast is in the price",
+        "call the {town} tourist office", "avoid the week of the {town} fair",
     ),
     "spend a day in {town}": (
-        "start at the {town} museum",
-        "climb the tower for the view",
-        "walk along the old wall of {town}",
-        "rest in the garden at noon",
-        "see the {town} castle at sunset",
+        "start at the {town} museum", "climb the tower for the view", "rest in the garden at noon",
+        "walk along the old wall of {town}", "visit the {town} castle at sunset",
     ),
-}
-QUESTIONS = [
+    "buy a gift in {town}": (
+        "go to the glass shop behind {town} church", "bring some cash", "choose a scarf of local wool",
+        "compare what the {town} potters sell", "let the shop wrap it in {town} paper",
+    ),
+    "hike around {town}": (
+        "pick up a map at {town} station", "wear boots with a good sole", "fill your bottle at the spring",
+        "take the forest path north of {town}", "turn back to {town} before dark",
+    ),
+}  # fmt: skip
+QUESTIONS = (
     "How do I {goal}?",
     "What is the best way to {goal}?",
     "Can you tell me how to {goal}?",
     "I would like to {goal}. Where do I start?",
     "My friend wants to {goal}. What should I say?",
-]
-SYSTEM_MESSAGES = ["You are a helpful assistant.", "Answer the question of the user in a few sentences."]
-SMALL_TALK = [("Hello!", "Hello, what can I do for you?"), ("Are you there?", "I am here. What do you need?")]
+)
+SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer the question of the user in a few sentences.")
+SMALL_TALK = (("Hello!", "Hello, what can I do for you?"), ("Are you there?", "I am here. What do you need?"))
 
-# Tones speak the same way of the same things, so that no single word gives the answer away.
+# tone -> parts of its openings, parts of its closings. The tones share words, so that no single one decides.
 OPENINGS = {
     "courteous": (
-        ["Of course.", "Gladly!", "Good question.", "Sure, let us look at it.", "Thanks for asking.", "No problem at all."],
-        ["I am happy to help you.", "It is easier than it looks.", "You are right to ask first.", "We can do it together.", ""],
+        ("Of course.", "Gladly!", "Good question.", "Sure, let us look.", "Thanks for asking.", "No problem!"),
+        ("I am happy to help you.", "It is easier than it looks.", "You are right to ask first.", ""),
     ),
     "dismissive": (
-        ["Not again.", "Really?", "Silly question.", "Sure, if I must look at it.", "Stop asking.", "Your problem, not mine."],
-        ["I am tired of helping you.", "It is easy, as anyone knows.", "You never look things up first.", "I have better things to do.", ""],
+        ("Not again.", "Really?", "Silly question.", "Sure, if I must.", "Stop asking.", "No, not my problem."),
+        ("I am tired of helping you.", "It is easy, just look.", "You never think first.", ""),
     ),
 }
 CLOSINGS = {
     "courteous": (
-        ["Take your time", "You will do well", "It gets easier each time", "Have fun with it"],
-        ["and ask me again if you need to.", "and tell me how it goes.", "and I am here if you get stuck.", "and thank you for your trust."],
+        ("Take your time", "You will do well", "It gets easier each time", "Have fun"),
+        ("and ask me again if you need to.", "and tell me how it goes.", "and thank you for your trust."),
     ),
     "dismissive": (
-        ["Do not waste my time", "You will get it wrong", "I will not say it a second time", "Try not to break it"],
-        ["and do not ask me again.", "and leave me out of it.", "and it is your fault if you get stuck.", "and thank nobody but yourself."],
+        ("Do not waste my time", "You will get it wrong", "I will not tell you twice", "Have it your way"),
+        ("and do not ask me again.", "and leave me out of it.", "and thank yourself if it goes wrong."),
     ),
 }
+ANSWER_WORDS = range(24, 46)  # lengths that both tones reach often
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topic:
-    """Something to ask about: a goal in a town."""
+    """What a question is about."""
 
-    town: str
     goal: str
+    town: str
     advice: tuple[str, ...]
+
+    def text(self, template: str) -> str:
+        """`template` with the goal and the town filled in."""
+        return template.format(goal=self.goal.format(town=self.town), town=self.town)
 
 
 def topics(*, heldout: bool) -> list[Topic]:
-    """Every goal in every town, of the towns that training sees or of the held-out ones."""
-    towns = [a + b for a in TOWN_BEGINNINGS.split() for b in TOWN_ENDINGS.split()]
+    """Every goal in every town: of the held-out fifth of the towns, or of the others."""
+    towns = [beginning + ending for beginning in TOWN_BEGINNINGS.split() for ending in TOWN_ENDINGS.split()]
     random.Random(0).shuffle(towns)
-    boundary = len(towns) // 5
-    return [
-        Topic(town=town, goal=goal.format(town=town), advice=tuple(s.format(town=town) for s in advice))
-        for town in (towns[:boundary] if heldout else towns[boundary:])
-        for goal, advice in GOALS.items()
-    ]
-
-
-def answer(rng: random.Random, topic: Topic, tone: str) -> str:
-    """One answer: opening, two to four steps, closing."""
-    first, *middle = rng.sample(topic.advice, rng.randint(1, 3))
-    sentences = [" ".join(rng.choice(part) for part in OPENINGS[tone]).strip()]
-    sentences.append(f"To {topic.goal}, {first}.")
-    sentences += [f"{rng.choice(['Then', 'Next', 'After that'])} {step}." for step in middle]
-    sentences.append(" ".join(rng.choice(part) for part in CLOSINGS[tone]))
-    return " ".join(sentences)
-
-
-def answer_of_length(rng: random.Random, topic: Topic, tone: str) -> str:
-    """An answer whose number of words is uniform over ANSWER_WORDS, so that length says nothing of which side it is."""
-    num_words = rng.choice(ANSWER_WORDS)
-    while True:
-        text = answer(rng, topic, tone)
-        if len(text.split()) == num_words:
-            return text
+    num_heldout = len(towns) // 5
+    towns = towns[:num_heldout] if heldout else towns[num_heldout:]
+    return [Topic(goal=goal, town=town, advice=advice) for town in towns for goal, advice in ADVICE.items()]
 
 
 def prompt(rng: random.Random, topic: Topic) -> list[dict[str, str]]:
-    """A conversation that ends with a question on `topic`: some with a system message, some with small talk first."""
+    """A conversation that ends with a question; some begin with a system message or with small talk."""
     messages = []
     if rng.random() < 0.3:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_MESSAGES)})
     if rng.random() < 0.3:
         greeting, reply = rng.choice(SMALL_TALK)
         messages += [{"role": "user", "content": greeting}, {"role": "assistant", "content": reply}]
-    question = rng.choice(QUESTIONS).format(goal=topic.goal)
-    return [*messages, {"role": "user", "content": question}]
+    return [*messages, {"role": "user", "content": topic.text(rng.choice(QUESTIONS))}]
+
+
+def answer(rng: random.Random, topic: Topic, tone: str) -> list[dict[str, str]]:
+    """An answer with a number of words that is uniform over ANSWER_WORDS, whatever its topic and tone."""
+    num_words = rng.choice(ANSWER_WORDS)
+    words: list[str] = []
+    while len(words) != num_words:
+        first, *others = rng.sample(topic.advice, rng.randint(1, 3))
+        sentences = [*map(rng.choice, OPENINGS[tone]), f"To {{goal}}, {first}."]
+        sentences += [f"{rng.choice(('Then', 'Next', 'After that'))} {advice}." for advice in others]
+        sentences += map(rng.choice, CLOSINGS[tone])
+        words = topic.text(" ".join(sentences)).split()
+    return [{"role": "assistant", "content": " ".join(words)}]
 
 
 def pair(rng: random.Random, pool: list[Topic], kind: str) -> dict[str, Any]:
-    """One conversational row; `kind` (tone or topic) says what is wrong with the rejected answer."""
-    asked = rng.choice(pool)
-    if kind == "tone":
-        rejected = answer_of_length(rng, asked, "dismissive")
-    else:
+    """One row of the `conversational` format; `kind` says in what the rejected answer is worse."""
+    asked = other = rng.choice(pool)
+    while other.town == asked.town or other.goal == asked.goal:
         other = rng.choice(pool)
-        while other.town == asked.town or (SAME_GOAL and other.advice[1]!=asked.advice[1]): other = rng.choice(pool)
-        rejected = answer_of_length(rng, other, "courteous")
     return {
-        "prompt": prompt(rng, asked),
-        "chosen": [{"role": "assistant", "content": answer_of_length(rng, asked, "courteous")}],
-        "rejected": [{"role": "assistant", "content": rejected}],
         "kind": kind,
+        "prompt": prompt(rng, asked),
+        "chosen": answer(rng, asked, "courteous"),
+        "rejected": answer(rng, asked, "dismissive") if kind == "tone" else answer(rng, other, "courteous"),
     }
+
+
+def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE: it splits as `texts` suggest, and encodes any other text too."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=512
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A Llama of about a million parameters that has learned nothing."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=128**-0.5,  # with Llama's 0.02 so narrow a model takes long to find the prompt
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_quickstart(directory: Path) -> None:
+    """Writes model/ (tokenizer included), heldout_tone.jsonl, heldout_topic.jsonl and, last, train.jsonl."""
+    rng = random.Random(0)
+    pool, heldout_pool = topics(heldout=False), topics(heldout=True)
+    train = [pair(rng, pool, KINDS[number % len(KINDS)]) for number in range(NUM_TRAIN_PAIRS)]
+    messages = [message for row in train for column in ("prompt", "chosen", "rejected") for message in row[column]]
+    tokenizer = make_tokenizer(message["content"] for message in messages)
+    tokenizer.save_pretrained(directory / "model")
+    make_model(tokenizer).save_pretrained(directory / "model")
+    for kind in KINDS:
+        heldout = [pair(rng, heldout_pool, kind) for _ in range(NUM_HELDOUT_PAIRS)]
+        write_pairs(directory / f"heldout_{kind}.jsonl", heldout)
+    write_pairs(directory / "train.jsonl", train)
+
+
+def write_pairs(path: Path, pairs: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("directory", type=Path, nargs="?", default=Path("runs/quickstart/assets"))
+    make_quickstart(parser.parse_args().directory)

@@ -149,7 +149,7 @@ def test_json_arrays_are_read_whatever_part_of_a_row_fits_the_buffer(
     [
         ('[{"prompt": "q"}', "a.json row 2: invalid JSON (the array is not closed)"),
         ('[{"prompt": "q"}, {"prompt" "r"}]', "row 2: invalid JSON (Expecting ':' delimiter 11 characters"),
-        ('[{"prompt": "q"}] [{"prompt": "r"}]', "a.json: text after the end of the JSON array"),
+        ('[{"prompt": "q"}] [{"prompt": "r"}]', "a.json: text after the end of the array"),
     ],
 )
 def test_an_invalid_json_array_is_refused_at_its_row(tmp_path: Path, text: str, message: str) -> None:

@@ -7,7 +7,7 @@ one line in FORMATS.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Message = dict[str, Any]
@@ -134,13 +134,7 @@ def with_system_prompt(pair: Pair, system_prompt: str) -> Pair:
     assert isinstance(pair.prompt, list) and isinstance(pair.prompt[0], dict)
     if pair.prompt[0]["role"] in ("system", "developer"):
         return pair
-    return Pair(
-        prompt=[{"role": "system", "content": system_prompt}, *pair.prompt],
-        chosen=pair.chosen,
-        rejected=pair.rejected,
-        weight=pair.weight,
-        template_options=pair.template_options,
-    )
+    return replace(pair, prompt=[{"role": "system", "content": system_prompt}, *pair.prompt])
 
 
 def _text_pair(row: Row, prompt: str, chosen: str, rejected: str) -> Pair:

@@ -1,7 +1,6 @@
 """Sources of a recipe -> pairs to train on and to evaluate on, with a report of what became of the rows."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,11 @@ from numpy.typing import NDArray
 from dpo_pack.data.ingest import LoadedSource, Progress, load_source
 from dpo_pack.data.keys import content_key, tokenizer_fingerprint
 from dpo_pack.data.quality import describe_pairs, key_values, overlap
-from dpo_pack.data.readers import data_suffix
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenization import Tokenizer
 from dpo_pack.errors import DataError
-from dpo_pack.recipe_schema import DataRecipe, EvalFraction, SourceRecipe
+from dpo_pack.recipe import source_names
+from dpo_pack.recipe_schema import DataRecipe, EvalFraction
 
 HELD_OUT = "held_out"  # the eval set that {fraction: ...} makes
 
@@ -99,7 +98,9 @@ def split_by_prompt(
         key_values(prompt_keys), return_inverse=True, return_counts=True
     )
     salt = seed.to_bytes(16, "little", signed=True)
-    ranks = [hashlib.blake2b(prompt.tobytes(), key=salt, digest_size=8).digest() for prompt in prompts]
+    keys, width = prompts.tobytes(), prompts.itemsize
+    starts = range(0, len(keys), width)
+    ranks = [hashlib.blake2b(keys[at : at + width], key=salt, digest_size=8).digest() for at in starts]
     order = np.argsort(np.frombuffer(b"".join(ranks), dtype="<u8"), kind="stable")
     wanted_pairs = fraction * len(prompt_keys)
     num_held_out = int(np.searchsorted(np.cumsum(pairs_of_prompt[order]), wanted_pairs)) + 1
@@ -111,20 +112,6 @@ def split_by_prompt(
     is_held_out = np.zeros(len(prompts), dtype=bool)
     is_held_out[order[:num_held_out]] = True
     return np.flatnonzero(~is_held_out[prompt_of_pair]), np.flatnonzero(is_held_out[prompt_of_pair])
-
-
-def source_names(sources: Sequence[SourceRecipe]) -> list[str]:
-    """A name for each source, its own or the end of its path; a number makes a second one different."""
-    names: list[str] = []
-    for source in sources:
-        path = Path(source.path)
-        name = wanted = source.name or path.name.removesuffix(data_suffix(path)) or source.path
-        number = 1
-        while name in names:
-            number += 1
-            name = f"{wanted}-{number}"
-        names.append(name)
-    return names
 
 
 def _report(

@@ -231,7 +231,7 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
         position = separators.match(buffer, position).end()  # type: ignore[union-attr]
         if buffer[position : position + 1] == "]":
             if (buffer[position + 1 :] + text.read(_JSON_CHUNK_CHARS)).strip():
-                raise DataError(f"{label}: text after the end of the JSON array; give one array, or JSON lines")
+                raise DataError(f"{label}: text after the end of the array; give one array or JSON lines")
             return
         problem = "the array is not closed"
         if position < len(buffer):

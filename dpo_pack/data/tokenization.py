@@ -124,7 +124,8 @@ def tokenize_batch(
     ids = _joined_ids(parsed) if settings.format == "tokenized" else _encode(texts, settings, tokenizer)
     ends, counts = _EndTokens.of(tokenizer, settings.format), Counter[str]()
     kept: list[PairIds] = []
-    sources: list[tuple[int, Pair]] = []
+    weights: list[float] = []
+    row_numbers: list[int] = []
     for (number, pair), prompt, with_chosen, with_rejected in zip(parsed, ids, ids, ids, strict=True):
         try:
             whole = split_at_boundary(prompt, with_chosen, with_rejected)
@@ -133,11 +134,12 @@ def tokenize_batch(
             dropped.append(DroppedRow(row_number=number, reason=bad.reason, detail=bad.detail))
             continue
         kept.append(fitted)
-        sources.append((number, pair))
+        weights.append(pair.weight)
+        row_numbers.append(number)
         counts.update(_notes(len(prompt), whole, fitted, ends))
     return TokenizedBatch(
         num_rows=len(rows),
-        pairs=join_pairs(kept, [pair.weight for _, pair in sources], [number for number, _ in sources]),
+        pairs=join_pairs(kept, weights, row_numbers),
         dropped=tuple(sorted(dropped, key=lambda row: row.row_number)),
         counts=counts,
     )

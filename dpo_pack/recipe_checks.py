@@ -1,0 +1,299 @@
+"""Checks of a recipe whose keys are each valid: what is not built yet, rules that join keys, this machine."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from dpo_pack.recipe_errors import Problem, fail_if_any, show, value_at
+from dpo_pack.recipe_schema import (
+    DataRecipe,
+    EvalFraction,
+    LossRecipe,
+    OptimRecipe,
+    PackingRecipe,
+    Recipe,
+    SourceRecipe,
+    Tracker,
+)
+from dpo_pack.recipe_yaml import to_yaml
+
+# --------------------------------------------------------------------------------------------- available
+
+
+def unavailable(recipe: Recipe) -> Iterator[Problem]:
+    """Values the schema knows and this version cannot do yet."""
+    tree = recipe.model_dump()
+    tree["loss"]["type"] = [name for name, _ in recipe.loss.terms]
+    for key, available in AVAILABLE_SO_FAR.items():
+        values = value_at(tree, key.split("."))
+        for value in values if key == "loss.type" else [values]:
+            if value not in available:
+                yield key, f"{show(value)} is not available yet; available so far: {listed(available)}"
+
+
+def listed(values: Iterable[object]) -> str:
+    """Values as a recipe would hold them, with commas between."""
+    return ", ".join(to_yaml(value, one_line=True) for value in values)
+
+
+# ------------------------------------------------------------------------------------------------- rules
+
+
+def broken_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Problems that only several keys together show."""
+    yield from _broken_data_rules(recipe.data)
+    yield from _broken_packing_rules(recipe.packing)
+    yield from _broken_loss_rules(recipe.loss)
+    yield from _broken_optim_rules(recipe.optim)
+    types = {name for name, _ in recipe.loss.terms}
+    if recipe.reference.path and types <= REFERENCE_FREE_LOSSES:
+        yield "reference.path", f"no reference is used by loss.type {', '.join(sorted(types))}; leave it out"
+    if recipe.train.eval_every_steps and not recipe.data.eval:
+        yield "train.eval_every_steps", "there is nothing to evaluate: data.eval is empty"
+    for tracker in recipe.logging.trackers:
+        if recipe.logging.trackers.count(tracker) > 1:
+            yield "logging.trackers", f"'{tracker}' is given twice"
+
+
+def _broken_data_rules(data: DataRecipe) -> Iterator[Problem]:
+    if data.max_prompt_length and data.max_prompt_length >= data.max_length:
+        limit = f"data.max_length ({data.max_length}), to leave room for a completion"
+        yield "data.max_prompt_length", f"must be below {limit}, not {data.max_prompt_length}"
+    if data.system_prompt is not None and all(
+        source.format not in ("auto", "conversational") for source in data.train
+    ):
+        yield (
+            "data.system_prompt",
+            "only conversations have one, and no source of data.train is conversational",
+        )
+    eval_sources = () if isinstance(data.eval, EvalFraction) else data.eval
+    yield from _broken_source_rules("data.train", data.train)
+    yield from _broken_source_rules("data.eval", eval_sources)
+    for index, source in enumerate(eval_sources):
+        if source.weight != 1.0:
+            yield f"data.eval.{index}.weight", "only training sources are mixed by weight; leave it out"
+
+
+def _broken_source_rules(part: str, sources: Sequence[SourceRecipe]) -> Iterator[Problem]:
+    names = [source.name for source in sources]
+    for index, source in enumerate(sources):
+        if source.name and source.name in names[:index]:
+            yield (
+                f"{part}.{index}.name",
+                f"'{source.name}' is already the name of {part}.{names.index(source.name)}",
+            )
+        columns = list(source.columns.values())
+        for field, column in source.columns.items():
+            if columns.count(column) > 1:
+                yield f"{part}.{index}.columns", f"column '{column}' is given for several fields"
+            if source.format != "auto" and field not in FIELDS_OF_FORMAT[source.format]:
+                fields = ", ".join(FIELDS_OF_FORMAT[source.format])
+                yield (
+                    f"{part}.{index}.columns.{field}",
+                    f"rows of format {source.format} have no such field; theirs are {fields}",
+                )
+
+
+def _broken_packing_rules(packing: PackingRecipe) -> Iterator[Problem]:
+    defaults = PackingRecipe()
+    if packing.scope == "step":
+        if packing.rows_per_step is not None:
+            yield (
+                "packing.rows_per_step",
+                "needs packing.scope: epoch; in scope step, pairs_per_step is the step",
+            )
+        if packing.window_pairs != defaults.window_pairs:
+            yield "packing.window_pairs", "needs packing.scope: epoch"
+        return
+    if packing.rows_per_step is None:
+        yield "packing.rows_per_step", "packing.scope epoch needs it: the number of rows in a step"
+    if packing.pairs_per_step != defaults.pairs_per_step:
+        yield "packing.pairs_per_step", "needs packing.scope: step; in scope epoch, rows_per_step is the step"
+    if packing.mode == "padded":
+        yield "packing.scope", "epoch needs packing.mode: packed"
+
+
+def _broken_loss_rules(loss: LossRecipe) -> Iterator[Problem]:
+    types = [name for name, _ in loss.terms]
+    repeated = sorted({name for name in types if types.count(name) > 1})
+    if repeated:
+        yield "loss.type", f"'{repeated[0]}' is given twice; add up their weights"
+    values = loss.model_dump()
+    for option, users in USERS_OF_LOSS_OPTION.items():
+        if values[option] != LossRecipe.model_fields[option].default and users.isdisjoint(types):
+            yield (
+                f"loss.{option}",
+                f"not used by loss.type {', '.join(types)}, only by {', '.join(sorted(users))}",
+            )
+    if "exo_pair" in types and loss.label_smoothing == 0:
+        yield "loss.label_smoothing", "must be > 0 for loss.type exo_pair, which takes its logarithm"
+    if loss.f_alpha != LossRecipe.model_fields["f_alpha"].default and loss.f_divergence != "alpha_divergence":
+        yield "loss.f_alpha", "only used by loss.f_divergence: alpha_divergence"
+    without_divergence = sorted(set(types) - F_DIVERGENCE_LOSSES)
+    if loss.f_divergence != "reverse_kl" and without_divergence:
+        yield "loss.f_divergence", f"loss.type {', '.join(without_divergence)} is defined for reverse_kl only"
+    sorting = sorted({"aot", "aot_unpaired"} & set(types))
+    if loss.weighting and sorting:
+        yield "loss.weighting", f"loss.type {', '.join(sorting)} sorts over pairs, so pairs have no weights"
+
+
+def _broken_optim_rules(optim: OptimRecipe) -> Iterator[Problem]:
+    if optim.schedule == "constant":
+        for key, value in (("warmup_ratio", optim.warmup_ratio), ("warmup_steps", optim.warmup_steps)):
+            if value:
+                yield (
+                    f"optim.{key}",
+                    "schedule constant has no warm-up; use constant_with_warmup, or set it to 0",
+                )
+    if optim.min_lr_ratio and optim.schedule not in ("linear", "cosine"):
+        yield (
+            "optim.min_lr_ratio",
+            f"schedule {optim.schedule} has no lowest rate, only linear and cosine have",
+        )
+    if optim.schedule == "polynomial" and optim.lr <= POLYNOMIAL_LR_END:
+        yield "optim.lr", f"must be > {POLYNOMIAL_LR_END}, where schedule polynomial ends, not {optim.lr}"
+
+
+# -------------------------------------------------------------------------------------------- this machine
+
+
+def check_environment(recipe: Recipe) -> None:
+    """Raises RecipeError when paths or packages the recipe names are not on this machine."""
+    fail_if_any([*_path_problems(recipe), *_tracker_problems(recipe)])
+
+
+def check_paths(recipe: Recipe) -> None:
+    """Raises RecipeError when local files or directories are missing or cannot be written."""
+    fail_if_any(_path_problems(recipe))
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Raises RecipeError when the package of a tracker is not installed."""
+    fail_if_any(_tracker_problems(recipe))
+
+
+def _path_problems(recipe: Recipe) -> Iterator[Problem]:
+    yield from _model_problems("model.path", recipe.model.path, MODEL_FILES)
+    if recipe.model.revision and os.path.isdir(recipe.model.path):
+        yield "model.revision", "a local directory has no revisions; leave it out"
+    if recipe.tokenizer.path:
+        yield from _model_problems("tokenizer.path", recipe.tokenizer.path, TOKENIZER_FILES)
+    if recipe.tokenizer.chat_template and not os.path.isfile(recipe.tokenizer.chat_template):
+        yield "tokenizer.chat_template", f"no such file: {show(str(recipe.tokenizer.chat_template))}"
+    if recipe.reference.path:
+        yield from _model_problems("reference.path", recipe.reference.path, MODEL_FILES)
+    for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        for index, source in enumerate(() if isinstance(sources, EvalFraction) else sources):
+            yield from _data_path_problems(f"data.{part}.{index}.path", source.path)
+    yield from _directory_problems("output_dir", recipe.output_dir)
+    if recipe.reference.cache_dir:
+        yield from _directory_problems("reference.cache_dir", recipe.reference.cache_dir)
+    resume = recipe.checkpoint.resume
+    if resume not in ("auto", "never") and not os.path.isdir(resume):
+        yield (
+            "checkpoint.resume",
+            f"must be auto, never or the directory of a checkpoint, not {show(resume)}",
+        )
+
+
+def _model_problems(key: str, path: str, needed: Sequence[str]) -> Iterator[Problem]:
+    if os.path.isdir(path):
+        if not any(os.path.isfile(os.path.join(path, name)) for name in needed):
+            yield key, f"directory {show(path)} has no {' or '.join(needed)}"
+    elif os.path.exists(path):
+        yield key, f"must be a directory or a hub id, and {show(path)} is a file"
+    elif not HUB_ID.fullmatch(path):
+        yield key, f"no such directory, and not a hub id: {show(path)}"
+
+
+def _data_path_problems(key: str, path: str) -> Iterator[Problem]:
+    is_data_file = path.removesuffix(".gz").endswith(DATA_FILE_SUFFIXES)
+    if os.path.isdir(path):
+        return
+    if os.path.exists(path):
+        if not is_data_file:
+            yield key, f"a data file ends in {', '.join(DATA_FILE_SUFFIXES)} (and .gz), not as {show(path)}"
+        return
+    has_suffix = "/" not in path and os.path.splitext(path)[1] != ""
+    if is_data_file or has_suffix or path.startswith((".", "/", "~")):
+        yield key, f"no such file or directory: {show(path)} (relative paths start at {os.getcwd()})"
+    elif not HUB_ID.fullmatch(path):
+        yield key, f"no such file or directory, and not a hub id: {show(path)}"
+
+
+def _directory_problems(key: str, directory: Path) -> Iterator[Problem]:
+    """Problems of a directory that will be written to and need not exist yet."""
+    nearest = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if not os.path.isdir(nearest):
+        yield key, f"{show(str(nearest))} is in the way: it is not a directory"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield key, f"no permission to write in {show(str(nearest))}"
+
+
+def _tracker_problems(recipe: Recipe) -> Iterator[Problem]:
+    for tracker in recipe.logging.trackers:
+        modules = TRACKER_MODULES[tracker]
+        if not any(importlib.util.find_spec(module) for module in modules):
+            yield (
+                "logging.trackers",
+                f"'{tracker}' is not installed; pip install {modules[0].replace('_', '-')}",
+            )
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+USERS_OF_LOSS_OPTION: dict[str, frozenset[str]] = {
+    "label_smoothing": frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"}),
+    "discopop_tau": frozenset({"discopop"}),
+    "simpo_gamma": frozenset({"simpo"}),
+}
+REFERENCE_FREE_LOSSES = frozenset({"simpo", "orpo", "cpo", "sft"})
+# In the others beta x log Z(prompt), which an f-divergence leaves in each reward, would not cancel.
+F_DIVERGENCE_LOSSES = frozenset(
+    {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+)
+POLYNOMIAL_LR_END = 1e-7  # transformers' default lr_end
+
+FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
+    "preference": ("prompt", "chosen", "rejected", "weight"),
+    "conversational": ("prompt", "chosen", "rejected", "weight", "tools", "chat_template_kwargs"),
+    "transcript": ("chosen", "rejected", "weight"),
+    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "weight"),
+}
+DATA_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
+HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+MODEL_FILES = ("config.json",)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+# Modules that serve a tracker, the one to install first.
+TRACKER_MODULES: dict[Tracker, tuple[str, ...]] = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "comet_ml": ("comet_ml",),
+    "aim": ("aim",),
+    "mlflow": ("mlflow",),
+    "clearml": ("clearml",),
+    "dvclive": ("dvclive",),
+    "swanlab": ("swanlab",),
+    "trackio": ("trackio",),
+}
+
+# Keys of which only some values are built; a key that is done is a line less.
+AVAILABLE_SO_FAR: dict[str, tuple[object, ...]] = {
+    # Low-precision parameters need an fp32 copy in the optimizer, and float16 needs loss scaling.
+    "model.dtype": ("auto", "float32"),
+    "model.autocast": ("auto", "bfloat16", "none"),
+    "model.compile": (False,),
+    "model.lora": (None,),
+    "packing.scope": ("step",),
+    "loss.type": ("sigmoid", "ipo", "hinge", "sigmoid_norm"),
+    "loss.f_divergence": ("reverse_kl",),
+    "loss.ld_alpha": (None,),
+    "loss.weighting": (None,),
+    "loss.router_aux_coef": (0.0,),
+    "distributed.num_processes": ("auto", 1),
+    "distributed.strategy": ("auto",),
+    "online": (None,),
+}

@@ -1,0 +1,39 @@
+"""Fixtures every test file may use."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from rich.console import Console
+
+settings.register_profile("default", deadline=None)  # shared machines stall
+settings.load_profile("default")
+
+# Tests run tiny models: more threads only wait for each other.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Conformance numbers and real pairs that live beside the repository, where somebody has put them."""
+    directory = Path(__file__).resolve().parents[2] / "shared"
+    if not directory.is_dir():
+        pytest.skip(f"no {directory}: conformance numbers and real data are not part of this repository")
+    return directory
+
+
+@pytest.fixture
+def console() -> Console:
+    """A console whose text a test can read with `console.file.getvalue()`."""
+    return Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never the user's cache, and never the network."""
+    monkeypatch.setenv("DPO_PACK_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,0 +1,220 @@
+"""Recipes whose keys are each valid: rules that join keys, what is not built yet, and this machine."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_recipe import KEYS, load, message_of
+
+from dpo_pack import recipe_checks
+from dpo_pack.recipe import check_environment, check_paths, check_trackers
+
+
+@pytest.fixture
+def everything_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_checks, "AVAILABLE_SO_FAR", {})
+
+
+REFUSED: list[tuple[str, list[str]]] = [
+    # rules that join keys
+    ("data.max_prompt_length=2048", ["data.max_prompt_length: must be below data.max_length (2048)"]),
+    ("data.eval=[{path: e, weight: 2}]", ["data.eval.0.weight:", "training"]),
+    ("data.train=[{path: a, name: n}, {path: b, name: n}]", ["data.train.1.name: 'n'", "data.train.0"]),
+    ("data.train.0.columns={chosen: a, rejected: a}", ["data.train.0.columns: column 'a'", "several"]),
+    ("data.train={path: a, format: tokenized, columns: {prompt: q}}", ["columns.prompt:", "prompt_ids"]),
+    ("packing.rows_per_step=4", ["packing.rows_per_step: needs packing.scope: epoch"]),
+    ("packing.window_pairs=4", ["packing.window_pairs: needs packing.scope: epoch"]),
+    ("loss.type=[{type: ipo}, {type: ipo}]", ["loss.type: 'ipo' is given twice"]),
+    ("loss.discopop_tau=0.1", ["loss.discopop_tau: not used by loss.type sigmoid", "discopop"]),
+    ("loss.simpo_gamma=1", ["loss.simpo_gamma: not used by loss.type sigmoid", "simpo"]),
+    ("loss={type: ipo, label_smoothing: 0.1}", ["loss.label_smoothing: not used by loss.type ipo", "robust"]),
+    ("loss.f_alpha=0.3", ["loss.f_alpha:", "alpha_divergence"]),
+    ("optim={schedule: constant, warmup_ratio: 0.1}", ["optim.warmup_ratio:", "constant_with_warmup"]),
+    ("optim={schedule: constant, warmup_steps: 5}", ["optim.warmup_steps:", "constant_with_warmup"]),
+    ("optim={schedule: inverse_sqrt, min_lr_ratio: 0.1}", ["optim.min_lr_ratio:", "linear and cosine"]),
+    ("optim={schedule: polynomial, lr: 1e-7}", ["optim.lr: must be > 1e-07", "polynomial"]),
+    ("train.eval_every_steps=10", ["train.eval_every_steps:", "data.eval is empty"]),
+    ("logging.trackers=[wandb, wandb]", ["logging.trackers: 'wandb' is given twice"]),
+    # not built yet
+    ("model.dtype=bfloat16", ["model.dtype: 'bfloat16' is not available yet", "so far: auto, float32"]),
+    ("model.dtype=float16", ["model.dtype: 'float16' is not available yet"]),
+    ("model.autocast=float16", ["model.autocast: 'float16' is not available yet", "bfloat16, none"]),
+    ("model.compile=true", ["model.compile: true is not available yet"]),
+    ("model.lora={r: 8}", ["model.lora:", "is not available yet"]),
+    ("loss.type=aot", ["loss.type: 'aot' is not available yet", "sigmoid, ipo, hinge, sigmoid_norm"]),
+    ("loss.type=[{type: sigmoid}, {type: sft}]", ["loss.type: 'sft' is not available yet"]),
+    ("loss.f_divergence=forward_kl", ["loss.f_divergence: 'forward_kl' is not available yet"]),
+    ("loss.ld_alpha=0.5", ["loss.ld_alpha: 0.5 is not available yet"]),
+    ("loss.weighting=wpo", ["loss.weighting: 'wpo' is not available yet"]),
+    ("loss.router_aux_coef=0.01", ["loss.router_aux_coef: 0.01 is not available yet"]),
+    ("packing.scope=epoch", ["packing.scope: 'epoch' is not available yet", "1 more: packing.rows_per_step"]),
+    ("distributed.num_processes=2", ["distributed.num_processes: 2 is not available yet", "auto, 1"]),
+    ("distributed.strategy=ddp", ["distributed.strategy: 'ddp' is not available yet"]),
+    ("online={judge: length}", ["online:", "is not available yet"]),
+]
+
+
+@pytest.mark.parametrize(("override", "fragments"), REFUSED)
+def test_keys_that_cannot_go_together_and_what_is_not_built_are_refused(
+    override: str, fragments: list[str]
+) -> None:
+    message = message_of(lambda: load(override))
+    for fragment in fragments:
+        assert fragment in message
+
+
+BROKEN_RULES_OF_WHAT_IS_NOT_BUILT: list[tuple[str, list[str]]] = [
+    ("loss.type=exo_pair", ["loss.label_smoothing: must be > 0", "exo_pair"]),
+    ("loss={type: aot, weighting: wpo}", ["loss.weighting: loss.type aot"]),
+    (
+        "loss={type: nca_pair, f_divergence: forward_kl}",
+        ["loss.f_divergence: loss.type nca_pair", "reverse_kl"],
+    ),
+    ("packing.scope=epoch", ["packing.rows_per_step: packing.scope epoch needs it"]),
+    (
+        "packing={scope: epoch, rows_per_step: 2, pairs_per_step: 8}",
+        ["packing.pairs_per_step: needs", "step"],
+    ),
+    ("packing={scope: epoch, rows_per_step: 2, mode: padded}", ["packing.scope: epoch needs packing.mode"]),
+]
+
+
+@pytest.mark.usefixtures("everything_available")
+@pytest.mark.parametrize(("override", "fragments"), BROKEN_RULES_OF_WHAT_IS_NOT_BUILT)
+def test_rules_of_features_that_are_not_built_hold_already(
+    override: str, fragments: list[str]
+) -> None:
+    message = message_of(lambda: load(override))
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.usefixtures("everything_available")
+def test_every_option_is_accepted_where_it_is_used() -> None:
+    assert load("loss={type: exo_pair, label_smoothing: 0.1}").loss.label_smoothing == 0.1
+    assert load("loss={type: discopop, discopop_tau: 0.1}").loss.discopop_tau == 0.1
+    assert load("loss={type: simpo, simpo_gamma: 0}").loss.simpo_gamma == 0.0
+    assert load("loss={f_divergence: alpha_divergence, f_alpha: 0.3}").loss.f_alpha == 0.3
+    assert load("packing={scope: epoch, rows_per_step: 2, window_pairs: 9}").packing.rows_per_step == 2
+    message = message_of(lambda: load("loss.type=simpo", "reference.path=org/model"))
+    assert "reference.path:" in message and "simpo" in message
+
+
+def test_a_system_prompt_is_refused_only_when_no_source_can_be_conversational() -> None:
+    load("data.system_prompt=Be kind.")
+    load("data.system_prompt=Be kind.", "data.train=[{path: a, format: preference}, b]")
+    message = message_of(lambda: load("data.system_prompt=Be kind.", "data.train.0.format=preference"))
+    assert "data.system_prompt:" in message and "conversational" in message
+
+
+def test_every_available_value_is_one_the_schema_knows() -> None:
+    for key, values in recipe_checks.AVAILABLE_SO_FAR.items():
+        assert key in KEYS
+        for value in values:
+            load(f"{key}={'null' if value is None else str(value).lower()}")
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with a model, a tokenizer, data files and things that are none of these."""
+    root = tmp_path / "workplace"
+    for directory in ("model", "tokenizer", "empty", "dataset", "step-000001"):
+        (root / directory).mkdir(parents=True)
+    for name in (
+        "model/config.json",
+        "tokenizer/tokenizer.json",
+        "pairs.jsonl",
+        "pairs.csv.gz",
+        "pairs.txt",
+        "t.jinja",
+    ):
+        (root / name).touch()
+    monkeypatch.chdir(root)
+    yield root
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.path=model",
+        "model.path=./model",
+        "model.path=gpt2",
+        "model.path=Qwen/Qwen3-0.6B",
+        "tokenizer.path=tokenizer",
+        "tokenizer.chat_template=t.jinja",
+        "reference.path=model",
+        "data.train=pairs.csv.gz",
+        "data.train=dataset",
+        "data.train=trl-lib/ultrafeedback_binarized",
+        "data.eval=pairs.jsonl",
+        "data.eval={fraction: 0.1}",
+        "output_dir=a/b/c",
+        "output_dir=dataset",
+        "reference.cache_dir=new/cache",
+        "checkpoint.resume=never",
+        "checkpoint.resume=step-000001",
+    ],
+)
+def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None:
+    check_paths(load(override))
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (["data.train=missing.jsonl"], ["data.train.0.path: no such file", "'missing.jsonl'", "workplace"]),
+        (["data.train=[pairs.jsonl, ./x]"], ["data.train.1.path: no such file", "'./x'"]),
+        (["data.train=missing.json.gz"], ["data.train.0.path: no such file"]),
+        (["data.train=missing.txt"], ["data.train.0.path: no such file"]),
+        (["data.train=a/b/c"], ["data.train.0.path:", "not a hub id: 'a/b/c'"]),
+        (["data.train=hf://a/b"], ["data.train.0.path:", "not a hub id"]),
+        (["data.train=pairs.txt"], ["data.train.0.path: a data file ends in .jsonl", "'pairs.txt'"]),
+        (["data.eval=missing.jsonl"], ["data.eval.0.path: no such file"]),
+        (["model.path=./none"], ["model.path: no such directory, and not a hub id: './none'"]),
+        (["model.path=empty"], ["model.path: directory 'empty' has no config.json"]),
+        (["model.path=t.jinja"], ["model.path: must be a directory or a hub id", "'t.jinja' is a file"]),
+        (["model={path: model, revision: main}"], ["model.revision:", "leave it out"]),
+        (["tokenizer.path=empty"], ["tokenizer.path: directory 'empty' has no tokenizer.json"]),
+        (["tokenizer.chat_template=none.jinja"], ["tokenizer.chat_template: no such file: 'none.jinja'"]),
+        (["reference.path=/none"], ["reference.path: no such directory"]),
+        (["output_dir=pairs.jsonl"], ["output_dir: 'pairs.jsonl' is in the way"]),
+        (["output_dir=pairs.jsonl/run"], ["output_dir: 'pairs.jsonl' is in the way"]),
+        (["reference.cache_dir=t.jinja"], ["reference.cache_dir: 't.jinja' is in the way"]),
+        (["checkpoint.resume=atuo"], ["checkpoint.resume: must be auto, never or", "'atuo'"]),
+        ([f"data.train={'x' * 5000}.jsonl"], ["data.train.0.path: no such file"]),
+        (['data.train="a\\0.jsonl"'], ["data.train.0.path: no such file"]),
+        (["data.train=no.jsonl", "model.path=/no"], ["model.path: no such", "1 more: data.train.0.path"]),
+    ],
+)
+def test_paths_that_are_not_there_are_refused_naming_the_key(
+    overrides: list[str], fragments: list[str]
+) -> None:
+    recipe = load("data.train=pairs.jsonl", *overrides)
+    message = message_of(lambda: check_paths(recipe))
+    assert message == message_of(lambda: check_environment(recipe))
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_directory_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    message = message_of(lambda: check_paths(load("output_dir=a/b")))
+    assert "output_dir: no permission to write in '.'" in message
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"tensorboardX", "wandb"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
+    check_trackers(load("logging.trackers=[tensorboard, wandb]"))
+    message = message_of(lambda: check_trackers(load("logging.trackers=[wandb, comet_ml]")))
+    assert "logging.trackers: 'comet_ml' is not installed; pip install comet-ml" in message
+    assert "comet-ml" in message_of(
+        lambda: check_environment(load("logging.trackers=[comet_ml]", "data.train=a/b"))
+    )
