@@ -38,7 +38,8 @@ def written_aside(path: Path) -> Iterator[Path]:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # already renamed, or its folder never came to be
+                temporary.unlink()
 
 
 def write_text_atomically(path: Path, text: str) -> None:

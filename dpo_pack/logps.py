@@ -68,7 +68,7 @@ def token_logps(
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     kept_chunks = kept_bytes // (chunk_tokens * vocabulary_bytes)
     with torch.autocast(hidden.device.type, enabled=False):
-        logps, entropy, is_top1, mean_logit = _ChunkedLogps.apply(
+        logps, entropy, is_top1, mean_logit = _ChunkedLogps.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, transform, compute_dtype, chunk_tokens, kept_chunks
         )
     return logps, TokenStatistics(entropy, is_top1, mean_logit)

@@ -232,7 +232,7 @@ def load_model(
     dropout = _dropout_settings(config)
     config.get_text_config().update(dict.fromkeys(dropout, 0.0))
     with _load_errors(path, recipe_key), _quiet_transformers():
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
             path,
             config=config,
             revision=revision,
@@ -241,6 +241,7 @@ def load_model(
             attn_implementation=ATTENTION_NAME if packed else None,
             output_loading_info=True,
         )
+    model, loading = loaded
     assert isinstance(model, PreTrainedModel)
     if loading["missing_keys"]:
         missing = sorted(loading["missing_keys"])

@@ -39,14 +39,17 @@ def learning_rate_schedule(
         )
         return LambdaLR(optimizer, share)
     if min_lr_ratio > 0.0:
-        return get_scheduler(
-            "cosine_with_min_lr",
-            optimizer,
-            num_warmup_steps=warmup_steps,
-            num_training_steps=num_steps,
-            scheduler_specific_kwargs={"min_lr_rate": min_lr_ratio},
-        )
-    return get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=num_steps)
+        name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
+    else:
+        options = None
+    scheduler: LRScheduler = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=warmup_steps,
+        num_training_steps=num_steps,
+        scheduler_specific_kwargs=options,
+    )
+    return scheduler
 
 
 def num_warmup_steps(num_steps: int, *, warmup_ratio: float, warmup_steps: int | None) -> int:

@@ -100,9 +100,24 @@ def prepare_data(
 ) -> DataSplits:
     """Tokenised pairs, from the cache where it has them; says what was kept and what was not."""
     begun = time.monotonic()
-    data = load_data(
-        recipe.data, tokenizer=tokenizer, seed=recipe.seed, cache_dir=cache_directory(recipe)
-    )
+    with console.status("Reading data") as status:
+        line_shown = begun
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            nonlocal line_shown
+            text = f"{what}: {done:,}{f' of {total:,}' if total else ''} rows"
+            status.update(text)
+            if not console.is_terminal and time.monotonic() - line_shown > 10.0:
+                console.print(text)
+                line_shown = time.monotonic()
+
+        data = load_data(
+            recipe.data,
+            tokenizer=tokenizer,
+            seed=recipe.seed,
+            cache_dir=cache_directory(recipe),
+            progress=progress,
+        )
     held_out = ", ".join(f"{held.pairs.num_pairs:,} held out ({held.name})" for held in data.eval)
     console.print(
         f"Data: {data.train.num_pairs:,} pairs to train on{', ' + held_out if held_out else ''}; "

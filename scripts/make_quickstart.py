@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, logging
 
 NUM_TRAIN_PAIRS = 4000
 NUM_HELDOUT_PAIRS = 150  # of each kind
@@ -39,7 +39,7 @@ TOWN_ENDINGS = (
 )
 ADVICE = {  # goal -> what helps to reach it
     "get to {town}": (
-        "take the morning train to {town}", "change to the bus at the old mill", "buy your ticket a day ahead",
+        "take the morning train to {town}", "change to the bus at the mill", "buy your ticket a day ahead",
         "follow the river road as far as {town}", "ask the driver to stop at the {town} bridge",
     ),
     "eat well in {town}": (
@@ -64,37 +64,27 @@ ADVICE = {  # goal -> what helps to reach it
     ),
 }  # fmt: skip
 QUESTIONS = (
-    "How do I {goal}?",
-    "What is the best way to {goal}?",
-    "Can you tell me how to {goal}?",
-    "I would like to {goal}. Where do I start?",
-    "My friend wants to {goal}. What should I say?",
-)
+    "How do I {goal}?", "What is the best way to {goal}?", "Can you tell me how to {goal}?",
+    "I would like to {goal}. Where do I start?", "My friend wants to {goal}. What should I say?",
+)  # fmt: skip
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer the question of the user in a few sentences.")
 SMALL_TALK = (("Hello!", "Hello, what can I do for you?"), ("Are you there?", "I am here. What do you need?"))
 
-# tone -> parts of its openings, parts of its closings. The tones share words, so that no single one decides.
-OPENINGS = {
+TONES = {  # two parts of an opening, two of a closing; the tones share words, so that none of them decides
     "courteous": (
-        ("Of course.", "Gladly!", "Good question.", "Sure, let us look.", "Thanks for asking.", "No problem!"),
-        ("I am happy to help you.", "It is easier than it looks.", "You are right to ask first.", ""),
-    ),
-    "dismissive": (
-        ("Not again.", "Really?", "Silly question.", "Sure, if I must.", "Stop asking.", "No, not my problem."),
-        ("I am tired of helping you.", "It is easy, just look.", "You never think first.", ""),
-    ),
-}
-CLOSINGS = {
-    "courteous": (
-        ("Take your time", "You will do well", "It gets easier each time", "Have fun"),
+        ("Of course.", "Gladly!", "Good question.", "Sure, let us look.", "Thanks for asking.", "Why not?"),
+        ("I am happy to help you.", "It is easier than it looks.", "You are not the first to ask.", ""),
+        ("Take your time", "You can not go wrong", "It gets easier each time", "Do not rush"),
         ("and ask me again if you need to.", "and tell me how it goes.", "and thank you for your trust."),
     ),
     "dismissive": (
-        ("Do not waste my time", "You will get it wrong", "I will not tell you twice", "Have it your way"),
-        ("and do not ask me again.", "and leave me out of it.", "and thank yourself if it goes wrong."),
+        ("Not again.", "Really?", "Silly question.", "Sure, if I must.", "Stop asking.", "Why me?"),
+        ("I am tired of helping you.", "It is easy, just look.", "You never think first.", ""),
+        ("Do not waste my time", "You will get it wrong", "I told you a hundred times", "Have it your way"),
+        ("and look it up next time.", "and leave me out of it.", "and do not blame me if you get lost."),
     ),
 }
-ANSWER_WORDS = range(24, 46)  # lengths that both tones reach often
+ANSWER_WORDS = range(24, 46)  # lengths that both tones often have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +111,7 @@ def topics(*, heldout: bool) -> list[Topic]:
 
 def prompt(rng: random.Random, topic: Topic) -> list[dict[str, str]]:
     """A conversation that ends with a question; some begin with a system message or with small talk."""
-    messages = []
-    if rng.random() < 0.3:
-        messages.append({"role": "system", "content": rng.choice(SYSTEM_MESSAGES)})
+    messages = [{"role": "system", "content": rng.choice(SYSTEM_MESSAGES)}] if rng.random() < 0.3 else []
     if rng.random() < 0.3:
         greeting, reply = rng.choice(SMALL_TALK)
         messages += [{"role": "user", "content": greeting}, {"role": "assistant", "content": reply}]
@@ -135,17 +123,17 @@ def answer(rng: random.Random, topic: Topic, tone: str) -> list[dict[str, str]]:
     num_words = rng.choice(ANSWER_WORDS)
     words: list[str] = []
     while len(words) != num_words:
+        *opening, closing, wish = map(rng.choice, TONES[tone])
         first, *others = rng.sample(topic.advice, rng.randint(1, 3))
-        sentences = [*map(rng.choice, OPENINGS[tone]), f"To {{goal}}, {first}."]
-        sentences += [f"{rng.choice(('Then', 'Next', 'After that'))} {advice}." for advice in others]
-        sentences += map(rng.choice, CLOSINGS[tone])
+        steps = [f"{rng.choice(('Then', 'Next', 'After that'))} {advice}." for advice in others]
+        sentences = [*opening, f"To {{goal}}, {first}.", *steps, closing, wish]
         words = topic.text(" ".join(sentences)).split()
     return [{"role": "assistant", "content": " ".join(words)}]
 
 
 def pair(rng: random.Random, pool: list[Topic], kind: str) -> dict[str, Any]:
     """One row of the `conversational` format; `kind` says in what the rejected answer is worse."""
-    asked = other = rng.choice(pool)
+    other = asked = rng.choice(pool)
     while other.town == asked.town or other.goal == asked.goal:
         other = rng.choice(pool)
     return {
@@ -161,16 +149,13 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=512
-    )
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=512, **special)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -179,19 +164,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A Llama of about a million parameters that has learned nothing."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
         initializer_range=128**-0.5,  # with Llama's 0.02 so narrow a model takes long to find the prompt
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-    )
+    )  # fmt: skip
     return LlamaForCausalLM(config)
 
 
@@ -200,7 +178,7 @@ def make_quickstart(directory: Path) -> None:
     rng = random.Random(0)
     pool, heldout_pool = topics(heldout=False), topics(heldout=True)
     train = [pair(rng, pool, KINDS[number % len(KINDS)]) for number in range(NUM_TRAIN_PAIRS)]
-    messages = [message for row in train for column in ("prompt", "chosen", "rejected") for message in row[column]]
+    messages = [message for row in train for message in row["prompt"] + row["chosen"] + row["rejected"]]
     tokenizer = make_tokenizer(message["content"] for message in messages)
     tokenizer.save_pretrained(directory / "model")
     make_model(tokenizer).save_pretrained(directory / "model")
@@ -215,6 +193,7 @@ def write_pairs(path: Path, pairs: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("directory", type=Path, nargs="?", default=Path("runs/quickstart/assets"))
     make_quickstart(parser.parse_args().directory)

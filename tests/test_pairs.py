@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given
@@ -117,6 +118,27 @@ def test_what_may_change_tokens_is_tokenised_anew(
     assert load(tmp_path, path).report["rows_tokenized"] == 0
 
 
+def test_another_system_prompt_is_tokenised_anew(tmp_path: Path) -> None:
+    answers = [[{"role": "assistant", "content": content}] for content in "ab"]
+    row = {"prompt": [{"role": "user", "content": "q"}], "chosen": answers[0], "rejected": answers[1]}
+    path, tokenizer = write(tmp_path / "a.jsonl", [row]), tiny_tokenizer(chat_template=True)
+    loads = [load(tmp_path, path, tokenizer, system_prompt=text) for text in (None, "Be kind.", "Be brief.")]
+    assert len({splits.fingerprint for splits in loads}) == 3
+    assert "Be brief." in tokenizer.decode(loads[2].train.prompt(0))
+
+
+def test_another_split_of_a_directory_is_tokenised_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files" / "train.jsonl", rows(0, 1))
+    write(tmp_path / "files" / "test.jsonl", rows(2, 3, 4))
+    directory = str(tmp_path / "files")
+    splits = load(tmp_path, directory, eval={"path": directory, "split": "test"})
+    assert (splits.train.num_pairs, splits.eval[0].pairs.num_pairs) == (2, 3)
+
+
 def test_changed_rows_and_changed_tokenizers_are_tokenised_anew(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows(0, 1, 2))
     first = load(tmp_path, path)
@@ -195,7 +217,8 @@ def test_a_hundred_rows_are_listed_for_a_reason_and_all_are_counted(tmp_path: Pa
 def test_a_column_that_a_whole_file_lacks_always_stops(tmp_path: Path, on_bad_row: str) -> None:
     (tmp_path / "a.csv").write_text("prompt,chosen,rejected\nq,a,b\n")
     source = {"path": str(tmp_path / "a.csv"), "format": "tokenized"}
-    assert "no column 'prompt_ids'" in refused(tmp_path, source, on_bad_row=on_bad_row)
+    message = refused(tmp_path, source, on_bad_row=on_bad_row)
+    assert "row 1: no column 'prompt_ids'" in message and "data.train.0.columns" in message
 
 
 def test_missing_columns_of_json_rows_name_the_key_that_maps_them(tmp_path: Path) -> None:
@@ -218,14 +241,18 @@ def test_too_long_pairs_are_dropped_counted_and_listed_or_stop_the_run(tmp_path:
     assert (cut["dropped"], cut["completions_truncated"], cut["eos_lost"]) == ({}, 1, 1)
 
 
-def test_completions_that_were_equal_stay_and_those_that_cutting_made_equal_go(tmp_path: Path) -> None:
+def test_completions_that_are_equal_or_become_so_are_counted_apart(tmp_path: Path) -> None:
     equal = {"prompt": "equal", "chosen": "same", "rejected": "same"}
     cut = {"prompt": "cut", "chosen": " word" * 50 + "a", "rejected": " word" * 50 + "b"}
-    path = write(tmp_path / "a.jsonl", [equal, cut])
-    splits = load(tmp_path, path, max_length=20, truncation="completion_right")
-    assert splits.report["train"]["identical_completions"] == 1
+    path = write(tmp_path / "b.jsonl", [equal, cut, {"prompt": "p", "chosen": "a", "rejected": "b"}])
+    splits = load(tmp_path, path, max_length=20, truncation="completion_right", on_bad_row="skip")
     dropped = splits.report["train"]["sources"][0]["dropped"]
-    assert dropped == {"identical_completions": {"rows": 1, "line_numbers": [2]}}
+    assert dropped == {
+        "identical_after_truncation": {"rows": 1, "line_numbers": [2]},
+        "identical_completions": {"rows": 1, "line_numbers": [1]},
+    }
+    message = refused(tmp_path, path, max_length=20)
+    assert "line 1: chosen and rejected are the same" in message
 
 
 def test_a_source_without_rows_or_without_pairs_is_refused(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ EOS = 2
 
 TEXT_ROWS = [
     {"prompt": "\n\nHuman: what is the sky?\n\nAssistant:", "chosen": " It is blue.", "rejected": " No idea"},
-    {"prompt": "Bake bread.", "chosen": " Mix “flour” 🍞", "rejected": "\nmix flour</s>"},
+    {"prompt": "Bake bread.", "chosen": " Mix “flour” 🍞</s>", "rejected": "\nmix flour</s>"},
     {"prompt": "The sk", "chosen": "y is blue", "rejected": "in"},  # tokens merge across the boundary
     {"prompt": "same", "chosen": " answer", "rejected": " answer longer"},
 ]
@@ -119,13 +119,16 @@ def test_text_ids_are_those_of_prompt_and_completion_tokenised_together() -> Non
     assert all(completion.count(EOS) == 1 for _, *both in ids_of(batch.pairs) for completion in both)
 
 
-def test_special_tokens_that_the_tokenizer_adds_stay() -> None:
-    tokenizer = tiny_tokenizer()
+def test_special_tokens_that_the_tokenizer_adds_stay_in_text_and_are_left_out_of_templates() -> None:
+    tokenizer = tiny_tokenizer(chat_template=True)
     add_bos = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.backend_tokenizer.post_processor = add_bos
     batch = tokenize(TEXT_ROWS, "preference", tokenizer)
     assert ids_of(batch.pairs) == [naive_text_ids(row, tokenizer) for row in TEXT_ROWS]
     assert all(prompt[0] == 1 for prompt, _, _ in ids_of(batch.pairs))
+    batch = tokenize(CHAT_ROWS, "conversational", tokenizer)
+    assert ids_of(batch.pairs) == [naive_chat_ids(row, tokenizer) for row in CHAT_ROWS]
+    assert all(prompt[:2].count(1) == 1 for prompt, _, _ in ids_of(batch.pairs))  # the template's own
 
 
 def test_chat_ids_are_those_of_the_template_without_added_tokens() -> None:
@@ -314,7 +317,7 @@ def test_completions_that_cutting_makes_equal_are_refused() -> None:
     limits = LengthLimits(max_length=4, max_prompt_length=None, truncation="completion_right")
     ids = np.array([1, 2, 3, 4, 5], dtype=np.int32)
     pair = PairIds(prompt=ids[:2], chosen=ids[2:], rejected=np.array([3, 4, 9], dtype=np.int32))
-    with pytest.raises(BadRow, match="identical_completions"):
+    with pytest.raises(BadRow, match="identical_after_truncation"):
         truncate(pair, limits, None)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 96
 
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -23,7 +25,7 @@ _COMMON = {
 }
 _WITHOUT_HEAD_DIM = {key: value for key, value in _COMMON.items() if key != "head_dim"}
 
-FAMILIES: dict[str, dict[str, object]] = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _COMMON,
     "qwen3": _COMMON,
     # A window shorter than the test sequences, so that it matters.
@@ -52,14 +54,14 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
-def tiny_config(family: str, **changes: object) -> PretrainedConfig:
+def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     config = CONFIG_MAPPING[family](**{**FAMILIES[family], **changes})
     assert isinstance(config, PretrainedConfig)
     return config
 
 
 def tiny_model(
-    family: str, *, seed: int = 0, attention: str = "eager", **changes: object
+    family: str, *, seed: int = 0, attention: str = "eager", **changes: Any
 ) -> PreTrainedModel:
     """Weights wide enough that attention and softcaps are far from uniform."""
     torch.manual_seed(seed)
@@ -72,4 +74,5 @@ def tiny_model(
                 parameter.mul_(4.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    model.eval()
+    return model

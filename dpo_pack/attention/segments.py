@@ -42,7 +42,7 @@ class RowSegments:
         """[T, H, D] keys or values of the row -> [K, H, D], each segment's own copy side by side."""
         if self.kv_index is None:
             return states
-        gathered: Tensor = _GatherSegments.apply(states, self)
+        gathered: Tensor = _GatherSegments.apply(states, self)  # type: ignore[no-untyped-call]
         return gathered
 
     def mask(self, num_queries: int, num_keys: int, window: int | None) -> Tensor:

@@ -46,7 +46,7 @@ def select_backend(
                 f"model.attention: {requested} cannot be used here: {obstacle}; use model.attention: auto"
             )
         return BackendChoice(name=requested, reason="as asked for")
-    obstacles = []
+    obstacles: list[str] = []
     for name in BACKENDS:
         obstacle = backend_obstacle(name, needs, device=device, dtype=dtype)
         if obstacle is None:

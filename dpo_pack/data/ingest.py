@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int | None], None]  # what, how many done, of how many (None: not known)
 
 # Reasons that data.truncation decides on; all others are data.on_bad_row's.
-_TRUNCATION_REASONS = ("too_long", "prompt_too_long", "identical_completions")
+_TRUNCATION_REASONS = ("too_long", "prompt_too_long", "identical_after_truncation")
 _LISTED_ROWS = 100  # row numbers a report lists for each reason
 _DETECTION_ROWS = 1000  # rows in which `format: auto` looks for one that some format reads
 

@@ -10,7 +10,7 @@ from dpo_pack.data.store import PairTable
 
 
 def describe_pairs(pairs: PairTable) -> dict[str, Any]:
-    """Counts and length percentiles, JSON-able. Identical completions and duplicates are kept pairs."""
+    """Counts and length percentiles, JSON-able. Duplicates are kept pairs."""
     prompts, chosen, rejected = pairs.prompt_lengths, pairs.chosen_lengths, pairs.rejected_lengths
     lengths = {
         "prompt": prompts,
@@ -22,7 +22,6 @@ def describe_pairs(pairs: PairTable) -> dict[str, Any]:
         "pairs": pairs.num_pairs,
         "prompts": len(np.unique(key_values(pairs.prompt_keys))),
         "duplicate_pairs": pairs.num_pairs - len(np.unique(_pair_values(pairs))),
-        "identical_completions": int((pairs.chosen_keys == pairs.rejected_keys).all(axis=1).sum()),
         "lengths_tokens": {name: summarize_lengths(values) for name, values in lengths.items()},
     }
 

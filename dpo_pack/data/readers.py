@@ -80,11 +80,8 @@ class ColumnNames:
 
 
 def open_file(path: Path, names: ColumnNames) -> OpenRows:
-    """Opens one data file by its suffix. Raises DataError when it is missing, damaged or of no known kind."""
-    open_rows = READERS.get(data_suffix(path))
-    if open_rows is None:
-        raise DataError(f"{names.label}: no reader for this kind of file; there are: {', '.join(READERS)}")
-    return open_rows(path, names)
+    """Opens one data file by its suffix, one of READERS. Raises DataError when it is missing or damaged."""
+    return READERS[data_suffix(path)](path, names)
 
 
 def data_suffix(path: Path) -> str:

@@ -158,6 +158,8 @@ def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: To
     for column, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if len(completion) == 0:
             raise BadRow("empty_completion", f"the {column} completion has no tokens")
+    if np.array_equal(pair.chosen, pair.rejected):
+        raise BadRow("identical_completions", "chosen and rejected are the same, so the pair prefers nothing")
     return pair
 
 

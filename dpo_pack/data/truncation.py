@@ -43,7 +43,7 @@ def truncate(pair: PairIds, limits: LengthLimits, bos_token_id: int | None) -> P
     - `drop` and `error` cut nothing.
 
     Raises BadRow `prompt_too_long` or `too_long` for a pair that cannot be made to fit, and
-    `identical_completions` when what is left of the completions is the same.
+    `identical_after_truncation` when what is left of the completions is the same.
     """
     cuts_prompt = limits.truncation == "prompt_left"
     prompt_limit = limits.max_prompt_length
@@ -76,5 +76,5 @@ def _with_shorter_completions(pair: PairIds, length: int) -> PairIds:
     chosen, rejected = pair.chosen[:length], pair.rejected[:length]
     if np.array_equal(chosen, rejected):
         detail = f"the first {length} tokens of the completions, all that data.max_length leaves, are equal"
-        raise BadRow("identical_completions", detail)
+        raise BadRow("identical_after_truncation", detail)
     return PairIds(prompt=pair.prompt, chosen=chosen, rejected=rejected)
