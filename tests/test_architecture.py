@@ -1,0 +1,82 @@
+"""Imports go downward only, and the data folder knows no torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "dpo_pack"
+
+# Top to bottom; a module imports from its own line or a lower one.
+LAYERS = (
+    {"__main__"},
+    {"cli"},
+    {"doctor", "report"},
+    {"train", "evaluate"},
+    {"prepare"},
+    {"run_dir", "export", "trackers"},
+    {"checkpoint"},
+    {"sources", "metrics", "optim"},
+    {"reference"},
+    {"fingerprint"},
+    {"models", "losses"},
+    {"logps", "layout"},
+    {"attention"},
+    {"data"},
+    {"recipe", "recipe_checks", "recipe_errors", "recipe_schema", "recipe_yaml", "console", "interrupts"},
+    {"files"},
+    {"errors"},
+)
+LEVELS = {module: level for level, modules in enumerate(LAYERS) for module in modules}
+
+
+def module_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(dotted name, whether it is imported when the module is) of everything a file imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    at_top = set(ast.walk(ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node in at_top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or "", node in at_top
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_from_its_own_layer_or_below(path: Path) -> None:
+    own = module_of(path)
+    if own == "__init__":
+        return
+    for name, _ in imports(path):
+        parts = name.split(".")
+        if parts[0] == "dpo_pack" and len(parts) > 1:
+            assert LEVELS[parts[1]] >= LEVELS[own], f"{path.name} imports {name}, which is above it"
+
+
+def test_data_never_imports_torch_or_transformers() -> None:
+    for path in (PACKAGE / "data").glob("*.py"):
+        for name, _ in imports(path):
+            assert name.split(".")[0] not in {"torch", "transformers", "accelerate"}, f"{path.name}: {name}"
+
+
+def test_what_the_command_line_imports_at_once_is_light() -> None:
+    for own in ("cli", "errors", "recipe", "recipe_schema"):
+        for name, is_at_top in imports(PACKAGE / f"{own}.py"):
+            heavy = {"torch", "transformers", "datasets", "accelerate", "numpy", "pyarrow"}
+            assert not is_at_top or name.split(".")[0] not in heavy, f"{own}: {name}"
+
+
+def test_every_module_has_a_layer_and_a_docstring() -> None:
+    for path in FILES:
+        assert module_of(path) in LEVELS or module_of(path) == "__init__", path
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path

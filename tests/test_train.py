@@ -1,0 +1,318 @@
+"""Whole runs on a tiny model: what they leave behind, how they resume, what a second one reuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from tiny_tokenizer import tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+import dpo_pack.train as train_module
+from dpo_pack.errors import RunError
+from dpo_pack.interrupts import Interrupted
+from dpo_pack.recipe import Recipe, parse_recipe
+from dpo_pack.train import train
+
+NUM_PAIRS = 22  # not a multiple of the step: the last step is a partial one
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("assets")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(directory / "model")
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "model")
+    random = np.random.default_rng(0)
+    words = ["red", "green", "blue", "one", "two", "three", "sun", "moon"]
+
+    def text(least: int, most: int) -> str:
+        return "".join(" " + words[i] for i in random.integers(0, len(words), random.integers(least, most)))
+
+    rows = [
+        {"prompt": "ask" + text(2, 12), "chosen": text(1, 8) + " yes", "rejected": text(1, 8) + " no"}
+        for _ in range(NUM_PAIRS)
+    ]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def make_recipe(assets: Path, output_dir: Path, *overrides: str) -> Recipe:
+    tree = {
+        "output_dir": str(output_dir),
+        "model": {"path": str(assets / "model")},
+        "data": {"train": str(assets / "pairs.jsonl"), "eval": str(assets / "pairs.jsonl"), "max_length": 128},
+        "packing": {"pairs_per_step": 4, "token_budget": 128},
+        "optim": {"lr": 1e-3},
+        "train": {"epochs": 2, "eval_every_steps": 4},
+    }
+    return parse_recipe(tree, overrides)
+
+
+def metrics(run: Path, *, timeless: bool = True) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    times = ("seconds", "tokens_per_second", "pairs_per_second")
+    return [{k: v for k, v in r.items() if not timeless or k not in times} for r in records]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(run / "model" / "model.safetensors")
+    return tensors
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert metrics(one) == metrics(other)
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def straight(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without interruption, and the cache it filled (the caches of tests are their own)."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    cache = f"reference.cache_dir={assets / 'cache'}"
+    train(make_recipe(assets, run, cache), Console(quiet=True))
+    return run
+
+
+def test_a_run_leaves_what_the_contract_says(straight: Path, assets: Path) -> None:
+    steps_per_epoch = -(-NUM_PAIRS // 4)
+    records = metrics(straight, timeless=False)
+    steps = [r for r in records if r["split"] == "train"]
+    assert [r["step"] for r in steps] == list(range(1, 2 * steps_per_epoch + 1))
+    assert [r["pairs"] for r in steps] == [4, 4, 4, 4, 4, 2] * 2
+    assert [r["step"] for r in records if r["split"] == "eval"] == [0, 4, 8, 12]
+    assert steps[0]["learning_rate"] == 0.0 and steps[-1]["epoch"] == 2.0
+    needed = {
+        "loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
+        "logps/chosen", "logps/rejected", "entropy", "rows", "tokens", "tokens_per_second",
+        "pairs_per_second", "seconds",
+    }  # fmt: skip
+    assert needed <= steps[0].keys()
+    info = read_json(straight / "run.json")
+    assert info["status"] == "finished" and info["totals"]["pairs"] == 2 * NUM_PAIRS
+    assert info["totals"]["tokens"] == sum(r["tokens"] for r in steps)
+    assert info["totals"]["reference_sequences_computed"] == 2 * NUM_PAIRS
+    for name in ("recipe.yaml", "data_report.json", "packing_report.json", "reference.parquet"):
+        assert (straight / name).is_file()
+    model = AutoModelForCausalLM.from_pretrained(straight / "model")
+    trained = weights(straight)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items() if name in trained)
+
+
+def test_training_learns_and_step_zero_prefers_nothing(straight: Path) -> None:
+    before, *_, after = [r for r in metrics(straight) if r["split"] == "eval"]
+    assert abs(before["rewards/margins"]) < 1e-5 and before["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert after["rewards/accuracies"] > 0.9 and after["loss"] < 0.6
+
+
+def test_the_same_recipe_from_the_same_cache_is_bitwise_the_same(
+    straight: Path, assets: Path, tmp_path: Path, console: Console
+) -> None:
+    train(make_recipe(assets, tmp_path / "run", f"reference.cache_dir={assets / 'cache'}"), console)
+    assert_same_run(straight, tmp_path / "run")
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 6, 11])
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
+    stop_at: int,
+    straight: Path,
+    assets: Path,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = make_recipe(assets, tmp_path / "run", f"reference.cache_dir={assets / 'cache'}")
+    one_step = train_module.optimizer_step
+
+    def step_then_signal(session: Any, batch: Any) -> dict[str, Any]:
+        record = one_step(session, batch)
+        if record["step"] == stop_at:
+            signal.raise_signal(signal.SIGTERM)
+        return record
+
+    monkeypatch.setattr(train_module, "optimizer_step", step_then_signal)
+    with pytest.raises(Interrupted) as stopped:
+        train(recipe, console)
+    assert stopped.value.exit_status == 143
+    assert read_json(tmp_path / "run" / "run.json")["status"] == "interrupted"
+    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    train(recipe, console)
+    assert_same_run(straight, tmp_path / "run")
+
+
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = (f"reference.cache_dir={assets / 'cache'}", "checkpoint.every_steps=3")
+    recipe = make_recipe(assets, tmp_path / "run", *overrides)
+    one_step = train_module.optimizer_step
+
+    def die(session: Any, batch: Any) -> dict[str, Any]:
+        if session.state.step == 8:
+            raise KeyboardInterrupt("as good as kill -9: nothing is saved on the way out")
+        return one_step(session, batch)
+
+    monkeypatch.setattr(train_module, "optimizer_step", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, console)
+    assert [r["step"] for r in metrics(tmp_path / "run") if r["split"] == "train"] == list(range(1, 9))
+    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    train(recipe, console)
+    assert "Going on after step 6" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert_same_run(straight, tmp_path / "run")
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2  # checkpoint.keep
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(assets, tmp_path / "run", f"reference.cache_dir={assets / 'cache'}")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "finish", lambda session: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(recipe, console)
+    assert read_json(tmp_path / "run" / "run.json")["status"] == "failed"
+    train(recipe, console)
+    assert_same_run(straight, tmp_path / "run")
+
+
+def test_another_learning_rate_loss_and_seed_computes_no_reference_and_tokenises_nothing(
+    straight: Path, assets: Path, tmp_path: Path, console: Console
+) -> None:
+    overrides = ("optim.lr=3e-4", "loss.type=ipo", "seed=7", "packing.token_budget=256", "packing.pairs_per_step=3")
+    cache = f"reference.cache_dir={assets / 'cache'}"
+    train(make_recipe(assets, tmp_path / "run", cache, *overrides), console)
+    totals = read_json(tmp_path / "run" / "run.json")["totals"]
+    assert totals["reference_sequences_computed"] == 0
+    assert totals["reference_sequences_cached"] == 2 * NUM_PAIRS
+    assert read_json(tmp_path / "run" / "data_report.json")["rows_tokenized"] == 0
+
+
+def test_a_finished_run_is_left_alone(straight: Path, assets: Path, console: Console) -> None:
+    before = {path: path.stat().st_mtime_ns for path in straight.rglob("*")}
+    train(make_recipe(assets, straight, f"reference.cache_dir={assets / 'cache'}"), console)
+    assert {path: path.stat().st_mtime_ns for path in straight.rglob("*")} == before
+
+
+def test_another_recipe_in_the_same_directory_is_refused_and_overwrite_begins_anew(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    train(make_recipe(assets, tmp_path / "run", "train.max_steps=1"), console)
+    changed = make_recipe(assets, tmp_path / "run", "train.max_steps=2", "optim.lr=2e-3")
+    with pytest.raises(RunError, match=r"optim\.lr.*train\.max_steps.*--overwrite.*another output_dir"):
+        train(changed, console)
+    train(changed, console, overwrite=True)
+    assert [r["step"] for r in metrics(tmp_path / "run") if r["split"] == "train"] == [1, 2]
+
+
+def test_a_dry_run_leaves_no_run_behind(assets: Path, tmp_path: Path, console: Console) -> None:
+    train(make_recipe(assets, tmp_path / "run"), console, dry_run=True)
+    assert not (tmp_path / "run").exists()
+    assert "12 steps of 4 pairs" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_reference_of_its_own_is_used_and_gone_before_training(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
+    other.save_pretrained(tmp_path / "reference")
+    loaded: list[str] = []
+    load_model = train_module.prepare_policy.__globals__["load_model"]
+
+    def spy(path: str, **settings: Any) -> Any:
+        loaded.append(Path(path).name)
+        return load_model(path, **settings)
+
+    monkeypatch.setitem(train_module.prepare_policy.__globals__, "load_model", spy)
+    recipe = make_recipe(assets, tmp_path / "run", f"reference.path={tmp_path / 'reference'}", "train.max_steps=1")
+    train(recipe, console)
+    assert loaded == ["reference", "model"]
+    first = metrics(tmp_path / "run")[0]
+    assert first["split"] == "eval" and abs(first["rewards/margins"]) > 1e-3
+
+
+def test_a_step_s_loss_is_the_mean_over_its_pairs_however_they_are_packed(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    """Budgets that make one row, many rows, or rows of one pair each; shared, unshared and padded."""
+    records = []
+    variants = (
+        ("packing.token_budget=4096",),
+        ("packing.token_budget=64",),
+        ("packing.token_budget=1",),
+        ("packing.share_prompt=false", "packing.algorithm=next_fit"),
+        ("packing.mode=padded", "packing.token_budget=256"),
+    )
+    for number, overrides in enumerate(variants):
+        run = tmp_path / str(number)
+        train(make_recipe(assets, run, "train.max_steps=3", "optim.warmup_steps=0", *overrides), console)
+        records.append([r for r in metrics(run) if r["split"] == "train"])
+    assert len({record[0]["rows"] for record in records}) > 1
+    for record in records[1:]:
+        for ours, first in zip(record, records[0], strict=True):
+            for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "entropy"):
+                assert ours[name] == pytest.approx(first[name], abs=2e-5, rel=2e-5), name
+
+
+def test_pair_weights_scale_each_pair_s_part_of_the_loss(assets: Path, tmp_path: Path, console: Console) -> None:
+    rows = [json.loads(line) for line in (assets / "pairs.jsonl").read_text().splitlines()][:4]
+    losses = []
+    for name, factors in (("plain", [1, 1, 1, 1]), ("weighted", [3, 0, 0.5, 1])):
+        data = "".join(json.dumps(row | {"weight": w}) + "\n" for row, w in zip(rows, factors, strict=True))
+        (tmp_path / f"{name}.jsonl").write_text(data)
+        source = f"data.train={tmp_path / name}.jsonl"
+        recipe = make_recipe(assets, tmp_path / name, source, "data.eval=[]", "train.eval_every_steps=null",
+                             "train.max_steps=1")  # fmt: skip
+        train(recipe, console)
+        losses.append(metrics(tmp_path / name)[0]["loss"])
+    # At the first step every pair's loss is log 2.
+    assert losses == pytest.approx([np.log(2), np.log(2) * 4.5 / 4], abs=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_rows(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+    step = train_module.train_step
+
+    def poisoned(session: Any, batch: Any) -> torch.Tensor:
+        sums = step(session, batch)
+        parameter = next(session.state.policy.parameters())
+        seen.append(parameter.detach().clone())
+        parameter.grad.fill_(float("nan"))
+        return sums
+
+    monkeypatch.setattr(train_module, "train_step", poisoned)
+    with pytest.raises(RunError, match=r"step 1: .*not finite.*rows of data\.train \("):
+        train(make_recipe(assets, tmp_path / "run", "data.eval=[]", "train.eval_every_steps=null"), console)
+    assert len(seen) == 1 and read_json(tmp_path / "run" / "run.json")["status"] == "failed"
+
+
+def test_trackers_get_the_metrics(assets: Path, tmp_path: Path, console: Console) -> None:
+    pytest.importorskip("tensorboard")
+    train(make_recipe(assets, tmp_path / "run", "logging.trackers=[tensorboard]", "train.max_steps=2"), console)
+    assert list((tmp_path / "run" / "trackers").rglob("events.out.tfevents*"))
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+
+
