@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import shutil
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,17 @@ from dpo_pack.errors import RunError
 from dpo_pack.files import read_json, write_json_atomically, written_aside
 from dpo_pack.models import CompletionLogps
 from dpo_pack.sources import BatchSource
+
+# What reading a file with wrong bytes in it has been seen to raise.
+_DAMAGE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +59,8 @@ def save_checkpoint(
     path = directory / f"step-{state.step:06d}"
     with written_aside(path) as temporary:
         temporary.mkdir()
-        torch.save(
+        _write_state(
+            temporary / "state.pt",
             {
                 "policy": state.policy.model.state_dict(),
                 "optimizer": state.optimizer.state_dict(),
@@ -54,7 +68,6 @@ def save_checkpoint(
                 "source": state.source.state_dict(),
                 "random": _random_state(),
             },
-            temporary / "state.pt",
         )
         counters = {
             "step": state.step,
@@ -67,13 +80,17 @@ def save_checkpoint(
         }
         write_json_atomically(temporary / "checkpoint.json", counters)
     for old in checkpoints(directory)[:-keep]:
-        shutil.rmtree(old)
+        if old != path:  # after going on from an earlier checkpoint, it may not be among the newest
+            # First the file that makes it count as whole: what is killed half-way must not look like one.
+            (old / "checkpoint.json").unlink()
+            shutil.rmtree(old)
     return path
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """Whole checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in directory.glob("step-*/checkpoint.json"))
+    found = (path.parent for path in directory.glob("step-*/checkpoint.json"))
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # from step 1,000,000 on, 7 digits
 
 
 def load_checkpoint(path: Path, state: TrainState, *, identity: dict[str, str]) -> int:
@@ -89,13 +106,11 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: dict[str, str]) 
     changed = [name for name, value in identity.items() if counters["identity"].get(name) != value]
     if changed:
         raise RunError(
-            f"{path} was taken with another {' and another '.join(changed)}, so going on would train something "
-            "else; use another output_dir, or start again with checkpoint.resume=never and --overwrite"
+            f"{path} was taken with another {' and another '.join(changed)}, so going on would train "
+            "something else; use another output_dir, or start again with checkpoint.resume=never and "
+            "--overwrite"
         )
-    try:
-        saved: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise RunError(f"{path}/state.pt is damaged ({error}); delete {path} and run again") from error
+    saved = _read_state(path / "state.pt")
     state.policy.model.load_state_dict(saved["policy"])
     state.optimizer.load_state_dict(saved["optimizer"])
     state.scheduler.load_state_dict(saved["scheduler"])
@@ -104,6 +119,29 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: dict[str, str]) 
     for name in ("step", "num_pairs", "num_tokens", "train_seconds", "evaluation"):
         setattr(state, name, counters[name])
     return int(counters["metrics_offset"])
+
+
+def _write_state(file: Path, state: dict[str, Any]) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        if "inline_container" not in str(error):
+            raise
+        # How torch's archive writer says that the disk took only part of it.
+        raise OSError("it could not be written in full") from error
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()  # torch writes checksums and does not look at them
+        if damaged is not None:
+            raise RuntimeError(f"wrong checksum of {damaged}")
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except _DAMAGE as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise RunError(f"{file} is damaged ({reason}); delete {file.parent} and run again") from error
+    return state
 
 
 def _random_state() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import typer
 
 import dpo_pack
 from dpo_pack.errors import DpoPackError, RecipeError
+from dpo_pack.interrupts import Interrupted, interruptible
 
 app = typer.Typer(
     help="DPO fine-tuning of causal language models that computes no padding, no prompt twice and no "
@@ -34,13 +35,33 @@ Overrides = Annotated[
 def main() -> None:
     """Run a command. Exit status: 0 done, 2 the user can mend it, 130 or 143 interrupted, 1 our bug."""
     try:
-        app(prog_name="dpopack")
+        with interruptible():
+            app(prog_name="dpopack")
+    except Interrupted as interrupted:
+        _complain(f"{interrupted}; the same command goes on from what is done")
+        sys.exit(interrupted.exit_status)
     except DpoPackError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _complain(f"error: {error}")
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    except RuntimeError as error:
+        if "out of memory" not in str(error):  # torch has several classes for it, and no code
+            raise
+        _complain(f"error: {_out_of_memory(str(error))}")
+        sys.exit(2)
+
+
+def _complain(message: str) -> None:
+    print(" ".join(message.split()), file=sys.stderr)  # causes quoted from other libraries may have several lines
+
+
+def _out_of_memory(message: str) -> str:
+    """What torch says of the allocation that failed, and what makes allocations smaller."""
+    sentences = message.strip().partition("\n")[0].split(". ")
+    what = ". ".join(sentences[:3]).rstrip(".")  # the size of the allocation, and what of the device is free
+    return (
+        f"{what}; lower packing.token_budget (reference.token_budget if it was in the reference pass or an "
+        "evaluation), or set model.gradient_checkpointing=true"
+    )
 
 
 @app.command()
@@ -62,14 +83,9 @@ def train(
 
     loaded = load_recipe(recipe, overrides or ())
     from dpo_pack.console import make_console
-    from dpo_pack.interrupts import Interrupted
     from dpo_pack.train import train as run_training
 
-    try:
-        run_training(loaded, make_console(), overwrite=overwrite, dry_run=dry_run)
-    except Interrupted as interrupted:
-        print(f"{interrupted}; the same command goes on from there", file=sys.stderr)
-        raise typer.Exit(interrupted.exit_status) from interrupted
+    run_training(loaded, make_console(), overwrite=overwrite, dry_run=dry_run)
 
 
 @app.command("precompute-ref")
@@ -80,16 +96,10 @@ def precompute_ref(recipe: RecipeFile, overrides: Overrides = None) -> None:
     loaded = load_recipe(recipe, overrides or ())
     check_environment(loaded)
     from dpo_pack.console import make_console
-    from dpo_pack.interrupts import Interrupted, interruptible
     from dpo_pack.prepare import prepare, prepare_reference
 
     console = make_console()
-    try:
-        with interruptible():
-            filled = prepare_reference(prepare(loaded, console), None)
-    except Interrupted as interrupted:
-        print(f"{interrupted}; what was computed is kept", file=sys.stderr)
-        raise typer.Exit(interrupted.exit_status) from interrupted
+    filled = prepare_reference(prepare(loaded, console), None)
     console.print(
         f"Cache: {filled.cache.directory}; {filled.num_cached:,} sequences reused, {filled.num_computed:,} computed"
     )

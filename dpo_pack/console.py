@@ -84,7 +84,7 @@ def _lines(console: Console, description: str, total: int, unit: str) -> Callabl
 
 
 def format_seconds(seconds: float) -> str:
-    """43 s, 12 min, 3.5 h."""
+    """4.3 s, 43 s, 12 min, 3.5 h."""
     if seconds < 100:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -46,13 +48,13 @@ def describe_environment() -> dict[str, Any]:
 def render_environment(environment: dict[str, Any], console: Console) -> None:
     console.print(f"dpo-pack {environment['dpo_pack']} on {environment['platform']}")
     console.print(", ".join(f"{name} {version}" for name, version in environment["versions"].items()))
-    table = Table("device", "name", "memory")
+    table = Table("device", "name", "memory", box=SIMPLE_HEAD)
     for device in environment["devices"]:
         table.add_row(device["device"], device["name"], f"{device['memory_bytes'] / 2**30:,.1f} GiB")
     console.print(table)
-    table = Table("attention backend", "usable here")
+    table = Table("attention backend", "usable here", box=SIMPLE_HEAD)
     for name, obstacle in environment["attention"].items():
-        chosen = ", what auto picks" if name == environment["auto"] else ""
+        chosen = ", auto picks it" if name == environment["auto"] else ""
         table.add_row(name, f"no: {obstacle}" if obstacle else f"yes{chosen}")
     console.print(table)
 
@@ -65,5 +67,14 @@ def _devices() -> list[dict[str, Any]]:
             for number, p in enumerate(properties)
         ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    name = f"{_cpu_name()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
     return [{"device": "cpu", "name": name, "memory_bytes": memory}]
+
+
+def _cpu_name() -> str:
+    """What /proc/cpuinfo says on Linux, which platform.processor() leaves empty; elsewhere what that says."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor()) or platform.machine()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,11 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 import dpo_pack
+from dpo_pack.console import format_seconds
 from dpo_pack.files import written_aside
 from dpo_pack.models import LoadedModel, save_model
 from dpo_pack.recipe import Recipe, dump_recipe
+from dpo_pack.recipe_checks import HUB_ID
 
 
 def export_model(
@@ -33,18 +35,23 @@ def export_model(
         save_model(loaded, tokenizer, temporary)
         card = model_card(recipe, totals=totals, evaluation=evaluation)
         (temporary / "README.md").write_text(card, encoding="utf-8")
+        for weights in temporary.glob("*.safetensors"):
+            # safetensors lets only the owner read what it writes; a model is for whoever may read its config.
+            shutil.copymode(temporary / "config.json", weights)
 
 
 def model_card(
     recipe: Recipe, *, totals: dict[str, Any], evaluation: dict[str, dict[str, float]]
 ) -> str:
     """Markdown with the front matter the Hugging Face hub reads."""
-    front = {
-        "base_model": recipe.model.path,
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["dpo", "preference-optimization", "dpo-pack"],
-    }
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    # The hub refuses a card that names a base model or data set it does not have.
+    if _is_on_hub(recipe.model.path):
+        front["base_model"] = recipe.model.path
+    datasets = [source.path for source in recipe.data.train if _is_on_hub(source.path)]
+    if datasets:
+        front["datasets"] = list(dict.fromkeys(datasets))
+    front["tags"] = ["dpo", "preference-optimization", "dpo-pack"]
     lines = [
         "---",
         yaml.safe_dump(front, sort_keys=False).strip(),
@@ -66,6 +73,20 @@ def model_card(
             ),
             "",
         ]
-    lines += ["## Recipe", "", "```yaml", dump_recipe(recipe).strip(), "```", ""]
-    lines += ["## Totals", "", "```json", json.dumps(totals, indent=2), "```", ""]
+    lines += [
+        f"{totals['steps']:,} steps over {totals['tokens']:,} tokens, prompts counted once where they were shared, "
+        f"took {format_seconds(totals['train_seconds'])} ({totals['pairs_per_second']:,.1f} pairs/s).",
+        "",
+        "## Recipe",
+        "",
+        "```yaml",
+        dump_recipe(recipe).strip(),
+        "```",
+        "",
+    ]
     return "\n".join(lines)
+
+
+def _is_on_hub(path: str) -> bool:
+    """Whether a recipe's path is a hub id, in the form owner/name, and not something on this machine."""
+    return HUB_ID.fullmatch(path) is not None and "/" in path and not Path(path).exists()

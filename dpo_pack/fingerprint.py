@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -62,7 +64,7 @@ def reference_namespace(
     """Everything a reference log-prob depends on besides the token ids, as a JSON object.
 
     `memo_path` remembers tensor hashes by file, so that an unchanged model is not read again.
-    Raises ModelError when there are no weights.
+    Raises ModelError when there are no weights, or not all of them, or they cannot be read.
     """
     return {
         "numerics_version": NUMERICS_VERSION,
@@ -98,7 +100,7 @@ def weights_fingerprint(directory: Path, memo_path: Path) -> str:
         # ctime moves with every change of content, also where mtime was set back (cp -p, rsync -t).
         identity = f"{file.resolve()}:{stat.st_ino}:{stat.st_size}:{stat.st_ctime_ns}"
         if identity not in memo:
-            learnt[identity] = {name: _tensor_digest(tensor) for name, tensor in _tensors(file)}
+            learnt[identity] = _tensor_digests(file)
         digests.update(memo.get(identity) or learnt[identity])
     if learnt:
         write_json_atomically(memo_path, {**(read_json(memo_path) or {}), **learnt})
@@ -108,11 +110,16 @@ def weights_fingerprint(directory: Path, memo_path: Path) -> str:
 def _weight_files(directory: Path) -> list[Path]:
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         whole = directory / f"{stem}.{suffix}"
-        index = read_json(directory / f"{stem}.{suffix}.index.json")
-        if index is not None:
-            return [directory / name for name in sorted(set(index["weight_map"].values()))]
+        # As transformers does, whole before sharded: saving a model anew can leave an index of before.
         if whole.is_file():
             return [whole]
+        index = read_json(directory / f"{stem}.{suffix}.index.json")
+        if index is not None:
+            shards = [directory / name for name in sorted(set(index["weight_map"].values()))]
+            for shard in shards:
+                if not shard.is_file():
+                    raise ModelError(f"{shard} is missing, a part of the weights; download the model again")
+            return shards
     raise ModelError(
         f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded; "
         "point at a complete model directory"
@@ -125,7 +132,19 @@ def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
             for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
                 yield name, opened.get_tensor(name)
     else:
-        yield from torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
+        # Files of torch before 1.6 are no zip archives, and those cannot be mapped.
+        mapped = zipfile.is_zipfile(file)
+        yield from torch.load(file, map_location="cpu", mmap=mapped, weights_only=True).items()
+
+
+def _tensor_digests(file: Path) -> dict[str, str]:
+    try:
+        return {name: _tensor_digest(tensor) for name, tensor in _tensors(file)}
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(
+            f"cannot read the weights in {file} ({reason}); download or save the model again"
+        ) from error
 
 
 def _tensor_digest(tensor: Tensor) -> str:

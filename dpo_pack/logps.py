@@ -152,7 +152,8 @@ class _ChunkedLogps(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         for number, chunk in enumerate(_chunks(len(targets), ctx.chunk_tokens)):
             if number < len(ctx.kept):
-                softmax, slope = ctx.kept[number]
+                kept_softmax, slope = ctx.kept[number]
+                softmax = kept_softmax.clone()
             else:
                 logits, slope = _head(hidden[chunk], head_weight, bias, transform)
                 softmax = logits.sub_(log_normalizer[chunk, None]).exp_()
@@ -191,8 +192,8 @@ def _head(
 
 
 def _logit_grad(softmax: Tensor, targets: Tensor, grad_logps: Tensor, slope: Tensor | None) -> Tensor:
-    """`g * (onehot - softmax) * slope`: [C, V], [C], [C], [C, V] -> [C, V]."""
-    grad = softmax * -grad_logps[:, None]
+    """`g * (onehot - softmax) * slope`: [C, V], [C], [C], [C, V] -> [C, V], in place of the softmax."""
+    grad = softmax.mul_(-grad_logps[:, None])
     grad.scatter_add_(1, targets[:, None], grad_logps[:, None])
     return grad if slope is None else grad.mul_(slope)
 

@@ -45,9 +45,8 @@ def row_sums(
     """
     chosen_ratio, rejected_ratio = chosen_logratio(policy, reference), rejected_logratio(policy, reference)
     chosen, rejected = beta * chosen_ratio, beta * rejected_ratio
-    entropy, top1, mean_logit = (
-        sums.view(-1, 2).sum(dim=0) for sums in (output.entropy_sums, output.top1_sums, output.mean_logit_sums)
-    )
+    statistics = (output.entropy_sums, output.top1_sums, output.mean_logit_sums)
+    entropy, top1, mean_logit = (sums.view(-1, 2).sum(dim=0) for sums in statistics)
     values = {
         "loss": losses.sum(),
         "rewards/chosen": chosen.sum(),

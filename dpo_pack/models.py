@@ -264,12 +264,13 @@ def load_model(
 
 def save_model(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
     """Write weights, config, generation config and tokenizer into `target` as `from_pretrained` reads them."""
-    loaded.model.save_pretrained(target)
-    # Training switched dropout off; whoever fine-tunes further gets the family's own settings back.
-    config = copy.deepcopy(loaded.model.config)
-    config.get_text_config().update(loaded.dropout)
-    config.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    with _quiet_transformers():
+        loaded.model.save_pretrained(target)
+        # Training switched dropout off; whoever fine-tunes further gets the family's own settings back.
+        config = copy.deepcopy(loaded.model.config)
+        config.get_text_config().update(loaded.dropout)
+        config.save_pretrained(target)
+        tokenizer.save_pretrained(target)
 
 
 def check_positions(config: PretrainedConfig, longest_sequence: int) -> None:
@@ -331,7 +332,7 @@ def _load_errors(path: str, recipe_key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Loading prints its own progress bars and reports; what matters of them we check ourselves."""
+    """Loading and saving print their own progress bars and reports; what matters of them we check ourselves."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

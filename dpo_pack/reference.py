@@ -15,10 +15,11 @@ Legend: P pairs, U unique sequences.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import torch
 
 from dpo_pack.data.packing import PairLengths, pack_sequences_longest_first, padded_rows
 from dpo_pack.data.store import PairTable
-from dpo_pack.errors import CacheError
+from dpo_pack.errors import CacheError, ModelError
 from dpo_pack.files import write_json_atomically, written_aside
 from dpo_pack.fingerprint import namespace_digest
 from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
@@ -93,19 +94,21 @@ class FrozenReference:
 
     def save(self, path: Path) -> None:
         with written_aside(path) as temporary:
-            pq.write_table(pa.table({"key": _key_column(self.keys), "logps_sum": self.sums}), temporary)
+            table = pa.table({"key": _key_column(self.keys), "logps_sum": self.sums})
+            pq.write_table(table, temporary, write_page_checksum=True)
 
     @staticmethod
     def load(path: Path) -> FrozenReference:
         """Raises CacheError when the file is missing or damaged."""
         try:
-            table = pq.read_table(path)
-        except (OSError, pa.ArrowInvalid) as error:
+            table = pq.read_table(path, page_checksum_verification=True)
+            return FrozenReference(keys=_keys_of(table), sums=table["logps_sum"].to_numpy())
+        except (OSError, KeyError, pa.ArrowException) as error:
+            reason = str(error).partition("\n")[0]
             raise CacheError(
-                f"{path} is missing or damaged ({error}), so this run cannot go on as it began; start again "
+                f"{path} is missing or damaged ({reason}), so this run cannot go on as it began; start again "
                 "with checkpoint.resume=never and --overwrite"
             ) from error
-        return FrozenReference(keys=_keys_of(table), sums=table["logps_sum"].to_numpy())
 
 
 class ReferenceCache:
@@ -155,8 +158,11 @@ class ReferenceCache:
             ) from error
         if part.stem != f"part-{hashlib.sha256(content).hexdigest()}":
             aside = part.with_suffix(".damaged")
-            part.rename(aside)
-            logger.warning("%s is damaged; set aside as %s, its log-probs are computed again", part, aside.name)
+            with contextlib.suppress(OSError):  # another job was faster, or we may only read here
+                part.rename(aside)
+            logger.warning(
+                "%s is damaged; set aside as %s, its log-probs are computed again", part, aside.name
+            )
             return None
         return pq.read_table(pa.BufferReader(content))
 
@@ -233,7 +239,8 @@ def pair_lengths(table: PairTable) -> PairLengths:
 
 def find_missing(cache: ReferenceCache, tables: Sequence[PairTable]) -> MissingSequences:
     """Which sequences of `tables` have no log-prob yet; of equal ones, the first is chosen."""
-    keys = np.concatenate([np.stack((t.chosen_keys, t.rejected_keys), axis=1) for t in tables]).reshape(-1, 16)
+    sides = [np.stack((table.chosen_keys, table.rejected_keys), axis=1) for table in tables]
+    keys = np.concatenate(sides).reshape(-1, 16)
     _, first = np.unique(_sortable(keys), return_index=True)
     absent = np.zeros(len(keys), dtype=np.bool_)
     absent[first] = np.isnan(cache.lookup(keys[first]))
@@ -269,7 +276,8 @@ def compute_missing(
     """Fill the cache: rows of similar lengths up to `token_budget`, longest first, without gradients.
 
     `progress` is told the number of sequences finished with each row. A killed pass loses what was
-    computed since the last part was written.
+    computed since the last part was written. Raises CacheError when the disk refuses, ModelError when a
+    log-prob is not finite.
     """
     is_packed = scorer.backend is not None
     tokens = missing.row_tokens(share_prompt=share_prompt and is_packed)
@@ -284,13 +292,28 @@ def compute_missing(
     for number, members in enumerate(rows):
         groups = [missing.group(int(member)) for member in members]
         result = scorer(_row(groups, is_packed, share_prompt, pad_token_id, device))
-        keys += [key for member in members for key in missing.keys(int(member))]
-        sums += result.sums.tolist()
+        row_keys = [missing.keys(int(member)) for member in members]
+        row_sums = result.sums.tolist()
+        _require_finite(row_sums, np.repeat(members, [len(k) for k in row_keys]), missing)
+        keys += [key for group_keys in row_keys for key in group_keys]
+        sums += row_sums
         counts += result.num_tokens.tolist()
         progress(len(result.num_tokens))
         if number == len(rows) - 1 or time.monotonic() - written > write_every_seconds:
             cache.append(np.stack(keys), np.asarray(sums), np.asarray(counts))
             keys, sums, counts, written = [], [], [], time.monotonic()
+
+
+def _require_finite(sums: Sequence[float], groups: npt.NDArray[np.int64], missing: MissingSequences) -> None:
+    """sums: [S] of a row's sequences, groups: [S] which group each belongs to."""
+    wrong = np.flatnonzero(~np.isfinite(sums))
+    if len(wrong):
+        group = groups[wrong[0]]
+        table, pair = missing.tables[missing.table_indices[group]], missing.pair_indices[group]
+        raise ModelError(
+            f"the reference model gives row {table.row_numbers[pair]} of its source a log-prob of "
+            f"{sums[wrong[0]]}; check its weights, or give it more range with model.dtype: float32"
+        )
 
 
 def _unique_keys(tables: Sequence[PairTable]) -> Keys:
@@ -310,13 +333,17 @@ def _row(
 
 
 def _sortable(keys: Keys) -> npt.NDArray[np.bytes_]:
-    """[n, 16] -> [n] values numpy can sort. S16 drops trailing zero bytes, which cannot make two 16-byte keys equal."""
+    """[n, 16] -> [n] values numpy can sort.
+
+    S16 drops trailing zero bytes, which cannot make two 16-byte keys equal.
+    """
     return np.ascontiguousarray(keys).view("S16").ravel()
 
 
 def _key_column(keys: Keys) -> pa.Array:
     data = np.ascontiguousarray(keys, dtype=np.uint8)
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(data), [None, pa.py_buffer(data.tobytes())])
+    buffers = [None, pa.py_buffer(data.tobytes())]
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(data), buffers)
 
 
 def _keys_of(table: pa.Table) -> Keys:

@@ -161,12 +161,12 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of about a million parameters that has learned nothing."""
+    """A Llama of half a million parameters that has learned nothing."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
-        initializer_range=128**-0.5,  # with Llama's 0.02 so narrow a model takes long to find the prompt
+        initializer_range=128**-0.5,  # hidden_size ** -0.5; Llama's 0.02 is meant for wider models
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
