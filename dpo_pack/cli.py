@@ -75,9 +75,10 @@ def train(
         bool, typer.Option("--dry-run", help="Do everything up to the first step; leave no run behind.")
     ] = False,
 ) -> None:
-    """Train: reference pass for what the cache lacks, DPO, and the model in output_dir/model.
+    """Train a recipe's model, or go on with its run.
 
-    Run the same command again to go on with a run that was interrupted.
+    First the reference log-probs that the cache lacks, then DPO; the model goes to output_dir/model. Run the
+    same command again to go on with a run that was interrupted.
     """
     from dpo_pack.recipe import load_recipe
 
@@ -90,7 +91,7 @@ def train(
 
 @app.command("precompute-ref")
 def precompute_ref(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Compute the reference log-probs a recipe needs and the cache lacks, and nothing else."""
+    """Compute the reference log-probs that the cache lacks."""
     from dpo_pack.recipe import check_environment, load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
@@ -114,7 +115,7 @@ def inspect_packing(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON ('-': print it).")
     ] = None,
 ) -> None:
-    """Preview rows, fill and what packing and sharing save, without loading model weights."""
+    """Preview rows, fill and savings, without model weights."""
     from dpo_pack.recipe import check_environment, load_recipe
     from dpo_pack.report import parse_ranks, render_packing
 
@@ -147,7 +148,10 @@ def evaluate(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the metrics as JSON ('-': print them).")
     ] = None,
 ) -> None:
-    """Held-out reward accuracy, margin, loss and log-ratios of a trained model against the reference."""
+    """Held-out accuracy, margin and loss of a trained model.
+
+    Rewards and log-ratios are against the recipe's reference.
+    """
     from dpo_pack.recipe import check_environment, load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
@@ -169,7 +173,10 @@ def doctor(
     recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A YAML recipe.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Environment, devices and attention backends: what this machine can do, and why not what it cannot."""
+    """What this machine can do: devices, attention backends.
+
+    And what it cannot, with the reason.
+    """
     if recipe is not None:
         raise RecipeError("doctor: the start-up proof of a recipe is not available yet; leave the recipe out")
     from dpo_pack.console import make_console
@@ -191,7 +198,7 @@ def recipe_command(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Recipes: a commented one to begin with, the schema, or a check of yours."""
+    """Print a recipe to begin with or the schema; check one."""
     from dpo_pack.recipe import check_environment, load_recipe, recipe_defaults, recipe_schema
 
     if sum((defaults, schema, check is not None)) != 1:

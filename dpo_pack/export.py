@@ -59,8 +59,8 @@ def model_card(
         "",
         f"# {recipe.logging.run_name or recipe.output_dir.name}",
         "",
-        f"{recipe.model.path} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) on "
-        f"{totals['pairs']:,} preference pairs by dpo-pack {dpo_pack.__version__}.",
+        f"{recipe.model.path} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) by dpo-pack "
+        f"{dpo_pack.__version__}.",
         "",
     ]
     if evaluation:
@@ -74,8 +74,8 @@ def model_card(
             "",
         ]
     lines += [
-        f"{totals['steps']:,} steps over {totals['tokens']:,} tokens, prompts counted once where they were shared, "
-        f"took {format_seconds(totals['train_seconds'])} ({totals['pairs_per_second']:,.1f} pairs/s).",
+        f"Training: {totals['steps']:,} steps, {totals['pairs']:,} preference pairs, {totals['tokens']:,} tokens, "
+        f"{format_seconds(totals['train_seconds'])}.",
         "",
         "## Recipe",
         "",

@@ -5,8 +5,9 @@ set -euo pipefail
 # shellcheck source=scripts/setup_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
+dpopack=${venv#"$repo/"}/bin/dpopack # as one would type it in the repository's root
 (($# == 0)) || fail "quickstart.sh takes no arguments; to change the recipe, once it has run:" \
-    "$venv/bin/dpopack train configs/quickstart.yaml output_dir=runs/quickstart/other loss.beta=0.5"
+    "$dpopack train configs/quickstart.yaml output_dir=runs/quickstart/other loss.beta=0.5"
 setup_env ""
 export HF_HUB_OFFLINE=1 # everything is local
 
@@ -15,5 +16,5 @@ if [[ ! $assets/train.jsonl -nt scripts/make_quickstart.py ]]; then # train.json
     echo "Making a tiny Llama, its tokenizer and preference pairs in $assets"
     "$venv/bin/python" scripts/make_quickstart.py "$assets"
 fi
-"$venv/bin/dpopack" train configs/quickstart.yaml
-"$venv/bin/python" scripts/show_quickstart.py --dpopack "$venv/bin/dpopack"
+"$dpopack" train configs/quickstart.yaml
+"$venv/bin/python" scripts/show_quickstart.py --dpopack "$dpopack"

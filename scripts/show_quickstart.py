@@ -6,63 +6,76 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path("runs/quickstart")
-PREFERENCES = {
+PREFERENCES = {  # held-out set -> what its pairs prefer
     "tone": "a courteous answer to a dismissive one",
-    "topic": "an answer to the question to an answer to another",
+    "topic": "an answer to the question to an answer to another one",
 }
 EXPECTED_ACCURACY = 0.9
+NEXT = """\
+Next (the reference log-probs are cached, so none is computed again):
+  {dpopack} train configs/quickstart.yaml loss.type=ipo output_dir={root}/ipo
+  {dpopack} inspect-packing configs/quickstart.yaml
+  {dpopack} recipe --defaults > my-recipe.yaml"""
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def accuracies(metrics: list[dict[str, Any]], source: str) -> tuple[float, float]:
-    """Held-out reward accuracy before the first step and after the last."""
-    values = [line["rewards/accuracies"] for line in metrics if line.get("source") == source]
-    return values[0], values[-1]
+def heldout_accuracies(run: Path) -> dict[str, tuple[float, float]]:
+    """Reward accuracy of each held-out set before the first step and after the last."""
+    lines = [line for line in read_lines(run / "metrics.jsonl") if line["split"] == "eval"]
+    accuracies = {}
+    for name in PREFERENCES:
+        values = [line["rewards/accuracies"] for line in lines if line["source"] == name]
+        accuracies[name] = (values[0], values[-1])
+    return accuracies
 
 
-def show_pair(row: dict[str, Any]) -> None:
-    for name, messages in (("prompt", row["prompt"]), ("chosen", row["chosen"]), ("rejected", row["rejected"])):
-        print(f"    {name:9} {messages[-1]['content']}")
+def show_learned(root: Path, accuracies: dict[str, tuple[float, float]]) -> None:
+    print("\nHeld-out reward accuracy, on questions about towns that training never named:")
+    for name, (before, after) in accuracies.items():
+        row = read_lines(root / "assets" / f"heldout_{name}.jsonl")[0]
+        print(f"\n  {name}: {before:.2f} before, {after:.2f} after. It prefers {PREFERENCES[name]}, as in")
+        for column in ("prompt", "chosen", "rejected"):
+            print(f"    {column:9} {row[column][-1]['content']}")
+    print("\nBefore training every margin is 0, and a tie counts half. The model began with random weights:")
+    print("it has learned to tell such answers apart, not to write them.")
 
 
-def show(root: Path, dpopack: str) -> bool:
-    """Prints the summary; whether every preference was learned."""
-    run, assets = root / "run", root / "assets"
-    metrics = read_lines(run / "metrics.jsonl")
-    packing = json.loads((run / "packing_report.json").read_text(encoding="utf-8"))["statistics"]
-    padded = packing["padded"][0]["tokens"]
-    seconds = json.loads((run / "run.json").read_text(encoding="utf-8"))["totals"]["train_seconds"]
-    print("\nWhat it learned, on held-out pairs about towns it was never trained on (reward accuracy, before -> after):")
-    results = {source: accuracies(metrics, source) for source in PREFERENCES}
-    for source, (before, after) in results.items():
-        print(f"\n  {source}: to prefer {PREFERENCES[source]}: {before:.2f} -> {after:.2f}. For instance")
-        show_pair(read_lines(assets / f"heldout_{source}.jsonl")[0])
-    print(
-        f"\nTraining took {seconds:.0f} s. It computed {packing['computed_tokens']:,} tokens; the same sequences, each by "
-        f"itself with its own prompt, have {padded:,}."
-        "\nBefore training every margin is zero, and a tie counts half. The model started from random weights: it has "
-        "\nlearned to tell answers apart, not to write them."
-        "\n\nWhere things are:"
-        f"\n  {run / 'model'}            the trained model; transformers loads it"
-        f"\n  {run / 'metrics.jsonl'}    every logged step and evaluation"
-        f"\n  {run / 'packing_report.json'}, data_report.json, run.json, recipe.yaml beside it"
-        f"\n  {assets}               the pairs, tokenizer and initial model"
-        "\n\nNext, with reference log-probs from the cache:"
-        f"\n  {dpopack} train configs/quickstart.yaml loss.type=ipo output_dir={root / 'ipo'}"
-        f"\n  {dpopack} inspect-packing configs/quickstart.yaml"
-        f"\n  {dpopack} recipe --defaults > my-recipe.yaml"
-    )
-    return all(after > EXPECTED_ACCURACY for _, after in results.values())
+def show_cost(run: Path) -> None:
+    seconds = read_json(run / "run.json")["totals"]["train_seconds"]
+    packing = read_json(run / "packing_report.json")["statistics"]
+    padded = next(batches for batches in packing["padded"] if batches["microbatch_pairs"] == 8)
+    print(f"\nTraining took {seconds:.0f} s and computed {packing['computed_tokens']:,} tokens.")
+    print(f"Padded batches of 8 pairs, each prompt computed twice, would have been {padded['tokens']:,}.")
+
+
+def show_places(root: Path) -> None:
+    places = {
+        "run/model": "the trained model, as transformers loads it",
+        "run/metrics.jsonl": "a line for each logged step and evaluation",
+        "run": "the resolved recipe; reports on data, packing and the run",
+        "assets": "the pairs, the tokenizer and the model it began with",
+    }
+    print("\nWhere things are:")
+    for place, content in places.items():
+        print(f"  {root / place!s:36} {content}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--root", type=Path, default=ROOT)
-    parser.add_argument("--dpopack", default="dpopack", help="how to call dpopack in the hints")
+    parser.add_argument("root", type=Path, nargs="?", default=Path("runs/quickstart"))
+    parser.add_argument("--dpopack", default="dpopack", help="how the hints call dpopack")
     arguments = parser.parse_args()
-    if not show(arguments.root, arguments.dpopack):
-        sys.exit(f"error: a held-out accuracy is not above {EXPECTED_ACCURACY}, which this run should reach")
+    learned = heldout_accuracies(arguments.root / "run")
+    show_learned(arguments.root, learned)
+    show_cost(arguments.root / "run")
+    show_places(arguments.root)
+    print("\n" + NEXT.format(dpopack=arguments.dpopack, root=arguments.root))
+    if not all(after > EXPECTED_ACCURACY for _, after in learned.values()):
+        sys.exit(f"error: not above {EXPECTED_ACCURACY} on every held-out set, as this run should be")

@@ -37,3 +37,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     """Never the user's cache, and never the network."""
     monkeypatch.setenv("DPO_PACK_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -156,7 +156,7 @@ def test_attention_dropout_is_refused_and_model_dropout_is_switched_off(tmp_path
     with pytest.raises(UnsupportedModelError, match="dropout"):
         row = make_row(GROUPS[:1], "shared")
         states = torch.zeros(1, 2, row.num_tokens, 4)
-        layout = {"row_segments": row.segments, "row_backend": sdpa_attention}
+        layout: dict[str, Any] = {"row_segments": row.segments, "row_backend": sdpa_attention}
         row_attention(nn.Module(), states, states, states, None, dropout=0.1, **layout)
     tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).save_pretrained(tmp_path)
     loaded = load(tmp_path, packed=True)

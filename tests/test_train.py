@@ -17,6 +17,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+import dpo_pack.prepare as prepare_module
 import dpo_pack.train as train_module
 from dpo_pack.errors import RunError
 from dpo_pack.interrupts import Interrupted
@@ -232,13 +233,13 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
     other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
     other.save_pretrained(tmp_path / "reference")
     loaded: list[str] = []
-    load_model = train_module.prepare_policy.__globals__["load_model"]
+    load_model = prepare_module.load_model
 
     def spy(path: str, **settings: Any) -> Any:
         loaded.append(Path(path).name)
         return load_model(path, **settings)
 
-    monkeypatch.setitem(train_module.prepare_policy.__globals__, "load_model", spy)
+    monkeypatch.setattr(prepare_module, "load_model", spy)
     recipe = make_recipe(assets, tmp_path / "run", f"reference.path={tmp_path / 'reference'}", "train.max_steps=1")
     train(recipe, console)
     assert loaded == ["reference", "model"]

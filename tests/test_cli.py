@@ -1,0 +1,490 @@
+"""The commands as a user runs them: exit statuses, what they print, what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+from tiny_run import NUM_PAIRS, tiny_run, write_rows
+
+import dpo_pack
+from dpo_pack.cli import main
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a command did."""
+
+    status: int
+    out: str
+    err: str
+
+
+Dpopack = Callable[..., Outcome]
+
+
+@pytest.fixture
+def dpopack(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dpopack:
+    """Runs a command in this process; what C code and other libraries print is captured as well."""
+
+    def run(*arguments: str | Path) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["dpopack", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Outcome(status=ended.value.code, out=out, err=err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nothing has touched; tests work on copies."""
+    return tiny_run(tmp_path_factory.mktemp("pristine")).parent
+
+
+@pytest.fixture
+def recipe(pristine: Path, tmp_path: Path) -> Path:
+    """A recipe with everything it needs, to be spoilt."""
+    return Path(shutil.copytree(pristine, tmp_path / "job")) / "recipe.yaml"
+
+
+@pytest.fixture
+def trained(recipe: Path, dpopack: Dpopack) -> Path:
+    """A recipe whose run is finished."""
+    assert dpopack("train", recipe).status == 0
+    return recipe
+
+
+def snapshot(directory: Path) -> dict[Path, tuple[int, bytes]]:
+    """Modification time and content of every file."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def assert_refused(outcome: Outcome, pattern: str) -> None:
+    """Exit status 2 and one line, which matches."""
+    assert outcome.status == 2, outcome
+    assert re.fullmatch(r"error: [^\n]+\n", outcome.err), outcome.err
+    assert re.search(pattern, outcome.err), outcome.err
+    assert "Traceback" not in outcome.out + outcome.err
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+def _edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _with_second_line(line: bytes) -> Callable[[Path], Sequence[str]]:
+    """Spoils the second row of the training pairs."""
+
+    def spoil(job: Path) -> Sequence[str]:
+        lines = (job / "pairs.jsonl").read_bytes().splitlines()
+        (job / "pairs.jsonl").write_bytes(b"\n".join([lines[0], line, *lines[2:], b""]))
+        return ()
+
+    return spoil
+
+
+def _with_rows(*rows: dict[str, Any]) -> Callable[[Path], Sequence[str]]:
+    def spoil(job: Path) -> Sequence[str]:
+        write_rows(job / "pairs.jsonl", list(rows))
+        return ()
+
+    return spoil
+
+
+def _without(name: str) -> Callable[[Path], Sequence[str]]:
+    def spoil(job: Path) -> Sequence[str]:
+        (job / name).unlink()
+        return ()
+
+    return spoil
+
+
+def _with(*overrides: str) -> Callable[[Path], Sequence[str]]:
+    return lambda job: overrides
+
+
+def _without_a_tensor(job: Path) -> Sequence[str]:
+    tensors = load_file(job / "model" / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, job / "model" / "model.safetensors", metadata={"format": "pt"})
+    return ()
+
+
+def _with_damaged_weights(job: Path) -> Sequence[str]:
+    weights = job / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    return ()
+
+
+def _without_eos(job: Path) -> Sequence[str]:
+    _edit_json(job / "model" / "tokenizer_config.json", eos_token=None)
+    return ()
+
+
+def _with_few_embeddings(job: Path) -> Sequence[str]:
+    tiny_model("llama", vocab_size=300).save_pretrained(job / "model")  # the tokenizer's ids go up to 383
+    return ()
+
+
+def _with_few_positions(job: Path) -> Sequence[str]:
+    _edit_json(job / "model" / "config.json", max_position_embeddings=16)
+    return ()
+
+
+def _with_text_recipe(job: Path) -> Sequence[str]:
+    (job / "recipe.yaml").write_text("output_dir: [unclosed")
+    return ()
+
+
+def _below_a_file(job: Path) -> Sequence[str]:
+    (job / "file").touch()
+    return (f"output_dir={job}/file/run",)
+
+
+_CHAT = {
+    "prompt": [{"role": "user", "content": "ask"}],
+    "chosen": [{"role": "assistant", "content": "yes"}],
+    "rejected": [{"role": "assistant", "content": "no"}],
+}
+
+# What is wrong: (how to spoil a good job, giving overrides; what the one line must say)
+BAD_INPUT: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
+    "unknown key": (_with("optim.warmup_ration=0"), r"optim\.warmup_ration: unknown key; did you mean optim\.warmup_ratio\?"),
+    "wrong type": (_with("optim.lr=fast"), r"optim\.lr: must be a number.*, not 'fast'"),
+    "out of range": (_with("loss.beta=-1"), r"loss\.beta: must be .*> 0.*, not -1"),
+    "override without a value": (_with("optim.lr"), r"'optim\.lr': write it as key=value"),
+    "no recipe": (_without("recipe.yaml"), r"recipe\.yaml: no such recipe; .*--defaults"),
+    "recipe is no YAML": (_with_text_recipe, r"recipe\.yaml"),
+    "no data file": (_with("data.train=absent.jsonl"), r"data\.train\.0\.path: no such file.*'absent\.jsonl'"),
+    "no column": (_with_rows({"prompt": "a", "chosen": "b"}), r"line 1: .*'?rejected'?.*columns"),
+    "empty file": (_with_rows(), r"pairs\.jsonl has no rows; correct or remove data\.train\.0"),
+    "empty completion": (
+        _with_second_line(b'{"prompt": "a", "chosen": "b", "rejected": ""}'),
+        r"pairs\.jsonl line 2: the rejected completion is empty; mend the row.*on_bad_row: skip",
+    ),
+    "identical completions": (
+        _with_second_line(b'{"prompt": "a", "chosen": "b", "rejected": "b"}'),
+        r"pairs\.jsonl line 2: .*(identical|the same).*on_bad_row: skip",
+    ),
+    "invalid JSON": (_with_second_line(b'{"prompt": '), r"pairs\.jsonl line 2: invalid JSON.*mend the row"),
+    "not UTF-8": (_with_second_line(b'{"prompt": "\xff"}'), r"pairs\.jsonl line 2: not UTF-8"),
+    "no weights": (_without("model/model.safetensors"), r"model\.path: cannot load .*/model: .*safetensors"),
+    "no config": (_without("model/config.json"), r"model\.path: directory .*/model' has no config\.json"),
+    "damaged weights": (_with_damaged_weights, r"model\.path: cannot load .*/model"),
+    "a tensor missing": (_without_a_tensor, r"model\.path: the weights in .* lack 1 of .*layers\.1\.mlp\.down_proj"),
+    "no tokenizer": (_without("model/tokenizer.json"), r"model\.path: .*tokenizer"),
+    "no EOS": (_without_eos, r"no EOS token.*set tokenizer\.path"),
+    "chats without a template": (_with_rows(_CHAT), r"no chat template.*tokenizer\.chat_template"),
+    "ids beyond the tokenizer's": (
+        _with_rows({"prompt_ids": [1, 5], "chosen_ids": [6, 2], "rejected_ids": [384, 2]}),
+        r"pairs\.jsonl line 1: rejected_ids has the token id 384; the tokenizer's are 0 to 383",
+    ),
+    "ids beyond the model's": (_with_few_embeddings, r"model\.path: the data has token id 3\d\d, but .* 300 tokens"),
+    "too few positions": (_with_few_positions, r"data\.max_length: the longest sequence has \d+.*data\.max_length: 16"),
+    "output_dir below a file": (_below_a_file, r"output_dir: .*/file' is in the way: it is not a directory"),
+    "a loss that is not built yet": (_with("loss.type=simpo"), r"loss\.type: 'simpo' is not available yet.*sigmoid"),
+    "two processes": (_with("distributed.num_processes=2"), r"distributed\.num_processes: 2 is not available yet"),
+    "a checkpoint that is none": (_with("checkpoint.resume=/nowhere"), r"checkpoint\.resume: .*/nowhere"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_bad_input_is_refused_in_one_line_and_nothing_is_half_written(
+    what: str, recipe: Path, dpopack: Dpopack
+) -> None:
+    job = recipe.parent
+    spoil, pattern = BAD_INPUT[what]
+    assert_refused(dpopack("train", recipe, *spoil(job)), pattern)
+    assert not (job / "run").exists()
+    assert not [path for path in job.rglob("*") if path.name.endswith(".tmp")]
+
+
+def test_another_run_in_output_dir_is_left_alone_and_both_ways_out_are_named(
+    trained: Path, dpopack: Dpopack
+) -> None:
+    before = snapshot(trained.parent)
+    again = dpopack("train", trained)
+    assert again.status == 0 and "finished" in again.out and "nothing to do" in again.out
+    ways_out = r"checkpoint\.resume=never and --overwrite, or use another output_dir"
+    assert_refused(dpopack("train", trained, "optim.lr=0.5"), rf"output_dir: .* another optim\.lr; .*{ways_out}")
+    assert_refused(dpopack("train", trained, "checkpoint.resume=never"), rf"output_dir: .*finished.*{ways_out}")
+    assert snapshot(trained.parent) == before
+
+
+def test_both_ways_out_work(trained: Path, dpopack: Dpopack) -> None:
+    elsewhere = f"output_dir={trained.parent / 'elsewhere'}"
+    for arguments in (("checkpoint.resume=never", "--overwrite"), (elsewhere,)):
+        outcome = dpopack("train", trained, "optim.lr=0.5", "train.max_steps=1", *arguments)
+        assert outcome.status == 0, outcome
+    for run in ("run", "elsewhere"):
+        assert yaml.safe_load((trained.parent / run / "recipe.yaml").read_text())["optim"]["lr"] == 0.5
+        assert len(steps_of(trained.parent / run)) == 1
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["split"] == "train"]
+
+
+@pytest.mark.parametrize("command", ["train", "precompute-ref", "evaluate"])
+def test_several_processes_are_refused(
+    command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (recipe.parent / "run" / "model").mkdir(parents=True)
+    shutil.copy(recipe.parent / "model" / "config.json", recipe.parent / "run" / "model")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_refused(dpopack(command, recipe), r"several processes are not available yet; start one")
+
+
+def test_evaluate_needs_held_out_pairs_and_a_trained_model(recipe: Path, dpopack: Dpopack) -> None:
+    assert_refused(dpopack("evaluate", recipe), r"run/model: no trained model there; finish the run first, or .*--model")
+    assert_refused(dpopack("evaluate", recipe, "data.eval=[]"), r"data\.eval: .* holds nothing out; name a source")
+
+
+def test_what_is_not_built_yet_says_so(recipe: Path, dpopack: Dpopack) -> None:
+    assert_refused(dpopack("doctor", recipe), r"doctor: .*not available yet; leave the recipe out")
+
+
+def test_flags_that_make_no_sense_are_refused(recipe: Path, dpopack: Dpopack) -> None:
+    assert_refused(dpopack("inspect-packing", recipe, "--ranks", "1,x"), r"--ranks '1,x': not positive whole numbers")
+    assert_refused(dpopack("recipe"), r"give one of --defaults, --schema and --check FILE")
+    (recipe.parent / "file").touch()
+    unwritable = recipe.parent / "file" / "report.json"
+    assert_refused(dpopack("inspect-packing", recipe, "--json", unwritable), r"cannot write .*file/report\.json")
+
+
+@pytest.mark.parametrize("arguments", [("train",), ("train", "r.yaml", "--nonsense"), ("nonsense",)])
+def test_a_mistyped_command_line_is_answered_with_its_usage(arguments: tuple[str, ...], dpopack: Dpopack) -> None:
+    outcome = dpopack(*arguments)
+    assert outcome.status == 2 and outcome.err.startswith("Usage: dpopack") and "Error: " in outcome.err
+
+
+# ---------------------------------------------------------------------------------- bugs, memory, interruption
+
+
+def _raise_in_training(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("dpo_pack.train.train_step", fail)
+
+
+def test_running_out_of_device_memory_names_the_keys_that_need_less(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As torch 2.13 words it.
+    message = (
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.68 GiB of which 14.00 MiB "
+        "is free. Including non-PyTorch memory, this process has 23.66 GiB memory in use."
+    )
+    _raise_in_training(monkeypatch, torch.OutOfMemoryError(message))
+    outcome = dpopack("train", recipe)
+    assert_refused(outcome, r"20\.00 MiB\..*14\.00 MiB is free; lower packing\.token_budget .*reference\.token_budget")
+    assert "model.gradient_checkpointing=true" in outcome.err and "Including" not in outcome.err
+    assert json.loads((recipe.parent / "run" / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_device_error_of_several_lines_still_becomes_one(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _raise_in_training(monkeypatch, RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be\nasynchronous"))
+    assert_refused(dpopack("train", recipe), r"error: CUDA error: out of memory; lower packing\.token_budget")
+
+
+def test_an_error_of_ours_is_not_hidden(recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bug in (ZeroDivisionError("a bug"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
+        _raise_in_training(monkeypatch, bug)
+        with pytest.raises(type(bug)):
+            dpopack("train", recipe)
+
+
+def test_a_bug_ends_with_status_1_and_a_traceback() -> None:
+    code = (
+        "import sys, dpo_pack.cli, dpo_pack.recipe\n"
+        "dpo_pack.recipe.recipe_defaults = lambda: 1 / 0\n"
+        "sys.argv = ['dpopack', 'recipe', '--defaults']\n"
+        "dpo_pack.cli.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert "Traceback" in ended.stderr and "ZeroDivisionError" in ended.stderr
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", ["train", "precompute-ref", "inspect-packing"])
+def test_a_signal_ends_a_command_with_the_shell_s_status(
+    signum: signal.Signals, status: int, command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While pairs are read; what happens to one in the middle of training, test_train.py says."""
+
+    def interrupt(*arguments: Any, **settings: Any) -> None:
+        signal.raise_signal(signum)
+
+    monkeypatch.setattr("dpo_pack.prepare.load_data", interrupt)
+    outcome = dpopack(command, recipe)
+    assert outcome.status == status
+    assert outcome.err == f"stopped by {signum.name}; the same command goes on from what is done\n"
+    assert not (recipe.parent / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------- what works
+
+
+def test_help_is_light_and_fast() -> None:
+    code = (
+        "import sys, dpo_pack.cli\n"
+        "sys.argv = ['dpopack', '--help']\n"
+        "try:\n"
+        "    dpo_pack.cli.main()\n"
+        "finally:\n"
+        "    heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy', 'pyarrow', 'pydantic'}\n"
+        "    print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (ended.returncode, ended.stderr) == (0, "[]\n")
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 0.5  # seconds of CPU
+    for command in OPTIONS:
+        assert f"  {command} " in ended.stdout
+    assert "..." not in ended.stdout.replace("[ARGS]...", ""), "a command's summary is cut off"
+
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "train": ("RECIPE", "KEY=VALUE", "--dry-run", "--overwrite"),
+    "precompute-ref": ("RECIPE", "KEY=VALUE"),
+    "inspect-packing": ("RECIPE", "KEY=VALUE", "--ranks", "--json"),
+    "evaluate": ("RECIPE", "KEY=VALUE", "--model", "--json"),
+    "doctor": ("RECIPE", "--json"),
+    "recipe": ("KEY=VALUE", "--defaults", "--schema", "--check"),
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_the_help_of_a_command_names_its_options(command: str, dpopack: Dpopack) -> None:
+    outcome = dpopack(command, "--help")
+    assert outcome.status == 0
+    for option in OPTIONS[command]:
+        assert option in outcome.out
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "dpo_pack", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"dpo-pack {dpo_pack.__version__}\n", "")
+
+
+def test_train_prints_plain_lines_and_nothing_of_other_libraries(recipe: Path, dpopack: Dpopack) -> None:
+    outcome = dpopack("train", recipe, "train.epochs=2", "packing.token_budget=256")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "\r" not in outcome.out and "\x1b" not in outcome.out
+    run = recipe.parent / "run"
+    resolved = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert (resolved["train"]["epochs"], resolved["packing"]["token_budget"]) == (2, 256)
+    assert len(steps_of(run)) == 2 * NUM_PAIRS // 8
+    for told in ("16 pairs to train on", "44 to compute", "step 4/4", "reward accuracy", f"{run / 'model'}"):
+        assert told in outcome.out
+
+
+def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(recipe: Path, dpopack: Dpopack) -> None:
+    outcome = dpopack("train", recipe, "--dry-run")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "2 steps of 8 pairs" in outcome.out and "Dry run" in outcome.out
+    assert not (recipe.parent / "run").exists()
+
+
+def test_train_computes_no_reference_that_precompute_ref_has_left(recipe: Path, dpopack: Dpopack) -> None:
+    first = dpopack("precompute-ref", recipe)
+    assert (first.status, first.err) == (0, "")
+    assert "0 sequences reused, 44 computed" in first.out and not (recipe.parent / "run").exists()
+    assert "44 sequences reused, 0 computed" in dpopack("precompute-ref", recipe, "optim.lr=1e-6").out
+    assert dpopack("train", recipe).status == 0
+    totals = json.loads((recipe.parent / "run" / "run.json").read_text())["totals"]
+    assert totals["reference_sequences_computed"] == 0 and totals["reference_sequences_cached"] == 44
+
+
+def test_evaluate_gives_the_metrics_that_training_ended_with(trained: Path, dpopack: Dpopack) -> None:
+    ended_with = json.loads((trained.parent / "run" / "run.json").read_text())["evaluation"]
+    before = snapshot(trained.parent / "run")
+    printed = dpopack("evaluate", trained, "--json", "-")
+    assert (printed.status, printed.err) == (0, "")
+    metrics = json.loads(printed.out)
+    assert list(metrics) == ["heldout"] and metrics["heldout"]["pairs"] == 6
+    for name in ("rewards/accuracies", "rewards/margins", "loss", "kl/chosen", "kl/rejected"):
+        assert metrics["heldout"][name] == pytest.approx(ended_with["heldout"][name], abs=1e-5)
+    in_words = dpopack("evaluate", trained, "--json", trained.parent / "metrics.json")
+    assert f"{metrics['heldout']['rewards/accuracies']:.3f}" in in_words.out
+    assert json.loads((trained.parent / "metrics.json").read_text()) == metrics
+    assert snapshot(trained.parent / "run") == before
+
+
+def test_evaluate_of_the_reference_itself_prefers_nothing(recipe: Path, dpopack: Dpopack) -> None:
+    outcome = dpopack("evaluate", recipe, "--model", recipe.parent / "model", "--json", "-")
+    assert json.loads(outcome.out)["heldout"]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+def test_inspect_packing_needs_no_weights_and_gives_the_report_a_run_leaves(
+    trained: Path, dpopack: Dpopack
+) -> None:
+    (trained.parent / "model" / "model.safetensors").unlink()
+    printed = dpopack("inspect-packing", trained, "--ranks", "1", "--json", "-")
+    assert (printed.status, printed.err) == (0, "")
+    report = json.loads(printed.out)
+    assert report == json.loads((trained.parent / "run" / "packing_report.json").read_text())
+    shown = dpopack("inspect-packing", trained, "--ranks", "1,2,4", "--json", trained.parent / "report.json")
+    assert (shown.status, shown.err) == (0, "") and "saved by packing" in shown.out
+    balance = json.loads((trained.parent / "report.json").read_text())["balance"]
+    assert [entry["num_ranks"] for entry in balance] == [1, 2, 4]
+
+
+def test_recipe_prints_defaults_that_it_accepts(recipe: Path, dpopack: Dpopack) -> None:
+    defaults = dpopack("recipe", "--defaults")
+    assert (defaults.status, defaults.err) == (0, "")
+    own = recipe.parent / "own.yaml"
+    own.write_text(defaults.out)
+    here = (f"data.train={recipe.parent}/pairs.jsonl", f"model.path={recipe.parent}/model")
+    checked = dpopack("recipe", "--check", own, *here)
+    assert (checked.status, checked.out) == (0, f"{own} is in order\n")
+    assert_refused(dpopack("recipe", "--check", own, *here, "seed=-1"), r"seed: must be")
+    assert_refused(dpopack("recipe", "--check", own, here[0], "model.path=./no"), r"model\.path: no such directory")
+
+
+def test_recipe_prints_the_schema(dpopack: Dpopack) -> None:
+    outcome = dpopack("recipe", "--schema")
+    assert outcome.status == 0
+    assert {"model", "data", "output_dir"} <= set(json.loads(outcome.out)["required"])
+
+
+def test_doctor_names_versions_devices_and_backends(dpopack: Dpopack) -> None:
+    outcome = dpopack("doctor", "--json")
+    assert (outcome.status, outcome.err) == (0, "")
+    environment = json.loads(outcome.out)
+    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["devices"][0]["memory_bytes"] > 2**28
+    assert set(environment["attention"]) == {"flash_attn", "torch_varlen", "sdpa"}
+    assert environment["attention"][environment["auto"]] is None
+    in_words = dpopack("doctor")
+    assert in_words.status == 0 and "\x1b" not in in_words.out
+    for told in (dpo_pack.__version__, environment["devices"][0]["name"], "torch_varlen", "auto picks it"):
+        assert told in in_words.out
