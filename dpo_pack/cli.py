@@ -51,7 +51,8 @@ def main() -> None:
 
 
 def _complain(message: str) -> None:
-    print(" ".join(message.split()), file=sys.stderr)  # causes quoted from other libraries may have several lines
+    # On one line: causes quoted from other libraries may have several.
+    print(" ".join(line.strip() for line in message.splitlines()), file=sys.stderr)
 
 
 def _out_of_memory(message: str) -> str:
@@ -102,7 +103,8 @@ def precompute_ref(recipe: RecipeFile, overrides: Overrides = None) -> None:
     console = make_console()
     filled = prepare_reference(prepare(loaded, console), None)
     console.print(
-        f"Cache: {filled.cache.directory}; {filled.num_cached:,} sequences reused, {filled.num_computed:,} computed"
+        f"Cache: {filled.cache.directory}; {filled.num_cached:,} sequences reused, "
+        f"{filled.num_computed:,} computed"
     )
 
 
@@ -110,7 +112,7 @@ def precompute_ref(recipe: RecipeFile, overrides: Overrides = None) -> None:
 def inspect_packing(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    ranks: Annotated[str, typer.Option(help="Show the balance across so many processes, e.g. 1,8,64.")] = "1,8",
+    ranks: Annotated[str, typer.Option(help="Show the balance of so many processes, e.g. 1,8,64.")] = "1,8",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON ('-': print it).")
     ] = None,
@@ -145,7 +147,8 @@ def evaluate(
         Path | None, typer.Option(help="The model to evaluate.", show_default="output_dir/model")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the metrics as JSON ('-': print them).")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the metrics as JSON ('-': print them)."),
     ] = None,
 ) -> None:
     """Held-out accuracy, margin and loss of a trained model.
@@ -191,7 +194,9 @@ def doctor(
 
 @app.command("recipe")
 def recipe_command(
-    defaults: Annotated[bool, typer.Option("--defaults", help="Print a commented recipe to begin with.")] = False,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Print a commented recipe to begin with.")
+    ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
     check: Annotated[
         Path | None, typer.Option("--check", metavar="FILE", help="Say whether a recipe would start.")

@@ -20,7 +20,9 @@ def make_console(*, quiet: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def progress_bar(console: Console, description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    console: Console, description: str, total: int, unit: str
+) -> Iterator[Callable[[int], None]]:
     """Yield a function that is told how many more units are done; shows rate and remaining time."""
     if console.is_terminal:
         columns = (
@@ -59,9 +61,10 @@ class TrainingLines:
             return
         self.shown = now
         self.console.print(
-            f"  step {record['step']:>{len(str(self.num_steps))}}/{self.num_steps}  loss {record['loss']:.4f}  "
-            f"margin {record['rewards/margins']:+.4f}  accuracy {record['rewards/accuracies']:.3f}  "
-            f"grad norm {record['grad_norm']:.3g}  lr {record['learning_rate']:.2e}  "
+            f"  step {record['step']:>{len(str(self.num_steps))}}/{self.num_steps}  "
+            f"loss {record['loss']:.4f}  margin {record['rewards/margins']:+.4f}  "
+            f"accuracy {record['rewards/accuracies']:.3f}  grad norm {record['grad_norm']:.3g}  "
+            f"lr {record['learning_rate']:.2e}  "
             f"{record['pairs_per_second']:,.1f} pairs/s  {format_seconds(seconds_left)} left"
         )
 

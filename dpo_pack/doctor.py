@@ -32,9 +32,7 @@ def describe_environment() -> dict[str, Any]:
     """Versions, devices with their memory in bytes, and for each attention backend what stands in its way."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    obstacles = {
-        name: backend_obstacle(name, _USUAL_MODEL, device=device, dtype=dtype) for name in BACKENDS
-    }
+    obstacles = {name: backend_obstacle(name, _USUAL_MODEL, device=device, dtype=dtype) for name in BACKENDS}
     return {
         "dpo_pack": dpo_pack.__version__,
         "versions": package_versions(),

@@ -40,9 +40,7 @@ def export_model(
             shutil.copymode(temporary / "config.json", weights)
 
 
-def model_card(
-    recipe: Recipe, *, totals: dict[str, Any], evaluation: dict[str, dict[str, float]]
-) -> str:
+def model_card(recipe: Recipe, *, totals: dict[str, Any], evaluation: dict[str, dict[str, float]]) -> str:
     """Markdown with the front matter the Hugging Face hub reads."""
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     # The hub refuses a card that names a base model or data set it does not have.
@@ -74,8 +72,8 @@ def model_card(
             "",
         ]
     lines += [
-        f"Training: {totals['steps']:,} steps, {totals['pairs']:,} preference pairs, {totals['tokens']:,} tokens, "
-        f"{format_seconds(totals['train_seconds'])}.",
+        f"Training: {totals['steps']:,} steps, {totals['pairs']:,} preference pairs, "
+        f"{totals['tokens']:,} tokens, {format_seconds(totals['train_seconds'])}.",
         "",
         "## Recipe",
         "",

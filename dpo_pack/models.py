@@ -332,7 +332,7 @@ def _load_errors(path: str, recipe_key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Loading and saving print their own progress bars and reports; what matters of them we check ourselves."""
+    """Loading and saving print bars and reports of their own; what matters of them we check ourselves."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

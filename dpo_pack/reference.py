@@ -104,10 +104,9 @@ class FrozenReference:
             table = pq.read_table(path, page_checksum_verification=True)
             return FrozenReference(keys=_keys_of(table), sums=table["logps_sum"].to_numpy())
         except (OSError, KeyError, pa.ArrowException) as error:
-            reason = str(error).partition("\n")[0]
             raise CacheError(
-                f"{path} is missing or damaged ({reason}), so this run cannot go on as it began; start again "
-                "with checkpoint.resume=never and --overwrite"
+                f"{path} is missing or damaged, so this run cannot go on as it began; start again with "
+                "checkpoint.resume=never and --overwrite"
             ) from error
 
 

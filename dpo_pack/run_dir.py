@@ -63,6 +63,12 @@ class RunDir:
     def reference(self) -> Path:
         return self.root / "reference.parquet"
 
+    @property
+    def resumed_reference(self) -> Path:
+        """The frozen reference of the run that the checkpoint belongs to, which may be another directory's."""
+        assert self.checkpoint is not None
+        return self.checkpoint.resolve().parents[1] / "reference.parquet"
+
     def update(self, **changes: Any) -> None:
         """Set keys of `run.json` and write it."""
         self.info.update(changes)
@@ -76,20 +82,22 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     """
     root = recipe.output_dir
     resume = recipe.checkpoint.resume
+    info = read_json(root / "run.json")
+    ways_out = "start again with checkpoint.resume=never and --overwrite, or use another output_dir"
     if resume not in ("auto", "never"):
         checkpoint = Path(resume)
         if not (checkpoint / "checkpoint.json").is_file():
             raise RunError(f"checkpoint.resume: {checkpoint} is not a checkpoint; give a step-... directory")
-        return RunDir(root=root, checkpoint=checkpoint, is_finished=False)
-    info = read_json(root / "run.json")
+        owner = checkpoint.resolve().parents[1]
+        _refuse_changes(owner, recipe, "use another checkpoint")
+        if info is not None and owner != root.resolve():
+            raise RunError(f"output_dir: {root} holds another run than {checkpoint}; use another output_dir")
+        return RunDir(root=root, checkpoint=checkpoint, is_finished=False, info=info or {})
     if info is None or overwrite:
         return RunDir(root=root, checkpoint=None, is_finished=False)
-    ways_out = "start again with checkpoint.resume=never and --overwrite, or use another output_dir"
     if resume == "never":
         raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
-    changed = changed_keys(load_recipe(root / "recipe.yaml"), recipe)
-    if changed:
-        raise RunError(f"output_dir: {root} holds a run with another {', '.join(changed)}; {ways_out}")
+    _refuse_changes(root, recipe, ways_out)
     valid = checkpoints(root / "checkpoints")
     return RunDir(
         root=root,
@@ -97,6 +105,12 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
         is_finished=info["status"] == "finished",
         info=info,
     )
+
+
+def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
+    changed = changed_keys(load_recipe(root / "recipe.yaml"), recipe)
+    if changed:
+        raise RunError(f"output_dir: {root} holds a run with another {', '.join(changed)}; {ways_out}")
 
 
 def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:

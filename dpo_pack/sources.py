@@ -148,6 +148,8 @@ class OfflineSource:
         self.seed = seed
         self.rank = rank
         self.num_ranks = num_ranks
+        shares = builder.is_packed and builder.share_prompt
+        self.real_tokens = pair_lengths(builder.table).row_tokens(share_prompt=shares)  # [all pairs]
         self.first_plan = self.plan(0)
         # An epoch's length does not depend on its number: the mixture draws other pairs, not more of them.
         self.steps_per_epoch = len(self.first_plan)
@@ -191,14 +193,12 @@ class OfflineSource:
 
     def _batch(self, plan: PackingPlan, step: int, epoch: int) -> GlobalBatch:
         ranks = plan[step]
-        lengths = pair_lengths(self.builder.table)
-        shares = self.builder.is_packed and self.builder.share_prompt
         pairs = plan.pairs(step)
         return GlobalBatch(
             epoch=epoch + (step + 1) / len(plan),
             num_pairs=len(pairs),
             num_rows=sum(len(rows) for rows in ranks),
-            num_tokens=int(lengths.row_tokens(share_prompt=shares)[pairs].sum()),
+            num_tokens=int(self.real_tokens[pairs].sum()),
             rows=[self.builder.build(row) for row in ranks[self.rank]],
         )
 

@@ -22,11 +22,14 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
-        """Opens for writing at `offset` bytes; what follows is discarded."""
+        """Opens for writing at `offset` bytes; what follows is discarded.
+
+        A run that goes on from a checkpoint of another directory finds less than that here, and appends.
+        """
         path.touch()
-        os.truncate(path, offset)
+        self.offset = min(offset, path.stat().st_size)
+        os.truncate(path, self.offset)
         self._file = path.open("a", encoding="utf-8")
-        self.offset = offset
 
     def write(self, record: dict[str, Any]) -> None:
         line = json.dumps(record) + "\n"

@@ -117,7 +117,7 @@ def start_session(recipe: Recipe, run: RunDir, console: Console, *, keeps_files:
     policy = None if has_own_reference and not resumes else prepare_policy(prepared)
     reference_seconds = 0.0
     if resumes:
-        reference = FrozenReference.load(run.reference)
+        reference = FrozenReference.load(run.resumed_reference)
     else:
         filled = prepare_reference(prepared, None if has_own_reference else policy)
         reference_seconds = filled.seconds

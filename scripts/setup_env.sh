@@ -62,6 +62,7 @@ setup_env() {
     install_stamp >"$stamp_file"
 }
 
+[[ ${DPO_PACK_VENV:-/} == /* ]] || DPO_PACK_VENV=$PWD/$DPO_PACK_VENV
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$repo"
 venv=${DPO_PACK_VENV:-$repo/.venv}

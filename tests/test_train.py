@@ -17,6 +17,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+import dpo_pack.models as loading
 import dpo_pack.prepare as prepare_module
 import dpo_pack.train as train_module
 from dpo_pack.errors import RunError
@@ -179,6 +180,20 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2  # checkpoint.keep
 
 
+def test_a_checkpoint_of_another_directory_can_be_gone_on_from(
+    straight: Path, assets: Path, tmp_path: Path, console: Console
+) -> None:
+    cache = f"reference.cache_dir={assets / 'cache'}"
+    train(make_recipe(assets, tmp_path / "one", cache, "checkpoint.every_steps=5"), console)
+    checkpoint = tmp_path / "one" / "checkpoints" / "step-000005"
+    train(make_recipe(assets, tmp_path / "two", cache, f"checkpoint.resume={checkpoint}"), console)
+    ours, theirs = weights(tmp_path / "two"), weights(straight)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert [r["step"] for r in metrics(tmp_path / "two") if r["split"] == "train"] == list(range(6, 13))
+    with pytest.raises(RunError, match="holds another run"):
+        train(make_recipe(assets, tmp_path / "two", cache, f"checkpoint.resume={checkpoint}"), console)
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +248,7 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
     other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
     other.save_pretrained(tmp_path / "reference")
     loaded: list[str] = []
-    load_model = prepare_module.load_model
+    load_model = loading.load_model
 
     def spy(path: str, **settings: Any) -> Any:
         loaded.append(Path(path).name)

@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 NUM_PAIRS = 16
-_WORDS = "red green blue one two three sun moon bread water".split()
+_WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon", "bread", "water")
 
 
 def tiny_run(directory: Path) -> Path:

@@ -1,0 +1,236 @@
+"""A model's namespace changes with what changes its log-probs, and with nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from dpo_pack import fingerprint
+from dpo_pack.errors import ModelError
+from dpo_pack.fingerprint import namespace_digest, reference_namespace, weights_fingerprint
+from dpo_pack.models import Precision
+
+FP32 = Precision(parameters=torch.float32, autocast=None)
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_bars() -> None:
+    transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    tiny_model("llama").save_pretrained(directory)
+    return directory
+
+
+def digest(directory: Path, *, precision: Precision = FP32, memo_path: Path | None = None) -> str:
+    namespace = reference_namespace(
+        str(directory),
+        AutoConfig.from_pretrained(directory),
+        revision=None,
+        trust_remote_code=False,
+        precision=precision,
+        memo_path=memo_path or directory.parent / "memo.json",
+    )
+    assert namespace == json.loads(json.dumps(namespace))  # it is written beside the values as JSON
+    return namespace_digest(namespace)
+
+
+def change_weights(directory: Path, **changes: Tensor) -> None:
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), **changes}, file, metadata={"format": "pt"})
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_one_changed_element_of_one_weight_is_another_model(model: Path) -> None:
+    before = digest(model)
+    weight = load_file(model / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    weight[-1, -1] = torch.nextafter(weight[-1, -1], torch.tensor(0.0))
+    change_weights(model, **{"model.layers.1.mlp.up_proj.weight": weight})
+    assert digest(model) != before
+
+
+def test_weights_that_have_changed_places_are_another_model(model: Path) -> None:
+    before = digest(model)
+    names = [f"model.layers.{layer}.self_attn.k_proj.weight" for layer in (0, 1)]
+    weights = [load_file(model / "model.safetensors")[name] for name in names]
+    change_weights(model, **dict(zip(names, reversed(weights), strict=True)))
+    assert digest(model) != before
+
+
+def test_the_same_values_stored_in_another_type_or_shape_are_another_model(model: Path) -> None:
+    name = "model.norm.weight"
+    digests = [digest(model)]
+    for weight in (torch.ones(32), torch.ones(32, dtype=torch.bfloat16), torch.ones(4, 8)):
+        change_weights(model, **{name: weight})
+        digests.append(digest(model))
+    assert len(set(digests)) == 4
+
+
+def test_parameter_type_and_autocast_are_part_of_the_namespace(model: Path) -> None:
+    precisions = [
+        Precision(parameters=parameters, autocast=autocast)
+        for parameters in (torch.float32, torch.bfloat16)
+        for autocast in (None, torch.bfloat16, torch.float16)
+    ]
+    assert len({digest(model, precision=precision) for precision in precisions}) == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 1e-5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        {"sliding_window": 16},
+        {"a_field_of_the_future": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_config_field_that_may_change_outputs_is_part_of_the_namespace(
+    change: dict[str, Any], model: Path
+) -> None:
+    before = digest(model)
+    change_config(model, **change)
+    assert digest(model) != before
+
+
+def test_config_fields_that_change_no_output_are_not(model: Path) -> None:
+    before = digest(model)
+    change_config(model, attention_dropout=0.1, use_cache=False, pad_token_id=3, dtype="float16")
+    change_config(model, transformers_version="4.0.0", architectures=["Another"], _name_or_path="elsewhere")
+    assert digest(model) == before
+
+
+def test_our_numerics_version_is_part_of_the_namespace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest(model)
+    monkeypatch.setattr(fingerprint, "NUMERICS_VERSION", fingerprint.NUMERICS_VERSION + 1)
+    assert digest(model) != before
+
+
+def test_the_modelling_source_is_part_of_the_namespace(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digest(model)
+    module = sys.modules["transformers.models.llama.modeling_llama"]
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_bytes()
+    copied = tmp_path / "modeling_llama.py"
+    monkeypatch.setattr(module, "__file__", str(copied))
+    copied.write_bytes(source)
+    assert digest(model) == before
+    copied.write_bytes(source + b"# a fix upstream\n")
+    assert digest(model) != before
+
+
+def test_a_renamed_copied_or_touched_directory_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    before = digest(model)
+    shutil.copytree(model, tmp_path / "copy")
+    assert digest(tmp_path / "copy") == before
+    renamed = model.rename(tmp_path / "renamed")
+    for file in renamed.iterdir():
+        os.utime(file, (0, 0))
+    (renamed / "README.md").write_text("new")
+    assert digest(renamed) == before
+
+
+def test_resharded_weights_are_the_same_model(model: Path, tmp_path: Path) -> None:
+    plain = tiny_model("llama")
+    plain.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
+    assert digest(tmp_path / "sharded") == digest(model)
+
+
+def test_weights_of_torch_s_own_format_count_too(model: Path, tmp_path: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    by_file = weights_fingerprint(model, tmp_path / "memo.json")
+    for is_zip in (True, False):  # False: as torch before 1.6 wrote them
+        directory = tmp_path / f"zip {is_zip}"
+        directory.mkdir()
+        file = directory / "pytorch_model.bin"
+        torch.save(weights, file, _use_new_zipfile_serialization=is_zip)
+        assert weights_fingerprint(directory, tmp_path / "memo.json") == by_file
+
+
+def test_an_index_left_behind_by_an_earlier_save_is_not_followed(model: Path) -> None:
+    """transformers removes the old shards, not their index, and loads model.safetensors."""
+    before = digest(model)
+    tiny_model("llama").save_pretrained(model, max_shard_size="20KB")
+    tiny_model("llama").save_pretrained(model)
+    assert (model / "model.safetensors.index.json").is_file()
+    assert digest(model) == before
+
+
+def test_the_second_call_hashes_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[tuple[int, ...]] = []
+    tensor_digest = fingerprint._tensor_digest
+
+    def spy(tensor: Tensor) -> str:
+        hashed.append(tuple(tensor.shape))
+        return tensor_digest(tensor)
+
+    monkeypatch.setattr(fingerprint, "_tensor_digest", spy)
+    before = digest(model)
+    num_tensors = len(load_file(model / "model.safetensors"))
+    assert len(hashed) == num_tensors
+    assert digest(model) == before and len(hashed) == num_tensors
+    # Content with the same size and the old time of change (cp -p) is found all the same, by ctime.
+    stat = (model / "model.safetensors").stat()
+    change_weights(model, **{"model.norm.weight": torch.ones(32)})
+    os.utime(model / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (model / "model.safetensors").stat().st_size == stat.st_size
+    assert digest(model) != before and len(hashed) == 2 * num_tensors
+
+
+def test_a_damaged_memo_is_hashed_anew(model: Path, tmp_path: Path) -> None:
+    before = digest(model)
+    (tmp_path / "memo.json").write_text('{"cut sho')
+    assert digest(model) == before
+    assert json.loads((tmp_path / "memo.json").read_text())
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        weights_fingerprint(directory, directory.parent / "memo.json")
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def test_weights_that_are_absent_incomplete_or_damaged_are_a_one_line_error(
+    model: Path, tmp_path: Path
+) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[: len(content) // 2])
+    assert f"{model}/model.safetensors" in refusal(model)
+    (model / "model.safetensors").unlink()
+    assert "no weights" in refusal(model)
+    (model / "pytorch_model.bin").write_bytes(b"not a model")
+    assert f"{model}/pytorch_model.bin" in refusal(model)
+    sharded = tmp_path / "sharded"
+    tiny_model("llama").save_pretrained(sharded, max_shard_size="20KB")
+    next(sharded.glob("model-00002-*")).unlink()
+    assert f"{sharded}/model-00002-of-" in refusal(sharded)
+    assert not (tmp_path / "memo.json").exists()
+
+
+def test_a_namespace_digest_is_32_hex_digits_whatever_the_order_of_keys() -> None:
+    assert namespace_digest({"a": 1, "b": [2]}) == namespace_digest({"b": [2], "a": 1})
+    assert namespace_digest({"a": 1}) != namespace_digest({"a": "1"})
+    assert len(namespace_digest({})) == 32 and int(namespace_digest({}), 16) >= 0
