@@ -86,6 +86,14 @@ def _lines(console: Console, description: str, total: int, unit: str) -> Callabl
     return advance
 
 
+def format_count(count: int) -> str:
+    """812, 40.1K, 7.0M, 1.5B."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 1000)):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count)
+
+
 def format_seconds(seconds: float) -> str:
     """4.3 s, 43 s, 12 min, 3.5 h."""
     if seconds < 100:

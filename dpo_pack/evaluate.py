@@ -63,14 +63,18 @@ def evaluate_recipe(recipe: Recipe, model: Path, console: Console) -> dict[str, 
     if not recipe.data.eval:
         raise RecipeError("data.eval: the recipe holds nothing out; name a source or a fraction")
     if not (model / "config.json").is_file():
-        raise ModelError(f"{model}: no trained model there; finish the run first, or give another with --model")
+        raise ModelError(
+            f"{model}: no trained model there; finish the run first, or give another with --model"
+        )
     prepared = prepare(recipe, console)
     filled = prepare_reference(prepared, None)
     frozen = FrozenReference.take(filled.cache, prepared.tables)
     release_memory()
     policy = load_trained(prepared, model)
     results = {}
-    table = Table("held-out set", "pairs", "accuracy", "margin", "loss", "chosen log-ratio", "rejected log-ratio")
+    table = Table(
+        "held-out set", "pairs", "accuracy", "margin", "loss", "chosen log-ratio", "rejected log-ratio"
+    )
     for held_out in prepared.data.eval:
         with progress_bar(console, f"Evaluating {held_out.name}", held_out.pairs.num_pairs, "pairs") as bar:
             metrics = evaluate_pairs(

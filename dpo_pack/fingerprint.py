@@ -95,7 +95,7 @@ def weights_fingerprint(directory: Path, memo_path: Path) -> str:
     memo = read_json(memo_path) or {}
     digests: dict[str, str] = {}
     learnt = {}
-    for file in _weight_files(directory):
+    for file in weight_files(directory):
         stat = file.stat()
         # ctime moves with every change of content, also where mtime was set back (cp -p, rsync -t).
         identity = f"{file.resolve()}:{stat.st_ino}:{stat.st_size}:{stat.st_ctime_ns}"
@@ -107,7 +107,8 @@ def weights_fingerprint(directory: Path, memo_path: Path) -> str:
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
+    """The files of a model's weights, safetensors before PyTorch's own. Raises ModelError without any."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         whole = directory / f"{stem}.{suffix}"
         # As transformers does, whole before sharded: saving a model anew can leave an index of before.

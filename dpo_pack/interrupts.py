@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from types import FrameType
 
 
-class Interrupted(Exception):
-    """The user or the scheduler asked the run to stop; `exit_status` is the shell's convention."""
+class Interrupted(BaseException):
+    """The user or the scheduler asked the run to stop; `exit_status` is the shell's convention.
+
+    No Exception, as KeyboardInterrupt is none: libraries retry after one, or report it as their own failure.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -18,7 +21,7 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """What has arrived so far. While `is_deferred`, the first signal only sets `signum`; a second one raises."""
+    """What has arrived. While `is_deferred`, the first signal only sets `signum`; a second one raises."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -41,7 +44,7 @@ class Interruption:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Turn SIGINT and SIGTERM into `Interrupted`. Outside the main thread, where Python has no signals, nothing."""
+    """Turn SIGINT and SIGTERM into `Interrupted`; outside the main thread Python has no signals to turn."""
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption

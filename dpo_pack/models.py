@@ -103,7 +103,9 @@ class CompletionLogps(nn.Module):
             kept_bytes=KEPT_BYTES[device.type],
         )
         lengths = row.completion_lengths
-        return RowLogps(sequence_sums(logps, lengths), lengths, *(sequence_sums(v, lengths) for v in statistics))
+        return RowLogps(
+            sequence_sums(logps, lengths), lengths, *(sequence_sums(v, lengths) for v in statistics)
+        )
 
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
@@ -134,8 +136,8 @@ class CompletionLogps(nn.Module):
         """Every layer must mix tokens through the seam, or sequences of a row leak into each other."""
         if num_calls != self.num_attention_layers:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} has {self.num_attention_layers} layers, but {num_calls} of them "
-                "went through packed attention; the others would mix the sequences of a row. "
+                f"{type(self.model).__name__} has {self.num_attention_layers} layers, but {num_calls} of "
+                "them went through packed attention; the others would mix the sequences of a row. "
                 "Use packing.mode: padded"
             )
         self.is_wired = True
@@ -178,7 +180,7 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
 
 
 def resolve_precision(dtype: str, autocast: str, device: torch.device) -> Precision:
-    """`model.dtype` and `model.autocast` of a recipe -> dtypes. Auto: fp32 parameters, bf16 autocast on CUDA."""
+    """A recipe's `model.dtype` and `model.autocast`; auto: fp32 parameters, bf16 autocast on CUDA."""
     parameters: torch.dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     if autocast == "auto":
         use_bfloat16 = device.type == "cuda" and parameters == torch.float32
@@ -186,7 +188,9 @@ def resolve_precision(dtype: str, autocast: str, device: torch.device) -> Precis
     return Precision(parameters=parameters, autocast=None if autocast == "none" else getattr(torch, autocast))
 
 
-def load_config(path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str) -> PretrainedConfig:
+def load_config(
+    path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str
+) -> PretrainedConfig:
     """A model's config.json. Raises ModelError."""
     with _load_errors(path, recipe_key):
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -197,9 +201,11 @@ def load_config(path: str, *, revision: str | None, trust_remote_code: bool, rec
 def load_tokenizer(
     path: str, *, revision: str | None, trust_remote_code: bool, chat_template: Path | None, recipe_key: str
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer, with the chat template of a file in place of its own if one is given. Raises ModelError."""
+    """A tokenizer, its chat template replaced by a file's if one is given. Raises ModelError."""
     with _load_errors(path, recipe_key):
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -263,7 +269,7 @@ def load_model(
 
 
 def save_model(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
-    """Write weights, config, generation config and tokenizer into `target` as `from_pretrained` reads them."""
+    """Write weights, configs and tokenizer into `target` as `from_pretrained` reads them."""
     with _quiet_transformers():
         loaded.model.save_pretrained(target)
         # Training switched dropout off; whoever fine-tunes further gets the family's own settings back.
@@ -325,8 +331,8 @@ def _load_errors(path: str, recipe_key: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(
-            f"{recipe_key}: cannot load {path}: {first_line.rstrip('.')}; it must be a hub id or a directory with "
-            "config.json, safetensors weights and tokenizer files"
+            f"{recipe_key}: cannot load {path}: {first_line.rstrip('.')}; it must be a hub id or a directory "
+            "with config.json, safetensors weights and tokenizer files"
         ) from error
 
 

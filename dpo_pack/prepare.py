@@ -26,7 +26,7 @@ from dpo_pack.data.packing_report import PackingReport, inspect_packing
 from dpo_pack.data.pairs import DataSplits, load_data
 from dpo_pack.data.store import PairTable
 from dpo_pack.errors import ModelError, RecipeError
-from dpo_pack.fingerprint import reference_namespace
+from dpo_pack.fingerprint import reference_namespace, weight_files
 from dpo_pack.losses import LossOptions
 from dpo_pack.models import (
     LoadedModel,
@@ -95,9 +95,7 @@ def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     )
 
 
-def prepare_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console
-) -> DataSplits:
+def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:
     """Tokenised pairs, from the cache where it has them; says what was kept and what was not."""
     begun = time.monotonic()
     with console.status("Reading data") as status:
@@ -123,6 +121,10 @@ def prepare_data(
         f"Data: {data.train.num_pairs:,} pairs to train on{', ' + held_out if held_out else ''}; "
         f"{format_seconds(time.monotonic() - begun)}"
     )
+    for source in data.report["train"]["sources"]:
+        dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in source["dropped"].items())
+        if dropped:
+            console.print(f"  left out of {source['name']}, {source['rows_read']:,} rows: {dropped}")
     return data
 
 
@@ -139,6 +141,9 @@ def prepare(recipe: Recipe, console: Console) -> Prepared:
         trust_remote_code=recipe.model.trust_remote_code,
         recipe_key="model.path",
     )
+    for model in (_policy_model(recipe), _reference_model(recipe)):
+        if Path(model.path).is_dir():  # before anything is tokenised
+            weight_files(Path(model.path))
     tokenizer = prepare_tokenizer(recipe)
     data = prepare_data(recipe, tokenizer, console)
     prepared = Prepared(
@@ -166,7 +171,9 @@ def _check_vocabulary(prepared: Prepared, num_embeddings: int) -> None:
     # Some tokenizers have more entries than the model has rows, and never produce them.
     for table in prepared.tables:
         for pair in range(table.num_pairs):
-            largest = max(int(ids.max()) for ids in (table.prompt(pair), table.chosen(pair), table.rejected(pair)))
+            largest = max(
+                int(ids.max()) for ids in (table.prompt(pair), table.chosen(pair), table.rejected(pair))
+            )
             if largest >= num_embeddings:
                 raise ModelError(
                     f"model.path: the data has token id {largest}, but {prepared.recipe.model.path} embeds "
@@ -261,9 +268,7 @@ def prepare_reference(prepared: Prepared, policy: LoadedModel | None) -> Referen
     if todo:
         rate = todo / max(seconds, 1e-9)
         console.print(f"Reference pass: {todo:,} sequences in {format_seconds(seconds)}, {rate:,.0f}/s")
-    return ReferencePass(
-        cache=cache, num_computed=todo, num_cached=missing.num_cached, seconds=seconds
-    )
+    return ReferencePass(cache=cache, num_computed=todo, num_cached=missing.num_cached, seconds=seconds)
 
 
 def _namespace(prepared: Prepared, settings: _ModelSettings) -> dict[str, Any]:
@@ -336,9 +341,7 @@ def loss_options(recipe: Recipe) -> LossOptions:
     return LossOptions(beta=recipe.loss.beta, label_smoothing=recipe.loss.label_smoothing)
 
 
-def inspect_recipe_packing(
-    recipe: Recipe, data: DataSplits, ranks: Sequence[int] = (1,)
-) -> PackingReport:
+def inspect_recipe_packing(recipe: Recipe, data: DataSplits, ranks: Sequence[int] = (1,)) -> PackingReport:
     """The packing report of the recipe's first epoch; needs no model."""
     table = data.train
     order = epoch_order(

@@ -201,7 +201,8 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
 def _model_problems(key: str, path: str, needed: Sequence[str]) -> Iterator[Problem]:
     if os.path.isdir(path):
         if not any(os.path.isfile(os.path.join(path, name)) for name in needed):
-            yield key, f"directory {show(path)} has no {' or '.join(needed)}"
+            remedy = "give one that save_pretrained wrote, or a hub id"
+            yield key, f"directory {show(path)} has no {' or '.join(needed)}; {remedy}"
     elif os.path.exists(path):
         yield key, f"must be a directory or a hub id, and {show(path)} is a file"
     elif not HUB_ID.fullmatch(path):

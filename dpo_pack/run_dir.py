@@ -65,7 +65,7 @@ class RunDir:
 
     @property
     def resumed_reference(self) -> Path:
-        """The frozen reference of the run that the checkpoint belongs to, which may be another directory's."""
+        """The frozen reference of the checkpoint's run, which may be in another directory."""
         assert self.checkpoint is not None
         return self.checkpoint.resolve().parents[1] / "reference.parquet"
 

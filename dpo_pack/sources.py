@@ -204,7 +204,7 @@ class OfflineSource:
 
     @property
     def steps_fingerprint(self) -> str:
-        """Names which pairs are in which step, not how they are packed there: that does not change training."""
+        """Names which pairs are in which step; how they are packed there does not change training."""
         order = self.first_plan.order.astype("<i8").tobytes()
         return hashlib.blake2b(order + str(self.pairs_per_step).encode(), digest_size=16).hexdigest()
 

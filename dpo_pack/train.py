@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import Tensor
 
 from dpo_pack.checkpoint import TrainState, load_checkpoint, save_checkpoint, seed_everything
-from dpo_pack.console import TrainingLines, format_seconds, progress_bar
+from dpo_pack.console import TrainingLines, format_count, format_seconds, progress_bar
 from dpo_pack.data.packing_report import to_json
 from dpo_pack.errors import RunError
 from dpo_pack.evaluate import evaluate_pairs
@@ -98,7 +98,8 @@ def train(recipe: Recipe, console: Console, *, overwrite: bool = False, dry_run:
             return
         try:
             run_steps(session, interruption)
-            finish(session)
+            with interruption.deferred():  # nothing but the model holds the run now: a signal waits for it
+                finish(session)
         except Interrupted:
             run.update(status="interrupted", totals=totals(session))
             raise
@@ -238,7 +239,9 @@ def evaluate(session: Session, log: MetricsLog) -> None:
     prepared, begun = session.prepared, time.monotonic()
     for held_out in prepared.data.eval:
         builder = row_builder(prepared, held_out.pairs, session.reference.of(held_out.pairs))
-        with progress_bar(prepared.console, f"Evaluating {held_out.name}", held_out.pairs.num_pairs, "pairs") as bar:
+        with progress_bar(
+            prepared.console, f"Evaluating {held_out.name}", held_out.pairs.num_pairs, "pairs"
+        ) as bar:
             metrics = evaluate_pairs(
                 session.state.policy,
                 builder,
@@ -293,7 +296,7 @@ def finish(session: Session) -> None:
 
 
 def totals(session: Session) -> dict[str, Any]:
-    """`run.json`'s totals. `train_seconds` and the rates are of the whole run, other seconds of this process."""
+    """`run.json`'s totals: `train_seconds` and rates of the whole run, other seconds of this process."""
     state = session.state
     seconds = max(state.train_seconds, 1e-9)
     return {
@@ -364,20 +367,20 @@ def _describe(session: Session) -> None:
     attention = session.policy.attention
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
     console.print(
-        f"Policy: {recipe.model.path}, {num_parameters / 1e6:,.1f}M parameters, {precision} on {prepared.device}; "
-        f"attention: {attention.name} ({attention.reason})"
+        f"Policy: {recipe.model.path}, {format_count(num_parameters)} parameters, {precision} on "
+        f"{prepared.device}; attention: {attention.name} ({attention.reason})"
     )
     console.print(
-        f"Training: {source.num_steps:,} steps of {recipe.packing.pairs_per_step} pairs, {recipe.packing.mode} "
-        f"rows of up to {recipe.packing.token_budget:,} tokens; loss {loss}, beta {recipe.loss.beta:g}, "
-        f"lr {recipe.optim.lr:g} {recipe.optim.schedule}"
+        f"Training: {source.num_steps:,} steps of {recipe.packing.pairs_per_step} pairs, "
+        f"{recipe.packing.mode} rows of up to {recipe.packing.token_budget:,} tokens; "
+        f"loss {loss}, beta {recipe.loss.beta:g}, lr {recipe.optim.lr:g} {recipe.optim.schedule}"
     )
     oversize = source.first_plan.oversize_pairs
     if len(oversize):
         longest = int(source.first_plan.row_tokens[oversize].max())
         console.print(
-            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({recipe.packing.token_budget:,}) and get "
-            f"a row of their own, the longest of {longest:,} tokens; nothing is cut"
+            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({recipe.packing.token_budget:,}) "
+            f"and get a row of their own, the longest of {longest:,} tokens; nothing is cut"
         )
 
 
@@ -394,7 +397,7 @@ def _nonfinite_message(session: Session, batch: GlobalBatch) -> str:
     rows = session.prepared.data.train.row_numbers
     numbers = sorted(int(rows[pair]) for row in batch.rows for pair in row.pair_indices)
     return (
-        f"step {session.state.step + 1}: loss or gradient is not finite, and no update was made; lower optim.lr, "
-        f"or look at the step's rows of data.train ({', '.join(map(str, numbers[:10]))}"
+        f"step {session.state.step + 1}: loss or gradient is not finite, and no update was made; lower "
+        f"optim.lr, or look at the step's rows of data.train ({', '.join(map(str, numbers[:10]))}"
         f"{', ...' if len(numbers) > 10 else ''})"
     )

@@ -45,14 +45,18 @@ class Contender:
 
 OURS = Contender(name="dpo-pack", trainer="dpo-pack")
 ABLATIONS = (
-    Contender(name="dpo-pack, prompts not shared", trainer="dpo-pack", settings=("packing.share_prompt=false",)),
+    Contender(
+        name="dpo-pack, prompts not shared", trainer="dpo-pack", settings=("packing.share_prompt=false",)
+    ),
     Contender(name="dpo-pack, padded", trainer="dpo-pack", settings=("packing.mode=padded",)),
 )
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Writes OUTPUT.json and OUTPUT.md.")],
-    pairs: Annotated[Path | None, typer.Option(help="Transcript rows, e.g. HH-RLHF; default: made up.")] = None,
+    pairs: Annotated[
+        Path | None, typer.Option(help="Transcript rows, e.g. HH-RLHF; default: made up.")
+    ] = None,
     num_pairs: Annotated[int, typer.Option(help="The first so many usable rows.")] = 256,
     vocabulary: Annotated[int, typer.Option(help="Rows of the model's embedding.")] = 8192,
     repeats: Annotated[int, typer.Option(help="Measurements of each contender.")] = 5,
@@ -210,7 +214,9 @@ def _hh_rows(path: Path, num_pairs: int) -> list[dict[str, str]]:
                 pair = FORMATS["transcript"](json.loads(line))
             except BadRow:
                 continue
-            rows.append({"prompt": str(pair.prompt), "chosen": str(pair.chosen), "rejected": str(pair.rejected)})
+            rows.append(
+                {"prompt": str(pair.prompt), "chosen": str(pair.chosen), "rejected": str(pair.rejected)}
+            )
             if len(rows) == num_pairs:
                 return rows
     sys.exit(f"{path} has {len(rows)} usable rows, not {num_pairs}")
@@ -306,8 +312,8 @@ def _markdown(report: dict[str, Any]) -> str:
         [
             f"# {report['workload']['pairs']} pairs, vocabulary {report['workload']['vocabulary']}",
             "",
-            f"`{report['command']}`, {report['date']}, commit {machine['git_commit']}, {machine['processor']}, "
-            f"{devices}; {versions}.",
+            f"`{report['command']}`, {report['date']}, commit {machine['git_commit']}, "
+            f"{machine['processor']}, {devices}; {versions}.",
             "",
             "| | pairs/s, median | spread | reference s | training s | against TRL's best |",
             "|---|---|---|---|---|---|",

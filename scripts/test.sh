@@ -18,5 +18,6 @@ if ! "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_availa
 fi
 
 "$venv/bin/ruff" check
+"$venv/bin/ruff" format --check
 "$venv/bin/mypy"
 "$venv/bin/python" -m pytest -m "$markers" "$@"

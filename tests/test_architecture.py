@@ -40,7 +40,9 @@ def module_of(path: Path) -> str:
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
     """(dotted name, whether it is imported when the module is) of everything a file imports."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    at_top = set(ast.walk(ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])))
+    at_top = set(
+        ast.walk(ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], []))
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node in at_top) for alias in node.names)

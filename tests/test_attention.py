@@ -200,7 +200,9 @@ def test_our_name_has_no_mask_function_so_transformers_builds_no_mask() -> None:
 @pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_cuda_kernel_errs_at_most_twice_as_much_as_plain_bf16(name: str, window: int | None) -> None:
-    if backend_obstacle(name, replace(PLAIN, has_window=window is not None), device=CUDA, dtype=torch.bfloat16):
+    if backend_obstacle(
+        name, replace(PLAIN, has_window=window is not None), device=CUDA, dtype=torch.bfloat16
+    ):
         pytest.skip(f"{name} is not usable here")
     segments = make_segments(CUDA)
     tokens, keys = sum(segments.query_lengths), sum(segments.key_lengths)

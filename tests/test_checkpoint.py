@@ -111,7 +111,9 @@ def test_a_loaded_state_is_bitwise_the_saved_one_and_goes_on_bitwise_the_same(tm
     path = save(tmp_path, straight, metrics_offset=321)
     assert path == tmp_path / "step-000003"
     resumed = new_state(seed=1)
-    assert not torch.equal(tensors(resumed)["model.lm_head.weight"], tensors(straight)["model.lm_head.weight"])
+    assert not torch.equal(
+        tensors(resumed)["model.lm_head.weight"], tensors(straight)["model.lm_head.weight"]
+    )
     torch.manual_seed(99)
     assert load_checkpoint(path, resumed, identity=IDENTITY) == 321
     assert_same(resumed, straight)

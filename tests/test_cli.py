@@ -23,6 +23,7 @@ from tiny_run import NUM_PAIRS, tiny_run, write_rows
 
 import dpo_pack
 from dpo_pack.cli import main
+from dpo_pack.export import export_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +371,26 @@ def test_a_signal_ends_a_command_with_the_shell_s_status(
     assert outcome.status == status
     assert outcome.err == f"stopped by {signum.name}; the same command goes on from what is done\n"
     assert not (recipe.parent / "run").exists()
+
+
+def test_a_signal_is_not_taken_for_a_failure_of_the_library_it_interrupts(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: signal.raise_signal(signal.SIGTERM))
+    outcome = dpopack("train", recipe, "data.train=org/pairs")
+    assert outcome.status == 143 and "SIGTERM" in outcome.err and "error" not in outcome.err
+
+
+def test_a_signal_while_the_model_is_exported_waits_for_it(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **settings: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        export_model(*arguments, **settings)
+
+    monkeypatch.setattr("dpo_pack.train.export_model", interrupted)
+    assert dpopack("train", recipe).status == 0
+    assert (recipe.parent / "run" / "model" / "model.safetensors").is_file()
 
 
 # ---------------------------------------------------------------------------------------------- what works

@@ -44,7 +44,7 @@ def make_row(groups: Sequence[Group], mode: str) -> Row:
 
 
 def make_groups() -> list[Group]:
-    """Pairs of all kinds: long and one-token prompts and completions, common beginnings, prefixes, rankings."""
+    """Long and one-token prompts and completions, common beginnings, prefixes, rankings."""
     random = np.random.default_rng(0)
 
     def ids(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

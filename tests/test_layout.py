@@ -60,7 +60,9 @@ def test_common_prefix_of_many_sequences_is_what_all_begin_with() -> None:
 
 # Few token values, so that prefixes coincide often, also between completions.
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
-groups_of_sequences = st.lists(st.tuples(tokens, st.lists(tokens, min_size=1, max_size=4)), min_size=1, max_size=4)
+groups_of_sequences = st.lists(
+    st.tuples(tokens, st.lists(tokens, min_size=1, max_size=4)), min_size=1, max_size=4
+)
 
 
 def attended(layout: RowLayout) -> dict[int, list[int]]:
@@ -103,14 +105,17 @@ def test_sharing_never_computes_more_and_computes_each_prefix_once(
     shared, unshared = (layout_row(groups, share_prompt=share) for share in (True, False))
     assert unshared.num_tokens == sum(len(g.context) + len(c) for g in groups for c in g.completions)
     saved = sum(
-        (len(g.completions) - 1) * common_prefix_length([np.concatenate((g.context, c)) for c in g.completions])
+        (len(g.completions) - 1)
+        * common_prefix_length([np.concatenate((g.context, c)) for c in g.completions])
         for g in groups
     )
     assert shared.num_tokens == unshared.num_tokens - saved
 
 
 @given(groups_of_sequences)
-def test_the_gathers_gradient_equals_index_select_s(contents: list[tuple[list[int], list[list[int]]]]) -> None:
+def test_the_gathers_gradient_equals_index_select_s(
+    contents: list[tuple[list[int], list[list[int]]]],
+) -> None:
     layout = layout_row([group(context, *cs) for context, cs in contents], share_prompt=True)
     segments = packed_row(layout, CPU).segments
     assert segments is not None
@@ -126,7 +131,9 @@ def test_the_gathers_gradient_equals_index_select_s(contents: list[tuple[list[in
 
 
 @given(groups_of_sequences)
-def test_a_padded_batch_holds_each_sequence_in_a_line(contents: list[tuple[list[int], list[list[int]]]]) -> None:
+def test_a_padded_batch_holds_each_sequence_in_a_line(
+    contents: list[tuple[list[int], list[list[int]]]],
+) -> None:
     groups = [group(context, *completions) for context, completions in contents]
     row = padded_row(groups, pad_token_id=9, device=CPU)
     assert row.attention_mask is not None

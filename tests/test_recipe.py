@@ -240,9 +240,7 @@ def test_the_reference_in_docs_is_up_to_date() -> None:
         (["train.max_steps=3", "train.epochs=2"], ["train.epochs", "train.max_steps"]),
     ],
 )
-def test_changed_keys_are_those_that_change_training(
-    overrides: list[str], changed: list[str]
-) -> None:
+def test_changed_keys_are_those_that_change_training(overrides: list[str], changed: list[str]) -> None:
     assert changed_keys(load(), load(*overrides)) == changed
     assert sorted(changed_keys(load(*overrides), load())) == sorted(changed)
 

@@ -83,9 +83,7 @@ BROKEN_RULES_OF_WHAT_IS_NOT_BUILT: list[tuple[str, list[str]]] = [
 
 @pytest.mark.usefixtures("everything_available")
 @pytest.mark.parametrize(("override", "fragments"), BROKEN_RULES_OF_WHAT_IS_NOT_BUILT)
-def test_rules_of_features_that_are_not_built_hold_already(
-    override: str, fragments: list[str]
-) -> None:
+def test_rules_of_features_that_are_not_built_hold_already(override: str, fragments: list[str]) -> None:
     message = message_of(lambda: load(override))
     for fragment in fragments:
         assert fragment in message
@@ -208,7 +206,7 @@ def test_a_directory_that_cannot_be_written_is_refused(monkeypatch: pytest.Monke
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed = {"tensorboardX", "wandb"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)

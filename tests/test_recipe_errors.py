@@ -106,9 +106,7 @@ REFUSED: list[tuple[str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("override", "fragments"), REFUSED, ids=[override[:60] for override, _ in REFUSED])
-def test_a_wrong_value_is_refused_naming_key_value_and_remedy(
-    override: str, fragments: list[str]
-) -> None:
+def test_a_wrong_value_is_refused_naming_key_value_and_remedy(override: str, fragments: list[str]) -> None:
     message = message_of(lambda: load(override))
     for fragment in fragments:
         assert fragment in message

@@ -121,9 +121,7 @@ def test_a_malformed_override_is_refused_with_how_to_write_it(override: str, fra
         ("optim.lr: 1e-6\n", ["optim.lr: unknown key", "in YAML write optim: {lr: ...}"]),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused_with_its_name_and_place(
-    text: str, fragments: list[str]
-) -> None:
+def test_a_file_that_is_no_recipe_is_refused_with_its_name_and_place(text: str, fragments: list[str]) -> None:
     message = message_of(lambda: load(text=text))
     for fragment in fragments:
         assert fragment in message

@@ -52,7 +52,11 @@ def make_recipe(assets: Path, output_dir: Path, *overrides: str) -> Recipe:
     tree = {
         "output_dir": str(output_dir),
         "model": {"path": str(assets / "model")},
-        "data": {"train": str(assets / "pairs.jsonl"), "eval": str(assets / "pairs.jsonl"), "max_length": 128},
+        "data": {
+            "train": str(assets / "pairs.jsonl"),
+            "eval": str(assets / "pairs.jsonl"),
+            "max_length": 128,
+        },
         "packing": {"pairs_per_step": 4, "token_budget": 128},
         "optim": {"lr": 1e-3},
         "train": {"epochs": 2, "eval_every_steps": 4},
@@ -113,7 +117,9 @@ def test_a_run_leaves_what_the_contract_says(straight: Path, assets: Path) -> No
         assert (straight / name).is_file()
     model = AutoModelForCausalLM.from_pretrained(straight / "model")
     trained = weights(straight)
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items() if name in trained)
+    assert all(
+        torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items() if name in trained
+    )
 
 
 def test_training_learns_and_step_zero_prefers_nothing(straight: Path) -> None:
@@ -210,7 +216,13 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
 def test_another_learning_rate_loss_and_seed_computes_no_reference_and_tokenises_nothing(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    overrides = ("optim.lr=3e-4", "loss.type=ipo", "seed=7", "packing.token_budget=256", "packing.pairs_per_step=3")
+    overrides = (
+        "optim.lr=3e-4",
+        "loss.type=ipo",
+        "seed=7",
+        "packing.token_budget=256",
+        "packing.pairs_per_step=3",
+    )
     cache = f"reference.cache_dir={assets / 'cache'}"
     train(make_recipe(assets, tmp_path / "run", cache, *overrides), console)
     totals = read_json(tmp_path / "run" / "run.json")["totals"]
@@ -255,7 +267,9 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
         return load_model(path, **settings)
 
     monkeypatch.setattr(prepare_module, "load_model", spy)
-    recipe = make_recipe(assets, tmp_path / "run", f"reference.path={tmp_path / 'reference'}", "train.max_steps=1")
+    recipe = make_recipe(
+        assets, tmp_path / "run", f"reference.path={tmp_path / 'reference'}", "train.max_steps=1"
+    )
     train(recipe, console)
     assert loaded == ["reference", "model"]
     first = metrics(tmp_path / "run")[0]
@@ -285,7 +299,9 @@ def test_a_step_s_loss_is_the_mean_over_its_pairs_however_they_are_packed(
                 assert ours[name] == pytest.approx(first[name], abs=2e-5, rel=2e-5), name
 
 
-def test_pair_weights_scale_each_pair_s_part_of_the_loss(assets: Path, tmp_path: Path, console: Console) -> None:
+def test_pair_weights_scale_each_pair_s_part_of_the_loss(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
     rows = [json.loads(line) for line in (assets / "pairs.jsonl").read_text().splitlines()][:4]
     losses = []
     for name, factors in (("plain", [1, 1, 1, 1]), ("weighted", [3, 0, 0.5, 1])):
@@ -321,7 +337,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_rows(
 
 def test_trackers_get_the_metrics(assets: Path, tmp_path: Path, console: Console) -> None:
     pytest.importorskip("tensorboard")
-    train(make_recipe(assets, tmp_path / "run", "logging.trackers=[tensorboard]", "train.max_steps=2"), console)
+    train(
+        make_recipe(assets, tmp_path / "run", "logging.trackers=[tensorboard]", "train.max_steps=2"), console
+    )
     assert list((tmp_path / "run" / "trackers").rglob("events.out.tfevents*"))
 
 
@@ -330,5 +348,3 @@ def _signals_are_restored() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     yield
     assert signal.getsignal(signal.SIGINT) is before
-
-

@@ -60,9 +60,7 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     return config
 
 
-def tiny_model(
-    family: str, *, seed: int = 0, attention: str = "eager", **changes: Any
-) -> PreTrainedModel:
+def tiny_model(family: str, *, seed: int = 0, attention: str = "eager", **changes: Any) -> PreTrainedModel:
     """Weights wide enough that attention and softcaps are far from uniform."""
     torch.manual_seed(seed)
     config = tiny_config(family, **changes)

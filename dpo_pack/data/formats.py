@@ -101,9 +101,7 @@ def conversational(row: Row) -> Pair:
             return _conversational_pair(row, prompt, chosen, rejected)
     if prompt_length == 0:
         raise BadRow("no_common_prompt", "no prompt column, and chosen and rejected begin differently")
-    return _conversational_pair(
-        row, chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:]
-    )
+    return _conversational_pair(row, chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:])
 
 
 def tokenized(row: Row) -> Pair:
