@@ -143,7 +143,10 @@ def prepare(recipe: Recipe, console: Console) -> Prepared:
     )
     for model in (_policy_model(recipe), _reference_model(recipe)):
         if Path(model.path).is_dir():  # before anything is tokenised
-            weight_files(Path(model.path))
+            try:
+                weight_files(Path(model.path))
+            except ModelError as error:
+                raise ModelError(f"{model.recipe_key}: {error}") from error
     tokenizer = prepare_tokenizer(recipe)
     data = prepare_data(recipe, tokenizer, console)
     prepared = Prepared(

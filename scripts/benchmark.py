@@ -206,9 +206,8 @@ def _make_workload(directory: Path, pairs: Path | None, num_pairs: int, vocabula
 def _hh_rows(path: Path, num_pairs: int) -> list[dict[str, str]]:
     from dpo_pack.data.formats import FORMATS, BadRow
 
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
     rows: list[dict[str, str]] = []
-    with opened as lines:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             try:
                 pair = FORMATS["transcript"](json.loads(line))

@@ -1,15 +1,15 @@
 """Make the quickstart's tokenizer, tiny random Llama and preference pairs: offline, always the same bytes.
 
-A traveller asks about a town. In half of the pairs the rejected answer says the right thing in a dismissive
-tone (`tone`); in the other half it is courteous but answers another question (`topic`), which only a model
-that looks back at the prompt can notice. Length says nothing: both answers draw it from the same range.
+A traveller asks how to reach a goal in some town. In half of the pairs the rejected answer says the right
+thing in a dismissive tone (`tone`); in the other half it is courteous but about another goal in that town
+(`topic`), which only a model that looks back at the question can notice. Length says nothing: both answers
+draw it from the same range.
 """
 
 import argparse
 import json
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,60 +87,49 @@ TONES = {  # two parts of an opening, two of a closing; the tones share words, s
 ANSWER_WORDS = range(24, 46)  # lengths that both tones often have
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Topic:
-    """What a question is about."""
-
-    goal: str
-    town: str
-    advice: tuple[str, ...]
-
-    def text(self, template: str) -> str:
-        """`template` with the goal and the town filled in."""
-        return template.format(goal=self.goal.format(town=self.town), town=self.town)
+def towns(*, heldout: bool) -> list[str]:
+    """The held-out fifth of all towns, or the others."""
+    names = [beginning + ending for beginning in TOWN_BEGINNINGS.split() for ending in TOWN_ENDINGS.split()]
+    random.Random(0).shuffle(names)
+    num_heldout = len(names) // 5
+    return names[:num_heldout] if heldout else names[num_heldout:]
 
 
-def topics(*, heldout: bool) -> list[Topic]:
-    """Every goal in every town: of the held-out fifth of the towns, or of the others."""
-    towns = [beginning + ending for beginning in TOWN_BEGINNINGS.split() for ending in TOWN_ENDINGS.split()]
-    random.Random(0).shuffle(towns)
-    num_heldout = len(towns) // 5
-    towns = towns[:num_heldout] if heldout else towns[num_heldout:]
-    return [Topic(goal=goal, town=town, advice=advice) for town in towns for goal, advice in ADVICE.items()]
+def fill(template: str, goal: str, town: str) -> str:
+    return template.format(goal=goal.format(town=town), town=town)
 
 
-def prompt(rng: random.Random, topic: Topic) -> list[dict[str, str]]:
+def prompt(rng: random.Random, goal: str, town: str) -> list[dict[str, str]]:
     """A conversation that ends with a question; some begin with a system message or with small talk."""
     messages = [{"role": "system", "content": rng.choice(SYSTEM_MESSAGES)}] if rng.random() < 0.3 else []
     if rng.random() < 0.3:
         greeting, reply = rng.choice(SMALL_TALK)
         messages += [{"role": "user", "content": greeting}, {"role": "assistant", "content": reply}]
-    return [*messages, {"role": "user", "content": topic.text(rng.choice(QUESTIONS))}]
+    return [*messages, {"role": "user", "content": fill(rng.choice(QUESTIONS), goal, town)}]
 
 
-def answer(rng: random.Random, topic: Topic, tone: str) -> list[dict[str, str]]:
-    """An answer with a number of words that is uniform over ANSWER_WORDS, whatever its topic and tone."""
+def answer(rng: random.Random, goal: str, town: str, tone: str) -> list[dict[str, str]]:
+    """An answer with a number of words that is uniform over ANSWER_WORDS, whatever its goal and tone."""
     num_words = rng.choice(ANSWER_WORDS)
     words: list[str] = []
     while len(words) != num_words:
         *opening, closing, wish = map(rng.choice, TONES[tone])
-        first, *others = rng.sample(topic.advice, rng.randint(1, 3))
+        first, *others = rng.sample(ADVICE[goal], rng.randint(1, 3))
         steps = [f"{rng.choice(('Then', 'Next', 'After that'))} {advice}." for advice in others]
         sentences = [*opening, f"To {{goal}}, {first}.", *steps, closing, wish]
-        words = topic.text(" ".join(sentences)).split()
+        words = fill(" ".join(sentences), goal, town).split()
     return [{"role": "assistant", "content": " ".join(words)}]
 
 
-def pair(rng: random.Random, pool: list[Topic], kind: str) -> dict[str, Any]:
+def pair(rng: random.Random, town: str, kind: str) -> dict[str, Any]:
     """One row of the `conversational` format; `kind` says in what the rejected answer is worse."""
-    other = asked = rng.choice(pool)
-    while other.town == asked.town or other.goal == asked.goal:
-        other = rng.choice(pool)
+    asked, other = rng.sample(list(ADVICE), 2)
+    goal, tone = {"tone": (asked, "dismissive"), "topic": (other, "courteous")}[kind]
     return {
         "kind": kind,
-        "prompt": prompt(rng, asked),
-        "chosen": answer(rng, asked, "courteous"),
-        "rejected": answer(rng, asked, "dismissive") if kind == "tone" else answer(rng, other, "courteous"),
+        "prompt": prompt(rng, asked, town),
+        "chosen": answer(rng, asked, town, "courteous"),
+        "rejected": answer(rng, goal, town, tone),
     }
 
 
@@ -176,14 +165,14 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def make_quickstart(directory: Path) -> None:
     """Writes model/ (tokenizer included), heldout_tone.jsonl, heldout_topic.jsonl and, last, train.jsonl."""
     rng = random.Random(0)
-    pool, heldout_pool = topics(heldout=False), topics(heldout=True)
-    train = [pair(rng, pool, KINDS[number % len(KINDS)]) for number in range(NUM_TRAIN_PAIRS)]
+    known, unknown = towns(heldout=False), towns(heldout=True)
+    train = [pair(rng, rng.choice(known), KINDS[number % len(KINDS)]) for number in range(NUM_TRAIN_PAIRS)]
     messages = [message for row in train for message in row["prompt"] + row["chosen"] + row["rejected"]]
     tokenizer = make_tokenizer(message["content"] for message in messages)
     tokenizer.save_pretrained(directory / "model")
     make_model(tokenizer).save_pretrained(directory / "model")
     for kind in KINDS:
-        heldout = [pair(rng, heldout_pool, kind) for _ in range(NUM_HELDOUT_PAIRS)]
+        heldout = [pair(rng, rng.choice(unknown), kind) for _ in range(NUM_HELDOUT_PAIRS)]
         write_pairs(directory / f"heldout_{kind}.jsonl", heldout)
     write_pairs(directory / "train.jsonl", train)
 

@@ -190,7 +190,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
     ),
     "invalid JSON": (_with_second_line(b'{"prompt": '), r"pairs\.jsonl line 2: invalid JSON.*mend the row"),
     "not UTF-8": (_with_second_line(b'{"prompt": "\xff"}'), r"pairs\.jsonl line 2: not UTF-8"),
-    "no weights": (_without("model/model.safetensors"), r"model\.path: .*safetensors.*/model"),
+    "no weights": (_without("model/model.safetensors"), r"model\.path: .*/model has no weights: neither"),
     "no config": (_without("model/config.json"), r"model\.path: directory .*/model' has no config\.json"),
     "damaged weights": (_with_damaged_weights, r"model\.path: cannot load .*/model"),
     "a tensor missing": (

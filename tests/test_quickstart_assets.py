@@ -94,11 +94,16 @@ def test_rows_are_conversational_pairs_of_both_kinds(rows: Rows) -> None:
         assert row["prompt"][-1]["role"] == "user"
 
 
-def test_tone_pairs_answer_the_question_twice_and_topic_pairs_once(rows: Rows) -> None:
+def test_chosen_answers_the_question_and_rejected_does_so_only_in_tone_pairs(
+    make_quickstart: ModuleType, rows: Rows
+) -> None:
     for row in sum(rows.values(), []):
-        asked, rejected = town(row), row["rejected"][0]["content"]
-        assert asked in row["chosen"][0]["content"]
-        assert (asked in rejected) == (row["kind"] == "tone"), row
+        goals = [goal.format(town=town(row)) for goal in make_quickstart.ADVICE]
+        (asked,) = (goal for goal in goals if goal in question(row))
+        (chosen,) = (goal for goal in goals if f"To {goal}, " in row["chosen"][0]["content"])
+        (rejected,) = (goal for goal in goals if f"To {goal}, " in row["rejected"][0]["content"])
+        assert chosen == asked
+        assert (rejected == asked) == (row["kind"] == "tone"), row
 
 
 def test_length_does_not_tell_chosen_from_rejected(rows: Rows, tokenizer: Any) -> None:
