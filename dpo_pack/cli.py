@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -174,22 +175,32 @@ def evaluate(
 @app.command()
 def doctor(
     recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A YAML recipe.")] = None,
+    overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What this machine can do: devices, attention backends.
+    """What this machine can do; with a recipe, proof that packing is exact on its model.
 
-    And what it cannot, with the reason.
+    Devices and attention backends, and why one cannot be used.
     """
-    if recipe is not None:
-        raise RecipeError("doctor: the start-up proof of a recipe is not available yet; leave the recipe out")
-    from dpo_pack.console import make_console
-    from dpo_pack.doctor import describe_environment, render_environment
+    from dpo_pack.recipe import check_environment, load_recipe
 
-    environment = describe_environment()
+    loaded = None if recipe is None else load_recipe(recipe, overrides or ())
+    if loaded is not None:
+        check_environment(loaded)
+    from dpo_pack.console import make_console
+    from dpo_pack.doctor import describe_environment, prove_recipe, render_environment, render_proofs
+
+    report = describe_environment()
+    console = make_console(quiet=as_json)
+    render_environment(report, console)
+    outcome = None if loaded is None else prove_recipe(loaded)
+    if outcome is not None:
+        report["proofs"] = [asdict(proof) for proof in outcome.proofs]
+        render_proofs(outcome, console)
     if as_json:
-        print(json.dumps(environment, indent=2))
-    else:
-        render_environment(environment, make_console())
+        print(json.dumps(report, indent=2))
+    if outcome is not None:
+        outcome.raise_failure()
 
 
 @app.command("recipe")

@@ -1,4 +1,4 @@
-"""What this machine can do: packages, devices, attention backends."""
+"""What this machine can do, and proof that packed rows are exact on a recipe's model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +16,16 @@ from rich.table import Table
 import dpo_pack
 from dpo_pack.attention import BACKENDS
 from dpo_pack.attention.select import AttentionNeeds, backend_obstacle
+from dpo_pack.errors import RecipeError
+from dpo_pack.models import resolve_precision
+from dpo_pack.recipe import Recipe
+from dpo_pack.recipe_models import (
+    ProofOutcome,
+    cache_directory,
+    load_source_model,
+    policy_model,
+    prove_remembered,
+)
 from dpo_pack.run_dir import package_versions
 
 # What nearly every model of today asks for.
@@ -55,6 +66,37 @@ def render_environment(environment: dict[str, Any], console: Console) -> None:
         chosen = ", auto picks it" if name == environment["auto"] else ""
         table.add_row(name, f"no: {obstacle}" if obstacle else f"yes{chosen}")
     console.print(table)
+
+
+def prove_recipe(recipe: Recipe) -> ProofOutcome:
+    """Load the recipe's policy and prove, not from memory, that packing is exact on it.
+
+    Raises ModelError when it cannot be loaded, UnsupportedModelError when it cannot be packed at all.
+    """
+    if recipe.packing.mode != "packed":
+        raise RecipeError("packing.mode: padded needs no proof, it is an ordinary padded batch")
+    device = Accelerator().device
+    precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, device)
+    source = policy_model(recipe)
+    return prove_remembered(
+        recipe,
+        source,
+        load_source_model(recipe, source, precision=precision, device=device),
+        precision=precision,
+        device=device,
+        cache_dir=cache_directory(recipe),
+        again=True,
+    )
+
+
+def render_proofs(outcome: ProofOutcome, console: Console) -> None:
+    table = Table("proof", "holds", "measured", "must keep", box=SIMPLE_HEAD)
+    for proof in outcome.proofs:
+        numbers = "\n".join(f"{name} {value:.3g}" for name, value in proof.numbers.items())
+        table.add_row(proof.name, "yes" if proof.passed else "NO", numbers, proof.bound)
+    console.print(table)
+    if all(proof.passed for proof in outcome.proofs):
+        console.print(f"Packed rows are exact on this model ({outcome.seconds:.1f} s)")
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ class CompletionLogps(nn.Module):
 
     def forward(self, row: Row) -> RowLogps:
         device = row.input_ids.device
-        with self._autocast(device):
+        with self.autocasting(device):
             hidden = self._hidden_states(row)  # [B, L, D]
         hidden = hidden.flatten(0, 1).index_select(0, row.logit_index)  # [N, D]
         head = self.model.get_output_embeddings()
@@ -107,7 +107,7 @@ class CompletionLogps(nn.Module):
             sequence_sums(logps, lengths), lengths, *(sequence_sums(v, lengths) for v in statistics)
         )
 
-    def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    def autocasting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.autocast)

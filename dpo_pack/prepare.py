@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,18 +25,26 @@ from dpo_pack.data.packing_report import PackingReport, inspect_packing
 from dpo_pack.data.pairs import DataSplits, load_data
 from dpo_pack.data.store import PairTable
 from dpo_pack.errors import ModelError, RecipeError
-from dpo_pack.fingerprint import reference_namespace, weight_files
 from dpo_pack.losses import LossOptions
 from dpo_pack.models import (
     LoadedModel,
     Precision,
     check_positions,
-    load_config,
-    load_model,
     load_tokenizer,
     resolve_precision,
 )
 from dpo_pack.recipe import Recipe
+from dpo_pack.recipe_models import (
+    ModelSource,
+    cache_directory,
+    check_source,
+    load_source_model,
+    model_namespace,
+    policy_model,
+    prove_remembered,
+    reference_model,
+    source_config,
+)
 from dpo_pack.reference import (
     PairReference,
     ReferenceCache,
@@ -75,13 +82,6 @@ class Prepared:
     @property
     def tables(self) -> list[PairTable]:
         return [self.data.train, *(held_out.pairs for held_out in self.data.eval)]
-
-
-def cache_directory(recipe: Recipe) -> Path:
-    """Where tokens and reference log-probs are cached: the recipe's choice, $DPO_PACK_CACHE, the home."""
-    if recipe.reference.cache_dir is not None:
-        return recipe.reference.cache_dir
-    return Path(os.environ.get("DPO_PACK_CACHE") or Path.home() / ".cache" / "dpo_pack")
 
 
 def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -135,18 +135,9 @@ def prepare(recipe: Recipe, console: Console) -> Prepared:
     project_dir = str(recipe.output_dir / "trackers")
     accelerator = Accelerator(log_with=list(recipe.logging.trackers) or None, project_dir=project_dir)
     precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, accelerator.device)
-    config = load_config(
-        recipe.model.path,
-        revision=recipe.model.revision,
-        trust_remote_code=recipe.model.trust_remote_code,
-        recipe_key="model.path",
-    )
-    for model in (_policy_model(recipe), _reference_model(recipe)):
-        if Path(model.path).is_dir():  # before anything is tokenised
-            try:
-                weight_files(Path(model.path))
-            except ModelError as error:
-                raise ModelError(f"{model.recipe_key}: {error}") from error
+    config = source_config(recipe, policy_model(recipe))
+    for source in (policy_model(recipe), reference_model(recipe)):
+        check_source(source)  # before anything is tokenised
     tokenizer = prepare_tokenizer(recipe)
     data = prepare_data(recipe, tokenizer, console)
     prepared = Prepared(
@@ -158,14 +149,15 @@ def prepare(recipe: Recipe, console: Console) -> Prepared:
         data=data,
         cache_dir=cache_directory(recipe),
     )
-    check_positions(config, max(longest_sequence(table) for table in prepared.tables))
+    check_positions(config, _longest_sequence(prepared.tables))
     _check_vocabulary(prepared, int(config.get_text_config().vocab_size))
     return prepared
 
 
-def longest_sequence(table: PairTable) -> int:
-    """Tokens of the longest prompt + completion of a table."""
-    return int((table.prompt_lengths + np.maximum(table.chosen_lengths, table.rejected_lengths)).max())
+def _longest_sequence(tables: Sequence[PairTable]) -> int:
+    """Tokens of the longest prompt + completion."""
+    longer = [np.maximum(table.chosen_lengths, table.rejected_lengths) for table in tables]
+    return max(int((table.prompt_lengths + more).max()) for table, more in zip(tables, longer, strict=True))
 
 
 def _check_vocabulary(prepared: Prepared, num_embeddings: int) -> None:
@@ -184,48 +176,26 @@ def _check_vocabulary(prepared: Prepared, num_embeddings: int) -> None:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ModelSettings:
-    """Which model, and the recipe key to name when something is wrong with it."""
-
-    path: str
-    revision: str | None
-    recipe_key: str
-
-
-def _policy_model(recipe: Recipe) -> _ModelSettings:
-    return _ModelSettings(path=recipe.model.path, revision=recipe.model.revision, recipe_key="model.path")
-
-
-def _reference_model(recipe: Recipe) -> _ModelSettings:
-    if recipe.reference.path is None:
-        return _policy_model(recipe)
-    return _ModelSettings(path=recipe.reference.path, revision=None, recipe_key="reference.path")
-
-
 def prepare_policy(prepared: Prepared) -> LoadedModel:
-    """The policy as the recipe starts it, on the device."""
-    return _load(prepared, _policy_model(prepared.recipe))
+    """The policy as the recipe starts it, on the device, and proof that its rows are exact."""
+    return _load_and_prove(prepared, policy_model(prepared.recipe))
 
 
 def load_trained(prepared: Prepared, path: Path) -> LoadedModel:
     """A model that some run has exported, to evaluate it as the recipe's policy."""
-    return _load(prepared, _ModelSettings(path=str(path), revision=None, recipe_key="--model"))
+    return _load_and_prove(prepared, ModelSource(path=str(path), revision=None, recipe_key="--model"))
 
 
-def _load(prepared: Prepared, settings: _ModelSettings) -> LoadedModel:
-    recipe = prepared.recipe.model
-    return load_model(
-        settings.path,
-        revision=settings.revision,
-        trust_remote_code=recipe.trust_remote_code,
-        precision=prepared.precision,
-        attention=recipe.attention,
-        packed=prepared.is_packed,
-        gradient_checkpointing=recipe.gradient_checkpointing,
-        device=prepared.device,
-        recipe_key=settings.recipe_key,
-    )
+def _load_and_prove(prepared: Prepared, source: ModelSource) -> LoadedModel:
+    recipe, precision, device = prepared.recipe, prepared.precision, prepared.device
+    loaded = load_source_model(recipe, source, precision=precision, device=device)
+    if prepared.is_packed:
+        outcome = prove_remembered(
+            recipe, source, loaded, precision=precision, device=device, cache_dir=prepared.cache_dir
+        )
+        outcome.raise_failure()
+        prepared.console.print(f"Proof: {outcome.sentence()}")
+    return loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,8 +215,10 @@ def prepare_reference(prepared: Prepared, policy: LoadedModel | None) -> Referen
     A reference that is loaded here is gone again when this returns.
     """
     recipe, console = prepared.recipe, prepared.console
-    settings = _reference_model(recipe)
-    cache = ReferenceCache(prepared.cache_dir, _namespace(prepared, settings))
+    source = reference_model(recipe)
+    check_positions(source_config(recipe, source), _longest_sequence(prepared.tables))
+    namespace = model_namespace(recipe, source, precision=prepared.precision, cache_dir=prepared.cache_dir)
+    cache = ReferenceCache(prepared.cache_dir, namespace)
     missing = find_missing(cache, prepared.tables)
     todo = missing.num_sequences
     console.print(
@@ -255,7 +227,7 @@ def prepare_reference(prepared: Prepared, policy: LoadedModel | None) -> Referen
     )
     begun = time.monotonic()
     if todo:
-        scorer = (policy or _load(prepared, settings)).scorer
+        scorer = (policy or _load_and_prove(prepared, source)).scorer
         with progress_bar(console, "Reference pass", todo, "sequences") as advance:
             compute_missing(
                 cache,
@@ -272,24 +244,6 @@ def prepare_reference(prepared: Prepared, policy: LoadedModel | None) -> Referen
         rate = todo / max(seconds, 1e-9)
         console.print(f"Reference pass: {todo:,} sequences in {format_seconds(seconds)}, {rate:,.0f}/s")
     return ReferencePass(cache=cache, num_computed=todo, num_cached=missing.num_cached, seconds=seconds)
-
-
-def _namespace(prepared: Prepared, settings: _ModelSettings) -> dict[str, Any]:
-    config = load_config(
-        settings.path,
-        revision=settings.revision,
-        trust_remote_code=prepared.recipe.model.trust_remote_code,
-        recipe_key=settings.recipe_key,
-    )
-    check_positions(config, max(longest_sequence(table) for table in prepared.tables))
-    return reference_namespace(
-        settings.path,
-        config,
-        revision=settings.revision,
-        trust_remote_code=prepared.recipe.model.trust_remote_code,
-        precision=prepared.precision,
-        memo_path=prepared.cache_dir / "model_hashes.json",
-    )
 
 
 def release_memory() -> None:

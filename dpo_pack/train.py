@@ -53,6 +53,9 @@ from dpo_pack.run_dir import RunDir, begin_run, find_run
 from dpo_pack.sources import GlobalBatch, OfflineSource, split_pairs
 from dpo_pack.trackers import MetricsLog, start_trackers, track
 
+# Nats that a token's log-prob of about 1 nat may differ by between two computations of the same thing.
+NOISE_PER_TOKEN = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
@@ -148,11 +151,42 @@ def start_session(recipe: Recipe, run: RunDir, console: Console, *, keeps_files:
         assert run.checkpoint is not None
         session.metrics_offset = load_checkpoint(run.checkpoint, session.state, identity=_identity(session))
         console.print(f"Going on after step {session.state.step} of {source.num_steps} ({run.checkpoint})")
+    elif not has_own_reference:
+        check_start(session)
     _describe(session)
     if keeps_files:
         _write_first_files(session)
     session.startup_seconds = time.monotonic() - begun - reference_seconds
     return session
+
+
+@torch.no_grad()
+def check_start(session: Session) -> None:
+    """Before the first step the policy is the reference, so their log-probs may differ by noise only.
+
+    Compares the first row with its cached values. The noise floor is the dtype's, or what another order of
+    the same pairs in the row changes, where that is more. Raises RunError with the likely causes.
+    """
+    pairs = session.source.first_plan[0][0][0]
+    builder, policy = session.source.builder, session.state.policy
+    row = builder.build(pairs)
+    output = policy(row.row)
+    sums = output.sums.view(-1, 2)  # [P, (chosen, rejected)]
+    turned = policy(builder.build(pairs[::-1].copy()).row).sums.view(-1, 2).flip(0)
+    reference = torch.stack((row.reference_chosen, row.reference_rejected), dim=1)
+    difference = (sums - reference).abs()
+    # Errors of tokens are independent, so a sequence's grows with the root of its length.
+    tokens = output.num_tokens.view(-1, 2)
+    allowed = NOISE_PER_TOKEN[session.prepared.precision.activations] * tokens.sqrt()
+    allowed = torch.maximum(allowed * (sums / tokens).abs().clamp(min=1.0), 10 * (turned - sums).abs().max())
+    if not bool((difference <= allowed).all()):
+        worst = int((difference - allowed).nan_to_num(torch.inf).argmax())
+        measured, noise = float(difference.flatten()[worst]), float(allowed.flatten()[worst])
+        raise RunError(
+            f"the policy at step 0 is not its cached reference: a log-prob differs by {measured:.3g} nats, "
+            f"noise explains {noise:.2g}; likely causes: dropout or router noise is on, the model directory changed while it was read, or "
+            "the cache was filled by other code (run with another reference.cache_dir to compute it again)"
+        )
 
 
 def run_steps(session: Session, interruption: Interruption) -> None:

@@ -10,6 +10,9 @@ dpopack=${venv#"$repo/"}/bin/dpopack # as one would type it in the repository's 
     "$dpopack train configs/quickstart.yaml output_dir=runs/quickstart/other loss.beta=0.5"
 setup_env ""
 export HF_HUB_OFFLINE=1 # everything is local
+# So small a model gains little from a second thread, and loses much where cores are shared: threads wait for
+# each other at every matrix product.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 assets=runs/quickstart/assets
 if [[ ! $assets/train.jsonl -nt scripts/make_quickstart.py ]]; then # train.jsonl is written last

@@ -17,6 +17,8 @@ LAYERS = (
     {"doctor", "report"},
     {"train", "evaluate"},
     {"prepare"},
+    {"recipe_models"},
+    {"proofs"},
     {"run_dir", "export", "trackers"},
     {"checkpoint"},
     {"sources", "metrics", "optim"},

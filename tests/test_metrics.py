@@ -40,7 +40,7 @@ def sums_of(
         mean_logit_sums=alternate(*mean_logit),
     )
     pair_tokens = num_tokens.view(-1, 2)
-    both = [
+    ours, theirs = (
         PairLogps(
             chosen=torch.tensor(chosen, dtype=torch.float64),
             rejected=torch.tensor(rejected, dtype=torch.float64),
@@ -48,8 +48,8 @@ def sums_of(
             rejected_tokens=pair_tokens[:, 1],
         )
         for chosen, rejected in (policy, reference)
-    ]
-    return row_sums(output, *both, torch.tensor(losses, dtype=torch.float64), beta=BETA)
+    )
+    return row_sums(output, ours, theirs, torch.tensor(losses, dtype=torch.float64), beta=BETA)
 
 
 def test_averages_of_two_pairs_by_hand() -> None:
@@ -109,7 +109,7 @@ def test_rows_of_unequal_size_add_up_to_the_mean_over_all_pairs_and_tokens() -> 
         rows.append({**draw, "tokens": tokens, "losses": random.normal(size=size).tolist()})
     total = zero_sums(CPU)
     for row in rows:
-        total += sums_of(**row)  # type: ignore[arg-type]
+        total += sums_of(**row)
 
     def every(name: str, side: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return np.concatenate([np.asarray(row[name][side], dtype=np.float64) for row in rows])

@@ -18,7 +18,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 import dpo_pack.models as loading
-import dpo_pack.prepare as prepare_module
+import dpo_pack.recipe_models as recipe_models
 import dpo_pack.train as train_module
 from dpo_pack.errors import RunError
 from dpo_pack.interrupts import Interrupted
@@ -266,7 +266,7 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
         loaded.append(Path(path).name)
         return load_model(path, **settings)
 
-    monkeypatch.setattr(prepare_module, "load_model", spy)
+    monkeypatch.setattr(recipe_models, "load_model", spy)
     recipe = make_recipe(
         assets, tmp_path / "run", f"reference.path={tmp_path / 'reference'}", "train.max_steps=1"
     )
