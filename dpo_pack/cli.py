@@ -178,9 +178,10 @@ def doctor(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What this machine can do; with a recipe, proof that packing is exact on its model.
+    """What this machine can do; proof that packing is exact.
 
-    Devices and attention backends, and why one cannot be used.
+    Devices and attention backends, and why one cannot be used. With a recipe: its model is loaded, and a few
+    small rows prove that packed rows give the log-probs of each sequence alone.
     """
     from dpo_pack.recipe import check_environment, load_recipe
 

@@ -184,8 +184,9 @@ def check_start(session: Session) -> None:
         measured, noise = float(difference.flatten()[worst]), float(allowed.flatten()[worst])
         raise RunError(
             f"the policy at step 0 is not its cached reference: a log-prob differs by {measured:.3g} nats, "
-            f"noise explains {noise:.2g}; likely causes: dropout or router noise is on, the model directory changed while it was read, or "
-            "the cache was filled by other code (run with another reference.cache_dir to compute it again)"
+            f"noise explains {noise:.2g}; likely causes: dropout or router noise is on, the model directory "
+            "changed while it was read, or other code filled the cache (run with another reference.cache_dir "
+            "to compute it again)"
         )
 
 

@@ -275,10 +275,6 @@ def test_evaluate_needs_held_out_pairs_and_a_trained_model(recipe: Path, dpopack
     assert_refused(dpopack("evaluate", recipe, "data.eval=[]"), r"data\.eval: .*nothing out; name a source")
 
 
-def test_what_is_not_built_yet_says_so(recipe: Path, dpopack: Dpopack) -> None:
-    assert_refused(dpopack("doctor", recipe), r"doctor: .*not available yet; leave the recipe out")
-
-
 def test_flags_that_make_no_sense_are_refused(recipe: Path, dpopack: Dpopack) -> None:
     ranks = ("--ranks", "1,x")
     assert_refused(dpopack("inspect-packing", recipe, *ranks), r"--ranks '1,x': not positive whole numbers")
