@@ -202,14 +202,12 @@ class MissingSequences:
             tokens[here] = pair_lengths(table).padded_tokens()[self.pair_indices[here]]
         return tokens
 
-    def keys(self, number: int) -> list[npt.NDArray[np.uint8]]:
+    def keys(self, number: int) -> Keys:
+        """[1 or 2, 16]: the keys of a group's sequences, chosen first."""
         table, pair = self.tables[self.table_indices[number]], int(self.pair_indices[number])
-        keys = []
-        if self.needs_chosen[number]:
-            keys.append(table.chosen_keys[pair])
-        if self.needs_rejected[number]:
-            keys.append(table.rejected_keys[pair])
-        return keys
+        both = np.stack((table.chosen_keys[pair], table.rejected_keys[pair]))
+        needed: Keys = both[[bool(self.needs_chosen[number]), bool(self.needs_rejected[number])]]
+        return needed
 
     def row_tokens(self, *, share_prompt: bool) -> npt.NDArray[np.int64]:
         """[groups]: tokens each takes in a packed row."""
@@ -275,8 +273,8 @@ def compute_missing(
     """Fill the cache: rows of similar lengths up to `token_budget`, longest first, without gradients.
 
     `progress` is told the number of sequences finished with each row. A killed pass loses what was
-    computed since the last part was written. Raises CacheError when the disk refuses, ModelError when a
-    log-prob is not finite.
+    computed since the last part was written, an interrupted one nothing. Raises CacheError when the disk
+    refuses, ModelError when a log-prob is not finite.
     """
     is_packed = scorer.backend is not None
     tokens = missing.row_tokens(share_prompt=share_prompt and is_packed)
@@ -284,26 +282,36 @@ def compute_missing(
         rows = pack_sequences_longest_first(tokens, token_budget)
     else:
         rows = padded_rows(missing.padded_tokens(), token_budget)
-    keys: list[npt.NDArray[np.uint8]] = []
-    sums: list[float] = []
-    counts: list[int] = []
+    finished: list[_FinishedRow] = []
     written = time.monotonic()
-    for number, members in enumerate(rows):
-        groups = [missing.group(int(member)) for member in members]
-        result = scorer(_row(groups, is_packed, share_prompt, pad_token_id, device))
-        row_keys = [missing.keys(int(member)) for member in members]
-        row_sums = result.sums.tolist()
-        _require_finite(row_sums, np.repeat(members, [len(k) for k in row_keys]), missing)
-        keys += [key for group_keys in row_keys for key in group_keys]
-        sums += row_sums
-        counts += result.num_tokens.tolist()
-        progress(len(result.num_tokens))
-        if number == len(rows) - 1 or time.monotonic() - written > write_every_seconds:
-            cache.append(np.stack(keys), np.asarray(sums), np.asarray(counts))
-            keys, sums, counts, written = [], [], [], time.monotonic()
+    try:
+        for members in rows:
+            groups = [missing.group(int(member)) for member in members]
+            result = scorer(_row(groups, is_packed, share_prompt, pad_token_id, device))
+            keys = [missing.keys(int(member)) for member in members]
+            sums = result.sums.cpu().numpy()
+            _require_finite(sums, np.repeat(members, [len(group_keys) for group_keys in keys]), missing)
+            # One operation: a signal cannot come between a row's keys and its values.
+            finished.append((np.concatenate(keys), sums, result.num_tokens.cpu().numpy()))
+            progress(len(sums))
+            if time.monotonic() - written > write_every_seconds:
+                _write(cache, finished)
+                finished, written = [], time.monotonic()
+    finally:
+        if finished:
+            _write(cache, finished)
 
 
-def _require_finite(sums: Sequence[float], groups: npt.NDArray[np.int64], missing: MissingSequences) -> None:
+# A row's sequence keys [S, 16], summed log-probs [S] and token counts [S].
+_FinishedRow = tuple[Keys, Floats, npt.NDArray[np.integer]]
+
+
+def _write(cache: ReferenceCache, finished: Sequence[_FinishedRow]) -> None:
+    keys, sums, counts = (np.concatenate(column) for column in zip(*finished, strict=True))
+    cache.append(keys, sums, counts)
+
+
+def _require_finite(sums: Floats, groups: npt.NDArray[np.int64], missing: MissingSequences) -> None:
     """sums: [S] of a row's sequences, groups: [S] which group each belongs to."""
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):

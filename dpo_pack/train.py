@@ -197,8 +197,8 @@ def run_steps(session: Session, interruption: Interruption) -> None:
     with MetricsLog(session.run.metrics, offset=session.metrics_offset) as log, interruption.deferred():
         if state.step == 0:
             evaluate(session, log)
+        begun = time.monotonic()
         for batch in session.source:
-            begun = time.monotonic()
             record = optimizer_step(session, batch)
             seconds = time.monotonic() - begun
             state.train_seconds += seconds
@@ -217,6 +217,7 @@ def run_steps(session: Session, interruption: Interruption) -> None:
                 checkpoint(session, log)
             if interruption.signum is not None:
                 raise Interrupted(interruption.signum)
+            begun = time.monotonic()  # the next step's time has its batch's layout in it
 
 
 def optimizer_step(session: Session, batch: GlobalBatch) -> dict[str, Any]:
