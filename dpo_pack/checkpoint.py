@@ -81,16 +81,27 @@ def save_checkpoint(
         write_json_atomically(temporary / "checkpoint.json", counters)
     for old in checkpoints(directory)[:-keep]:
         if old != path:  # after going on from an earlier checkpoint, it may not be among the newest
-            # First the file that makes it count as whole: what is killed half-way must not look like one.
-            (old / "checkpoint.json").unlink()
-            shutil.rmtree(old)
+            _remove(old)
     return path
+
+
+def _remove(path: Path) -> None:
+    # First the file that makes it count as whole: what is killed half-way must not look like one.
+    (path / "checkpoint.json").unlink()
+    shutil.rmtree(path)
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """Whole checkpoints of a run, oldest first."""
     found = (path.parent for path in directory.glob("step-*/checkpoint.json"))
     return sorted(found, key=lambda path: (len(path.name), path.name))  # from step 1,000,000 on, 7 digits
+
+
+def drop_later_checkpoints(directory: Path, step: int) -> None:
+    """Remove checkpoints after `step`: a run that goes on from there takes those steps anew."""
+    for path in checkpoints(directory):
+        if int(path.name.removeprefix("step-")) > step:
+            _remove(path)
 
 
 def load_checkpoint(path: Path, state: TrainState, *, identity: dict[str, str]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 import dpo_pack
@@ -32,7 +33,10 @@ def export_model(
     """
     with written_aside(target) as temporary:
         temporary.mkdir()
-        save_model(loaded, tokenizer, temporary)
+        try:
+            save_model(loaded, tokenizer, temporary)
+        except SafetensorError as error:
+            raise OSError(f"the weights could not be written in full ({error})") from error
         card = model_card(recipe, totals=totals, evaluation=evaluation)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         for weights in temporary.glob("*.safetensors"):

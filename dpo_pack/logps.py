@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Two [C, V] fp32 buffers live at a time. On CPU a chunk should stay near the caches; on a GPU it should
 # be long enough to keep the matrix units busy.
@@ -66,7 +67,9 @@ def token_logps(
     if not torch.is_grad_enabled():
         # An autograd Function cannot tell: it would keep what only a backward pass needs.
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    kept_chunks = kept_bytes // (chunk_tokens * vocabulary_bytes)
+    # A softcap's derivative is kept beside the softmax.
+    buffers_per_chunk = 1 if transform.softcap is None else 2
+    kept_chunks = kept_bytes // (chunk_tokens * vocabulary_bytes * buffers_per_chunk)
     with torch.autocast(hidden.device.type, enabled=False):
         logps, entropy, is_top1, mean_logit = _ChunkedLogps.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, transform, compute_dtype, chunk_tokens, kept_chunks
@@ -135,6 +138,7 @@ class _ChunkedLogps(torch.autograd.Function):
         return logps, entropy, is_top1, mean_logit
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logps = grads[0]
         if not ctx.trains_head:

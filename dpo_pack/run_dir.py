@@ -117,6 +117,11 @@ def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
     """Write what identifies the run. A run that starts anew leaves nothing of an earlier one behind."""
     if run.checkpoint is None:
         _clear(run.root)
+    for leftover in [*run.root.glob(".*.tmp"), *run.checkpoints.glob(".*.tmp")]:  # of a killed process
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
     run.root.mkdir(parents=True, exist_ok=True)
     write_text_atomically(run.root / "recipe.yaml", dump_recipe(recipe))
     run.update(

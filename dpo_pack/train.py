@@ -23,7 +23,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from dpo_pack.checkpoint import TrainState, load_checkpoint, save_checkpoint, seed_everything
+from dpo_pack.checkpoint import (
+    TrainState,
+    drop_later_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    seed_everything,
+)
 from dpo_pack.console import TrainingLines, format_count, format_seconds, progress_bar
 from dpo_pack.data.packing_report import to_json
 from dpo_pack.errors import RunError
@@ -384,6 +390,7 @@ def _write_first_files(session: Session) -> None:
     prepared, run = session.prepared, session.run
     packing = inspect_recipe_packing(prepared.recipe, prepared.data)
     begin_run(run, prepared.recipe, str(prepared.device))
+    drop_later_checkpoints(run.checkpoints, session.state.step)
     write_json_atomically(run.root / "data_report.json", prepared.data.report)
     write_text_atomically(run.root / "packing_report.json", to_json(packing))
     session.reference.save(run.reference)

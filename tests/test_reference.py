@@ -368,28 +368,45 @@ def test_a_second_pass_computes_nothing(model_path: Path, tmp_path: Path) -> Non
     run_pass(cache, tables, scorer, progress=lambda count: pytest.fail("computed again"))
 
 
-def test_a_pass_that_breaks_off_keeps_what_was_written_and_goes_on_from_there(
+def test_an_interrupted_pass_keeps_every_finished_row_and_goes_on_from_there(
     model_path: Path, tmp_path: Path
 ) -> None:
     cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
     scorer = load_scorer(model_path, packed=True)
     done: list[int] = []
 
-    def stop_in_the_third_row(count: int) -> None:
+    def stop_after_the_third_row(count: int) -> None:
         done.append(count)
         if len(done) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_pass(cache, tables, scorer, progress=stop_in_the_third_row, write_every_seconds=0.0)
+        run_pass(cache, tables, scorer, progress=stop_after_the_third_row)
     missing = find_missing(cache, tables)
-    assert missing.num_cached == sum(done) > 0 and missing.num_sequences == 20 - missing.num_cached
+    assert missing.num_cached == sum(done) and 0 < missing.num_sequences == 20 - sum(done)
     kept = cache.lookup(tables[0].chosen_keys)
     run_pass(cache, tables, scorer, progress=done.append)
-    assert sum(done[3:]) == missing.num_sequences
+    assert sum(done) == 20
     values = cache.lookup(tables[0].chosen_keys)
     assert np.isfinite(values).all()
     np.testing.assert_array_equal(values[np.isfinite(kept)], kept[np.isfinite(kept)])
+
+
+def test_a_killed_pass_would_keep_all_rows_written_so_far(model_path: Path, tmp_path: Path) -> None:
+    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
+    done: list[int] = []
+    on_disk: list[int] = []
+
+    def look(count: int) -> None:
+        done.append(count)
+        on_disk.append(find_missing(cache, tables).num_cached)
+
+    scorer = load_scorer(model_path, packed=True)
+    run_pass(cache, tables, scorer, progress=look, write_every_seconds=0.0)
+    # Each row is on disk before the next one is finished.
+    assert len(done) > 3 and on_disk == [sum(done[:row]) for row in range(len(done))]
+    parts = [pq.read_metadata(part).num_rows for part in cache.directory.glob("part-*")]
+    assert sorted(parts) == sorted(done) and sum(parts) == 20  # none is written twice
 
 
 def test_parts_are_written_at_intervals_not_for_each_row(model_path: Path, tmp_path: Path) -> None:

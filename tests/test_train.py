@@ -200,6 +200,19 @@ def test_a_checkpoint_of_another_directory_can_be_gone_on_from(
         train(make_recipe(assets, tmp_path / "two", cache, f"checkpoint.resume={checkpoint}"), console)
 
 
+def test_going_on_from_an_earlier_checkpoint_forgets_the_later_ones_and_leftovers(
+    straight: Path, assets: Path, tmp_path: Path, console: Console
+) -> None:
+    overrides = (f"reference.cache_dir={assets / 'cache'}", "checkpoint.every_steps=5")
+    run = tmp_path / "run"
+    train(make_recipe(assets, run, *overrides), console)
+    (run / "checkpoints" / ".step-000011.0.tmp").mkdir()
+    earlier = run / "checkpoints" / "step-000005"
+    train(make_recipe(assets, run, *overrides, f"checkpoint.resume={earlier}"), console)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000005", "step-000010"]
+    assert_same_run(straight, run)
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
