@@ -138,7 +138,7 @@ class _ChunkedLogps(torch.autograd.Function):
         return logps, entropy, is_top1, mean_logit
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logps = grads[0]
         if not ctx.trains_head:
