@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 from dpo_pack.attention import ATTENTION_NAME, BACKENDS, AttentionBackend, SeamCalls, register_attention
 from dpo_pack.attention.select import AttentionNeeds, BackendChoice, select_backend
 from dpo_pack.errors import ModelError, UnsupportedModelError
+from dpo_pack.families import packing_obstacle
 from dpo_pack.layout import Row
 from dpo_pack.logps import CHUNK_BYTES, KEPT_BYTES, HeadTransform, sequence_sums, token_logps
 
@@ -113,7 +114,7 @@ class CompletionLogps(nn.Module):
         return torch.autocast(device.type, dtype=self.autocast)
 
     def _hidden_states(self, row: Row) -> Tensor:
-        backbone = self.model.base_model
+        backbone = _backbone(self.model)
         arguments: dict[str, Any] = {
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
@@ -143,6 +144,11 @@ class CompletionLogps(nn.Module):
         self.is_wired = True
 
 
+def _backbone(model: PreTrainedModel) -> nn.Module:
+    """The model without its head. Llama 4's own `base_model` is the whole model."""
+    return model.base_model if model.base_model is not model else model.get_submodule("model")
+
+
 def head_transform(config: PretrainedConfig) -> HeadTransform:
     """What this family does to its logits after the head's matrix product."""
     values = config.get_text_config().to_dict()
@@ -154,10 +160,16 @@ def head_transform(config: PretrainedConfig) -> HeadTransform:
         scale *= float(values["lm_head_multiplier"])
     if values.get("logits_scaling") is not None:
         factor = float(values["logits_scaling"])
-        # HyperCLOVA X multiplies, Granite and MiniCPM3 divide by the key of the same name.
+        # HyperCLOVA X multiplies, Granite divides by the key of the same name.
         scale *= factor if family.startswith("hyperclovax") else 1.0 / factor
-    softcap = values.get("final_logit_softcapping") or values.get("logits_soft_cap")  # Gemma, RecurrentGemma
+    if values.get("dim_model_base") is not None:  # MiniCPM3 scales the head's input
+        scale *= float(values["dim_model_base"]) / float(values["hidden_size"])
+    softcap = next((values[key] for key in _LOGIT_SOFTCAP_KEYS if values.get(key)), None)
     return HeadTransform(scale=scale, softcap=None if softcap is None else float(softcap))
+
+
+# Of Gemma, RecurrentGemma and xLSTM.
+_LOGIT_SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
@@ -231,6 +243,7 @@ def load_model(
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, recipe_key=recipe_key)
     choice = BackendChoice(name="model's own", reason="padded batches need no layout")
     if packed:
+        check_packs(config)
         register_attention()
         choice = select_backend(
             attention, attention_needs(config), device=device, dtype=precision.activations
@@ -277,6 +290,14 @@ def save_model(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: 
         config.get_text_config().update(loaded.dropout)
         config.save_pretrained(target)
         tokenizer.save_pretrained(target)
+
+
+def check_packs(config: PretrainedConfig) -> None:
+    """Refuse families whose rows cannot be packed, before anything is loaded. Raises UnsupportedModelError."""
+    obstacle = packing_obstacle(config)
+    if obstacle is not None:
+        family = config.get_text_config().model_type
+        raise UnsupportedModelError(f"{family} cannot be packed: {obstacle}; use packing.mode: padded")
 
 
 def check_positions(config: PretrainedConfig, longest_sequence: int) -> None:

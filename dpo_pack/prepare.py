@@ -295,7 +295,13 @@ def offline_source(prepared: Prepared, reference: PairReference) -> OfflineSourc
 
 
 def loss_options(recipe: Recipe) -> LossOptions:
-    return LossOptions(beta=recipe.loss.beta, label_smoothing=recipe.loss.label_smoothing)
+    return LossOptions(
+        beta=recipe.loss.beta,
+        label_smoothing=recipe.loss.label_smoothing,
+        f_divergence=recipe.loss.f_divergence,
+        f_alpha=recipe.loss.f_alpha,
+        discopop_tau=recipe.loss.discopop_tau,
+    )
 
 
 def inspect_recipe_packing(recipe: Recipe, data: DataSplits, ranks: Sequence[int] = (1,)) -> PackingReport:

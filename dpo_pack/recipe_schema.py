@@ -338,7 +338,10 @@ class LossRecipe(_Section):
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = Field(
         default="reverse_kl", description="Divergence from the reference (arXiv 2309.16240)."
     )
-    f_alpha: Fraction = Field(default=0.5, description="The alpha of f_divergence alpha_divergence.")
+    f_alpha: Fraction = Field(
+        default=0.5,
+        description="The alpha of f_divergence alpha_divergence: towards 1 reverse_kl, towards 0 forward_kl.",
+    )
     ld_alpha: Annotated[float, Ge(0), Le(1)] | None = Field(
         default=None, description="LD-DPO: weight of tokens past the shorter completion's length; null: off."
     )

@@ -16,7 +16,8 @@ def completion_logps_one_by_one(
     sums = []
     for context, completion in sequences:
         ids = torch.tensor([[*context, *completion]])
-        logits = model(input_ids=ids, use_cache=False).logits[0].float()
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         log_probs = logits[len(context) - 1 : -1].log_softmax(dim=-1)  # predicts the completion's tokens
         sums.append(log_probs.gather(1, torch.tensor(list(completion))[:, None]).sum())
     return torch.stack(sums)

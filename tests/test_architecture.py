@@ -25,7 +25,7 @@ LAYERS = (
     {"reference"},
     {"fingerprint"},
     {"models", "losses"},
-    {"logps", "layout"},
+    {"logps", "layout", "divergences"},
     {"attention"},
     {"data"},
     {"recipe", "recipe_checks", "recipe_errors", "recipe_schema", "recipe_yaml", "console", "interrupts"},

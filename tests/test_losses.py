@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp, log
 
 import pytest
 import torch
 from torch import Tensor
 
+from dpo_pack.divergences import DIVERGENCES
 from dpo_pack.losses import LOSSES, LossOptions, PairLogps, weighted_sum
+from dpo_pack.recipe_checks import AVAILABLE_SO_FAR, F_DIVERGENCE_LOSSES
 
 NAMES = tuple(LOSSES)
+
+
+def options_for(name: str, *, beta: float, label_smoothing: float = 0.0) -> LossOptions:
+    """exo_pair takes the logarithm of its label smoothing."""
+    if name == "exo_pair":
+        label_smoothing = label_smoothing or 0.1
+    return LossOptions(beta=beta, label_smoothing=label_smoothing)
+
+
+def logistic(x: float) -> float:
+    return 1 / (1 + exp(-x))
+
+
+def softplus(x: float) -> float:
+    return log(1 + exp(x))
 
 
 def pair_logps(
@@ -30,7 +48,7 @@ def pair_logps(
 
 
 # One pair: logratios +2 (chosen, 4 tokens) and -1 (rejected, 2 tokens), so a margin of 3 and one of
-# 2 / 4 - -1 / 2 = 1 a token. beta = 0.5.
+# 2 / 4 - -1 / 2 = 1 a token. beta = 0.5: rewards 1 and -0.5.
 POLICY = pair_logps(-10.0, -8.0)
 REFERENCE = pair_logps(-12.0, -7.0)
 
@@ -38,11 +56,24 @@ REFERENCE = pair_logps(-12.0, -7.0)
 @pytest.mark.parametrize(
     ("name", "label_smoothing", "expected"),
     [
-        ("sigmoid", 0.0, log(1 + exp(-1.5))),
-        ("sigmoid", 0.2, 0.8 * log(1 + exp(-1.5)) + 0.2 * log(1 + exp(1.5))),
+        ("sigmoid", 0.0, softplus(-1.5)),
+        ("sigmoid", 0.2, 0.8 * softplus(-1.5) + 0.2 * softplus(1.5)),
+        ("robust", 0.0, softplus(-1.5)),
+        ("robust", 0.2, (0.8 * softplus(-1.5) - 0.2 * softplus(1.5)) / 0.6),
         ("hinge", 0.0, 0.0),  # max(0, 1 - 0.5 * 3)
         ("ipo", 0.0, 0.0),  # (1 - 1 / (2 * 0.5))^2
-        ("sigmoid_norm", 0.0, log(1 + exp(-0.5))),
+        (
+            "exo_pair",
+            0.2,
+            logistic(1.5) * log(logistic(1.5) / 0.8) + logistic(-1.5) * log(logistic(-1.5) / 0.2),
+        ),
+        ("nca_pair", 0.0, softplus(-1) + softplus(1) / 2 + softplus(-0.5) / 2),
+        ("bco_pair", 0.0, softplus(-1) + softplus(-0.5)),
+        ("sppo_hard", 0.0, 1.0),  # (2 - 1)^2 + (-1 + 1)^2
+        ("apo_zero", 0.0, 1 - logistic(1) + logistic(-0.5)),
+        ("apo_down", 0.0, logistic(1) + 1 - logistic(1.5)),
+        ("discopop", 0.0, logistic(-30) * softplus(-1.5) + logistic(30) * exp(-1.5)),  # 1.5 / 0.05 = 30
+        ("sigmoid_norm", 0.0, softplus(-0.5)),
     ],
 )
 def test_a_loss_is_what_its_formula_gives_by_hand(name: str, label_smoothing: float, expected: float) -> None:
@@ -55,16 +86,29 @@ def test_a_loss_is_what_its_formula_gives_by_hand(name: str, label_smoothing: fl
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("sigmoid", log(1 + exp(0.3))),
+        ("sigmoid", softplus(0.3)),
+        ("robust", softplus(0.3)),
         ("hinge", 1.3),  # 1 - 0.1 * -3
         ("ipo", 36.0),  # (-2 / 4 - 1 / 2 - 1 / 0.2)^2
-        ("sigmoid_norm", log(1 + exp(0.1))),
+        ("exo_pair", logistic(-0.3) * log(logistic(-0.3) / 0.9) + logistic(0.3) * log(logistic(0.3) / 0.1)),
+        ("nca_pair", softplus(0.2) + softplus(-0.2) / 2 + softplus(0.1) / 2),
+        ("bco_pair", softplus(0.2) + softplus(0.1)),
+        ("sppo_hard", 85.0),  # (-2 - 5)^2 + (1 + 5)^2
+        ("apo_zero", 1 - logistic(-0.2) + logistic(0.1)),
+        ("apo_down", logistic(-0.2) + 1 - logistic(-0.3)),
+        ("discopop", logistic(6) * softplus(0.3) + logistic(-6) * exp(0.3)),  # -0.3 / 0.05 = -6
+        ("sigmoid_norm", softplus(0.1)),
     ],
 )
-def test_a_pair_in_the_wrong_order_costs_more(name: str, expected: float) -> None:
-    """Policy and reference exchanged: a margin of -3, and of -1 a token."""
-    value = LOSSES[name].function(REFERENCE, POLICY, LossOptions(beta=0.1))
+def test_a_pair_in_the_wrong_order_costs_what_the_formula_gives_by_hand(name: str, expected: float) -> None:
+    """Policy and reference exchanged: a margin of -3, and of -1 a token; rewards -0.2 and 0.1."""
+    value = LOSSES[name].function(REFERENCE, POLICY, options_for(name, beta=0.1))
     assert float(value) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_temperature_of_discopop_is_the_recipe_s() -> None:
+    value = LOSSES["discopop"].function(POLICY, REFERENCE, LossOptions(beta=0.5, discopop_tau=0.5))
+    assert float(value) == pytest.approx(logistic(-3) * softplus(-1.5) + logistic(3) * exp(-1.5), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,7 +117,7 @@ def test_gradients_are_those_of_the_formula(name: str, label_smoothing: float) -
     generator = torch.Generator().manual_seed(0)
     chosen, rejected = 5 * torch.randn(2, 6, generator=generator, dtype=torch.float64)
     reference = pair_logps(torch.zeros(6), torch.zeros(6))
-    options = LossOptions(beta=0.3, label_smoothing=label_smoothing)
+    options = options_for(name, beta=0.3, label_smoothing=label_smoothing)
 
     def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
         return LOSSES[name].function(pair_logps(chosen, rejected), reference, options)
@@ -81,19 +125,49 @@ def test_gradients_are_those_of_the_formula(name: str, label_smoothing: float) -
     assert torch.autograd.gradcheck(loss, (chosen.requires_grad_(), rejected.requires_grad_()))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_down_the_gradient_raises_chosen_and_lowers_rejected(name: str) -> None:
-    sides = [torch.tensor([-9.0], dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    loss = LOSSES[name].function(pair_logps(*sides), pair_logps(-9.0, -9.0), LossOptions(beta=0.1))
+def slopes(name: str, chosen: float, rejected: float, *, beta: float = 0.1) -> tuple[float, float]:
+    """Of the loss in the logratios."""
+    sides = [torch.tensor([side], dtype=torch.float64, requires_grad=True) for side in (chosen, rejected)]
+    loss = LOSSES[name].function(pair_logps(*sides), pair_logps(0.0, 0.0), options_for(name, beta=beta))
     gradients = torch.autograd.grad(loss.sum(), sides)
-    assert gradients[0].item() < 0 < gradients[1].item()
+    return gradients[0].item(), gradients[1].item()
 
 
-# For logratios of +-10,000 on both sides: a margin of +-20,000, of +-7,500 a token; beta = 0.1.
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"apo_down", "discopop"}])
+def test_a_step_down_the_gradient_raises_chosen_and_lowers_rejected(name: str) -> None:
+    chosen, rejected = slopes(name, 0.0, 0.0)
+    assert chosen < 0 < rejected
+
+
+def test_apo_down_lowers_rejected_and_then_chosen_as_well() -> None:
+    chosen, rejected = slopes("apo_down", 0.0, 0.0)
+    assert chosen == 0 < rejected
+    chosen, rejected = slopes("apo_down", 5.0, -5.0)
+    assert 0 < chosen < rejected
+
+
+def test_discopop_starts_by_lowering_margins_at_its_usual_temperature() -> None:
+    chosen, rejected = slopes("discopop", 0.0, 0.0, beta=1.0)
+    assert chosen == pytest.approx((1 - log(2)) / (4 * 0.05) - 0.75) and rejected == pytest.approx(-chosen)
+    assert chosen > 0
+    chosen, rejected = slopes("discopop", 5.0, -5.0)  # past the dip it is an ordinary loss
+    assert chosen < 0 < rejected
+
+
+# For logratios of +-10,000 on both sides: a margin of +-20,000, of +-7,500 a token; beta = 0.1, so rewards of
+# +-1,000. Loss and the size of its slope in the chosen log-prob, for the right order and for the wrong one.
 EXTREMES = {
     "sigmoid": ((0.0, 0.0), (2_000.0, 0.1)),
+    "robust": ((0.0, 0.0), (2_000.0, 0.1)),
     "hinge": ((0.0, 0.0), (2_001.0, 0.1)),
     "ipo": ((7_495.0**2, 3_747.5), (7_505.0**2, 3_752.5)),
+    "exo_pair": ((-log(0.9), 0.0), (-log(0.1), 0.0)),
+    "nca_pair": ((500.0, 0.05), (1_500.0, 0.1)),
+    "bco_pair": ((0.0, 0.0), (2_000.0, 0.1)),
+    "sppo_hard": ((2 * 9_995.0**2, 19_990.0), (2 * 10_005.0**2, 20_010.0)),
+    "apo_zero": ((0.0, 0.0), (2.0, 0.0)),
+    "apo_down": ((1.0, 0.0), (1.0, 0.0)),
+    "discopop": ((0.0, 0.0), (2_000.0, 0.1)),
     "sigmoid_norm": ((0.0, 0.0), (750.0, 0.025)),
 }
 
@@ -103,20 +177,29 @@ def test_extreme_logratios_give_the_finite_values_and_slopes_of_the_mathematics(
     for sign, (expected_loss, expected_slope) in zip((1, -1), EXTREMES[name], strict=True):
         chosen = torch.tensor([sign * 1e4], dtype=torch.float64, requires_grad=True)
         policy = pair_logps(chosen, -sign * 1e4)
-        loss = LOSSES[name].function(policy, pair_logps(0.0, 0.0), LossOptions(beta=0.1))
+        loss = LOSSES[name].function(policy, pair_logps(0.0, 0.0), options_for(name, beta=0.1))
         (slope,) = torch.autograd.grad(loss.sum(), chosen)
         assert loss.item() == pytest.approx(expected_loss, abs=1e-9)
         assert abs(slope.item()) == pytest.approx(expected_slope, abs=1e-9)
 
 
-def test_extreme_logratios_stay_finite_with_label_smoothing() -> None:
+@pytest.mark.parametrize(
+    ("name", "expected_losses", "expected_slopes"),
+    [
+        ("sigmoid", [500.0, 1_500.0], [0.025, -0.075]),
+        ("robust", [-1_000.0, 3_000.0], [-0.05, -0.15]),  # (0.75 * 0 - 0.25 * 2,000) / 0.5
+    ],
+)
+def test_extreme_logratios_stay_finite_with_label_smoothing(
+    name: str, expected_losses: list[float], expected_slopes: list[float]
+) -> None:
     chosen = torch.tensor([1e4, -1e4], dtype=torch.float64, requires_grad=True)
     policy = pair_logps(chosen, [-1e4, 1e4])
     options = LossOptions(beta=0.1, label_smoothing=0.25)
-    loss = LOSSES["sigmoid"].function(policy, pair_logps([0.0, 0.0], [0.0, 0.0]), options)
-    (slopes,) = torch.autograd.grad(loss.sum(), chosen)
-    assert loss.tolist() == pytest.approx([500.0, 1_500.0])
-    assert slopes.tolist() == pytest.approx([0.025, -0.075])
+    loss = LOSSES[name].function(policy, pair_logps([0.0, 0.0], [0.0, 0.0]), options)
+    (gradient,) = torch.autograd.grad(loss.sum(), chosen)
+    assert loss.tolist() == pytest.approx(expected_losses)
+    assert gradient.tolist() == pytest.approx(expected_slopes)
 
 
 def test_an_infinite_margin_without_label_smoothing_is_no_nan() -> None:
@@ -129,10 +212,10 @@ def test_a_weighted_sum_adds_its_terms_pair_by_pair() -> None:
     options = LossOptions(beta=0.5)
     total = weighted_sum([("sigmoid", 1.0), ("hinge", 0.25)], policy, reference, options)
     # Margins: 3 and 5; the hinge is zero for both.
-    assert total.tolist() == pytest.approx([log(1 + exp(-1.5)), log(1 + exp(-2.5))])
+    assert total.tolist() == pytest.approx([softplus(-1.5), softplus(-2.5)])
     total = weighted_sum([("hinge", 2.0), ("sigmoid_norm", 3.0)], reference, policy, options)
     # Margins -3 and -5; a token: -1 and -1 / 4 - 4 / 2 = -2.25.
-    expected = [2 * 2.5 + 3 * log(1 + exp(0.5)), 2 * 3.5 + 3 * log(1 + exp(1.125))]
+    expected = [2 * 2.5 + 3 * softplus(0.5), 2 * 3.5 + 3 * softplus(1.125)]
     assert total.tolist() == pytest.approx(expected)
     one_term = weighted_sum([("ipo", 1.0)], policy, reference, options)
     assert torch.equal(one_term, LOSSES["ipo"].function(policy, reference, options))
@@ -140,7 +223,79 @@ def test_a_weighted_sum_adds_its_terms_pair_by_pair() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not LOSSES[name].couples_pairs])
 def test_a_pair_s_loss_does_not_depend_on_the_other_pairs(name: str) -> None:
-    options = LossOptions(beta=0.1)
+    options = options_for(name, beta=0.1)
     policy, reference = pair_logps([-10.0, -3.0], [-8.0, -9.0]), pair_logps([-12.0, -4.0], [-7.0, -5.0])
     alone = LOSSES[name].function(pair_logps(-3.0, -9.0), pair_logps(-4.0, -5.0), options)
     assert torch.equal(LOSSES[name].function(policy, reference, options)[1:], alone)
+
+
+# The losses that put a divergence's scores in the place of logratios, of those there are.
+WITH_DIVERGENCE = tuple(name for name in NAMES if name in F_DIVERGENCE_LOSSES)
+OTHER_DIVERGENCES = tuple(name for name in DIVERGENCES if name != "reverse_kl")
+
+
+def test_the_recipe_offers_the_losses_there_are() -> None:
+    assert set(AVAILABLE_SO_FAR["loss.type"]) == set(LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "chosen_score", "rejected_score"),
+    [
+        ("forward_kl", 1 - exp(-2), 1 - exp(1)),
+        ("js_divergence", log(2 * logistic(2)), log(2 * logistic(-1))),
+        ("alpha_divergence", (exp(-1.4) - 1) / -0.7, (exp(0.7) - 1) / -0.7),  # alpha = 0.3
+    ],
+)
+def test_a_divergence_takes_the_place_of_logratios(
+    divergence: str, chosen_score: float, rejected_score: float
+) -> None:
+    options = LossOptions(beta=0.5, f_divergence=divergence, f_alpha=0.3)
+    loss = LOSSES["sigmoid"].function(POLICY, REFERENCE, options)
+    assert float(loss) == pytest.approx(softplus(-0.5 * (chosen_score - rejected_score)), abs=1e-12)
+    per_token = chosen_score / 4 - rejected_score / 2
+    loss = LOSSES["sigmoid_norm"].function(POLICY, REFERENCE, options)
+    assert float(loss) == pytest.approx(softplus(-0.5 * per_token), abs=1e-12)
+    loss = LOSSES["ipo"].function(POLICY, REFERENCE, options)
+    assert float(loss) == pytest.approx((per_token - 1) ** 2, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("divergence", OTHER_DIVERGENCES)
+def test_a_divergence_changes_the_losses_that_the_recipe_allows_it_for(name: str, divergence: str) -> None:
+    plain = options_for(name, beta=0.1)
+    other = replace(plain, f_divergence=divergence)
+    values = [LOSSES[name].function(POLICY, REFERENCE, options).item() for options in (plain, other)]
+    assert (values[0] != values[1]) == (name in WITH_DIVERGENCE)
+
+
+@pytest.mark.parametrize("name", WITH_DIVERGENCE)
+@pytest.mark.parametrize("divergence", OTHER_DIVERGENCES)
+def test_gradients_with_a_divergence_are_those_of_the_formula(name: str, divergence: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    chosen, rejected = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    reference = pair_logps(torch.zeros(6), torch.zeros(6))
+    options = replace(options_for(name, beta=0.3), f_divergence=divergence)
+
+    def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+        return LOSSES[name].function(pair_logps(chosen, rejected), reference, options)
+
+    assert torch.autograd.gradcheck(loss, (chosen.requires_grad_(), rejected.requires_grad_()))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "hinge", "exo_pair", "discopop", "sigmoid_norm"])
+@pytest.mark.parametrize("divergence", OTHER_DIVERGENCES)
+def test_a_pair_far_on_the_right_side_has_no_slope_whatever_the_divergence(
+    name: str, divergence: str
+) -> None:
+    """Also where a score is beyond float64, and when both scores are."""
+    for chosen_logratio, rejected_logratio in ((1e4, -1e4), (0.0, -1e4), (-3_000.0, -1e4)):
+        sides = [
+            torch.tensor([side], dtype=torch.float64, requires_grad=True)
+            for side in (chosen_logratio, rejected_logratio)
+        ]
+        options = replace(options_for(name, beta=0.1), f_divergence=divergence)
+        policy = pair_logps(*sides, chosen_tokens=2, rejected_tokens=2)
+        loss = LOSSES[name].function(policy, pair_logps(0.0, 0.0), options)
+        gradients = torch.autograd.grad(loss.sum(), sides)
+        assert loss.item() == pytest.approx(-log(0.9) if name == "exo_pair" else 0.0, abs=1e-9)
+        assert [gradient.item() for gradient in gradients] == pytest.approx([0.0, 0.0], abs=1e-9)
