@@ -293,7 +293,7 @@ def save_model(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: 
 
 
 def check_packs(config: PretrainedConfig) -> None:
-    """Refuse families whose rows cannot be packed, before anything is loaded. Raises UnsupportedModelError."""
+    """Refuse families whose rows cannot be packed, before loading. Raises UnsupportedModelError."""
     obstacle = packing_obstacle(config)
     if obstacle is not None:
         family = config.get_text_config().model_type
