@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dpo_pack.attention import AttentionBackend
 from dpo_pack.attention.segments import RowSegments
@@ -112,7 +113,7 @@ def prove_wiring(scorer: CompletionLogps, row: Row) -> tuple[list[SeamCall], Pro
     finally:
         scorer.backend = backend
     expected = expected_windows(scorer.model.config)
-    windows = [call.window for call in calls]
+    windows = [_effective_window(call.window, scorer.model.config) for call in calls]
     numbers = {
         "layers": float(scorer.num_attention_layers),
         "seam calls": float(len(calls)),
@@ -124,13 +125,24 @@ def prove_wiring(scorer: CompletionLogps, row: Row) -> tuple[list[SeamCall], Pro
 
 
 def expected_windows(config: PretrainedConfig) -> list[int | None]:
-    """The sliding window of each layer by the model's config, None for full attention."""
+    """The sliding window of each layer by the model's config, None for full attention.
+
+    Chunked layers (Llama 4) are full here: `check_positions` refuses sequences longer than a chunk.
+    """
     text = config.get_text_config()
     values = text.to_dict()
     # Not from `values`: Gemma 3 writes another window to its file than it computes with.
-    window: int | None = text.sliding_window if values.get("sliding_window") is not None else None
+    window = _effective_window(
+        text.sliding_window if values.get("sliding_window") is not None else None, config
+    )
     kinds = values.get("layer_types") or ["sliding_attention"] * text.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _effective_window(window: int | None, config: PretrainedConfig) -> int | None:
+    """None for a window wider than any sequence; Phi 3.5 MoE has one and does not even pass it on."""
+    known = config.get_text_config().to_dict().get("max_position_embeddings")
+    return None if window is None or (known is not None and window >= int(known)) else window
 
 
 def prove_kernel(scorer: CompletionLogps, calls: Sequence[SeamCall], device: torch.device) -> Proof:
@@ -186,25 +198,29 @@ def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: to
 def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
     """A shared row's log-probs are those of each sequence alone under the model's stock eager attention.
 
-    In fp32 the bound is absolute. In low precision the mean error a token may be three times what the
-    model's own attention implementations, or its own padded batches, differ by.
+    In fp32 the bound is absolute. In low precision the mean error a token may be three times what rounding
+    does to the stock computation; in a mixture of experts without the worst sequence, which may have met
+    another expert at a near tie.
     """
     packed = _pair_sums(scorer, groups, device).flatten()
     sequences = [(group.context, completion) for group in groups for completion in group.completions]
     tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
     alone = _stock_sums(scorer, sequences, "eager", device)
     errors = (packed - alone).abs()
-    numbers = {"max error": float(errors.max()), "mean error a token": float((errors / tokens).mean())}
+    by_token = (errors / tokens).sort().values
+    if routes_tokens(scorer.model.config):
+        by_token = by_token[:-1]
+    numbers = {"max error": float(errors.max()), "mean error a token": float(by_token.mean())}
     remedy = f"{PADDED_REMEDY}; with model.attention: sdpa it may hold"
     if _dtype(scorer) == torch.float32:
         passed = numbers["max error"] <= 1e-4
         return Proof(name="equivalence", passed=passed, numbers=numbers, bound="max <= 1e-4", remedy=remedy)
-    noise = max(_stock_noise(scorer, sequences, alone, device), torch.finfo(_dtype(scorer)).eps / 10)
+    noise = _rounding_noise(scorer, sequences, alone, device)
     return Proof(
         name="equivalence",
         passed=numbers["mean error a token"] <= 3 * noise,
-        numbers={**numbers, "stock noise a token": noise},
-        bound="mean a token <= 3 x stock noise",
+        numbers={**numbers, "rounding a token": noise},
+        bound="mean a token <= 3 x rounding",
         remedy=remedy,
     )
 
@@ -407,16 +423,39 @@ def _stock_sums(
     return torch.stack(sums)
 
 
-def _stock_noise(
+def _rounding_noise(
     scorer: CompletionLogps, sequences: Sequence[tuple[Any, Any]], alone: Tensor, device: torch.device
 ) -> float:
-    """Mean difference a token of the stock sdpa, where the family has it, from the stock eager attention."""
-    try:
-        other = _stock_sums(scorer, sequences, "sdpa", device)
-    except (ValueError, ImportError):  # the family has softcaps or sinks, which transformers' sdpa lacks
-        return 0.0
+    """Mean change a token of `alone` when the residual stream is rounded another way, the largest of a few.
+
+    Two kernels of the same thing differ by their rounding, which in a mixture of experts now and then picks
+    another expert. Comparing the stock eager attention with the stock sdpa would show it too, but families
+    with softcaps or sinks have no sdpa, and one comparison may happen to meet no near tie.
+    """
     tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
-    return float(((other - alone).abs() / tokens).mean())
+    changes = []
+    for _ in range(4):
+        with _rounded_otherwise(scorer.model, torch.finfo(_dtype(scorer)).eps):
+            changes.append((_stock_sums(scorer, sequences, "eager", device) - alone).abs() / tokens)
+    return max(float(change.mean()) for change in changes)
+
+
+@contextlib.contextmanager
+def _rounded_otherwise(model: PreTrainedModel, eps: float) -> Iterator[None]:
+    """Embeddings and each layer's output, off by up to half a unit in the last place of a dtype."""
+
+    def perturb(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (perturb(_module, _inputs, output[0]), *output[1:])
+        return output * (1 + eps * (torch.rand_like(output) - 0.5))
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    hooks = [module.register_forward_hook(perturb) for module in (model.get_input_embeddings(), *layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager

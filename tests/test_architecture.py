@@ -24,7 +24,7 @@ LAYERS = (
     {"sources", "metrics", "optim"},
     {"reference"},
     {"fingerprint"},
-    {"models", "losses"},
+    {"families", "models", "losses"},
     {"logps", "layout", "divergences"},
     {"attention"},
     {"data"},
