@@ -309,12 +309,38 @@ def check_positions(config: PretrainedConfig, longest_sequence: int) -> None:
     values = config.get_text_config().to_dict()
     known = values.get("max_position_embeddings")
     rope = values.get("rope_parameters") or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        known = rope.get("original_max_position_embeddings") or known
+    for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # Gemma 3: by layer type
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            known = kind.get("original_max_position_embeddings") or known
     if known is not None and longest_sequence > int(known):
         raise ModelError(
             f"data.max_length: the longest sequence has {longest_sequence} tokens, but this model is exact "
             f"for {known} positions only; set data.max_length: {known}"
+        )
+
+
+def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: int) -> None:
+    """Refuse packed rows that Llama 4 computes otherwise than each sequence alone. Lengths are in tokens.
+
+    Its local layers attend within chunks, which are not windows: exact for sequences of one chunk. Where it
+    uses no positions it scales queries by their place in the row, in steps of `floor_scale`: exact for rows
+    within the first step. Raises UnsupportedModelError.
+    """
+    values = config.get_text_config().to_dict()
+    chunk = values.get("attention_chunk_size")
+    is_chunked = "chunked_attention" in (values.get("layer_types") or ())
+    if is_chunked and chunk is not None and longest_sequence > chunk:
+        raise UnsupportedModelError(
+            f"data.max_length: the longest sequence has {longest_sequence} tokens, but packing this model is "
+            f"exact for {chunk} only, the size of its attention chunks; set data.max_length: {chunk} or "
+            "packing.mode: padded"
+        )
+    if values.get("attn_temperature_tuning") and longest_row >= values["floor_scale"]:
+        exact = int(values["floor_scale"]) - 1
+        raise UnsupportedModelError(
+            f"packing.token_budget: rows may have {longest_row} tokens, but this model scales queries by their "
+            f"place in the row, and packing it is exact for rows of {exact} only; set packing.token_budget and "
+            f"reference.token_budget to at most {exact}, or packing.mode: padded"
         )
 
 

@@ -29,7 +29,9 @@ from dpo_pack.losses import LossOptions
 from dpo_pack.models import (
     LoadedModel,
     Precision,
+    check_packs,
     check_positions,
+    check_rows,
     load_tokenizer,
     resolve_precision,
 )
@@ -136,8 +138,10 @@ def prepare(recipe: Recipe, console: Console) -> Prepared:
     accelerator = Accelerator(log_with=list(recipe.logging.trackers) or None, project_dir=project_dir)
     precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, accelerator.device)
     config = source_config(recipe, policy_model(recipe))
-    for source in (policy_model(recipe), reference_model(recipe)):
-        check_source(source)  # before anything is tokenised
+    for source in (policy_model(recipe), reference_model(recipe)):  # before anything is tokenised
+        check_source(source)
+        if recipe.packing.mode == "packed":
+            check_packs(source_config(recipe, source))
     tokenizer = prepare_tokenizer(recipe)
     data = prepare_data(recipe, tokenizer, console)
     prepared = Prepared(
@@ -149,9 +153,19 @@ def prepare(recipe: Recipe, console: Console) -> Prepared:
         data=data,
         cache_dir=cache_directory(recipe),
     )
-    check_positions(config, _longest_sequence(prepared.tables))
+    _check_lengths(prepared, config)
     _check_vocabulary(prepared, int(config.get_text_config().vocab_size))
     return prepared
+
+
+def _check_lengths(prepared: Prepared, config: PretrainedConfig) -> None:
+    longest = _longest_sequence(prepared.tables)
+    check_positions(config, longest)
+    if prepared.is_packed:
+        recipe = prepared.recipe
+        # A pair above the budget gets a row of its own, of at most both its sequences.
+        longest_row = max(recipe.packing.token_budget, reference_token_budget(recipe), 2 * longest)
+        check_rows(config, longest_sequence=longest, longest_row=longest_row)
 
 
 def _longest_sequence(tables: Sequence[PairTable]) -> int:
@@ -216,7 +230,7 @@ def prepare_reference(prepared: Prepared, policy: LoadedModel | None) -> Referen
     """
     recipe, console = prepared.recipe, prepared.console
     source = reference_model(recipe)
-    check_positions(source_config(recipe, source), _longest_sequence(prepared.tables))
+    _check_lengths(prepared, source_config(recipe, source))
     namespace = model_namespace(recipe, source, precision=prepared.precision, cache_dir=prepared.cache_dir)
     cache = ReferenceCache(prepared.cache_dir, namespace)
     missing = find_missing(cache, prepared.tables)

@@ -10,6 +10,7 @@ Legend: T tokens of a row, S sequences, N scored tokens, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -218,7 +219,7 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     noise = _rounding_noise(scorer, sequences, alone, device)
     return Proof(
         name="equivalence",
-        passed=numbers["mean error a token"] <= 3 * noise,
+        passed=math.isfinite(numbers["max error"]) and numbers["mean error a token"] <= 3 * noise,
         numbers={**numbers, "rounding a token": noise},
         bound="mean a token <= 3 x rounding",
         remedy=remedy,

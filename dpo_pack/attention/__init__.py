@@ -82,6 +82,11 @@ def row_attention(
             f"{type(module).__name__} called attention with a batch of {query.shape[0]} rows or a mask of "
             "its own, which a packed row cannot have; use packing.mode: padded"
         )
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to {key.shape[2]} keys in a row of {query.shape[2]} tokens; those "
+            "of its own making belong to no sequence; use packing.mode: padded"
+        )
     if seam_calls is not None:
         seam_calls.count += 1
     out = row_backend(
