@@ -338,9 +338,9 @@ def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: 
     if values.get("attn_temperature_tuning") and longest_row >= values["floor_scale"]:
         exact = int(values["floor_scale"]) - 1
         raise UnsupportedModelError(
-            f"packing.token_budget: rows may have {longest_row} tokens, but this model scales queries by their "
-            f"place in the row, and packing it is exact for rows of {exact} only; set packing.token_budget and "
-            f"reference.token_budget to at most {exact}, or packing.mode: padded"
+            f"packing.token_budget: rows may have {longest_row} tokens, but this model scales queries by "
+            f"their place in the row, and packing it is exact for rows of {exact} only; set "
+            f"packing.token_budget and reference.token_budget to at most {exact}, or packing.mode: padded"
         )
 
 

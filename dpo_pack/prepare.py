@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dpo_pack.console import format_seconds, progress_bar
 from dpo_pack.data.packing import PADDED, epoch_order
