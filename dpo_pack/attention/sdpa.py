@@ -1,5 +1,7 @@
 """Attention with torch's scaled_dot_product_attention, one call a segment. Runs anywhere; the CPU default.
 
+On the CPU the kernel behind it is called directly where it can be, see cpu_segments.py.
+
 Legend: T tokens of the row, K gathered keys, H heads, D head dimension.
 """
 
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpo_pack.attention.cpu_segments import cpu_segments_attention, kernel_takes
 from dpo_pack.attention.segments import RowSegments
 
 
@@ -31,6 +34,8 @@ def sdpa_attention(
     if num_groups > 1:
         key = key.repeat_interleave(num_groups, dim=1)
         value = value.repeat_interleave(num_groups, dim=1)
+    if softcap is None and sinks is None and kernel_takes(query, value):
+        return cpu_segments_attention(query, key, value, segments, scale=scale, window=window)
     # One split, not a slice per segment: a slice's backward writes a whole [T, H, D] gradient each time.
     outputs = []
     for q, k, v in zip(

@@ -27,8 +27,10 @@ class RowSegments:
     kv_index: Tensor | None  # [K] int64, None when K = T and the gather would be the identity
     kv_first: Tensor | None  # [T] int64
     kv_repeats: tuple[tuple[Tensor, Tensor], ...]
-    # Boolean masks by (queries, keys, window): the same in every layer, freed with the row.
+    # Masks by (queries, keys, window) and biases by those and dtype: the same in every layer, freed with
+    # the row.
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+    biases: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     @property
     def max_seqlen_q(self) -> int:
@@ -60,6 +62,15 @@ class RowSegments:
                 allowed &= key_at > query_at - window
             self.masks[key] = allowed
         return self.masks[key]
+
+    def bias(self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """`mask` as what is added to attention logits: 0 where attention is allowed, -inf elsewhere."""
+        key = (num_queries, num_keys, window, dtype)
+        if key not in self.biases:
+            allowed = self.mask(num_queries, num_keys, window)
+            zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+            self.biases[key] = zeros.masked_fill_(~allowed, float("-inf"))
+        return self.biases[key]
 
 
 class _GatherSegments(torch.autograd.Function):
