@@ -16,7 +16,6 @@ from rich.table import Table
 import dpo_pack
 from dpo_pack.attention import BACKENDS
 from dpo_pack.attention.select import AttentionNeeds, backend_obstacle
-from dpo_pack.errors import RecipeError
 from dpo_pack.models import resolve_precision
 from dpo_pack.recipe import Recipe
 from dpo_pack.recipe_models import (
@@ -69,12 +68,10 @@ def render_environment(environment: dict[str, Any], console: Console) -> None:
 
 
 def prove_recipe(recipe: Recipe) -> ProofOutcome:
-    """Load the recipe's policy and prove, not from memory, that packing is exact on it.
+    """Load the recipe's policy and prove, not from memory, that its rows are exact.
 
     Raises ModelError when it cannot be loaded, UnsupportedModelError when it cannot be packed at all.
     """
-    if recipe.packing.mode != "packed":
-        raise RecipeError("packing.mode: padded needs no proof, it is an ordinary padded batch")
     device = Accelerator().device
     precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, device)
     source = policy_model(recipe)
@@ -96,7 +93,7 @@ def render_proofs(outcome: ProofOutcome, console: Console) -> None:
         table.add_row(proof.name, "yes" if proof.passed else "NO", numbers, proof.bound)
     console.print(table)
     if all(proof.passed for proof in outcome.proofs):
-        console.print(f"Packed rows are exact on this model ({outcome.seconds:.1f} s)")
+        console.print(f"{outcome.what.capitalize()} are exact on this model ({outcome.seconds:.1f} s)")
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -1,128 +1,119 @@
-"""Packed and shared log-probs and gradients equal each sequence's alone, on tiny models of many families."""
+"""Packed and shared rows equal each sequence alone, whatever the rows; what no row can have is refused.
+
+Families and their bounds are in test_families.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from family_errors import GROUPS, load, make_row
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracle import completion_logps_one_by_one, gradients
-from tiny_models import FAMILIES, VOCABULARY, tiny_config, tiny_model
+from tiny_models import VOCABULARY, tiny_config, tiny_model
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dpo_pack.attention import row_attention
 from dpo_pack.attention.sdpa import sdpa_attention
 from dpo_pack.errors import UnsupportedModelError
-from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
-from dpo_pack.models import LoadedModel, Precision, load_model
+from dpo_pack.layout import Group
+from dpo_pack.models import CompletionLogps, LoadedModel
 
-CPU = torch.device("cpu")
-MODES = ("shared", "unshared", "padded")
-
-
-def load(directory: Path, *, packed: bool, gradient_checkpointing: bool = False) -> LoadedModel:
-    return load_model(
-        str(directory),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=packed,
-        gradient_checkpointing=gradient_checkpointing,
-        device=CPU,
-        recipe_key="model.path",
-    )
-
-
-def make_row(groups: Sequence[Group], mode: str) -> Row:
-    if mode == "padded":
-        return padded_row(groups, pad_token_id=0, device=CPU)
-    return packed_row(layout_row(groups, share_prompt=mode == "shared"), CPU)
-
-
-def make_groups() -> list[Group]:
-    """Long and one-token prompts and completions, common beginnings, prefixes, rankings."""
-    random = np.random.default_rng(0)
-
-    def ids(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return random.integers(3, VOCABULARY, count)
-
-    def group(context: int, common: int, *tails: int) -> Group:
-        beginning = ids(common)
-        completions = tuple(np.concatenate((beginning, ids(tail))) for tail in tails)
-        return Group(context=ids(context), completions=completions)
-
-    return [
-        group(20, 0, 9, 13),
-        group(5, 0, 1, 1),
-        group(12, 2, 8, 3),
-        group(1, 0, 4, 6),
-        group(30, 1, 15, 2),
-        group(6, 4, 0, 3),  # chosen is how rejected begins
-        group(6, 4, 3, 0),
-        group(9, 0, 3, 5, 4),
-        group(9, 0, 3),
-    ]
-
-
-GROUPS = make_groups()
-SEQUENCES = [(g.context.tolist(), c.tolist()) for g in GROUPS for c in g.completions]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logps_and_gradients_equal_each_sequence_alone(family: str, mode: str, tmp_path: Path) -> None:
-    plain = tiny_model(family)
-    plain.save_pretrained(tmp_path)
-    weights = torch.randn(len(SEQUENCES), generator=torch.Generator().manual_seed(1))
-    expected = completion_logps_one_by_one(plain, SEQUENCES)
-    (expected * weights).sum().backward()
-    loaded = load(tmp_path, packed=mode != "padded")
-    output = loaded.scorer(make_row(GROUPS, mode))
-    (output.sums * weights).sum().backward()
-
-    error = (output.sums - expected).abs()
-    assert error.max() < 1e-4 and error.mean() < 2e-5, (family, mode, error.max(), error.mean())
-    theirs, ours = gradients(plain), gradients(loaded.model)
-    assert theirs.keys() == ours.keys()
-    whole = torch.cat([grad.flatten() for grad in theirs.values()])
-    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs])
-    assert difference.norm() / whole.norm() < 1e-6, (family, mode)
-    assert difference.abs().max() / whole.abs().max() < 1e-6, (family, mode)
-
-
-@pytest.mark.parametrize(
-    ("family", "key", "value"),
-    [
-        ("mistral", "sliding_window", None),
-        ("gemma2", "attn_logit_softcapping", None),
-        ("gemma2", "final_logit_softcapping", None),
-        ("granite", "logits_scaling", 1.0),
-        ("cohere", "logit_scale", 1.0),
-    ],
+# Few token values, so that completions begin alike, repeat and are prefixes of each other.
+_tokens = st.lists(st.integers(3, 5), min_size=1, max_size=8)
+_contents = st.lists(
+    st.tuples(
+        st.lists(st.integers(3, 5), min_size=1, max_size=20), st.lists(_tokens, min_size=1, max_size=4)
+    ),
+    min_size=1,
+    max_size=4,
 )
-def test_what_is_special_about_a_family_shows_in_its_tiny_model(
-    family: str, key: str, value: float | None
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, CompletionLogps]:
+    """(plain, packed): one tiny model for all random rows."""
+    directory = tmp_path_factory.mktemp("llama")
+    plain = tiny_model("llama")
+    plain.save_pretrained(directory)
+    return plain, load(directory, packed=True).scorer
+
+
+@settings(max_examples=60)
+@given(contents=_contents)
+def test_random_rows_equal_each_sequence_alone(
+    llama: tuple[PreTrainedModel, CompletionLogps], contents: list[tuple[list[int], list[list[int]]]]
 ) -> None:
-    """Or the test above would not see it missing."""
-    special: dict[str, Any] = {key: value}
-    expected = completion_logps_one_by_one(tiny_model(family), SEQUENCES)
-    changed = completion_logps_one_by_one(tiny_model(family, **special), SEQUENCES)
-    assert (changed - expected).abs().max() > 0.01
+    """Groups of one to four completions: of one token, prefixes of each other, duplicates, empty tails."""
+    plain, packed = llama
+    groups = [
+        Group(context=np.array(context), completions=tuple(map(np.array, completions)))
+        for context, completions in contents
+    ]
+    sequences = [(context, completion) for context, completions in contents for completion in completions]
+    with torch.no_grad():
+        expected = completion_logps_one_by_one(plain, sequences)
+        for mode in ("shared", "unshared"):
+            row = make_row(groups, mode)
+            output = packed(row)
+            torch.testing.assert_close(output.sums.float(), expected, atol=1e-4, rtol=0)
+            assert output.num_tokens.tolist() == [len(completion) for _, completion in sequences]
 
 
-def test_gradient_checkpointing_recomputes_with_the_row_s_own_layout(tmp_path: Path) -> None:
+@settings(max_examples=20)
+@given(contents=_contents, weights=st.lists(st.floats(-2, 2), min_size=16, max_size=16))
+def test_gradients_of_random_rows_equal_those_of_each_sequence_alone(
+    llama: tuple[PreTrainedModel, CompletionLogps],
+    contents: list[tuple[list[int], list[list[int]]]],
+    weights: list[float],
+) -> None:
+    plain, packed = llama
+    groups = [
+        Group(context=np.array(context), completions=tuple(map(np.array, completions)))
+        for context, completions in contents
+    ]
+    sequences = [(context, completion) for context, completions in contents for completion in completions]
+    factors = torch.tensor(weights[: len(sequences)])
+    plain.zero_grad()
+    packed.zero_grad()
+    (completion_logps_one_by_one(plain, sequences) * factors).sum().backward()
+    (packed(make_row(groups, "shared")).sums * factors).sum().backward()
+    theirs, ours = gradients(plain), gradients(packed.model)
+    # Of each sequence's weight, not of their sum, which may cancel.
+    scale = sum(abs(weight) for weight in weights[: len(sequences)]) + 1e-6
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-5 * scale, rtol=1e-4, msg=name)
+
+
+def test_gradient_checkpointing_recomputes_with_the_row_s_own_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    compute = LlamaMLP.forward
+
+    def counting(module: LlamaMLP, states: torch.Tensor) -> Any:
+        calls.append(len(states))
+        return compute(module, states)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(LlamaMLP, "forward", counting)
     tiny_model("llama").save_pretrained(tmp_path)
-    stored = []
+    stored, num_calls = [], []
     for checkpointing in (False, True):
         loaded = load(tmp_path, packed=True, gradient_checkpointing=checkpointing)
+        calls.clear()
         # Two rows in flight: a layout kept in a global would be the second one's when the first recomputes.
         first, second = (loaded.scorer(make_row(part, "shared")) for part in (GROUPS[:4], GROUPS[4:]))
         (first.sums.sum() + second.sums.sum()).backward()
         stored.append(gradients(loaded.model))
+        num_calls.append(len(calls))
+    assert num_calls == [4, 8]  # two layers, two rows; once more each in the backward pass
     for name in stored[0]:
         torch.testing.assert_close(stored[0][name], stored[1][name], msg=name)
 
@@ -152,14 +143,41 @@ def test_a_model_with_layers_that_bypass_the_seam_is_refused(tmp_path: Path) -> 
         loaded.scorer(make_row(GROUPS[:1], "shared"))
 
 
-def test_attention_dropout_is_refused_and_model_dropout_is_switched_off(tmp_path: Path) -> None:
+def seam_arguments(num_keys: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    row = make_row(GROUPS[:1], "shared")
+    queries, keys = torch.zeros(1, 2, row.num_tokens, 4), torch.zeros(1, 2, row.num_tokens + num_keys, 4)
+    layout = {"row_segments": row.segments, "row_backend": sdpa_attention}
+    return (nn.Module(), queries, keys, keys, None), layout
+
+
+def test_attention_dropout_and_keys_that_belong_to_no_sequence_are_refused() -> None:
+    arguments, layout = seam_arguments(0)
+    assert row_attention(*arguments, **layout)[0].shape[1] == arguments[1].shape[2]
     with pytest.raises(UnsupportedModelError, match="dropout"):
-        row = make_row(GROUPS[:1], "shared")
-        states = torch.zeros(1, 2, row.num_tokens, 4)
-        layout: dict[str, Any] = {"row_segments": row.segments, "row_backend": sdpa_attention}
-        row_attention(nn.Module(), states, states, states, None, dropout=0.1, **layout)
-    tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).save_pretrained(tmp_path)
-    loaded = load(tmp_path, packed=True)
+        row_attention(*arguments, dropout=0.1, **layout)
+    arguments, layout = seam_arguments(3)  # a prefix of keys, or keys compressed from others
+    with pytest.raises(UnsupportedModelError, match="45 keys in a row of 42 tokens.*padded"):
+        row_attention(*arguments, **layout)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("family", "dropout"),
+    [
+        ("gpt2", {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}),
+        ("opt", {"dropout": 0.5, "layerdrop": 0.5}),
+        ("mixtral", {}),
+        ("phimoe", {}),
+    ],
+)
+def test_dropout_and_routers_noise_are_off_in_training(
+    family: str, dropout: dict[str, float], checkpointing: bool, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {**dropout}
+    if family == "mixtral":  # Phi 3.5 MoE draws experts anyway
+        changes["router_jitter_noise"] = 0.5
+    tiny_model(family, **changes).save_pretrained(tmp_path)
+    loaded: LoadedModel = load(tmp_path, packed=True, gradient_checkpointing=checkpointing)
     row = make_row(GROUPS, "shared")
-    assert loaded.scorer.training and torch.equal(loaded.scorer(row).sums, loaded.scorer(row).sums)
-    assert loaded.dropout == {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}
+    assert torch.equal(loaded.scorer(row).sums, loaded.scorer(row).sums)
+    assert loaded.dropout == dropout

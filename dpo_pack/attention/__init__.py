@@ -85,7 +85,7 @@ def row_attention(
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to {key.shape[2]} keys in a row of {query.shape[2]} tokens; "
-            "those of its own making belong to no sequence; use packing.mode: padded"
+            "keys of its own making belong to no sequence; use packing.mode: padded"
         )
     if seam_calls is not None:
         seam_calls.count += 1

@@ -1,0 +1,71 @@
+"""Before the first step the policy is its reference: the cached log-probs must be the policy's own.
+
+Legend: P pairs of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dpo_pack.errors import RunError
+from dpo_pack.layout import Row
+from dpo_pack.models import RowLogps
+from dpo_pack.sources import RowBuilder, by_pair
+
+# Nats that a token's log-prob of about 1 nat may differ by between two computations of the same thing.
+NOISE_PER_TOKEN = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@torch.no_grad()
+def check_start(
+    policy: Callable[[Row], RowLogps],
+    builder: RowBuilder,
+    pairs: npt.NDArray[np.int64],
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Compare what the policy says of one row of `pairs`, [P] positions, with its cached reference.
+
+    A policy with dropout differs from itself; that is looked for first, because it would pass for noise. The
+    noise floor is that of `dtype`, the activations', or ten times what another order of the same pairs in the
+    row changes, where that is more (experts at near ties). Raises RunError with the likely causes.
+    """
+    row, turned_row = builder.build(pairs), builder.build(pairs[::-1].copy())
+    output = by_pair(policy(row.row), row)
+    sums = output.sums.view(-1, 2)  # [P, (chosen, rejected)]
+    # Errors of tokens are independent, so a sequence's grows with the root of its length.
+    tokens = output.num_tokens.view(-1, 2)
+    noise = NOISE_PER_TOKEN[dtype] * tokens.sqrt() * (sums / tokens).abs().clamp(min=1.0)
+
+    again = by_pair(policy(row.row), row).sums.view(-1, 2)
+    if worst := _worst_excess((again - sums).nan_to_num(0.0), noise):  # NaN is no sign of dropout
+        raise RunError(
+            f"the policy is not repeatable: a log-prob of the first row differs by {worst[0]:.3g} nats when "
+            f"it is computed again, noise explains {worst[1]:.2g}; dropout or router noise is on: set it to "
+            "zero in the model's config.json"
+        )
+
+    turned = by_pair(policy(turned_row.row), turned_row).sums.view(-1, 2).flip(0)
+    reference = torch.stack((row.reference_chosen, row.reference_rejected), dim=1)
+    noise = torch.maximum(noise, 10 * (turned - sums).abs().max())
+    if worst := _worst_excess(sums - reference, noise):
+        raise RunError(
+            f"the policy at step 0 is not its cached reference: a log-prob differs by {worst[0]:.3g} nats, "
+            f"noise explains {worst[1]:.2g}; likely causes: the model or its adapter changed on disk while "
+            "it was read, policy and reference ran in different dtypes or autocast, or other code filled the "
+            "cache (run with another reference.cache_dir to compute it again)"
+        )
+
+
+def _worst_excess(differences: Tensor, noise: Tensor) -> tuple[float, float] | None:
+    """(difference, its noise) where the one exceeds the other by most; None where it does nowhere."""
+    differences = differences.abs()
+    if bool((differences <= noise).all()):
+        return None
+    worst = int((differences - noise).nan_to_num(torch.inf).argmax())
+    return float(differences.flatten()[worst]), float(noise.flatten()[worst])

@@ -1,0 +1,140 @@
+"""Writes docs/families.md: what each model family needs, whether it packs, and how exact it is here.
+
+Builds a tiny random model of every family and measures it as tests/test_families.py does, in about a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT), str(ROOT / "tests")]  # the tiny models are the tests'
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from family_errors import Errors, bfloat16_cells, measure, prove_under_autocast  # noqa: E402
+from tiny_models import tiny_config  # noqa: E402
+
+from dpo_pack.families import FAMILIES  # noqa: E402
+from dpo_pack.model_config import routes_tokens  # noqa: E402
+
+TABLE = ROOT / "docs" / "families.md"
+
+INTRODUCTION = """\
+# Model families
+
+<!-- Written by scripts/make_family_table.py; edit dpo_pack/families.py or the script instead. -->
+
+Any causal language model that transformers builds can be tried: before a run the
+[start-up proofs](proofs.md) decide. For the families below the outcome is known. Each was measured on a tiny
+random model (2 layers, windows shorter than the sequences, softcaps that bend) in fp32 on CPU with
+torch {torch} and transformers {transformers}, against the plain computation: one sequence at a time, the
+model's own eager attention, full logits. `tests/test_families.py` does so in every test run, for packed rows
+with and without shared prompts and for padded batches, and prints the table. It fails above 1e-4 nats for a
+sequence's log-prob; for gradients above 1e-6 relative or twice the noise floor, where that is higher, and
+above 2e-5 in any case.
+
+*Noise* is what fp32 is worth there: how far the plain gradients themselves are from the same ones in float64.
+Errors below it are rounding. Mixtures of experts have no other noise in fp32; in bf16 they have, see below.
+
+The name is `model_type` in config.json (of the text model, where a model has several).
+"""
+
+PACKED = """
+## Packed
+
+Largest and mean error of a sequence's log-prob in nats, and the relative error of the gradient's norm, the
+worse of shared and unshared rows.
+
+| family | special | log-probs: max | mean | gradient | noise |
+|---|---|---|---|---|---|
+"""
+
+REFUSED = """
+## Refused in packed rows, exact with `packing.mode: padded`
+
+Refused before any weights are read. Padded batches are right-padded: no real token sees padding, and no state
+is carried from padding into a real token, so recurrent layers are exact too.
+
+| family | special | why not packed | log-probs: max | mean | gradient | noise |
+|---|---|---|---|---|---|---|
+"""
+
+EXPERTS = """
+## Mixtures of experts in bf16
+
+In bf16 two computations of the same thing now and then pick another expert at a near tie, so these families
+have a noise floor of their own. The [equivalence proof](proofs.md#mixtures-of-experts) measures it on the
+model at hand. Mean error a token in nats under bf16 autocast, of packed rows and of what rounding alone does
+to the plain computation; three times the latter is the bound. `tests/test_families.py` proves all packed
+families, these and the dense ones, under autocast.
+
+| family | packed | rounding |
+|---|---|---|
+"""
+
+NOTES = """
+## Notes
+
+- A hybrid family whose config has attention layers only (`layer_types`), such as Granite 4's small models, is
+  packed; a family that is not listed and whose config has other layers is refused.
+- `llama4_text`: packed sequences must fit into one attention chunk (8,192 tokens), and rows stay below the
+  step of its query scaling (8,192 tokens too); both are checked.
+- `phi3`, `phimoe` and others with `longrope` or `dynamic` rotary positions: sequences must stay within the
+  original maximum, which is checked.
+- A sliding window that a family keeps to its mask and does not pass on (`phimoe`) is refused, unless it is
+  wider than any sequence.
+- `dbrx` is not listed: it packs exactly in fp32, but transformers' own code for it fails under autocast.
+"""
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    measured, experts = {}, {}
+    for name, family in FAMILIES.items():
+        with TemporaryDirectory() as directory, contextlib.redirect_stderr(io.StringIO()):
+            errors, noise = measure(name, Path(directory))
+        modes = ("shared", "unshared") if family.packs else ("padded",)
+        measured[name] = _numbers([errors[mode] for mode in modes], noise)
+        if family.packs and routes_tokens(tiny_config(name)):
+            experts[name] = " | ".join(bfloat16_cells(prove_under_autocast(name)))
+    torch_version = torch.__version__.partition("+")[0]
+    text = page(measured, experts, torch_version=torch_version, transformers_version=transformers.__version__)
+    TABLE.write_text(text, encoding="utf-8")
+
+
+def page(
+    measured: Mapping[str, str], experts: Mapping[str, str], *, torch_version: str, transformers_version: str
+) -> str:
+    """The page, from the cells of numbers of each family, and of each that is a mixture of experts."""
+    packed, refused = "", ""
+    for name, family in FAMILIES.items():
+        if family.packs:
+            packed += f"| `{name}` | {family.special} | {measured[name]} |\n"
+        else:
+            refused += f"| `{name}` | {family.special} | {family.reason} | {measured[name]} |\n"
+    introduction = INTRODUCTION.format(torch=torch_version, transformers=transformers_version)
+    in_bfloat16 = "".join(f"| `{name}` | {cells} |\n" for name, cells in experts.items())
+    return introduction + PACKED + packed + REFUSED + refused + EXPERTS + in_bfloat16 + NOTES
+
+
+def _numbers(errors: Sequence[Errors], noise: Errors) -> str:
+    numbers = (
+        max(error.max_logp for error in errors),
+        max(error.mean_logp for error in errors),
+        max(error.gradient for error in errors),
+        noise.gradient,
+    )
+    return " | ".join(f"{number:.0e}" for number in numbers)
+
+
+if __name__ == "__main__":
+    main()

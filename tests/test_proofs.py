@@ -1,0 +1,118 @@
+"""The start-up proofs: honest models pass in every dtype, and each sabotage makes its proof fail."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from family_errors import CPU
+from sabotages import SABOTAGES
+from tiny_models import tiny_model
+
+from dpo_pack.attention import ATTENTION_NAME, register_attention
+from dpo_pack.attention.sdpa import sdpa_attention
+from dpo_pack.models import CompletionLogps
+from dpo_pack.proofs import FLOAT32_BOUND, Proof, prove
+
+PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16 autocast": (torch.float32, torch.bfloat16),
+    "float16 autocast": (torch.float32, torch.float16),
+    "bfloat16": (torch.bfloat16, None),
+}
+NAMES = ["wiring", "kernel", "isolation", "equivalence", "head"]
+
+
+def make_scorer(
+    family: str, *, precision: str = "float32", packed: bool = True, **changes: Any
+) -> CompletionLogps:
+    register_attention()
+    parameters, autocast = PRECISIONS[precision]
+    model = tiny_model(family, attention=ATTENTION_NAME if packed else "eager", **changes)
+    backend = sdpa_attention if packed else None
+    return CompletionLogps(model, backend=backend, autocast=autocast).to(parameters)
+
+
+def failures(scorer: CompletionLogps) -> set[str]:
+    return {proof.name for proof in prove(scorer, CPU) if not proof.passed}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_an_honest_model_passes_every_proof(family: str, precision: str) -> None:
+    scorer = make_scorer(family, precision=precision)
+    before = torch.get_rng_state()
+    begun = time.process_time()  # shared machines stall
+    proofs = prove(scorer, CPU)
+    assert [proof.name for proof in proofs] == NAMES
+    assert all(proof.passed for proof in proofs), proofs
+    assert time.process_time() - begun < 3.0
+    assert torch.equal(torch.get_rng_state(), before)  # a run's randomness does not depend on them
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16 autocast"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "mamba", "rwkv", "bloom"])
+def test_padded_batches_are_proved_too(family: str, precision: str) -> None:
+    proofs = prove(make_scorer(family, precision=precision, packed=False), CPU)
+    assert [proof.name for proof in proofs] == ["equivalence", "head"]
+    assert all(proof.passed for proof in proofs), proofs
+
+
+def test_proving_again_measures_the_same_and_leaves_the_model_as_it_was() -> None:
+    scorer = make_scorer("gemma2", precision="bfloat16 autocast")
+    assert prove(scorer, CPU) == prove(scorer, CPU)
+    assert (scorer.backend, scorer.autocast) == (sdpa_attention, torch.bfloat16)
+
+
+def equivalence(scorer: CompletionLogps) -> Proof:
+    return next(proof for proof in prove(scorer, CPU) if proof.name == "equivalence")
+
+
+def test_a_deep_network_whose_rounding_exceeds_the_bound_of_float32_is_measured_by_its_rounding() -> None:
+    deep: dict[str, Any] = {"num_hidden_layers": 24, "initializer_range": 0.2}
+    honest = equivalence(make_scorer("llama", **deep))
+    assert honest.passed and honest.numbers["max error"] > FLOAT32_BOUND
+    scorer = make_scorer("llama", **deep)
+    with pytest.MonkeyPatch.context() as patch:
+        SABOTAGES["shifted rotary position"].break_it(patch, scorer)
+        assert not equivalence(scorer).passed
+
+
+@pytest.fixture
+def _seam_restored() -> Any:
+    yield
+    register_attention()
+
+
+@pytest.mark.usefixtures("_seam_restored")
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(name, p) for name, sabotage in SABOTAGES.items() for p in PRECISIONS if p not in sabotage.hidden_in],
+)
+def test_each_sabotage_makes_its_proof_fail(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage = SABOTAGES[name]
+    scorer = make_scorer(sabotage.family, precision=precision)
+    sabotage.break_it(monkeypatch, scorer)
+    assert sabotage.proof in failures(scorer)
+
+
+@pytest.mark.usefixtures("_seam_restored")
+@pytest.mark.parametrize(
+    "name",
+    ["no gather", "wrong gather", "shifted rotary position", "row's metadata ignored", "swapped tails"],
+)
+def test_sabotage_shows_in_a_mixture_of_experts_under_autocast(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose experts flip in bf16 without any."""
+    scorer = make_scorer("qwen3_moe", precision="bfloat16 autocast")
+    SABOTAGES[name].break_it(monkeypatch, scorer)
+    assert "equivalence" in failures(scorer)
+
+
+def test_every_proof_has_a_sabotage() -> None:
+    assert {sabotage.proof for sabotage in SABOTAGES.values()} == set(NAMES)
