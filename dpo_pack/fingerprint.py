@@ -11,7 +11,7 @@ import json
 import pickle
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ _IRRELEVANT_CONFIG = frozenset(
         "use_cache",
     }
 )
+# Fields of a PEFT adapter's config that say where it comes from and how it was trained, not what it does.
+_IRRELEVANT_ADAPTER_CONFIG = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"}
+)
 
 
 def reference_namespace(
@@ -60,13 +64,15 @@ def reference_namespace(
     trust_remote_code: bool,
     precision: Precision,
     memo_path: Path,
+    adapter: Path | None = None,
 ) -> dict[str, Any]:
     """Everything a reference log-prob depends on besides the token ids, as a JSON object.
 
-    `memo_path` remembers tensor hashes by file, so that an unchanged model is not read again.
-    Raises ModelError when there are no weights, or not all of them, or they cannot be read.
+    `memo_path` remembers tensor hashes by file, so that an unchanged model is not read again. `adapter` is
+    the directory of a PEFT adapter that is part of the reference; a model without one has the namespace it
+    always had. Raises ModelError when there are no weights, or not all of them, or they cannot be read.
     """
-    return {
+    namespace = {
         "numerics_version": NUMERICS_VERSION,
         "weights": weights_fingerprint(model_directory(path, revision), memo_path),
         "config": _relevant_config(config),
@@ -74,12 +80,9 @@ def reference_namespace(
         "autocast": None if precision.autocast is None else str(precision.autocast).removeprefix("torch."),
         "modelling_source": _modelling_source(config, trust_remote_code),
     }
-
-
-def namespace_digest(namespace: dict[str, Any]) -> str:
-    """32 hex digits; the name of the namespace's directory."""
-    canonical = json.dumps(namespace, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+    if adapter is not None:
+        namespace["adapter"] = adapter_fingerprint(adapter, memo_path)
+    return namespace
 
 
 def model_directory(path: str, revision: str | None) -> Path:
@@ -92,10 +95,29 @@ def model_directory(path: str, revision: str | None) -> Path:
 
 def weights_fingerprint(directory: Path, memo_path: Path) -> str:
     """sha256 over (name, dtype, shape, bytes) of every tensor, in order of name."""
+    return _files_fingerprint(weight_files(directory), memo_path)
+
+
+def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
+    """sha256 over a PEFT adapter's tensors and what its config says of them. Raises ModelError."""
+    files = [directory / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin")]
+    present = [file for file in files if file.is_file()]
+    config = read_json(directory / "adapter_config.json")
+    if not present or config is None:
+        raise ModelError(
+            f"{directory} is no PEFT adapter: it needs adapter_config.json and adapter_model.safetensors or "
+            ".bin; save the adapter again"
+        )
+    relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT_ADAPTER_CONFIG}
+    content = [_files_fingerprint(present[:1], memo_path), relevant]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
     memo = read_json(memo_path) or {}
     digests: dict[str, str] = {}
     learnt = {}
-    for file in weight_files(directory):
+    for file in files:
         stat = file.stat()
         # ctime moves with every change of content, also where mtime was set back (cp -p, rsync -t).
         identity = f"{file.resolve()}:{stat.st_ino}:{stat.st_size}:{stat.st_ctime_ns}"
@@ -164,9 +186,17 @@ def _relevant_config(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _modelling_source(config: PretrainedConfig, trust_remote_code: bool) -> str:
-    """sha256 of the file that defines the model class; the class is built without memory for weights."""
+    """sha256 over the files that define the classes of the model's parts, remote code included.
+
+    The model is built without memory for weights. torch's own classes are left out: its versions differ by
+    rounding only.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    source = sys.modules[type(model).__module__].__file__
-    assert source is not None
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest()
+    modules = {type(part).__module__ for part in model.modules()}
+    files = [sys.modules[name].__file__ for name in modules if name.partition(".")[0] != "torch"]
+    # By content: where a file is, and so the name of a remote module, does not matter.
+    digests = sorted(
+        hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file is not None
+    )
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()

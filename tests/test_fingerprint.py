@@ -19,8 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from dpo_pack import fingerprint
 from dpo_pack.errors import ModelError
-from dpo_pack.fingerprint import namespace_digest, reference_namespace, weights_fingerprint
+from dpo_pack.fingerprint import reference_namespace, weights_fingerprint
 from dpo_pack.models import Precision
+from dpo_pack.reference_cache import namespace_digest
 
 FP32 = Precision(parameters=torch.float32, autocast=None)
 
@@ -37,7 +38,13 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def digest(directory: Path, *, precision: Precision = FP32, memo_path: Path | None = None) -> str:
+def digest(
+    directory: Path,
+    *,
+    precision: Precision = FP32,
+    memo_path: Path | None = None,
+    adapter: Path | None = None,
+) -> str:
     namespace = reference_namespace(
         str(directory),
         AutoConfig.from_pretrained(directory),
@@ -45,6 +52,7 @@ def digest(directory: Path, *, precision: Precision = FP32, memo_path: Path | No
         trust_remote_code=False,
         precision=precision,
         memo_path=memo_path or directory.parent / "memo.json",
+        adapter=adapter,
     )
     assert namespace == json.loads(json.dumps(namespace))  # it is written beside the values as JSON
     return namespace_digest(namespace)
@@ -101,6 +109,8 @@ def test_parameter_type_and_autocast_are_part_of_the_namespace(model: Path) -> N
         {"rms_norm_eps": 1e-5},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
         {"sliding_window": 16},
+        {"final_logit_softcapping": 30.0},
+        {"logit_scale": 0.5},
         {"a_field_of_the_future": True},
     ],
     ids=lambda change: next(iter(change)),
@@ -139,6 +149,54 @@ def test_the_modelling_source_is_part_of_the_namespace(
     assert digest(model) == before
     copied.write_bytes(source + b"# a fix upstream\n")
     assert digest(model) != before
+
+
+def test_a_file_that_defines_a_part_of_the_model_counts_as_well(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The activation functions are in a module of their own."""
+    before = digest(model)
+    module = sys.modules["transformers.activations"]
+    assert module.__file__ is not None
+    changed = tmp_path / "activations.py"
+    changed.write_bytes(Path(module.__file__).read_bytes() + b"# a fix upstream\n")
+    monkeypatch.setattr(module, "__file__", str(changed))
+    assert digest(model) != before
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    weights = {"lora_A": torch.ones(2, 3), "lora_B": torch.zeros(3, 2)}
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.1, "base_model_name_or_path": "somewhere"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_an_adapter_is_part_of_the_namespace_by_its_content(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    without, before = digest(model), digest(model, adapter=adapter)
+    assert without != before
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": "elsewhere"})
+    )
+    assert digest(model, adapter=adapter.rename(tmp_path / "renamed")) == before
+    renamed = tmp_path / "renamed"
+    (renamed / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 8}))
+    assert digest(model, adapter=renamed) != before
+    (renamed / "adapter_config.json").write_text(json.dumps(config))
+    weights = load_file(renamed / "adapter_model.safetensors")
+    weights["lora_B"][0, 0] = 1e-30
+    save_file(weights, renamed / "adapter_model.safetensors")
+    assert digest(model, adapter=renamed) not in (without, before)
+    (renamed / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no PEFT adapter") as caught:
+        digest(model, adapter=renamed)
+    assert str(caught.value).isprintable()
 
 
 def test_a_renamed_copied_or_touched_directory_is_the_same_model(model: Path, tmp_path: Path) -> None:
@@ -232,9 +290,3 @@ def test_weights_that_are_absent_incomplete_or_damaged_are_a_one_line_error(
     next(sharded.glob("model-00002-*")).unlink()
     assert f"{sharded}/model-00002-of-" in refusal(sharded)
     assert not (tmp_path / "memo.json").exists()
-
-
-def test_a_namespace_digest_is_32_hex_digits_whatever_the_order_of_keys() -> None:
-    assert namespace_digest({"a": 1, "b": [2]}) == namespace_digest({"b": [2], "a": 1})
-    assert namespace_digest({"a": 1}) != namespace_digest({"a": "1"})
-    assert len(namespace_digest({})) == 32 and int(namespace_digest({}), 16) >= 0

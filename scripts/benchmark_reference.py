@@ -1,0 +1,226 @@
+"""Measure our reference pass against TRL's `precompute_ref_log_probs` on the same pairs, model and machine.
+
+    python scripts/benchmark_reference.py --pairs hh.jsonl.gz --output docs/benchmarks/reference-cpu-hh
+
+Every measurement is a process of its own, in alternation. Counted is the pass from looking up what is cached
+(nothing) to log-probs on disk; not counted are imports, model loading, tokenisation and our start-up proof.
+TRL runs at its default batch size and at every other of a sweep; its best is the one compared with. Every
+pair's two sums are compared as well. Needs `pip install -e '.[benchmark]'`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import typer
+from benchmark import _machine, _make_workload  # the same workload as the whole run's benchmark
+
+CHILD = "--measure-in-this-process"
+OURS = "dpo-pack"
+TRL_DEFAULT_BATCH = 8
+MAX_LENGTH = 1024
+LARGEST_DIFFERENCE = 1e-3  # nats between our sums and TRL's, in fp32
+
+Values = npt.NDArray[np.float64]  # [pairs, (chosen, rejected)]
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Writes OUTPUT.json and OUTPUT.md.")],
+    pairs: Annotated[
+        Path | None, typer.Option(help="Transcript rows, e.g. HH-RLHF; default: made up.")
+    ] = None,
+    num_pairs: Annotated[int, typer.Option(help="The first so many usable rows.")] = 512,
+    vocabulary: Annotated[int, typer.Option(help="Rows of the model's embedding.")] = 8192,
+    repeats: Annotated[int, typer.Option(help="Measurements of each contender.")] = 5,
+    sweep_pairs: Annotated[int, typer.Option(help="Pairs in TRL's sweep over batch sizes.")] = 256,
+    batch_sizes: Annotated[str, typer.Option(help="TRL's sweep.")] = "1,2,4,8,16,32",
+) -> None:
+    """Run the sweep and the comparison; prints as it goes."""
+    with tempfile.TemporaryDirectory(prefix="dpo-pack-benchmark-") as work:
+        workload = _make_workload(Path(work), pairs, num_pairs, vocabulary)
+        sweep = {}
+        for batch_size in map(int, batch_sizes.split(",")):
+            sweep[batch_size] = sweep_pairs / measure(batch_size, workload, sweep_pairs)[0]
+            print(f"{name_of(batch_size)}: {sweep[batch_size]:.1f} pairs/s", flush=True)
+        best = max(sweep, key=lambda batch_size: sweep[batch_size])
+        contenders = dict.fromkeys([0, best, TRL_DEFAULT_BATCH])  # 0: ours; the default may be the best
+        rates: dict[str, list[float]] = {name_of(contender): [] for contender in contenders}
+        difference = 0.0
+        for repeat in range(repeats):
+            ours: Values | None = None
+            for contender in contenders:
+                seconds, values = measure(contender, workload, num_pairs)
+                rates[name_of(contender)].append(num_pairs / seconds)
+                print(
+                    f"run {repeat + 1}: {name_of(contender)}: {num_pairs / seconds:.1f} pairs/s", flush=True
+                )
+                ours = values if ours is None else ours
+                difference = max(difference, float(np.abs(values - ours).max()))
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "machine": _machine(),
+        "workload": {"pairs": num_pairs, "vocabulary": vocabulary},
+        "sweep": {name_of(batch_size): rate for batch_size, rate in sweep.items()},
+        "best_of_trl": name_of(best),
+        "default_of_trl": name_of(TRL_DEFAULT_BATCH),
+        "pairs_per_second": rates,
+        "largest_difference_nats": difference,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+    output.with_suffix(".md").write_text(markdown(report))
+    print(markdown(report))
+    if difference > LARGEST_DIFFERENCE:
+        sys.exit(f"the log-probs differ by {difference:.2g} nats, more than {LARGEST_DIFFERENCE}")
+
+
+def name_of(batch_size: int) -> str:
+    """A contender's name; 0 is ours."""
+    return OURS if batch_size == 0 else f"TRL, batch {batch_size}"
+
+
+def measure(batch_size: int, workload: Path, num_pairs: int) -> tuple[float, Values]:
+    """(seconds, log-probs) of one pass in a process of its own."""
+    command = [sys.executable, __file__, CHILD, str(batch_size), str(workload), str(num_pairs)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["TQDM_DISABLE"] = "1"
+    environment["HF_DATASETS_CACHE"] = str(workload / "datasets")
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if result.returncode != 0:
+        sys.exit(f"{name_of(batch_size)} failed:\n{result.stderr[-4000:]}")
+    return float(result.stdout.strip().splitlines()[-1]), np.load(workload / "values.npy")
+
+
+def measure_here(batch_size: int, workload: Path, num_pairs: int) -> None:
+    """Run one pass in this process, leave its log-probs in the workload, print its seconds."""
+    run = run_dpo_pack if batch_size == 0 else run_trl
+    seconds, values = run(batch_size, workload, num_pairs)
+    assert values.shape == (num_pairs, 2), values.shape
+    np.save(workload / "values.npy", values)
+    print(seconds)
+
+
+def run_dpo_pack(batch_size: int, workload: Path, num_pairs: int) -> tuple[float, Values]:
+    from dpo_pack.console import make_console
+    from dpo_pack.prepare import prepare, prepare_policy
+    from dpo_pack.prepare_reference import prepare_reference
+    from dpo_pack.recipe import parse_recipe
+    from dpo_pack.reference import FrozenReference
+
+    with tempfile.TemporaryDirectory(dir=workload) as scratch:
+        recipe = parse_recipe(
+            {
+                "output_dir": f"{scratch}/run",
+                "model": {"path": str(workload / "model"), "dtype": "float32", "autocast": "none"},
+                "reference": {"cache_dir": f"{scratch}/cache"},
+                "data": {
+                    "train": {"path": str(workload / "pairs.jsonl"), "max_pairs": num_pairs},
+                    "max_length": MAX_LENGTH,
+                },
+            },
+            (),
+        )
+        prepared = prepare(recipe, make_console(quiet=True))
+        policy = prepare_policy(prepared)
+        begun = time.perf_counter()
+        filled = prepare_reference(prepared, policy)
+        seconds = time.perf_counter() - begun
+        reference = FrozenReference.take(filled.cache, prepared.tables).of(prepared.data.train)
+    return seconds, np.stack((reference.chosen, reference.rejected), axis=1)
+
+
+def run_trl(batch_size: int, workload: Path, num_pairs: int) -> tuple[float, Values]:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [json.loads(line) for line in (workload / "pairs.jsonl").read_text().splitlines()][:num_pairs]
+    seconds = 0.0
+    precompute = DPOTrainer._precompute_ref_logps
+
+    def timed_precompute(*arguments: Any, **options: Any) -> Any:
+        nonlocal seconds
+        begun = time.perf_counter()
+        result = precompute(*arguments, **options)
+        seconds += time.perf_counter() - begun
+        return result
+
+    DPOTrainer._precompute_ref_logps = timed_precompute
+    with tempfile.TemporaryDirectory(dir=workload) as scratch:
+        trainer = DPOTrainer(  # its constructor runs the pass
+            model=AutoModelForCausalLM.from_pretrained(workload / "model", dtype=torch.float32),
+            args=DPOConfig(
+                output_dir=scratch,
+                precompute_ref_log_probs=True,
+                precompute_ref_batch_size=batch_size,
+                max_length=MAX_LENGTH,
+                report_to="none",
+                bf16=False,
+                gradient_checkpointing=False,
+                use_cpu=not torch.cuda.is_available(),
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list(rows, split=f"run{os.getpid()}"),
+            processing_class=AutoTokenizer.from_pretrained(workload / "model"),
+        )
+        names = ("ref_chosen_logps", "ref_rejected_logps")
+        values = np.stack([np.asarray(trainer.train_dataset[name]) for name in names], axis=1)
+    return seconds, values.astype(np.float64)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report for people: medians, spreads and ratios run by run."""
+    rates: dict[str, list[float]] = report["pairs_per_second"]
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    devices = ", ".join(device["name"] for device in machine["devices"])
+
+    def row(name: str) -> str:
+        ratios = [ours / theirs for ours, theirs in zip(rates[OURS], rates[name], strict=True)]
+        return (
+            f"| {name} | {statistics.median(rates[name]):.1f} | {min(rates[name]):.1f} to "
+            f"{max(rates[name]):.1f} | {statistics.median(ratios):.2f}x ({min(ratios):.2f} to "
+            f"{max(ratios):.2f}) |"
+        )
+
+    return "\n".join(
+        [
+            f"# Reference log-probs of {report['workload']['pairs']} pairs, vocabulary "
+            f"{report['workload']['vocabulary']}",
+            "",
+            f"`{report['command']}`, {report['date']}, commit {machine['git_commit']}, "
+            f"{machine['processor']}, {devices}; {versions}.",
+            "",
+            "| | pairs/s, median | spread | ours is so many times as fast, run by run |",
+            "|---|---|---|---|",
+            *(row(name) for name in rates),
+            "",
+            f"Best of TRL: {report['best_of_trl']}; its default: {report['default_of_trl']}. "
+            "Its sweep (pairs/s, one short run each): "
+            + "; ".join(f"{name.removeprefix('TRL, ')}: {rate:.1f}" for name, rate in report["sweep"].items())
+            + ".",
+            "",
+            f"Largest difference between our sums and TRL's: {report['largest_difference_nats']:.1e} nats.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [CHILD]:
+        measure_here(int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    else:
+        typer.run(main)
