@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from dpo_pack.data.packing_report import PackingReport, PackingStatistics
+from dpo_pack.data.packing_numbers import PackingStatistics
+from dpo_pack.data.packing_report import DrawnRow, PackingReport
 from dpo_pack.errors import RecipeError
 
 _OVERSIZE_PAIRS_SHOWN = 5
@@ -17,24 +19,102 @@ _ASCII_BARS = ".:-=+*%#"
 def render_packing(report: PackingReport, console: Console) -> None:
     """Print the report as tables that fit 80 columns; plain ASCII where the console cannot print more."""
     ours = report.statistics
-    sharing = "prompts shared" if report.share_prompt else "prompts not shared"
-    last_step_pairs = ours.num_pairs - (ours.num_steps - 1) * report.pairs_per_step
-    console.print(
-        f"[bold]{ours.num_pairs:,} pairs in {ours.num_steps:,} steps of {report.pairs_per_step:,}[/bold] "
-        f"(the last of {last_step_pairs:,}), rows of up to {report.token_budget:,} tokens, "
-        f"{report.algorithm}, {sharing}"
-    )
-    console.print(_lengths_table(report, bars=_ASCII_BARS if console.options.ascii_only else _BARS))
+    is_ascii = console.options.ascii_only
+    console.print(f"[bold]{headline(report)}[/bold]; {layout_sentence(report)}")
+    console.print(_lengths_table(report, bars=_ASCII_BARS if is_ascii else _BARS))
     console.print(_rows_table(ours))
+    _draw_rows(report.drawn_rows, console)
     console.print(_padded_table(ours))
+    console.print(savings_sentence(ours), highlight=False)
     console.print(_balance_table(report))
-    if report.removed_pairs:
+    if report.recommendation is not None:
+        console.print(_sweep_table(report))
+        console.print(recommendation_sentence(report), highlight=False)
+    if report.removed_pairs or report.truncated:
         table = _table("dropped or truncated before packing", "reason", "pairs")
-        for reason, count in report.removed_pairs.items():
+        for reason, count in (*report.removed_pairs.items(), *report.truncated.items()):
             table.add_row(reason, f"{count:,}")
         console.print(table)
     if ours.oversize_pairs:
         console.print(oversize_sentence(report), style="yellow", highlight=False)
+
+
+def headline(report: PackingReport) -> str:
+    """Pairs and steps."""
+    ours = report.statistics
+    steps = f"{ours.num_pairs:,} pairs in {ours.num_steps:,} steps"
+    if report.pairs_per_step is None:
+        return f"{steps} of {report.rows_per_step:,} rows, {ours.pairs_per_step.mean:,.1f} pairs on average"
+    last = ours.num_pairs - (ours.num_steps - 1) * report.pairs_per_step
+    return f"{steps} of {report.pairs_per_step:,} (the last of {last:,})"
+
+
+def layout_sentence(report: PackingReport) -> str:
+    """How rows are made."""
+    sharing = "prompts shared" if report.share_prompt else "prompts not shared"
+    if report.merge_prompts:
+        sharing += f", {report.statistics.merged_pairs:,} pairs merged"
+    return f"rows of up to {report.token_budget:,} tokens, {report.algorithm}, {sharing}"
+
+
+def savings_sentence(ours: PackingStatistics) -> str:
+    """What the three savings come to in FLOPs."""
+    flops = ours.flops
+    skipped = 1 - ours.head_tokens / ours.computed_tokens
+    return (
+        f"The output head sees completions only: {ours.head_tokens:,} of {ours.computed_tokens:,} positions, "
+        f"{skipped:.1%} saved. A pair is estimated at {format_flops(flops.per_pair)} "
+        f"({flops.token_part:.0%} layers, {flops.head_part:.0%} head, {flops.attention_part:.0%} attention)."
+    )
+
+
+def recommendation_sentence(report: PackingReport) -> str:
+    """The budget to take and why."""
+    advice = report.recommendation
+    assert advice is not None
+    return f"Recommended: packing.token_budget={advice.token_budget}. {'; '.join(advice.reasons)}."
+
+
+def format_flops(flops: float) -> str:
+    """With three digits and a prefix: 12.3 TFLOPs."""
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G")):
+        if flops >= 10**power:
+            return f"{flops / 10**power:.3g} {prefix}FLOPs"
+    return f"{flops / 1e6:.3g} MFLOPs"
+
+
+_ROW_STYLES = {
+    "prompt": ("blue", "=", "█"),
+    "chosen": ("green", "+", "▓"),
+    "rejected": ("red", "-", "▒"),
+    "merged": ("magenta", "#", "█"),
+    "padding": ("bright_black", ".", "·"),
+}
+
+
+def _draw_rows(rows: Sequence[DrawnRow], console: Console) -> None:
+    """The first rows as bars: a cell is so many tokens, and every segment begins where it would."""
+    label = max(len(f"{row.tokens:,}") for row in rows) + 8
+    width = max(min(console.width, 120) - label - 2, 20)
+    scale = max(row.tokens for row in rows) / width
+    kinds = [kind for kind in _ROW_STYLES if any(s.kind == kind for row in rows for s in row.segments)]
+    legend = Text("rows of the first step: ", style="bold")
+    for kind in kinds:
+        legend.append(f"{_cell(kind, console)} {kind}  ", style=_ROW_STYLES[kind][0])
+    console.print(legend)
+    for row in rows:
+        bar, position = Text(), 0
+        for segment in row.segments:
+            begin, position = round(position / scale), position + segment.tokens
+            cells = _cell(segment.kind, console) * (round(position / scale) - begin)
+            bar.append(cells, style=_ROW_STYLES[segment.kind][0])
+        pairs = f"{row.num_pairs} pair{'s' if row.num_pairs > 1 else ''}"
+        console.print(bar, Text(f" {row.tokens:,}, {pairs}", style="dim"), sep="", crop=True, no_wrap=True)
+    console.print()
+
+
+def _cell(kind: str, console: Console) -> str:
+    return _ROW_STYLES[kind][1 if console.options.ascii_only else 2]
 
 
 def _table(title: str, first_column: str, *columns: str) -> Table:
@@ -74,7 +154,7 @@ def _rows_table(ours: PackingStatistics) -> Table:
 
 def _padded_table(ours: PackingStatistics) -> Table:
     title = f"{ours.computed_tokens:,} tokens an epoch, against padded training"
-    table = _table(title, "micro-batch", "tokens", "saved by packing", "by sharing", "padded / ours")
+    table = _table(title, "micro-batch", "tokens", "by packing", "by sharing", "tokens", "FLOPs")
     for padded in ours.padded:
         table.add_row(
             f"{padded.microbatch_pairs} pair{'s' if padded.microbatch_pairs > 1 else ''}",
@@ -82,13 +162,14 @@ def _padded_table(ours: PackingStatistics) -> Table:
             f"{padded.saved_by_packing_tokens / padded.tokens:.1%}",
             f"{ours.saved_by_sharing_tokens / padded.tokens:.1%}",
             f"{padded.times_computed_tokens:.2f}x",
+            f"{padded.times_flops:.2f}x",
         )
     return table
 
 
 def _balance_table(report: PackingReport) -> Table:
     measured = max((balance.steps_measured for balance in report.balance), default=0)
-    title = f"balance of ranks, by tokens, over {measured:,} of {report.statistics.num_steps:,} steps"
+    title = f"balance of ranks, by FLOPs, over {measured:,} of {report.statistics.num_steps:,} steps"
     columns = ("rows a step", "most a rank", "slowest / mean", "worst full step", "idle steps")
     table = _table(title, "ranks", *columns)
     for balance in report.balance:
@@ -99,6 +180,25 @@ def _balance_table(report: PackingReport) -> Table:
             f"{balance.slowest_over_mean:.3f}",
             f"{balance.worst_full_step_slowest_over_mean:.3f}",
             f"{balance.steps_with_idle_ranks:,}",
+        )
+    return table
+
+
+def _sweep_table(report: PackingReport) -> Table:
+    columns = ("rows a step", "longest row", "fill", "too long", "row overhead", "time")
+    table = _table("token budgets", "budget", *columns)
+    assert report.recommendation is not None
+    for outcome in report.sweep:
+        is_choice = outcome.token_budget == report.recommendation.token_budget
+        table.add_row(
+            f"{outcome.token_budget:,}",
+            f"{outcome.rows_per_step:,.1f}",
+            f"{outcome.max_row_tokens:,}",
+            f"{outcome.budget_fill:.1%}",
+            f"{outcome.num_oversize_pairs:,}",
+            f"{outcome.row_overhead:.1%}",
+            f"{outcome.relative_time:.3f}",
+            style="bold" if is_choice else None,
         )
     return table
 
@@ -116,12 +216,14 @@ def oversize_sentence(report: PackingReport) -> str:
     )
 
 
-def parse_ranks(text: str) -> tuple[int, ...]:
-    """Read the flag `--ranks 1,8,64`. Raises RecipeError."""
+def parse_numbers(text: str, *, option: str, instance: str) -> tuple[int, ...]:
+    """Read a flag such as `--ranks 1,8,64`. Raises RecipeError."""
     try:
-        ranks = tuple(int(part) for part in text.split(","))
+        numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
-        ranks = ()
-    if not ranks or min(ranks) < 1:
-        raise RecipeError(f"--ranks {text!r}: not positive whole numbers; write them as in --ranks 1,8,64")
-    return ranks
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise RecipeError(
+            f"{option} {text!r}: not positive whole numbers; write them as in {option} {instance}"
+        )
+    return numbers

@@ -9,22 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpo_pack.data.packing import (
+from dpo_pack.data.bin_packing import (
     BIN_PACKERS,
-    PADDED,
     ROW_OVERHEAD_TOKENS,
-    IntArray,
-    PackingPlan,
-    PairLengths,
     Row,
     best_fit_decreasing,
-    epoch_order,
     first_fit_decreasing,
     next_fit,
     pack_sequences_longest_first,
     padded_rows,
-    plan_epoch,
 )
+from dpo_pack.data.epoch_order import epoch_order
+from dpo_pack.data.lengths import IntArray, PairLengths
+from dpo_pack.data.packing import PackingPlan, plan_epoch
+from dpo_pack.data.step_rows import PADDED
 
 BUDGET = 100
 without_deadline = settings(deadline=None)  # machines are busy; a slow example is no error

@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dpo_pack.data.packing import PADDED, IntArray, PairLengths, epoch_order, plan_epoch
-from dpo_pack.data.packing_report import (
-    MAX_BALANCE_STEPS,
-    PackingReport,
-    inspect_packing,
-    rank_balance,
-    summarize_lengths,
-    to_json,
-)
+from dpo_pack.data.epoch_order import epoch_order
+from dpo_pack.data.flops import AttentionKind, ModelShape
+from dpo_pack.data.lengths import IntArray, PairLengths
+from dpo_pack.data.packing import PlanSettings, plan_epoch
+from dpo_pack.data.packing_numbers import MAX_BALANCE_STEPS, rank_balance, summarize_lengths
+from dpo_pack.data.packing_report import PackingReport, inspect_packing, to_json
+from dpo_pack.data.step_rows import PADDED
 from dpo_pack.errors import DataError, RecipeError
-from dpo_pack.report import draw_bars, parse_ranks, render_packing
+from dpo_pack.report import draw_bars, format_flops, parse_numbers, render_packing
 
 
 def ints(values: list[int]) -> IntArray:
@@ -37,15 +35,22 @@ LENGTHS = PairLengths(
 )
 
 
-def inspect(lengths: PairLengths = LENGTHS, **changes: Any) -> PackingReport:
-    arguments: dict[str, Any] = {
-        "order": np.arange(len(lengths.prompt)),
+# Layers only, so that FLOPs are 6 x tokens and costs are counted by hand as easily as tokens.
+ONE_WEIGHT = ModelShape(token_weights=1.0, head_weights=0, attention=())
+
+
+def inspect(
+    lengths: PairLengths = LENGTHS, *, shape: ModelShape = ONE_WEIGHT, **changes: Any
+) -> PackingReport:
+    keys = ("token_budget", "pairs_per_step", "algorithm", "rows_per_step", "window_pairs")
+    settings: dict[str, Any] = {
         "token_budget": 50,
         "pairs_per_step": 3,
         "algorithm": "best_fit_decreasing",
-        "share_prompt": True,
     }
-    return inspect_packing(lengths, **(arguments | changes))
+    settings |= {key: changes.pop(key) for key in keys if key in changes}
+    arguments: dict[str, Any] = {"order": np.arange(len(lengths.prompt)), "share_prompt": True}
+    return inspect_packing(lengths, shape, PlanSettings(**settings), **(arguments | changes))
 
 
 def rendered(report: PackingReport, *, width: int = 80, encoding: str = "utf-8") -> str:
@@ -215,6 +220,8 @@ def test_the_json_has_every_number_of_the_report_and_parses_back() -> None:
         "tokens": 300,
         "saved_by_packing_tokens": 300 - 182,
         "times_computed_tokens": 300 / 115,
+        "flops": 6 * 300,
+        "times_flops": 300 / 115,
     }
     assert [balance["num_ranks"] for balance in content["balance"]] == [1, 2]
     assert [summary["name"] for summary in content["lengths"]] == ["prompt", "chosen", "rejected", "pair"]
@@ -242,12 +249,108 @@ def test_without_pairs_the_error_says_where_they_went() -> None:
         inspect(order=ints([]))
 
 
-def test_ranks_are_read_from_a_list_of_numbers() -> None:
-    assert parse_ranks("8") == (8,)
-    assert parse_ranks("1, 8,64") == (1, 8, 64)
+def test_numbers_of_an_option_are_read_from_a_list() -> None:
+    assert parse_numbers("8", option="--ranks", instance="1,8,64") == (8,)
+    assert parse_numbers("1, 8,64", option="--ranks", instance="1,8,64") == (1, 8, 64)
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,8", "1,-2", "two", "1.5"])
-def test_ranks_that_are_not_positive_whole_numbers_are_refused_with_an_instance(text: str) -> None:
+def test_numbers_that_are_not_positive_and_whole_are_refused_with_an_instance(text: str) -> None:
     with pytest.raises(RecipeError, match=r"--ranks .*--ranks 1,8,64"):
-        parse_ranks(text)
+        parse_numbers(text, option="--ranks", instance="1,8,64")
+
+
+# ---- FLOPs, budgets, drawings
+
+
+def test_flops_of_ours_and_of_padded_training_are_those_counted_by_hand() -> None:
+    shape = ModelShape(
+        token_weights=10.0,
+        head_weights=4,
+        attention=(AttentionKind(num_layers=1, width=2, window=None),),
+    )
+    one = PairLengths(prompt=ints([3]), chosen=ints([2]), rejected=ints([1]), shared=ints([3]))
+    ours = inspect(one, shape=shape).statistics
+    tokens, head, area = 2 * 10 * 6, 2 * 4 * 3, 2 * 2 * (15 + 10 - 6)
+    assert ours.flops.total == ours.flops.per_pair == 3 * (tokens + head + area)
+    parts = (ours.flops.token_part, ours.flops.head_part, ours.flops.attention_part)
+    assert sum(parts) == pytest.approx(1) and parts[1] == pytest.approx(head / (tokens + head + area))
+    assert ours.head_tokens == 3
+    padded = ours.padded[0]  # two sequences of 5, each position through the head
+    assert padded.flops == 3 * 2 * (2 * 10 * 5 + 2 * 4 * 5 + 2 * 2 * 15)
+    assert padded.times_flops == pytest.approx(padded.flops / ours.flops.total)
+
+
+def test_a_padded_plan_pays_for_its_padding_in_flops_but_not_in_the_head() -> None:
+    shape = ModelShape(token_weights=10.0, head_weights=4, attention=())
+    ours = inspect(shape=shape, algorithm=PADDED, token_budget=100, pairs_per_step=4).statistics
+    assert ours.flops.total == 3 * (
+        2 * 10 * ours.computed_tokens + 2 * 4 * int((LENGTHS.completion_tokens()).sum())
+    )
+
+
+def test_the_smallest_budget_that_is_about_as_fast_is_recommended_with_reasons() -> None:
+    tokens = np.full(640, 100)
+    lengths = PairLengths(prompt=tokens, chosen=tokens, rejected=tokens, shared=tokens)
+    report = inspect(
+        lengths, token_budget=8192, pairs_per_step=64, budgets=(1024, 4096, 19200, 38400), ranks=(1, 2)
+    )
+    assert [outcome.token_budget for outcome in report.sweep] == [1024, 4096, 8192, 19200, 38400]
+    # 64 pairs of 300 tokens are 19,200: a larger budget makes no fewer rows.
+    assert [outcome.rows_per_step for outcome in report.sweep] == [22, 5, 3, 1, 1]
+    assert [outcome.max_row_tokens for outcome in report.sweep][-2:] == [19200, 19200]
+    assert report.recommendation is not None
+    assert report.recommendation.token_budget == 19200
+    reasons = "; ".join(report.recommendation.reasons)
+    assert "1.0 rows" in reasons and "8,192 would take" in reasons
+    assert "38,400 would save 0.0%" in reasons and "every pair fits" in reasons
+    assert "Recommended: packing.token_budget=19200" in " ".join(rendered(report).split())
+
+
+def test_a_budget_that_holds_every_pair_is_preferred_and_oversize_pairs_are_a_reason() -> None:
+    report = inspect(budgets=(20, 30, 64), pairs_per_step=4)
+    assert report.recommendation is not None and report.recommendation.token_budget == 64
+    tight = inspect(budgets=(20, 30), pairs_per_step=4)
+    assert tight.recommendation is not None
+    assert "1 pair exceeds it" in "; ".join(tight.recommendation.reasons)
+
+
+def test_without_budgets_nothing_is_recommended() -> None:
+    report = inspect()
+    assert report.sweep == () and report.recommendation is None
+    assert "Recommended" not in rendered(report)
+
+
+def test_drawn_rows_show_every_token_of_the_first_step_as_it_lies() -> None:
+    row, other = inspect().drawn_rows
+    assert [(segment.kind, segment.tokens) for segment in row.segments] == [
+        ("prompt", 22), ("chosen", 3), ("rejected", 3), ("prompt", 10), ("chosen", 4), ("rejected", 2),
+    ]  # fmt: skip
+    assert (row.num_pairs, row.tokens, other.tokens) == (2, 44, 11)
+    unshared = inspect(share_prompt=False).drawn_rows[0]
+    assert [segment.kind for segment in unshared.segments] == ["prompt", "chosen", "prompt", "rejected"]
+    padded = inspect(algorithm=PADDED, token_budget=100).drawn_rows
+    assert all(
+        sum(s.tokens for s in drawn.segments) == drawn.tokens for drawn in (row, other, unshared, *padded)
+    )
+    assert "padding" in {segment.kind for drawn in padded for segment in drawn.segments}
+
+
+def test_scope_epoch_says_rows_a_step_and_how_many_pairs_that_is() -> None:
+    report = inspect(rows_per_step=2, window_pairs=10, budgets=(100,))
+    assert report.pairs_per_step is None and report.rows_per_step == 2
+    assert "steps of 2 rows, 2.0 pairs on average" in rendered(report)
+    assert report.statistics.pairs_per_step.mean == 2.0
+
+
+def test_what_was_truncated_is_shown_beside_what_was_dropped() -> None:
+    text = rendered(inspect(removed_pairs={"too_long": 3}, truncated={"eos_lost": 5}))
+    assert "too_long" in text and "eos_lost" in text
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [(2.94e8, "294 MFLOPs"), (1e9, "1 GFLOPs"), (1.234e13, "12.3 TFLOPs"), (5e16, "50 PFLOPs")],
+)
+def test_flops_have_a_prefix(flops: float, text: str) -> None:
+    assert format_flops(flops) == text

@@ -127,12 +127,40 @@ def detect_format(row: Row) -> str:
     return "preference"
 
 
+def prompt_of(row: Row, format: str) -> tuple[str | list[Message] | list[int], dict[str, Any]]:
+    """The prompt of a row whose completions, if it has any, are not asked for, and its template options."""
+    if format == "tokenized":
+        return _token_ids(row, "prompt_ids"), {}
+    if format == "conversational":
+        has_own_prompt = isinstance(row.get("prompt"), list)
+        prompt = _messages(row, "prompt") if has_own_prompt else conversational(row).prompt
+        return prompt, _template_options(row)
+    if format == "preference" and "prompt" in row:
+        return _text(row, "prompt"), {}
+    return FORMATS[format](row).prompt, {}
+
+
+def detect_prompt_format(row: Row) -> str:
+    """The format `prompt_of` reads `row` in, for `format: auto`. Raises BadRow when none does."""
+    if "prompt_ids" in row:
+        return "tokenized"
+    if "prompt" not in row:
+        return detect_format(row)
+    is_conversation = isinstance(row["prompt"], list) or isinstance(row.get("chosen"), list)
+    return "conversational" if is_conversation else "preference"
+
+
 def with_system_prompt(pair: Pair, system_prompt: str) -> Pair:
     """A conversational pair whose prompt begins with a system message: its own, or `system_prompt`."""
-    assert isinstance(pair.prompt, list) and isinstance(pair.prompt[0], dict)
-    if pair.prompt[0]["role"] in ("system", "developer"):
-        return pair
-    return replace(pair, prompt=[{"role": "system", "content": system_prompt}, *pair.prompt])
+    assert isinstance(pair.prompt, list)
+    return replace(pair, prompt=with_system_message(pair.prompt, system_prompt))
+
+
+def with_system_message(prompt: list[Any], content: str) -> list[Any]:
+    """Messages that begin with a system message: their own, or one of this content."""
+    if prompt[0]["role"] in ("system", "developer"):
+        return prompt
+    return [{"role": "system", "content": content}, *prompt]
 
 
 def _text_pair(row: Row, prompt: str, chosen: str, rejected: str) -> Pair:

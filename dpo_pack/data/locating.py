@@ -33,14 +33,17 @@ class LocatedSource:
     open: Callable[[], OpenRows]  # raises DataError when it cannot be read
 
 
-def locate_source(source: "SourceRecipe", key: str, hash_memo: Path) -> LocatedSource:
+def locate_source(
+    source: "SourceRecipe", key: str, hash_memo: Path, *, prompts_suffice: bool = False
+) -> LocatedSource:
     """Finds a source and names its content; `hash_memo` remembers hashes of files.
 
+    `prompts_suffice`: its rows need no completions.
     Raises DataError when there is no such source or split, RecipeError when it has no splits to choose from.
     """
     label = source.path
     columns: dict[str, str] = {ours: theirs for ours, theirs in source.columns.items()}
-    names = ColumnNames(mapping=columns, label=label, key=key)
+    names = ColumnNames(mapping=columns, label=label, key=key, prompts_suffice=prompts_suffice)
     path = Path(label)
     try:
         if path.is_file():

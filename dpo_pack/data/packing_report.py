@@ -1,128 +1,92 @@
-"""What packing and sharing will compute, and what they save: the numbers behind packing_report.json.
+"""What packing and sharing will compute, and what they save: the content of packing_report.json.
 
 Lengths are in tokens.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-import numpy as np
-
-from dpo_pack.data.packing import PADDED, AnyIntArray, IntArray, PackingPlan, PairLengths, plan_epoch
+from dpo_pack.data.budget_advice import BudgetOutcome, Recommendation, recommend, sweep_budgets
+from dpo_pack.data.flops import ModelShape, pair_flops
+from dpo_pack.data.lengths import IntArray, PairLengths
+from dpo_pack.data.merging import PromptMerging
+from dpo_pack.data.packing import PackingPlan, PlanSettings
+from dpo_pack.data.packing_numbers import (
+    LengthSummary,
+    PackingStatistics,
+    RankBalance,
+    packing_statistics,
+    rank_balance,
+    summarize_lengths,
+)
+from dpo_pack.data.step_rows import PADDED
 from dpo_pack.errors import DataError
 
-# Micro-batches of the padded training to compare with: pairs padded to the longest of their sequences.
-PADDED_MICROBATCH_PAIRS = (1, 2, 4, 8, 16)
-HISTOGRAM_BINS = 24
-# Balance is measured on at most so many steps, evenly spread over the epoch; the report says how many.
-MAX_BALANCE_STEPS = 1000
+# Rows of the first step that are drawn.
+DRAWN_ROWS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthSummary:
-    """One length over the pairs of an epoch. The last bin of the histogram also holds all that is longer."""
+class Segment:
+    """A stretch of a row to draw."""
 
-    name: str
-    mean: float
-    median: int
-    p90: int
-    p99: int
-    max: int
-    histogram_edges: tuple[float, ...]  # bins + 1, evenly from 0 to p99
-    histogram_counts: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Mean, least and most of a quantity over the steps of an epoch."""
-
-    mean: float
-    min: int
-    max: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedComparison:
-    """The same epoch in padded micro-batches: tokens = computed here + saved by packing + by sharing."""
-
-    microbatch_pairs: int
+    kind: str  # prompt (whatever is shared), chosen, rejected, merged (a group of several pairs), padding
     tokens: int
-    saved_by_packing_tokens: int
-    times_computed_tokens: float  # tokens / the tokens computed here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OversizePair:
-    """A pair that exceeds the token budget and gets a row of its own."""
+class DrawnRow:
+    """One row of the first step, from left to right."""
 
-    pair: int
+    num_pairs: int
     tokens: int
-    place: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackingStatistics:
-    """One epoch on one rank."""
-
-    num_pairs: int  # copies included
-    num_steps: int
-    num_rows: int
-    rows_per_step: Spread
-    tokens_per_step: Spread
-    max_row_tokens: int
-    budget_fill: float  # mean over rows of tokens / budget; an oversize row counts as full
-    computed_tokens: int  # what the rows run through the model
-    unshared_tokens: int  # both sequences of every pair, prompts twice, no padding
-    saved_by_sharing_tokens: int
-    padded: tuple[PaddedComparison, ...]
-    oversize_pairs: tuple[OversizePair, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankBalance:
-    """How evenly the steps of an epoch load a number of ranks; cost is tokens."""
-
-    num_ranks: int
-    steps_measured: int
-    rows_per_step: Spread
-    max_rows_per_rank: int
-    slowest_over_mean: float  # time of all steps against perfectly balanced ones
-    worst_full_step_slowest_over_mean: float  # of any step, where none is full
-    steps_with_idle_ranks: int  # fewer pairs than ranks
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingReport:
     """Everything `inspect-packing` shows, and the content of packing_report.json."""
 
+    model: str
     algorithm: str
     token_budget: int
-    pairs_per_step: int
+    pairs_per_step: int | None  # scope step
+    rows_per_step: int | None  # scope epoch
     share_prompt: bool
+    merge_prompts: bool
     plan_fingerprint: str
     statistics: PackingStatistics
     lengths: tuple[LengthSummary, ...]
     balance: tuple[RankBalance, ...]
-    removed_pairs: Mapping[str, int]  # dropped or truncated before packing, by reason
+    sweep: tuple[BudgetOutcome, ...]  # empty where no budgets were asked for
+    recommendation: Recommendation | None
+    drawn_rows: tuple[DrawnRow, ...]
+    removed_pairs: Mapping[str, int]  # dropped before packing, by reason
+    truncated: Mapping[str, int]  # kept, but shortened before packing, by what was cut
 
 
 def inspect_packing(
     lengths: PairLengths,
+    shape: ModelShape,
+    settings: PlanSettings,
     *,
     order: IntArray,
-    token_budget: int,
-    pairs_per_step: int,
-    algorithm: str,
     share_prompt: bool,
+    merging: PromptMerging | None = None,
     ranks: Sequence[int] = (1,),
+    budgets: Sequence[int] = (),
+    model: str = "",
     removed_pairs: Mapping[str, int] | None = None,
+    truncated: Mapping[str, int] | None = None,
     describe_pair: Callable[[int], str] = "pair {}".format,
 ) -> PackingReport:
     """Plan the epoch `order` ([E] pairs, from `epoch_order`) and measure it.
 
-    `algorithm` PADDED measures padded rows, which share nothing. removed_pairs: counts by reason.
-    describe_pair: where the user finds a pair, "pairs.jsonl row 17". Raises DataError without pairs.
+    The algorithm PADDED measures padded rows, which share nothing. `budgets` are compared with each other
+    and the one of `settings`. removed_pairs, truncated: counts by reason. describe_pair: where the user finds
+    a pair, "pairs.jsonl row 17". Raises DataError without pairs.
     """
     removed_pairs = dict(removed_pairs or {})
     if len(order) == 0:
@@ -131,122 +95,72 @@ def inspect_packing(
             f"data.train: no pair is left to pack ({reasons or 'none was read'}); "
             "check the files, their format and data.max_length"
         )
-    share_prompt = share_prompt and algorithm != PADDED
-    packed_tokens = lengths.row_tokens(share_prompt=share_prompt)
-    row_tokens = lengths.padded_tokens() if algorithm == PADDED else packed_tokens
-    plans = [
-        plan_epoch(
-            row_tokens,
-            order=order,
-            token_budget=token_budget,
-            pairs_per_step=pairs_per_step,
-            algorithm=algorithm,
-            num_ranks=num_ranks,
-        )
-        for num_ranks in (1, *ranks)
-    ]
+    is_padded = settings.algorithm == PADDED
+    share_prompt = share_prompt and not is_padded
+    tokens = lengths.padded_tokens() if is_padded else lengths.row_tokens(share_prompt=share_prompt)
+    costs = tokens.astype(float) if is_padded else pair_flops(shape, lengths, share_prompt=share_prompt)
+
+    @functools.cache
+    def plan_on_one_rank(token_budget: int) -> PackingPlan:
+        cut = replace(settings, token_budget=token_budget)
+        if settings.rows_per_step is not None:  # so that a step has about as many pairs
+            rows = round(settings.rows_per_step * settings.token_budget / token_budget)
+            cut = replace(cut, rows_per_step=max(rows, 1))
+        return cut.plan(tokens, order=order, row_costs=costs, merging=merging)
+
+    def make_plan(token_budget: int, num_ranks: int) -> PackingPlan:
+        return replace(plan_on_one_rank(token_budget), num_ranks=num_ranks)
+
+    plan = make_plan(settings.token_budget, 1)
+    sweep = sweep_budgets(make_plan, [settings.token_budget, *budgets], ranks) if budgets else ()
     return PackingReport(
-        algorithm=algorithm,
-        token_budget=token_budget,
-        pairs_per_step=pairs_per_step,
+        model=model,
+        algorithm=settings.algorithm,
+        token_budget=settings.token_budget,
+        pairs_per_step=settings.pairs_per_step if settings.rows_per_step is None else None,
+        rows_per_step=settings.rows_per_step,
         share_prompt=share_prompt,
-        plan_fingerprint=plans[0].fingerprint,
-        statistics=packing_statistics(plans[0], lengths, describe_pair=describe_pair),
+        merge_prompts=merging is not None,
+        plan_fingerprint=plan.fingerprint,
+        statistics=packing_statistics(
+            plan, lengths, shape, share_prompt=share_prompt, describe_pair=describe_pair
+        ),
         lengths=(
             summarize_lengths("prompt", lengths.prompt[order]),
             summarize_lengths("chosen", lengths.chosen[order]),
             summarize_lengths("rejected", lengths.rejected[order]),
-            summarize_lengths("pair", row_tokens[order]),
+            summarize_lengths("pair", tokens[order]),
         ),
-        balance=tuple(rank_balance(plan) for plan in plans[1:]),
+        balance=tuple(rank_balance(make_plan(settings.token_budget, number)) for number in ranks),
+        sweep=sweep,
+        recommendation=recommend(sweep) if sweep else None,
+        drawn_rows=tuple(_draw(plan, lengths, row, share_prompt) for row in plan[0][0][:DRAWN_ROWS]),
         removed_pairs=removed_pairs,
+        truncated=dict(truncated or {}),
     )
 
 
-def packing_statistics(
-    plan: PackingPlan, lengths: PairLengths, *, describe_pair: Callable[[int], str] = "pair {}".format
-) -> PackingStatistics:
-    """Measure every row of a plan made from `lengths`; at least one pair."""
-    row_tokens = [[plan.tokens_in(row) for rows in step for row in rows] for step in plan]
-    tokens = np.array([count for step in row_tokens for count in step])
-    computed = int(tokens.sum())
-    unshared = int(lengths.row_tokens(share_prompt=False)[plan.order].sum())
-    # A padded plan shares nothing: there, what separates the two is padding.
-    by_sharing = 0 if plan.algorithm == PADDED else unshared - computed
-    padded = [(pairs, _padded_tokens(lengths, plan.order, pairs)) for pairs in PADDED_MICROBATCH_PAIRS]
-    return PackingStatistics(
-        num_pairs=len(plan.order),
-        num_steps=len(plan),
-        num_rows=len(tokens),
-        rows_per_step=_spread([len(step) for step in row_tokens]),
-        tokens_per_step=_spread([sum(step) for step in row_tokens]),
-        max_row_tokens=int(tokens.max()),
-        budget_fill=float(np.minimum(tokens / plan.token_budget, 1.0).mean()),
-        computed_tokens=computed,
-        unshared_tokens=unshared,
-        saved_by_sharing_tokens=by_sharing,
-        padded=tuple(
-            PaddedComparison(
-                microbatch_pairs=pairs,
-                tokens=total,
-                saved_by_packing_tokens=total - computed - by_sharing,
-                times_computed_tokens=total / computed,
-            )
-            for pairs, total in padded
-        ),
-        oversize_pairs=tuple(
-            OversizePair(pair=pair, tokens=int(plan.row_tokens[pair]), place=describe_pair(pair))
-            for pair in plan.oversize_pairs.tolist()
-        ),
-    )
-
-
-def _padded_tokens(lengths: PairLengths, order: IntArray, microbatch_pairs: int) -> int:
-    """Tokens of padded DPO: each micro-batch is 2 sequences a pair, all as long as the longest."""
-    begins = np.arange(0, len(order), microbatch_pairs)
-    num_pairs = np.diff(np.append(begins, len(order)))
-    return int((np.maximum.reduceat(lengths.padded_tokens()[order], begins) * num_pairs).sum())
-
-
-def rank_balance(plan: PackingPlan, *, max_steps: int = MAX_BALANCE_STEPS) -> RankBalance:
-    """Measure the ranks' loads over at most `max_steps` steps, the first and the last among them."""
-    steps = np.unique(np.linspace(0, len(plan) - 1, min(len(plan), max_steps)).round().astype(np.int64))
-    planned = [plan[step] for step in steps.tolist()]
-    costs = np.array([[sum(plan.cost_of(row) for row in rows) for rows in step] for step in planned])
-    num_rows = np.array([[len(rows) for rows in step] for step in planned])  # [steps, R], as costs
-    slowest, mean = costs.max(axis=1), costs.mean(axis=1)
-    is_full = np.array([len(plan.pairs(step)) == plan.pairs_per_step for step in steps.tolist()])
-    counted = is_full if is_full.any() else ~is_full
-    return RankBalance(
-        num_ranks=plan.num_ranks,
-        steps_measured=len(planned),
-        rows_per_step=_spread(num_rows.sum(axis=1).tolist()),
-        max_rows_per_rank=int(num_rows.max()),
-        slowest_over_mean=float(slowest.sum() / mean.sum()),
-        worst_full_step_slowest_over_mean=float((slowest / mean)[counted].max()),
-        steps_with_idle_ranks=int((num_rows.min(axis=1) == 0).sum()),
-    )
-
-
-def _spread(values: Sequence[int]) -> Spread:
-    return Spread(mean=sum(values) / len(values), min=min(values), max=max(values))
-
-
-def summarize_lengths(name: str, lengths: AnyIntArray) -> LengthSummary:
-    """Percentiles (lengths that occur, not interpolated) and histogram of [n] lengths, n > 0."""
-    median, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(np.int64).tolist()
-    longest_bin = max(p99, 1)
-    counts, edges = np.histogram(np.minimum(lengths, longest_bin), HISTOGRAM_BINS, range=(0, longest_bin))
-    return LengthSummary(
-        name=name,
-        mean=float(np.mean(lengths)),
-        median=median,
-        p90=p90,
-        p99=p99,
-        max=int(np.max(lengths)),
-        histogram_edges=tuple(edges.tolist()),
-        histogram_counts=tuple(counts.tolist()),
-    )
+def _draw(plan: PackingPlan, lengths: PairLengths, row: IntArray, share_prompt: bool) -> DrawnRow:
+    segments = []
+    for group in plan.sizes.groups_in(row):
+        pair = int(group[0])
+        if len(group) > 1:
+            segments.append(Segment(kind="merged", tokens=plan.sizes.measure(group)[0]))
+            continue
+        prompt, shared = int(lengths.prompt[pair]), int(lengths.shared[pair])
+        ends = (prompt + int(lengths.chosen[pair]), prompt + int(lengths.rejected[pair]))
+        begins = (shared, shared) if share_prompt else (prompt, prompt)
+        repeats = 0 if share_prompt else prompt
+        padding = int(plan.row_tokens[row].max()) - sum(ends) if plan.algorithm == PADDED else 0
+        segments += [
+            Segment(kind="prompt", tokens=begins[0]),
+            Segment(kind="chosen", tokens=ends[0] - begins[0]),
+            Segment(kind="prompt", tokens=repeats),
+            Segment(kind="rejected", tokens=ends[1] - begins[1]),
+            Segment(kind="padding", tokens=padding),
+        ]
+    drawn = tuple(segment for segment in segments if segment.tokens)
+    return DrawnRow(num_pairs=len(row), tokens=plan.tokens_in(row), segments=drawn)
 
 
 def to_json(report: PackingReport) -> str:

@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from dpo_pack.data.tokenization import Tokenizer
 from dpo_pack.errors import DataError
 from dpo_pack.recipe import source_names
 from dpo_pack.recipe_schema import DataRecipe, EvalFraction
+
+if TYPE_CHECKING:
+    from dpo_pack.data.prompts import PromptSplits
 
 HELD_OUT = "held_out"  # the eval set that {fraction: ...} makes
 
@@ -38,6 +41,7 @@ class DataSplits:
     source_weights: NDArray[np.float64]  # [training sources] the mixture, for the planner
     report: dict[str, Any]  # the content of data_report.json
     fingerprint: str  # of the pairs and the mixture
+    prompts: "PromptSplits | None" = None  # of an online run, whose pairs are yet to be made
 
 
 def load_data(

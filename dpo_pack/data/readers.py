@@ -47,6 +47,7 @@ class ColumnNames:
     mapping: Mapping[str, str]
     label: str  # the path or hub id, as the user wrote it
     key: str  # the recipe key of the source, "data.train.0"
+    prompts_suffice: bool = False  # rows need no completions: they will be generated
 
     def rename(self, row: dict[str, Any]) -> dict[str, Any] | BadRow:
         """The row under our names; a BadRow when a mapped column is missing."""
@@ -70,9 +71,14 @@ class ColumnNames:
                 )
         selected = {ours: self.mapping.get(ours, ours) for ours in ROW_COLUMNS}
         selected = {ours: theirs for ours, theirs in selected.items() if theirs in present}
-        for required in (("chosen", "rejected"), ("chosen_ids", "rejected_ids")):
+        prompts = (("prompt",), ("prompt_ids",)) if self.prompts_suffice else ()
+        for required in (*prompts, ("chosen", "rejected"), ("chosen_ids", "rejected_ids")):
             if all(column in selected for column in required):
                 return selected
+        if self.prompts_suffice:
+            raise DataError(
+                f"{self.label}: no column 'prompt'; {there}; name it in {self.key}.columns.prompt"
+            )
         raise DataError(
             f"{self.label}: no columns 'chosen' and 'rejected'; {there}; say which they are in "
             f"{self.key}.columns, for example {{chosen: {present[0] if present else 'better'}}}"

@@ -51,6 +51,7 @@ class Tokenizer(Protocol):
     def __len__(self) -> int: ...
     def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
     def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
+    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ def tokenize_batch(
             dropped.append(DroppedRow(row_number=number, reason=bad.reason, detail=bad.detail))
         else:
             parsed.append((number, pair))
-    ids = _joined_ids(parsed) if settings.format == "tokenized" else _encode(texts, settings, tokenizer)
+    ids = _joined_ids(parsed) if settings.format == "tokenized" else encode_texts(texts, settings, tokenizer)
     ends, counts = _EndTokens.of(tokenizer, settings.format), Counter[str]()
     kept: list[PairIds] = []
     weights: list[float] = []
@@ -217,7 +218,9 @@ def _apply_chat_template(pair: Pair, tokenizer: Tokenizer) -> tuple[str, str, st
         raise BadRow("template_error", f"the chat template cannot render it ({what})") from error
 
 
-def _encode(texts: list[str], settings: TokenizationSettings, tokenizer: Tokenizer) -> Iterator[TokenIds]:
+def encode_texts(
+    texts: list[str], settings: TokenizationSettings, tokenizer: Tokenizer
+) -> Iterator[TokenIds]:
     """Ids of each text, many texts at a time, so that the tokenizer's threads have work."""
     start = 0
     while start < len(texts):
@@ -237,7 +240,7 @@ def _encode(texts: list[str], settings: TokenizationSettings, tokenizer: Tokeniz
 
 
 def _joined_ids(parsed: list[tuple[int, Pair]]) -> Iterator[TokenIds]:
-    """Rows that are token ids already, in the form that `_encode` gives."""
+    """Rows that are token ids already, in the form that `encode_texts` gives."""
     for _, pair in parsed:
         parts = pair.prompt, pair.chosen, pair.rejected
         prompt, chosen, rejected = (np.array(ids, dtype=np.int32) for ids in parts)
