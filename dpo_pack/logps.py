@@ -26,6 +26,7 @@ class TokenStatistics(NamedTuple):
     entropy: Tensor  # nats
     is_top1: Tensor  # 1.0 where the target has the largest logit
     mean_logit: Tensor  # over the vocabulary
+    log_sum_squares: Tensor  # log sum_v p(v)^2, nats: the expected probability of a sampled token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +72,10 @@ def token_logps(
     buffers_per_chunk = 1 if transform.softcap is None else 2
     kept_chunks = kept_bytes // (chunk_tokens * vocabulary_bytes * buffers_per_chunk)
     with torch.autocast(hidden.device.type, enabled=False):
-        logps, entropy, is_top1, mean_logit = _ChunkedLogps.apply(  # type: ignore[no-untyped-call]
+        logps, *statistics = _ChunkedLogps.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, transform, compute_dtype, chunk_tokens, kept_chunks
         )
-    return logps, TokenStatistics(entropy, is_top1, mean_logit)
+    return logps, TokenStatistics(*statistics)
 
 
 def sequence_sums(token_values: Tensor, lengths: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class _ChunkedLogps(torch.autograd.Function):
         dtype: torch.dtype,
         chunk_tokens: int,
         kept_chunks: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         trains_head = needs_weight or needs_bias
         if trains_head:
@@ -108,8 +109,8 @@ class _ChunkedLogps(torch.autograd.Function):
         ctx.hidden_dtype, ctx.dtype = hidden.dtype, dtype
         hidden, head_weight = hidden.to(dtype), weight.to(dtype)
         num_tokens = len(targets)
-        logps, entropy, is_top1, mean_logit, log_normalizer = torch.empty(
-            (5, num_tokens), dtype=_softmax_dtype(hidden), device=hidden.device
+        logps, entropy, is_top1, mean_logit, log_sum_squares, log_normalizer = torch.empty(
+            (6, num_tokens), dtype=_softmax_dtype(hidden), device=hidden.device
         ).unbind()
         # d logp / d hidden, all that a frozen head leaves to know.
         direction = torch.empty_like(hidden) if needs_hidden and not trains_head else None
@@ -126,6 +127,7 @@ class _ChunkedLogps(torch.autograd.Function):
             logps[chunk] = target_logit - log_normalizer[chunk]
             entropy[chunk] = total.log() - torch.linalg.vecdot(softmax, centered) / total
             is_top1[chunk] = target_logit >= peak
+            log_sum_squares[chunk] = (torch.linalg.vecdot(softmax, softmax) / total.square()).log()
             if direction is not None:
                 one = torch.ones_like(total)
                 grad_logits = _logit_grad(softmax.div_(total[:, None]), targets[chunk], one, slope)
@@ -134,8 +136,8 @@ class _ChunkedLogps(torch.autograd.Function):
                 kept.append((softmax.div_(total[:, None]), slope))
         ctx.transform, ctx.chunk_tokens, ctx.trains_head = transform, chunk_tokens, trains_head
         ctx.kept, ctx.log_normalizer, ctx.direction = kept, log_normalizer, direction
-        ctx.mark_non_differentiable(entropy, is_top1, mean_logit)
-        return logps, entropy, is_top1, mean_logit
+        ctx.mark_non_differentiable(entropy, is_top1, mean_logit, log_sum_squares)
+        return logps, entropy, is_top1, mean_logit, log_sum_squares
 
     @staticmethod
     @once_differentiable

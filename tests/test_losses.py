@@ -1,19 +1,22 @@
-"""Losses: hand-computed values, gradients, extreme margins."""
+"""Losses of log-ratios to a reference: hand-computed values, gradients, extreme margins."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import exp, log
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from dpo_pack.divergences import DIVERGENCES
-from dpo_pack.losses import LOSSES, LossOptions, PairLogps, weighted_sum
-from dpo_pack.recipe_checks import AVAILABLE_SO_FAR, F_DIVERGENCE_LOSSES
+from dpo_pack.losses import LOSSES, Loss, LossOptions, PairLogps
+from dpo_pack.recipe_checks import F_DIVERGENCE_LOSSES, REFERENCE_FREE_LOSSES, USERS_OF_LOSS_OPTION
+from dpo_pack.recipe_schema import LossType
 
-NAMES = tuple(LOSSES)
+CONTRASTIVE = {name: loss for name, loss in LOSSES.items() if isinstance(loss, Loss) and loss.needs_reference}
+NAMES = tuple(CONTRASTIVE)
 
 
 def options_for(name: str, *, beta: float, label_smoothing: float = 0.0) -> LossOptions:
@@ -78,7 +81,7 @@ REFERENCE = pair_logps(-12.0, -7.0)
 )
 def test_a_loss_is_what_its_formula_gives_by_hand(name: str, label_smoothing: float, expected: float) -> None:
     options = LossOptions(beta=0.5, label_smoothing=label_smoothing)
-    value = LOSSES[name].function(POLICY, REFERENCE, options)
+    value = CONTRASTIVE[name].function(POLICY, REFERENCE, options)
     assert value.shape == (1,) and value.dtype == torch.float64
     assert float(value) == pytest.approx(expected, abs=1e-12)
 
@@ -102,12 +105,12 @@ def test_a_loss_is_what_its_formula_gives_by_hand(name: str, label_smoothing: fl
 )
 def test_a_pair_in_the_wrong_order_costs_what_the_formula_gives_by_hand(name: str, expected: float) -> None:
     """Policy and reference exchanged: a margin of -3, and of -1 a token; rewards -0.2 and 0.1."""
-    value = LOSSES[name].function(REFERENCE, POLICY, options_for(name, beta=0.1))
+    value = CONTRASTIVE[name].function(REFERENCE, POLICY, options_for(name, beta=0.1))
     assert float(value) == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_temperature_of_discopop_is_the_recipe_s() -> None:
-    value = LOSSES["discopop"].function(POLICY, REFERENCE, LossOptions(beta=0.5, discopop_tau=0.5))
+    value = CONTRASTIVE["discopop"].function(POLICY, REFERENCE, LossOptions(beta=0.5, discopop_tau=0.5))
     assert float(value) == pytest.approx(logistic(-3) * softplus(-1.5) + logistic(3) * exp(-1.5), abs=1e-12)
 
 
@@ -120,7 +123,7 @@ def test_gradients_are_those_of_the_formula(name: str, label_smoothing: float) -
     options = options_for(name, beta=0.3, label_smoothing=label_smoothing)
 
     def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-        return LOSSES[name].function(pair_logps(chosen, rejected), reference, options)
+        return CONTRASTIVE[name].function(pair_logps(chosen, rejected), reference, options)
 
     assert torch.autograd.gradcheck(loss, (chosen.requires_grad_(), rejected.requires_grad_()))
 
@@ -128,7 +131,7 @@ def test_gradients_are_those_of_the_formula(name: str, label_smoothing: float) -
 def slopes(name: str, chosen: float, rejected: float, *, beta: float = 0.1) -> tuple[float, float]:
     """Of the loss in the logratios."""
     sides = [torch.tensor([side], dtype=torch.float64, requires_grad=True) for side in (chosen, rejected)]
-    loss = LOSSES[name].function(pair_logps(*sides), pair_logps(0.0, 0.0), options_for(name, beta=beta))
+    loss = CONTRASTIVE[name].function(pair_logps(*sides), pair_logps(0.0, 0.0), options_for(name, beta=beta))
     gradients = torch.autograd.grad(loss.sum(), sides)
     return gradients[0].item(), gradients[1].item()
 
@@ -177,7 +180,7 @@ def test_extreme_logratios_give_the_finite_values_and_slopes_of_the_mathematics(
     for sign, (expected_loss, expected_slope) in zip((1, -1), EXTREMES[name], strict=True):
         chosen = torch.tensor([sign * 1e4], dtype=torch.float64, requires_grad=True)
         policy = pair_logps(chosen, -sign * 1e4)
-        loss = LOSSES[name].function(policy, pair_logps(0.0, 0.0), options_for(name, beta=0.1))
+        loss = CONTRASTIVE[name].function(policy, pair_logps(0.0, 0.0), options_for(name, beta=0.1))
         (slope,) = torch.autograd.grad(loss.sum(), chosen)
         assert loss.item() == pytest.approx(expected_loss, abs=1e-9)
         assert abs(slope.item()) == pytest.approx(expected_slope, abs=1e-9)
@@ -196,7 +199,7 @@ def test_extreme_logratios_stay_finite_with_label_smoothing(
     chosen = torch.tensor([1e4, -1e4], dtype=torch.float64, requires_grad=True)
     policy = pair_logps(chosen, [-1e4, 1e4])
     options = LossOptions(beta=0.1, label_smoothing=0.25)
-    loss = LOSSES[name].function(policy, pair_logps([0.0, 0.0], [0.0, 0.0]), options)
+    loss = CONTRASTIVE[name].function(policy, pair_logps([0.0, 0.0], [0.0, 0.0]), options)
     (gradient,) = torch.autograd.grad(loss.sum(), chosen)
     assert loss.tolist() == pytest.approx(expected_losses)
     assert gradient.tolist() == pytest.approx(expected_slopes)
@@ -204,29 +207,15 @@ def test_extreme_logratios_stay_finite_with_label_smoothing(
 
 def test_an_infinite_margin_without_label_smoothing_is_no_nan() -> None:
     policy = pair_logps(0.0, -torch.inf)
-    assert LOSSES["sigmoid"].function(policy, pair_logps(0.0, 0.0), LossOptions(beta=0.1)).item() == 0.0
+    assert CONTRASTIVE["sigmoid"].function(policy, pair_logps(0.0, 0.0), LossOptions(beta=0.1)).item() == 0.0
 
 
-def test_a_weighted_sum_adds_its_terms_pair_by_pair() -> None:
-    policy, reference = pair_logps([-10.0, -3.0], [-8.0, -9.0]), pair_logps([-12.0, -4.0], [-7.0, -5.0])
-    options = LossOptions(beta=0.5)
-    total = weighted_sum([("sigmoid", 1.0), ("hinge", 0.25)], policy, reference, options)
-    # Margins: 3 and 5; the hinge is zero for both.
-    assert total.tolist() == pytest.approx([softplus(-1.5), softplus(-2.5)])
-    total = weighted_sum([("hinge", 2.0), ("sigmoid_norm", 3.0)], reference, policy, options)
-    # Margins -3 and -5; a token: -1 and -1 / 4 - 4 / 2 = -2.25.
-    expected = [2 * 2.5 + 3 * softplus(0.5), 2 * 3.5 + 3 * softplus(1.125)]
-    assert total.tolist() == pytest.approx(expected)
-    one_term = weighted_sum([("ipo", 1.0)], policy, reference, options)
-    assert torch.equal(one_term, LOSSES["ipo"].function(policy, reference, options))
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if not LOSSES[name].couples_pairs])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_pair_s_loss_does_not_depend_on_the_other_pairs(name: str) -> None:
     options = options_for(name, beta=0.1)
     policy, reference = pair_logps([-10.0, -3.0], [-8.0, -9.0]), pair_logps([-12.0, -4.0], [-7.0, -5.0])
-    alone = LOSSES[name].function(pair_logps(-3.0, -9.0), pair_logps(-4.0, -5.0), options)
-    assert torch.equal(LOSSES[name].function(policy, reference, options)[1:], alone)
+    alone = CONTRASTIVE[name].function(pair_logps(-3.0, -9.0), pair_logps(-4.0, -5.0), options)
+    assert torch.equal(CONTRASTIVE[name].function(policy, reference, options)[1:], alone)
 
 
 # The losses that put a divergence's scores in the place of logratios, of those there are.
@@ -234,8 +223,11 @@ WITH_DIVERGENCE = tuple(name for name in NAMES if name in F_DIVERGENCE_LOSSES)
 OTHER_DIVERGENCES = tuple(name for name in DIVERGENCES if name != "reverse_kl")
 
 
-def test_the_recipe_offers_the_losses_there_are() -> None:
-    assert set(AVAILABLE_SO_FAR["loss.type"]) == set(LOSSES)
+def test_the_recipe_offers_the_losses_there_are_and_knows_which_need_a_reference() -> None:
+    assert get_args(LossType) == tuple(LOSSES)
+    assert {name for name, loss in LOSSES.items() if not loss.needs_reference} == REFERENCE_FREE_LOSSES
+    users = {name for names in USERS_OF_LOSS_OPTION.values() for name in names}
+    assert users | F_DIVERGENCE_LOSSES <= set(LOSSES)
 
 
 @pytest.mark.parametrize(
@@ -250,12 +242,12 @@ def test_a_divergence_takes_the_place_of_logratios(
     divergence: str, chosen_score: float, rejected_score: float
 ) -> None:
     options = LossOptions(beta=0.5, f_divergence=divergence, f_alpha=0.3)
-    loss = LOSSES["sigmoid"].function(POLICY, REFERENCE, options)
+    loss = CONTRASTIVE["sigmoid"].function(POLICY, REFERENCE, options)
     assert float(loss) == pytest.approx(softplus(-0.5 * (chosen_score - rejected_score)), abs=1e-12)
     per_token = chosen_score / 4 - rejected_score / 2
-    loss = LOSSES["sigmoid_norm"].function(POLICY, REFERENCE, options)
+    loss = CONTRASTIVE["sigmoid_norm"].function(POLICY, REFERENCE, options)
     assert float(loss) == pytest.approx(softplus(-0.5 * per_token), abs=1e-12)
-    loss = LOSSES["ipo"].function(POLICY, REFERENCE, options)
+    loss = CONTRASTIVE["ipo"].function(POLICY, REFERENCE, options)
     assert float(loss) == pytest.approx((per_token - 1) ** 2, abs=1e-12)
 
 
@@ -264,7 +256,7 @@ def test_a_divergence_takes_the_place_of_logratios(
 def test_a_divergence_changes_the_losses_that_the_recipe_allows_it_for(name: str, divergence: str) -> None:
     plain = options_for(name, beta=0.1)
     other = replace(plain, f_divergence=divergence)
-    values = [LOSSES[name].function(POLICY, REFERENCE, options).item() for options in (plain, other)]
+    values = [CONTRASTIVE[name].function(POLICY, REFERENCE, options).item() for options in (plain, other)]
     assert (values[0] != values[1]) == (name in WITH_DIVERGENCE)
 
 
@@ -277,7 +269,7 @@ def test_gradients_with_a_divergence_are_those_of_the_formula(name: str, diverge
     options = replace(options_for(name, beta=0.3), f_divergence=divergence)
 
     def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-        return LOSSES[name].function(pair_logps(chosen, rejected), reference, options)
+        return CONTRASTIVE[name].function(pair_logps(chosen, rejected), reference, options)
 
     assert torch.autograd.gradcheck(loss, (chosen.requires_grad_(), rejected.requires_grad_()))
 
@@ -295,7 +287,7 @@ def test_a_pair_far_on_the_right_side_has_no_slope_whatever_the_divergence(
         ]
         options = replace(options_for(name, beta=0.1), f_divergence=divergence)
         policy = pair_logps(*sides, chosen_tokens=2, rejected_tokens=2)
-        loss = LOSSES[name].function(policy, pair_logps(0.0, 0.0), options)
+        loss = CONTRASTIVE[name].function(policy, pair_logps(0.0, 0.0), options)
         gradients = torch.autograd.grad(loss.sum(), sides)
         assert loss.item() == pytest.approx(-log(0.9) if name == "exo_pair" else 0.0, abs=1e-9)
         assert [gradient.item() for gradient in gradients] == pytest.approx([0.0, 0.0], abs=1e-9)

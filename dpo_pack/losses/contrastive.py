@@ -1,7 +1,6 @@
-"""Preference losses: pure functions of policy and reference log-probs.
+"""Losses that compare a pair's log-ratios to the reference: DPO and its relatives.
 
-Each takes summed completion log-probs of P pairs and returns one value a pair, [P]; the caller weights
-them, sums them over the step's rows and divides by the global step's pair count. `logratio` is
+Each takes summed completion log-probs of P pairs and returns one value a pair, [P]. `logratio` is
 log pi(y|x) - log pi_ref(y|x), `reward` is beta * logratio, and `margin` the chosen score minus the rejected
 one, where a score is what `options.f_divergence` makes of a logratio (divergences.py): the logratio itself
 unless another divergence is asked for.
@@ -10,57 +9,13 @@ unless another divergence is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dpo_pack.divergences import DIVERGENCES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairLogps:
-    """Summed completion log-probs of P pairs under one model, and how many tokens each sum has."""
-
-    chosen: Tensor  # [P] float64, nats
-    rejected: Tensor  # [P] float64, nats
-    chosen_tokens: Tensor  # [P] int64
-    rejected_tokens: Tensor  # [P] int64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossOptions:
-    """What the loss functions take besides log-probs; the recipe's `loss` section without its types."""
-
-    beta: float
-    label_smoothing: float = 0.0
-    f_divergence: str = "reverse_kl"  # name in DIVERGENCES
-    f_alpha: float = 0.5
-    discopop_tau: float = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """An entry of LOSSES.
-
-    `needs_reference` is False for reference-free losses, which then skip the reference pass.
-    `couples_pairs` is True when a pair's value depends on the other pairs of the global step; such a loss
-    is given the whole step's log-probs at once, whatever rows they were computed in.
-    """
-
-    function: Callable[[PairLogps, PairLogps, LossOptions], Tensor]
-    needs_reference: bool = True
-    couples_pairs: bool = False
-
-
-def chosen_logratio(policy: PairLogps, reference: PairLogps) -> Tensor:
-    return policy.chosen - reference.chosen
-
-
-def rejected_logratio(policy: PairLogps, reference: PairLogps) -> Tensor:
-    return policy.rejected - reference.rejected
+from dpo_pack.losses.interface import LossOptions, PairLogps, chosen_logratio, rejected_logratio
 
 
 def sigmoid(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
@@ -69,7 +24,7 @@ def sigmoid(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Te
     With label smoothing e it is cDPO, Mitchell 2023 (ericmitchell.ai/cdpo.pdf), eq. 3:
     -(1 - e) log sigmoid(beta * margin) - e log sigmoid(-beta * margin).
     """
-    return _mixed_logistic(options.beta * _margin(policy, reference, options), options.label_smoothing)
+    return mixed_logistic(options.beta * _margin(policy, reference, options), options.label_smoothing)
 
 
 def robust(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
@@ -79,7 +34,7 @@ def robust(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Ten
     Unbiased for the loss without swaps, and so unbounded below: a right pair's loss falls with its margin.
     """
     swapped = options.label_smoothing
-    return _mixed_logistic(options.beta * _margin(policy, reference, options), -swapped / (1 - 2 * swapped))
+    return mixed_logistic(options.beta * _margin(policy, reference, options), -swapped / (1 - 2 * swapped))
 
 
 def hinge(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
@@ -182,15 +137,13 @@ def sigmoid_norm(policy: PairLogps, reference: PairLogps, options: LossOptions) 
     return -F.logsigmoid(options.beta * _margin_per_token(policy, reference, options))
 
 
-def weighted_sum(
-    terms: Sequence[tuple[str, float]], policy: PairLogps, reference: PairLogps, options: LossOptions
-) -> Tensor:
-    """[P]: the sum over `terms`, (name in LOSSES, weight) each."""
-    values = [weight * LOSSES[name].function(policy, reference, options) for name, weight in terms]
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
+def mixed_logistic(logits: Tensor, swapped: float) -> Tensor:
+    """-(1 - swapped) log sigmoid(logits) - swapped log sigmoid(-logits), of any shape."""
+    loss = -F.logsigmoid(logits) * (1 - swapped)
+    if swapped != 0.0:
+        # Left out at zero: 0 * inf would be NaN for infinite margins.
+        loss = loss - F.logsigmoid(-logits) * swapped
+    return loss
 
 
 def _rewards(policy: PairLogps, reference: PairLogps, options: LossOptions) -> tuple[Tensor, Tensor]:
@@ -212,28 +165,3 @@ def _margin(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Te
 def _margin_per_token(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
     chosen, rejected = _scores(policy, reference, options)
     return chosen / policy.chosen_tokens - rejected / policy.rejected_tokens
-
-
-def _mixed_logistic(logits: Tensor, swapped: float) -> Tensor:
-    """-(1 - swapped) log sigmoid(logits) - swapped log sigmoid(-logits)."""
-    loss = -F.logsigmoid(logits) * (1 - swapped)
-    if swapped != 0.0:
-        # Left out at zero: 0 * inf would be NaN for infinite margins.
-        loss = loss - F.logsigmoid(-logits) * swapped
-    return loss
-
-
-LOSSES: dict[str, Loss] = {
-    "sigmoid": Loss(function=sigmoid),
-    "robust": Loss(function=robust),
-    "hinge": Loss(function=hinge),
-    "ipo": Loss(function=ipo),
-    "exo_pair": Loss(function=exo_pair),
-    "nca_pair": Loss(function=nca_pair),
-    "bco_pair": Loss(function=bco_pair),
-    "sppo_hard": Loss(function=sppo_hard),
-    "apo_zero": Loss(function=apo_zero),
-    "apo_down": Loss(function=apo_down),
-    "discopop": Loss(function=discopop),
-    "sigmoid_norm": Loss(function=sigmoid_norm),
-}

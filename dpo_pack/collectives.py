@@ -1,0 +1,51 @@
+"""What ranks tell each other for metrics and health. On one process each function is the identity."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather_over_ranks(rows: Tensor) -> Tensor:
+    """Every rank's `rows` one after another, on every rank. Ranks may have different numbers of them.
+
+    rows: [n, ...] -> [sum of n over ranks, ...]. Waits for the device, to know how many each rank has.
+    """
+    if not _has_peers():
+        return rows
+    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+    sizes: list[int] = torch.cat(counts).tolist()
+    padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+
+
+def total_over_ranks(values: Tensor) -> Tensor:
+    """The sum over ranks, elementwise. Waits for nothing on the host."""
+    if not _has_peers():
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """The mean of all ranks' values, elementwise. Waits for nothing on the host."""
+    return total_over_ranks(values) / (dist.get_world_size() if _has_peers() else 1)
+
+
+def largest_over_ranks(values: Tensor) -> Tensor:
+    """The largest of all ranks' values, elementwise. Waits for nothing on the host."""
+    if not _has_peers():
+        return values
+    largest = values.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
+def _has_peers() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
