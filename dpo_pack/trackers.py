@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,8 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record) + "\n"
+        """Numbers that are not finite become null: JSON has no other name for them."""
+        line = json.dumps(_finite(record), allow_nan=False) + "\n"
         self._file.write(line)
         self._file.flush()
         self.offset += len(line.encode())
@@ -44,6 +46,12 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
@@ -64,9 +72,14 @@ def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, bool | int | fl
 def track(accelerator: Accelerator, record: dict[str, Any]) -> None:
     """Send a metrics line to the trackers, eval metrics under `eval/<source>/`."""
     prefix = "" if record["split"] == "train" else f"eval/{record['source']}/"
-    numbers = {
-        f"{prefix}{key}": value
-        for key, value in record.items()
-        if isinstance(value, (int, float)) and key != "step"
-    }
+    numbers = {name: value for name, value in _numbers(record, prefix) if name != f"{prefix}step"}
     accelerator.log(numbers, step=record["step"])
+
+
+def _numbers(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, int | float]]:
+    """Numbers by name, of breakdowns as `by_length/<bucket>/<metric>`. Intervals are in the file only."""
+    for key, value in record.items():
+        if isinstance(value, dict) and key != "intervals":
+            yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)):
+            yield f"{prefix}{key}", value
