@@ -1,14 +1,55 @@
-"""AdamW and its learning-rate schedule."""
+"""Optimizers by name, and the learning-rate schedule."""
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
-from torch import nn
-from torch.optim import AdamW, Optimizer
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
+
+from dpo_pack.errors import RecipeError
+
+
+def build_optimizer(
+    name: str,
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> Optimizer:
+    """A recipe's `optim.name` over the trained parameters; `check_optimizer` has let it pass.
+
+    `betas` and `eps` are AdamW's. adamw_8bit: its moments in blocks of 8 bits (Dettmers et al. 2021, arXiv
+    2110.02861). adafactor (Shazeer & Stern 2018, arXiv 1804.04235): no first moments, of second ones row and
+    column means; a step is `lr` times the tensor's root mean square, or times 1e-3 if that is more.
+    """
+    if name == "adamw":
+        return adamw(model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    groups = _groups(model, weight_decay)
+    if name == "adafactor":
+        return Adafactor(groups, lr=lr, weight_decay=weight_decay)
+    assert name == "adamw_8bit"
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    return optimizer
+
+
+def check_optimizer(name: str, device: torch.device) -> None:
+    """Raises RecipeError when a recipe's `optim.name` does not run on this device."""
+    if name == "adamw_8bit" and device.type != "cuda":
+        raise RecipeError(
+            f"optim.name: adamw_8bit is bitsandbytes' kernel for CUDA devices, and this is {device.type}; "
+            "set optim.name: adamw"
+        )
 
 
 def adamw(
@@ -18,12 +59,26 @@ def adamw(
 
     Vectors (biases, norm weights) are not decayed: they have no scale to keep small.
     """
+    return AdamW(_groups(model, weight_decay), lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    return [group for group in groups if group["params"]]
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Scale gradients down to `max_norm`, if they are larger; returns their norm before, [].
+
+    Waits for nothing on the host. Of sharded parameters the norm is that of the whole gradient.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = nn.utils.clip_grad_norm_(parameters, math.inf if max_norm is None else max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def learning_rate_schedule(

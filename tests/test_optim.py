@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from math import cos, pi
 
 import pytest
 import torch
 from torch import nn
 
-from dpo_pack.optim import adamw, learning_rate_schedule, num_warmup_steps
+from dpo_pack.errors import RecipeError
+from dpo_pack.optim import (
+    adamw,
+    build_optimizer,
+    check_optimizer,
+    learning_rate_schedule,
+    num_warmup_steps,
+)
 
 LR = 0.5
 
@@ -122,3 +130,80 @@ def test_warm_up_steps_replace_the_ratio_which_rounds_up(
     num_steps: int, ratio: float, steps: int | None, expected: int
 ) -> None:
     assert num_warmup_steps(num_steps, warmup_ratio=ratio, warmup_steps=steps) == expected
+
+
+# ------------------------------------------------------------------------------------- optimizers by name
+
+
+def build(
+    name: str, network: nn.Module, *, lr: float = 0.1, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    return build_optimizer(name, network, lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay)
+
+
+def take_steps(network: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def test_adafactor_s_first_step_is_lr_times_the_size_of_the_tensor() -> None:
+    """Shazeer & Stern 2018, algorithm 4: with one gradient of rank one the normalised update is its sign."""
+    layer = nn.Linear(2, 3, bias=False)
+    for scale, size in ((2.0, 2.0), (0.0, 1e-3)):  # a tensor of zeros, as LoRA's B, moves by 1e-3 x lr
+        nn.init.constant_(layer.weight, scale)
+        layer.weight.grad = torch.tensor([1.0, -2.0, 4.0])[:, None] * torch.tensor([[3.0, -5.0]])
+        before = layer.weight.detach().clone()
+        build("adafactor", layer).step()
+        expected = -0.1 * size * layer.weight.grad.sign()
+        torch.testing.assert_close(layer.weight.detach() - before, expected, rtol=1e-4, atol=1e-8)
+
+
+def test_adafactor_keeps_less_than_a_moment_and_goes_on_bitwise_from_its_state() -> None:
+    network = nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48))
+    optimizer = build("adafactor", network, weight_decay=0.1)
+    take_steps(network, optimizer, range(3))
+    kept = [t.numel() for values in optimizer.state_dict()["state"].values() for t in values.values()]
+    assert sum(kept) < 64 * 48 / 4
+    other = copy.deepcopy(network)
+    resumed = build("adafactor", other, weight_decay=0.1)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for pair in ((network, optimizer), (other, resumed)):
+        take_steps(*pair, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_whatever_its_name_an_optimizer_decays_matrices_alone(name: str) -> None:
+    network = tiny_network()
+    decays: dict[int, float] = {}
+    for group in build(name, network, weight_decay=0.1).param_groups:
+        decays |= {id(parameter): group["weight_decay"] for parameter in group["params"]}
+    assert {decays.get(id(network[0].weight)), decays.get(id(network[2].weight))} == {0.1}
+    assert {decays.get(id(network[0].bias)), decays.get(id(network[1].weight))} == {0.0}
+    assert id(network[3].weight) not in decays
+
+
+def test_eight_bit_states_are_refused_without_cuda() -> None:
+    with pytest.raises(RecipeError, match=r"^optim\.name: adamw_8bit .*CUDA.*cpu.*optim\.name: adamw$"):
+        check_optimizer("adamw_8bit", torch.device("cpu"))
+    check_optimizer("adafactor", torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_eight_bit_adamw_follows_adamw() -> None:
+    pytest.importorskip("bitsandbytes")
+    networks = []
+    for name in ("adamw", "adamw_8bit"):
+        torch.manual_seed(0)
+        network = nn.Linear(128, 64, bias=False).cuda()
+        optimizer = build(name, network, lr=1e-3)
+        for number in range(5):
+            generator = torch.Generator().manual_seed(number)
+            network.weight.grad = torch.randn(network.weight.shape, generator=generator).cuda()
+            optimizer.step()
+        networks.append(network.weight.detach())
+    assert (networks[0] - networks[1]).abs().mean() < 0.2 * 1e-3

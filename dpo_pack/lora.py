@@ -1,0 +1,257 @@
+"""LoRA through peft: low-rank adapters on a frozen base (Hu et al. 2021, arXiv 2106.09685).
+
+An adapted layer computes `W x + (alpha / r) B A x`; only A [r, in] and B [out, r] are trained. A new adapter
+starts with B = 0, so the policy starts as its base and the reference is the base itself: the same model as
+in full fine-tuning, and so the same cached log-probs. peft is an extra and imported when it is needed.
+
+Legend: V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dpo_pack.errors import ModelError
+from dpo_pack.files import read_json
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModelForCausalLM
+
+ADAPTER_CONFIG = "adapter_config.json"
+_NAME = "default"  # peft's; an adapter of another name is saved in a folder of its own
+# What peft raises for an adapter or target modules that do not fit the model.
+_PEFT_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError, SafetensorError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """A new adapter. `seed` decides A; B is 0."""
+
+    r: int
+    alpha: float
+    dropout: float
+    target_modules: str | tuple[str, ...]  # "all-linear", or names or ends of names of modules
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAdapter:
+    """An adapter's directory and the model it was trained on."""
+
+    directory: Path
+    base: str  # hub id or local directory
+    base_revision: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A model's adapter, attached."""
+
+    peft_model: PeftModelForCausalLM
+    base: str
+    is_new: bool  # its policy starts as the base
+    dropouts: tuple[nn.Dropout, ...]
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """The model before training meanwhile: its base, or base and adapter where that was saved."""
+        with self.peft_model.disable_adapter() if self.is_new else contextlib.nullcontext():
+            yield
+
+    def set_dropout(self, is_on: bool) -> None:
+        """Dropout belongs to training alone; everything else in the model stays in evaluation mode."""
+        for dropout in self.dropouts:
+            dropout.training = is_on
+
+    def head_weights(self, head: Any) -> tuple[Tensor, Tensor | None]:
+        """Weight [V, D] and bias [V] that the output head comes to, differentiable in what is trained."""
+        from peft.tuners.lora import Linear as LoraLinear
+        from peft.utils import ModulesToSaveWrapper
+
+        if isinstance(head, ModulesToSaveWrapper):
+            head = head.original_module if head.disable_adapters else head.modules_to_save[_NAME]
+        if not isinstance(head, LoraLinear):
+            return head.weight, head.bias
+        plain: Any = head.get_base_layer()
+        if head.disable_adapters:
+            return plain.weight, plain.bias
+        return plain.weight + head.get_delta_weight(_NAME), plain.bias
+
+    def save(self, directory: Path) -> None:
+        """Write the adapter as plain peft reads it. Nothing of the base is in it."""
+        # peft would ask the hub whether the vocabulary has grown; it cannot have.
+        self.peft_model.save_pretrained(str(directory), save_embedding_layers=False)
+
+    def merge(self) -> PreTrainedModel:
+        """The base with the adapter added to its weights; the adapter is gone. Raises ModelError."""
+        with _one_line(f"cannot merge the adapter into {self.base}"):
+            merged = self.peft_model.merge_and_unload(safe_merge=True)
+        assert isinstance(merged, PreTrainedModel)
+        return merged
+
+
+def require_peft(key: str) -> None:
+    """Raises ModelError when peft is not installed; `key` is what asked for it."""
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError(
+            f"{key}: an adapter needs peft, which is not installed; pip install 'dpo-pack[peft]'"
+        )
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a local directory holds a peft adapter."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
+
+
+def read_adapter(directory: Path, key: str) -> SavedAdapter:
+    """What an adapter's directory says. `key` is named in errors. Raises ModelError."""
+    config = read_json(directory / ADAPTER_CONFIG)
+    if not isinstance(config, dict):
+        raise ModelError(f"{key}: {directory / ADAPTER_CONFIG} cannot be read; save the adapter again")
+    if config.get("peft_type") != "LORA" or config.get("alora_invocation_tokens"):
+        kind = "aLoRA" if config.get("alora_invocation_tokens") else config.get("peft_type")
+        raise ModelError(
+            f"{key}: {directory} is a {kind} adapter, and only LoRA ones can be used; merge it first"
+        )
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"{key}: {directory / ADAPTER_CONFIG} does not name the model it belongs to; set its "
+            "base_model_name_or_path"
+        )
+    if is_adapter(base):
+        raise ModelError(f"{key}: {directory} is an adapter of another adapter, {base}; merge that one first")
+    return SavedAdapter(directory=directory, base=base, base_revision=config.get("revision"))
+
+
+def attach_adapter(
+    model: PreTrainedModel,
+    adapter: LoraSettings | Path,
+    *,
+    base: str,
+    revision: str | None,
+    recipe_key: str,
+) -> Adapter:
+    """Put a new or a saved adapter into `model`, which is changed in place: only the adapter is trained.
+
+    `base` and `revision` say where the model comes from. Raises ModelError when the adapter does not fit, or
+    when its log-probs would not be computed exactly.
+    """
+    require_peft(recipe_key)
+    is_new = isinstance(adapter, LoraSettings)
+    key = "model.lora" if is_new else recipe_key
+    local = os.path.abspath(base) if os.path.isdir(base) else base
+    with _one_line(f"{key}: the adapter does not fit {base}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what matters of them is checked here
+        if isinstance(adapter, LoraSettings):
+            peft_model = _attach_new(model, adapter)
+        else:
+            peft_model = _attach_saved(model, adapter)
+    config = peft_model.peft_config[_NAME]
+    config.base_model_name_or_path, config.revision = local, revision
+    _check_embeddings(model, key, is_new=is_new)
+    return Adapter(peft_model=peft_model, base=base, is_new=is_new, dropouts=_dropouts(model, keeps=is_new))
+
+
+def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> PeftModelForCausalLM:
+    from peft import LoraConfig, PeftModelForCausalLM
+
+    targets = settings.target_modules
+    config = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor; peft's annotation is too narrow
+        lora_dropout=settings.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    # On the CPU, where the model still is: the same adapter whatever the device and whatever came before.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
+    if not isinstance(targets, str):
+        _check_targets(peft_model, targets)
+    return peft_model
+
+
+def _check_targets(peft_model: PeftModelForCausalLM, targets: tuple[str, ...]) -> None:
+    """peft asks for one match among all names; a name that matches nothing is a mistake all the same."""
+    names: list[str] = vars(peft_model.base_model)["targeted_module_names"]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            raise ValueError(f"it has no linear module named {target}, see target_modules")
+
+
+def _attach_saved(model: PreTrainedModel, directory: Path) -> PeftModelForCausalLM:
+    from peft import PeftConfig, PeftModelForCausalLM
+
+    config: LoraConfig = PeftConfig.from_pretrained(str(directory))
+    config.inference_mode = False
+    peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
+    loading: Any = peft_model.load_adapter(str(directory), _NAME, is_trainable=True)
+    missing = [key for key in loading.missing_keys if _NAME in key.split(".")]
+    if missing or loading.unexpected_keys:
+        odd = "lack" if missing else "have no place for"
+        raise ValueError(f"its weights {odd} {(missing or loading.unexpected_keys)[0]}")
+    return peft_model
+
+
+def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None:
+    """Embeddings and head are where an adapter may mean something else once merged, or here."""
+    from peft.tuners.lora import Linear as LoraLinear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    head = model.get_output_embeddings()
+    adapted = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    changes_head = isinstance(head, adapted)
+    if not changes_head and not isinstance(model.get_input_embeddings(), adapted):
+        return
+    if model.config.get_text_config().tie_word_embeddings:
+        raise ModelError(
+            f"{key}: the adapter changes the embeddings or the output head, which are one tensor in this "
+            "model, so that it would not be the same once merged; leave embed_tokens and lm_head out"
+        )
+    is_low_rank = (
+        isinstance(head, LoraLinear)
+        and not head.lora_variant
+        and not head.lora_bias[_NAME]
+        and not (is_new and isinstance(head.lora_dropout[_NAME], nn.Dropout))
+    )
+    if changes_head and not is_low_rank and not isinstance(head, ModulesToSaveWrapper):
+        raise ModelError(
+            f"{key}: the adapter changes the output head in a way that is not supported here (plain LoRA "
+            "without dropout and modules_to_save are); leave the head out of target_modules"
+        )
+
+
+def _dropouts(model: PreTrainedModel, *, keeps: bool) -> tuple[nn.Dropout, ...]:
+    """The adapter's dropout. A saved adapter's was for its own training and is off, as the base's is."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    found = [dropout for layer in layers for dropout in layer.lora_dropout.values()]
+    dropouts = tuple(dropout for dropout in found if isinstance(dropout, nn.Dropout))
+    return dropouts if keeps else ()
+
+
+@contextlib.contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """peft's errors, which may be long, -> ModelError."""
+    try:
+        yield
+    except _PEFT_ERRORS as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason if len(reason) <= 200 else f"{reason[:200]}..."
+        raise ModelError(f"{what}: {reason.rstrip('.')}") from error

@@ -1,0 +1,99 @@
+"""A LoRA adapter and its base -> one model that needs no peft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+import dpo_pack
+from dpo_pack.errors import ModelError, RunError
+from dpo_pack.export import write_model
+from dpo_pack.files import written_aside
+from dpo_pack.lora import SavedAdapter, is_adapter, read_adapter, require_peft
+from dpo_pack.models import CompletionLogps, LoadedModel, Precision, load_config, load_model, load_tokenizer
+from dpo_pack.recipe_checks import TOKENIZER_FILES
+
+
+def merge_adapter(
+    source: Path, target: Path, *, base: str | None, dtype: str, trust_remote_code: bool
+) -> SavedAdapter:
+    """Write the merged model and the tokenizer into `target`, whole or not at all; returns what was merged.
+
+    `source` is an adapter's directory or that of a run. `base` replaces the base that the adapter names. The
+    sum is computed in float32 and rounded once, to `dtype`: auto is the type of the base's own weights.
+    Raises ModelError when the adapter or its base cannot be loaded, RunError when `target` exists.
+    """
+    adapter = find_adapter(source)
+    require_peft("dpopack merge")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise RunError(f"{target} exists already; give a path that does not")
+    if base is not None:
+        adapter = replace(adapter, base=base, base_revision=None)
+    tokenizer = _tokenizer(adapter, trust_remote_code)
+    merged = _merged(adapter, dtype, trust_remote_code)
+    with written_aside(target) as temporary:
+        write_model(merged, tokenizer, temporary, _card(adapter))
+    return adapter
+
+
+def _card(adapter: SavedAdapter) -> str:
+    name = adapter.directory.resolve()
+    name = name.parent if name.name == "model" else name
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [dpo-pack]\n---\n\n"
+        f"# {name.name}\n\nThe LoRA adapter {name.name}, merged into {adapter.base} by dpo-pack "
+        f"{dpo_pack.__version__}.\n"
+    )
+
+
+def find_adapter(source: Path) -> SavedAdapter:
+    """The adapter in a directory, or the one that a run has left there. Raises ModelError."""
+    for directory in (source, source / "model"):
+        if is_adapter(directory):
+            return read_adapter(directory, "dpopack merge")
+        if (directory / "config.json").is_file():
+            raise ModelError(f"{directory} is a full model; there is nothing to merge")
+    raise ModelError(
+        f"{source}: no adapter there (no adapter_config.json, nor in its model/); give the directory of an "
+        "adapter, or of a finished run with model.lora"
+    )
+
+
+def _tokenizer(adapter: SavedAdapter, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    has_own = any((adapter.directory / name).is_file() for name in TOKENIZER_FILES)
+    return load_tokenizer(
+        str(adapter.directory) if has_own else adapter.base,
+        revision=None if has_own else adapter.base_revision,
+        trust_remote_code=trust_remote_code,
+        chat_template=None,
+        recipe_key="dpopack merge",
+    )
+
+
+def _merged(adapter: SavedAdapter, dtype: str, trust_remote_code: bool) -> LoadedModel:
+    key = f"dpopack merge (the base of {adapter.directory}; --base gives another)"
+    config = load_config(
+        adapter.base, revision=adapter.base_revision, trust_remote_code=trust_remote_code, recipe_key=key
+    )
+    if config.to_dict().get("quantization_config") is not None:
+        raise ModelError(f"{key}: {adapter.base} is quantised; give the unquantised model with --base")
+    loaded = load_model(
+        adapter.base,
+        revision=adapter.base_revision,
+        trust_remote_code=trust_remote_code,
+        precision=Precision(parameters=torch.float32, autocast=None),
+        attention="auto",
+        packed=False,
+        gradient_checkpointing=False,
+        device=torch.device("cpu"),
+        recipe_key=key,
+        adapter=adapter.directory,
+    )
+    assert loaded.adapter is not None
+    model = loaded.adapter.merge()
+    own = config.dtype or torch.float32
+    model.to(own if dtype == "auto" else getattr(torch, dtype))  # type: ignore[arg-type]
+    return replace(loaded, scorer=CompletionLogps(model, backend=None, autocast=None))
