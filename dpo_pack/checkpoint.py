@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpo_pack.errors import RunError
 from dpo_pack.files import read_json, write_json_atomically, written_aside
+from dpo_pack.health import Health
 from dpo_pack.models import CompletionLogps
 from dpo_pack.sources import BatchSource
 
@@ -41,11 +42,14 @@ class TrainState:
     optimizer: Optimizer
     scheduler: LRScheduler
     source: BatchSource
+    reference: CompletionLogps | None = None  # one that follows the policy; a frozen one never changes
     step: int = 0  # optimizer steps taken
     num_pairs: int = 0  # trained on so far, copies counted
     num_tokens: int = 0  # computed so far by the policy
+    num_flops: float = 0.0  # of training on this rank's rows, see data/flops.py
     train_seconds: float = 0.0  # in steps: without start-up, evaluation and checkpoints
-    evaluation: dict[str, dict[str, float]] = field(default_factory=dict)  # last metrics by held-out set
+    evaluation: dict[str, dict[str, Any]] = field(default_factory=dict)  # last metrics by held-out set
+    health: Health = field(default_factory=Health)
 
 
 def save_checkpoint(
@@ -62,7 +66,8 @@ def save_checkpoint(
         _write_state(
             temporary / "state.pt",
             {
-                "policy": state.policy.model.state_dict(),
+                "policy": _policy_state(state.policy.model),
+                "reference": None if state.reference is None else state.reference.model.state_dict(),
                 "optimizer": state.optimizer.state_dict(),
                 "scheduler": state.scheduler.state_dict(),
                 "source": state.source.state_dict(),
@@ -73,8 +78,10 @@ def save_checkpoint(
             "step": state.step,
             "num_pairs": state.num_pairs,
             "num_tokens": state.num_tokens,
+            "num_flops": state.num_flops,
             "train_seconds": state.train_seconds,
             "evaluation": state.evaluation,
+            "health": state.health.state_dict(),
             "metrics_offset": metrics_offset,
             "identity": identity,
         }
@@ -122,14 +129,32 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: dict[str, str]) 
             "--overwrite"
         )
     saved = _read_state(path / "state.pt")
-    state.policy.model.load_state_dict(saved["policy"])
+    _load_policy_state(state.policy.model, saved["policy"], path)
+    if state.reference is not None:
+        state.reference.model.load_state_dict(saved["reference"])
     state.optimizer.load_state_dict(saved["optimizer"])
     state.scheduler.load_state_dict(saved["scheduler"])
     state.source.load_state_dict(saved["source"])
     _set_random_state(saved["random"])
-    for name in ("step", "num_pairs", "num_tokens", "train_seconds", "evaluation"):
+    for name in ("step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation"):
         setattr(state, name, counters[name])
+    state.health = Health.load(counters.get("health", {}))
     return int(counters["metrics_offset"])
+
+
+def _policy_state(model: nn.Module) -> dict[str, Tensor]:
+    """All of the model's tensors; where some are frozen, as under an adapter, those that are trained."""
+    tensors: dict[str, Tensor] = model.state_dict()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if all(parameter.requires_grad for parameter in parameters.values()):
+        return tensors
+    return {name: tensors[name] for name, parameter in parameters.items() if parameter.requires_grad}
+
+
+def _load_policy_state(model: nn.Module, saved: dict[str, Tensor], path: Path) -> None:
+    if saved.keys() != _policy_state(model).keys():
+        raise RunError(f"{path} holds other parameters than this policy trains; delete it and run again")
+    model.load_state_dict(saved, strict=False)
 
 
 def _write_state(file: Path, state: dict[str, Any]) -> None:

@@ -9,11 +9,12 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 import dpo_pack
+from dpo_pack.cache_cli import cache_app
 from dpo_pack.errors import DpoPackError, RecipeError
 from dpo_pack.interrupts import Interrupted, interruptible
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(cache_app, name="cache")
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
 Overrides = Annotated[
@@ -99,8 +101,14 @@ def precompute_ref(recipe: RecipeFile, overrides: Overrides = None) -> None:
     loaded = load_recipe(recipe, overrides or ())
     check_environment(loaded)
     from dpo_pack.console import make_console
-    from dpo_pack.prepare import prepare, prepare_reference
+    from dpo_pack.errors import RecipeError
+    from dpo_pack.prepare import prepare, recipe_objective
+    from dpo_pack.prepare_reference import prepare_reference
 
+    if not recipe_objective(loaded).needs_reference:
+        raise RecipeError("loss.type: this loss needs no reference, so there is nothing to precompute")
+    if loaded.reference.sync is not None:
+        raise RecipeError("reference.sync: a reference that follows the policy cannot be precomputed")
     console = make_console()
     filled = prepare_reference(prepare(loaded, console), None)
     console.print(
@@ -113,31 +121,46 @@ def precompute_ref(recipe: RecipeFile, overrides: Overrides = None) -> None:
 def inspect_packing(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    ranks: Annotated[str, typer.Option(help="Show the balance of so many processes, e.g. 1,8,64.")] = "1,8",
+    ranks: Annotated[
+        str, typer.Option(help="Show the balance of so many processes, e.g. 1,8,64.")
+    ] = "1,8,64",
+    budgets: Annotated[
+        str, typer.Option(help="Compare token budgets; the best is named, for the first number of --ranks.")
+    ] = "4096,8192,16384",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON ('-': print it).")
+    ] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as one page with charts.")
     ] = None,
 ) -> None:
     """Preview rows, fill and savings, without model weights."""
     from dpo_pack.recipe import check_environment, load_recipe
-    from dpo_pack.report import parse_ranks, render_packing
+    from dpo_pack.report import parse_numbers, render_packing
 
     loaded = load_recipe(recipe, overrides or ())
-    numbers = parse_ranks(ranks)
+    rank_numbers = parse_numbers(ranks, option="--ranks", instance="1,8,64")
+    budget_numbers = parse_numbers(budgets, option="--budgets", instance="4096,8192")
     check_environment(loaded)
     from dpo_pack.console import make_console
     from dpo_pack.data.packing_report import to_json
     from dpo_pack.files import write_text_atomically
-    from dpo_pack.prepare import inspect_recipe_packing, prepare_data, prepare_tokenizer
+    from dpo_pack.prepare import prepare_data, prepare_tokenizer
+    from dpo_pack.prepare_batches import inspect_recipe_packing
 
     console = make_console(quiet=json_file == Path("-"))
     data = prepare_data(loaded, prepare_tokenizer(loaded), console)
-    report = inspect_recipe_packing(loaded, data, numbers)
+    report = inspect_recipe_packing(loaded, data, rank_numbers, budget_numbers)
     render_packing(report, console)
     if json_file == Path("-"):
         print(to_json(report), end="")
     elif json_file is not None:
         write_text_atomically(json_file, to_json(report))
+    if html_file is not None:
+        from dpo_pack.report_html import packing_page
+
+        write_text_atomically(html_file, packing_page(report))
+        console.print(f"Page: {html_file}")
 
 
 @app.command()
@@ -145,27 +168,45 @@ def evaluate(
     recipe: RecipeFile,
     overrides: Overrides = None,
     model: Annotated[
-        Path | None, typer.Option(help="The model to evaluate.", show_default="output_dir/model")
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="A directory or hub id.", show_default="output_dir/model of the recipe"
+        ),
+    ] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="MODEL_A MODEL_B", help="Two models, and their paired difference, B - A."),
     ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the metrics as JSON ('-': print them)."),
     ] = None,
 ) -> None:
-    """Held-out accuracy, margin and loss of a trained model.
+    """Held-out accuracy, margin, loss and KL of a model.
 
-    Rewards and log-ratios are against the recipe's reference.
+    Rewards and log-ratios are against the recipe's reference. Each number comes with its 95 % interval, and
+    by source and by which completion is longer.
     """
     from dpo_pack.recipe import check_environment, load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
+    if model is not None and compare is not None:
+        raise RecipeError("evaluate: give --model or --compare, not both")
     check_environment(loaded)
+    from dpo_pack import evaluation_tables as tables
     from dpo_pack.console import make_console
-    from dpo_pack.evaluate import evaluate_recipe
+    from dpo_pack.evaluate import compare_models, evaluate_recipe
     from dpo_pack.files import write_json_atomically
 
     console = make_console(quiet=json_file == Path("-"))
-    metrics = evaluate_recipe(loaded, model or loaded.output_dir / "model", console)
+    if compare is None:
+        results = evaluate_recipe(loaded, model, console)
+        tables.render_results(results, console)
+        metrics = tables.results_json(results)
+    else:
+        comparisons = compare_models(loaded, *compare, console)
+        tables.render_comparisons(comparisons, compare, console)
+        metrics = tables.comparisons_json(comparisons, compare)
     if json_file == Path("-"):
         print(json.dumps(metrics, indent=2))
     elif json_file is not None:
@@ -202,6 +243,34 @@ def doctor(
         print(json.dumps(report, indent=2))
     if outcome is not None:
         outcome.raise_failure()
+
+
+@app.command()
+def merge(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="A run's output_dir, or an adapter's directory.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Directory or hub id.", show_default="the one the adapter names"),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of the merged weights; auto: of the base's."),
+    ] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the base.")
+    ] = False,
+) -> None:
+    """A LoRA adapter and its base as one model."""
+    from dpo_pack.console import make_console
+    from dpo_pack.merge import merge_adapter
+
+    console = make_console()
+    with console.status("Merging"):
+        merged = merge_adapter(source, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
+    console.print(f"Merged {merged.directory} into {merged.base}: {out}")
 
 
 @app.command("recipe")

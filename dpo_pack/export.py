@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +33,43 @@ def export_model(
     `evaluation` is the last metrics of each held-out set by name.
     """
     with written_aside(target) as temporary:
-        temporary.mkdir()
-        try:
-            save_model(loaded, tokenizer, temporary)
-        except SafetensorError as error:
-            raise OSError(f"the weights could not be written in full ({error})") from error
-        card = model_card(recipe, totals=totals, evaluation=evaluation)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        for weights in temporary.glob("*.safetensors"):
-            # safetensors lets only the owner read what it writes; a model is for whoever may read its config.
-            shutil.copymode(temporary / "config.json", weights)
+        base = None if loaded.adapter is None else loaded.adapter.base
+        card = model_card(recipe, totals=totals, evaluation=evaluation, adapter_base=base)
+        write_model(loaded, tokenizer, temporary, card)
 
 
-def model_card(recipe: Recipe, *, totals: dict[str, Any], evaluation: dict[str, dict[str, float]]) -> str:
-    """Markdown with the front matter the Hugging Face hub reads."""
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+def write_model(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, card: str) -> None:
+    """Fill a new `directory`. Raises OSError when the disk takes only part of it."""
+    directory.mkdir()
+    try:
+        save_model(loaded, tokenizer, directory)
+    except SafetensorError as error:
+        raise OSError(f"the weights could not be written in full ({error})") from error
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    for weights in directory.glob("*.safetensors"):
+        # safetensors lets only the owner read what it writes; a model is for whoever may read its card.
+        shutil.copymode(directory / "README.md", weights)
+
+
+def model_card(
+    recipe: Recipe,
+    *,
+    totals: dict[str, Any],
+    evaluation: dict[str, dict[str, float]],
+    adapter_base: str | None = None,
+) -> str:
+    """Markdown with the front matter the Hugging Face hub reads; `adapter_base` is what an adapter is for."""
+    library = "transformers" if adapter_base is None else "peft"
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
+    base = adapter_base or recipe.model.path
     # The hub refuses a card that names a base model or data set it does not have.
-    if _is_on_hub(recipe.model.path):
-        front["base_model"] = recipe.model.path
+    if _is_on_hub(base):
+        front["base_model"] = base
     datasets = [source.path for source in recipe.data.train if _is_on_hub(source.path)]
     if datasets:
         front["datasets"] = list(dict.fromkeys(datasets))
-    front["tags"] = ["dpo", "preference-optimization", "dpo-pack"]
+    front["tags"] = ["dpo", "preference-optimization", "dpo-pack"] + ["lora"] * (adapter_base is not None)
+    adapter = "" if adapter_base is None else f"A LoRA adapter for {adapter_base}: "
     lines = [
         "---",
         yaml.safe_dump(front, sort_keys=False).strip(),
@@ -61,18 +77,16 @@ def model_card(recipe: Recipe, *, totals: dict[str, Any], evaluation: dict[str, 
         "",
         f"# {recipe.logging.run_name or recipe.output_dir.name}",
         "",
-        f"{recipe.model.path} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) by dpo-pack "
-        f"{dpo_pack.__version__}.",
+        f"{adapter}{recipe.model.path} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) by "
+        f"dpo-pack {dpo_pack.__version__}.",
         "",
     ]
+    columns = _ONLINE_COLUMNS if recipe.online is not None else _COLUMNS
     if evaluation:
         lines += [
-            "| held-out set | reward accuracy | reward margin | loss |",
-            "|---|---|---|---|",
-            *(
-                f"| {name} | {m['rewards/accuracies']:.3f} | {m['rewards/margins']:.4f} | {m['loss']:.4f} |"
-                for name, m in evaluation.items()
-            ),
+            f"| held-out set | {' | '.join(columns.values())} |",
+            f"|---|{'---|' * len(columns)}",
+            *(f"| {name} | {_cells(metrics, columns)} |" for name, metrics in evaluation.items()),
             "",
         ]
     lines += [
@@ -92,3 +106,17 @@ def model_card(recipe: Recipe, *, totals: dict[str, Any], evaluation: dict[str, 
 def _is_on_hub(path: str) -> bool:
     """Whether a recipe's path is a hub id, in the form owner/name, and not something on this machine."""
     return HUB_ID.fullmatch(path) is not None and "/" in path and not Path(path).exists()
+
+
+def _cells(metrics: Mapping[str, float], columns: Mapping[str, str]) -> str:
+    cells = (f"{metrics[name]:{_FORMATS.get(name, '.4f')}}" if name in metrics else "" for name in columns)
+    return " | ".join(cells)
+
+
+_COLUMNS = {"rewards/accuracies": "reward accuracy", "rewards/margins": "reward margin", "loss": "loss"}
+_FORMATS = {"rewards/accuracies": ".3f", "online/win_rate": ".3f"}
+_ONLINE_COLUMNS = {
+    "online/win_rate": "wins against the starting policy",
+    "online/scores": "score",
+    "online/scores_start": "score of the starting policy",
+}

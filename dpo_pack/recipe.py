@@ -43,6 +43,7 @@ from dpo_pack.recipe_schema import (
     Recipe,
     ReferenceRecipe,
     SourceRecipe,
+    SyncRecipe,
     TokenizerRecipe,
     TrainRecipe,
     allowed_values,
@@ -54,8 +55,8 @@ from dpo_pack.recipe_yaml import apply_override, read_yaml, to_yaml
 __all__ = [
     "NEUTRAL_KEYS", "ROW_LAYOUT_KEYS", "CheckpointRecipe", "DataRecipe", "DistributedRecipe",
     "EvalFraction", "LoggingRecipe", "LoraRecipe", "LossRecipe", "LossTerm", "LossType", "ModelRecipe",
-    "OptimRecipe", "PackingRecipe", "Recipe", "ReferenceRecipe", "SourceRecipe", "TokenizerRecipe",
-    "TrainRecipe", "changed_keys", "check_environment", "check_paths", "check_trackers",
+    "OptimRecipe", "PackingRecipe", "Recipe", "ReferenceRecipe", "SourceRecipe", "SyncRecipe",
+    "TokenizerRecipe", "TrainRecipe", "changed_keys", "check_environment", "check_paths", "check_trackers",
     "default_in_yaml", "describe_key", "dump_recipe", "load_recipe", "parse_recipe", "recipe_defaults",
     "recipe_schema", "source_names",
 ]  # fmt: skip
@@ -180,7 +181,8 @@ def default_in_yaml(field: FieldInfo) -> str:
     """A key's default as one line of YAML; an instance of a required key."""
     if field.is_required():
         return str((field.examples or [""])[0])
-    return to_yaml(field.get_default(call_default_factory=True), one_line=True)
+    default = field.get_default(call_default_factory=True)
+    return to_yaml(default.model_dump() if isinstance(default, BaseModel) else default, one_line=True)
 
 
 def _is_section(field: FieldInfo) -> bool:
@@ -263,6 +265,9 @@ NEUTRAL_KEYS: tuple[str, ...] = (
     "checkpoint",
     "logging",
     "distributed",
+    "online.generator.token_budget",
+    "online.generator.endpoint",
+    "online.offload_reference",
 )
 # In scope step these only say which pairs of a step share a row; in scope epoch they make the steps.
 ROW_LAYOUT_KEYS: tuple[str, ...] = (
@@ -271,4 +276,5 @@ ROW_LAYOUT_KEYS: tuple[str, ...] = (
     "packing.window_pairs",
     "packing.algorithm",
     "packing.share_prompt",
+    "packing.merge_prompts",
 )

@@ -5,14 +5,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import get_args
 
 from dpo_pack.recipe_errors import Problem, fail_if_any, show, value_at
+from dpo_pack.recipe_online_checks import broken_online_rules
 from dpo_pack.recipe_schema import (
     DataRecipe,
     EvalFraction,
     LossRecipe,
-    LossType,
     OptimRecipe,
     PackingRecipe,
     Recipe,
@@ -27,12 +26,10 @@ from dpo_pack.recipe_yaml import to_yaml
 def unavailable(recipe: Recipe) -> Iterator[Problem]:
     """Values the schema knows and this version cannot do yet."""
     tree = recipe.model_dump()
-    tree["loss"]["type"] = [name for name, _ in recipe.loss.terms]
     for key, available in AVAILABLE_SO_FAR.items():
-        values = value_at(tree, key.split("."))
-        for value in values if key == "loss.type" else [values]:
-            if value not in available:
-                yield key, f"{show(value)} is not available yet; available so far: {listed(available)}"
+        value = value_at(tree, key.split("."))
+        if value not in available:
+            yield key, f"{show(value)} is not available yet; available so far: {listed(available)}"
 
 
 def listed(values: Iterable[object]) -> str:
@@ -49,9 +46,13 @@ def broken_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _broken_packing_rules(recipe.packing)
     yield from _broken_loss_rules(recipe.loss)
     yield from _broken_optim_rules(recipe.optim)
+    yield from _broken_dropout_rules(recipe)
+    yield from broken_online_rules(recipe)
     types = {name for name, _ in recipe.loss.terms}
     if recipe.reference.path and types <= REFERENCE_FREE_LOSSES:
         yield "reference.path", f"no reference is used by loss.type {', '.join(sorted(types))}; leave it out"
+    if recipe.reference.sync and types <= REFERENCE_FREE_LOSSES:
+        yield "reference.sync", f"no reference is used by loss.type {', '.join(sorted(types))}; leave it out"
     if recipe.train.eval_every_steps and not recipe.data.eval:
         yield "train.eval_every_steps", "there is nothing to evaluate: data.eval is empty"
     for tracker in recipe.logging.trackers:
@@ -100,6 +101,11 @@ def _broken_source_rules(part: str, sources: Sequence[SourceRecipe]) -> Iterator
 
 def _broken_packing_rules(packing: PackingRecipe) -> Iterator[Problem]:
     defaults = PackingRecipe()
+    if packing.merge_prompts:
+        if packing.mode == "padded":
+            yield "packing.merge_prompts", "needs packing.mode: packed"
+        if not packing.share_prompt:
+            yield "packing.merge_prompts", "needs packing.share_prompt: true"
     if packing.scope == "step":
         if packing.rows_per_step is not None:
             yield (
@@ -123,8 +129,10 @@ def _broken_loss_rules(loss: LossRecipe) -> Iterator[Problem]:
     if repeated:
         yield "loss.type", f"'{repeated[0]}' is given twice; add up their weights"
     values = loss.model_dump()
+    known = {name for name in types if ":" not in name}  # one's own loss may use any option
     for option, users in USERS_OF_LOSS_OPTION.items():
-        if values[option] != LossRecipe.model_fields[option].default and users.isdisjoint(types):
+        is_set = values[option] != LossRecipe.model_fields[option].default
+        if is_set and users.isdisjoint(types) and known == set(types):
             yield (
                 f"loss.{option}",
                 f"not used by loss.type {', '.join(types)}, only by {', '.join(sorted(users))}",
@@ -133,12 +141,32 @@ def _broken_loss_rules(loss: LossRecipe) -> Iterator[Problem]:
         yield "loss.label_smoothing", "must be > 0 for loss.type exo_pair, which takes its logarithm"
     if loss.f_alpha != LossRecipe.model_fields["f_alpha"].default and loss.f_divergence != "alpha_divergence":
         yield "loss.f_alpha", "only used by loss.f_divergence: alpha_divergence"
-    without_divergence = sorted(set(types) - F_DIVERGENCE_LOSSES)
+    without_divergence = sorted(known - F_DIVERGENCE_LOSSES)
     if loss.f_divergence != "reverse_kl" and without_divergence:
         yield "loss.f_divergence", f"loss.type {', '.join(without_divergence)} is defined for reverse_kl only"
-    sorting = sorted({"aot", "aot_unpaired"} & set(types))
+    elif loss.f_divergence != "reverse_kl" and REFERENCE_FREE_LOSSES.issuperset(types):
+        yield "loss.f_divergence", f"loss.type {', '.join(types)} compares with no reference"
+    sorting = sorted({"aot", "aot_unpaired"} & known)
     if loss.weighting and sorting:
         yield "loss.weighting", f"loss.type {', '.join(sorting)} sorts over pairs, so pairs have no weights"
+    with_likelihood = sorted({"sft", "orpo", "cpo"} & known)
+    if loss.weighting and with_likelihood:
+        what = f"loss.type {', '.join(with_likelihood)}, which is a likelihood as well"
+        yield "loss.weighting", f"wpo weights preferences; it is not defined for {what}"
+    if loss.ld_alpha is not None and (without_reference := sorted(known & REFERENCE_FREE_LOSSES)):
+        what = f"loss.type {', '.join(without_reference)} takes whole completions"
+        yield "loss.ld_alpha", f"changes log-ratios to the reference; {what}"
+
+
+def _broken_dropout_rules(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.model.lora is None or recipe.model.lora.dropout == 0.0:
+        return
+    coupling = sorted({"aot", "aot_unpaired"} & {name for name, _ in recipe.loss.terms})
+    if coupling:
+        what = f"loss.type {', '.join(coupling)} computes each row twice, which dropout would change"
+        yield "model.lora.dropout", f"must be 0: {what}"
+    if recipe.packing.merge_prompts:
+        yield "model.lora.dropout", "must be 0 for packing.merge_prompts, which computes a prompt once"
 
 
 def _broken_optim_rules(optim: OptimRecipe) -> Iterator[Problem]:
@@ -154,6 +182,10 @@ def _broken_optim_rules(optim: OptimRecipe) -> Iterator[Problem]:
             "optim.min_lr_ratio",
             f"schedule {optim.schedule} has no lowest rate, only linear and cosine have",
         )
+    for key in ("betas", "eps"):
+        is_set = optim.model_dump()[key] != OptimRecipe.model_fields[key].default
+        if is_set and optim.name == "adafactor":
+            yield f"optim.{key}", "not used by optim.name adafactor"
     if optim.schedule == "polynomial" and optim.lr <= POLYNOMIAL_LR_END:
         yield "optim.lr", f"must be > {POLYNOMIAL_LR_END}, where schedule polynomial ends, not {optim.lr}"
 
@@ -163,7 +195,7 @@ def _broken_optim_rules(optim: OptimRecipe) -> Iterator[Problem]:
 
 def check_environment(recipe: Recipe) -> None:
     """Raises RecipeError when paths or packages the recipe names are not on this machine."""
-    fail_if_any([*_path_problems(recipe), *_tracker_problems(recipe)])
+    fail_if_any([*_path_problems(recipe), *_package_problems(recipe), *_tracker_problems(recipe)])
 
 
 def check_paths(recipe: Recipe) -> None:
@@ -178,6 +210,12 @@ def check_trackers(recipe: Recipe) -> None:
 
 def _path_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _model_problems("model.path", recipe.model.path, MODEL_FILES)
+    if recipe.model.lora is not None and _is_adapter(recipe.model.path):
+        yield (
+            "model.lora",
+            "model.path is an adapter, which is trained further as it is; leave model.lora out, or merge the "
+            "adapter first with 'dpopack merge'",
+        )
     if recipe.model.revision and os.path.isdir(recipe.model.path):
         yield "model.revision", "a local directory has no revisions; leave it out"
     if recipe.tokenizer.path:
@@ -189,6 +227,9 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
     for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         for index, source in enumerate(() if isinstance(sources, EvalFraction) else sources):
             yield from _data_path_problems(f"data.{part}.{index}.path", source.path)
+    for number, judge in enumerate(recipe.online.judges if recipe.online else ()):
+        if judge.path is not None:
+            yield from _model_problems(f"online.judges.{number}.path", judge.path, MODEL_FILES)
     yield from _directory_problems("output_dir", recipe.output_dir)
     if recipe.reference.cache_dir:
         yield from _directory_problems("reference.cache_dir", recipe.reference.cache_dir)
@@ -209,6 +250,26 @@ def _model_problems(key: str, path: str, needed: Sequence[str]) -> Iterator[Prob
         yield key, f"must be a directory or a hub id, and {show(path)} is a file"
     elif not HUB_ID.fullmatch(path):
         yield key, f"no such directory, and not a hub id: {show(path)}"
+
+
+def _is_adapter(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, "adapter_config.json"))
+
+
+def _package_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Extras that the recipe needs, found before anything is loaded."""
+    needed = {
+        "model.lora": ("peft", recipe.model.lora is not None),
+        "model.path": ("peft", _is_adapter(recipe.model.path)),
+        "reference.path": ("peft", _is_adapter(recipe.reference.path or "")),
+        "optim.name": ("bitsandbytes", recipe.optim.name == "adamw_8bit"),
+    }
+    for key, (package, is_needed) in needed.items():
+        if is_needed and importlib.util.find_spec(package) is None:
+            yield (
+                key,
+                f"needs the package {package}, which is not installed; pip install 'dpo-pack[{package}]'",
+            )
 
 
 def _data_path_problems(key: str, path: str) -> Iterator[Problem]:
@@ -248,9 +309,10 @@ def _tracker_problems(recipe: Recipe) -> Iterator[Problem]:
 # ------------------------------------------------------------------------------------------------ tables
 
 USERS_OF_LOSS_OPTION: dict[str, frozenset[str]] = {
-    "label_smoothing": frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"}),
+    "label_smoothing": frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cpo"}),
     "discopop_tau": frozenset({"discopop"}),
     "simpo_gamma": frozenset({"simpo"}),
+    "cpo_alpha": frozenset({"cpo"}),
 }
 REFERENCE_FREE_LOSSES = frozenset({"simpo", "orpo", "cpo", "sft"})
 # In the others beta x log Z(prompt), which an f-divergence leaves in each reward, would not cancel.
@@ -267,7 +329,7 @@ FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
 }
 DATA_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
-MODEL_FILES = ("config.json",)
+MODEL_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 # Modules that serve a tracker, the one to install first.
@@ -283,22 +345,13 @@ TRACKER_MODULES: dict[Tracker, tuple[str, ...]] = {
     "trackio": ("trackio",),
 }
 
-# Loss types that are not built yet.
-LOSSES_TO_COME = frozenset({"aot", "aot_unpaired", "sft", "simpo", "orpo", "cpo"})
-
 # Keys of which only some values are built; a key that is done is a line less.
 AVAILABLE_SO_FAR: dict[str, tuple[object, ...]] = {
     # Low-precision parameters need an fp32 copy in the optimizer, and float16 needs loss scaling.
     "model.dtype": ("auto", "float32"),
     "model.autocast": ("auto", "bfloat16", "none"),
     "model.compile": (False,),
-    "model.lora": (None,),
-    "packing.scope": ("step",),
-    "loss.type": tuple(name for name in get_args(LossType) if name not in LOSSES_TO_COME),
-    "loss.ld_alpha": (None,),
-    "loss.weighting": (None,),
     "loss.router_aux_coef": (0.0,),
     "distributed.num_processes": ("auto", 1),
     "distributed.strategy": ("auto",),
-    "online": (None,),
 }

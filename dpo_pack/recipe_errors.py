@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from dpo_pack.errors import RecipeError
+from dpo_pack.recipe_online import JudgeRecipe
 from dpo_pack.recipe_schema import LossTerm, Recipe, RowField, SourceRecipe, allowed_values
 
 Tree = dict[str, Any]  # a recipe, or a part of one, as YAML has it
@@ -69,7 +70,7 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name
         for nested in nested_sections(field.annotation):
-            position = "0." if nested in (SourceRecipe, LossTerm) else ""
+            position = "0." if nested in (SourceRecipe, LossTerm, JudgeRecipe) else ""
             yield from all_keys(nested, f"{prefix}{name}.{position}")
 
 

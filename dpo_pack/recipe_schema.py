@@ -5,101 +5,41 @@ are generated from here and cannot disagree with what is accepted. Rules that jo
 in `recipe_checks.py`, reading and writing in `recipe.py`.
 """
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+import re
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Strict,
     Tag,
-    ValidationInfo,
+    WithJsonSchema,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
-
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """Says in words what a key may hold, where its annotation would not read well."""
-
-    text: str
-
-
-def allowed_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a key may hold, in words: "a number > 0", "auto or a whole number >= 1"."""
-    for item in metadata:
-        if isinstance(item, Allowed):
-            return item.text
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return allowed_values(arguments[0], arguments[1:])
-    if origin is Literal:
-        return str(arguments[0]) if len(arguments) == 1 else "one of " + ", ".join(arguments)
-    if origin in (Union, UnionType):
-        return " or ".join(allowed_values(argument) for argument in arguments)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"a mapping with keys among {', '.join(annotation.model_fields)}"
-    return _SCALARS_IN_WORDS[annotation] + _range_in_words(metadata)
-
-
-_SCALARS_IN_WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    NoneType: "null",
-}
-
-
-def _range_in_words(metadata: Sequence[Any]) -> str:
-    bounds = []
-    for item in metadata:
-        match item:
-            case Gt():
-                bounds.append(f"> {item.gt}")
-            case Ge():
-                bounds.append(f">= {item.ge}")
-            case Lt():
-                bounds.append(f"< {item.lt}")
-            case Le():
-                bounds.append(f"<= {item.le}")
-    return " " + " and ".join(bounds) if bounds else ""
-
-
-def _expand_path(value: object, info: ValidationInfo) -> object:
-    """Replaces `${recipe_dir}` and a leading `~`; any other `${...}` is refused, not taken literally."""
-    if not isinstance(value, str):
-        return value
-    if not value:
-        raise ValueError("must not be empty")
-    if "${" in value.replace("${recipe_dir}", ""):
-        raise ValueError(f"only ${{recipe_dir}} is expanded in paths, so {value!r} cannot be used")
-    context: dict[str, str] = info.context or {}
-    return os.path.expanduser(value.replace("${recipe_dir}", context.get("recipe_dir", ".")))
-
-
-# YAML has neither tuples nor paths, so these (`Strict(False)`) are converted; everything else must match.
-PathText = Annotated[str, BeforeValidator(_expand_path), Allowed("a path or a hub id")]
-LocalPath = Annotated[Path, Strict(False), BeforeValidator(_expand_path), Allowed("a path")]
-OptionalLocalPath = Annotated[
-    Path | None, Strict(False), BeforeValidator(_expand_path), Allowed("a path or null")
-]
-Name = Annotated[str, MinLen(1)]
-Count = Annotated[int, Ge(1)]
-MAX_ROW_TOKENS = 2**31 - 1  # cu_seqlens are int32
-TokenCount = Annotated[int, Ge(1), Le(MAX_ROW_TOKENS)]
-PositiveNumber = Annotated[float, Gt(0)]
-NonNegativeNumber = Annotated[float, Ge(0)]
-Fraction = Annotated[float, Gt(0), Lt(1)]
-PartBelowOne = Annotated[float, Ge(0), Lt(1)]
+from dpo_pack.recipe_online import OnlineRecipe
+from dpo_pack.recipe_types import (
+    MAX_ROW_TOKENS,
+    Allowed,
+    Count,
+    Fraction,
+    LocalPath,
+    Name,
+    NonNegativeNumber,
+    OptionalLocalPath,
+    PartBelowOne,
+    PathText,
+    PositiveNumber,
+    Section,
+    TokenCount,
+    expand_path,
+)
+from dpo_pack.recipe_types import (
+    allowed_values as allowed_values,
+)
 
 LossType = Literal[
     "sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
@@ -114,28 +54,32 @@ Tracker = Literal[
 ]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class LoraRecipe(_Section):
+class LoraRecipe(Section):
     """Low-rank adapters instead of full training (Hu et al. 2021, arXiv 2106.09685)."""
 
     r: Count = Field(default=16, description="Rank of the adapters.")
     alpha: PositiveNumber = Field(default=32.0, description="Adapters are scaled by alpha / r.")
     dropout: PartBelowOne = Field(
-        default=0.0, description="Above 0, prompts are not shared: dropout would differ."
+        default=0.0,
+        description="On the inputs of adapters, in training only. Above 0, prompts are not shared: each of "
+        "a pair's sequences draws its own.",
     )
     target_modules: Annotated[
         Literal["all-linear"] | Annotated[tuple[Name, ...], Strict(False)],
         Allowed("all-linear or a list of module names"),
-    ] = Field(default="all-linear", description="Which modules get an adapter.")
+    ] = Field(
+        default="all-linear",
+        description="Which modules get an adapter, by name or end of name; all-linear: all but the head.",
+    )
 
 
-class ModelRecipe(_Section):
+class ModelRecipe(Section):
     """The policy: the model that is trained."""
 
-    path: PathText = Field(description="Hub id or local directory.", examples=["Qwen/Qwen3-0.6B"])
+    path: PathText = Field(
+        description="Hub id or local directory; a directory with a LoRA adapter is trained further.",
+        examples=["Qwen/Qwen3-0.6B"],
+    )
     revision: Name | None = Field(default=None, description="Branch, tag or commit of a hub id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the parameters; auto: float32."
@@ -153,11 +97,13 @@ class ModelRecipe(_Section):
     compile: bool = Field(default=False, description="torch.compile the model.")
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
     lora: LoraRecipe | None = Field(
-        default=None, description="Train low-rank adapters, e.g. {r: 16, alpha: 32}; null: all parameters."
+        default=None,
+        description="Train a new low-rank adapter, e.g. {r: 16, alpha: 32}; null: all parameters, or those "
+        "of the adapter at model.path. See docs/lora.md.",
     )
 
 
-class TokenizerRecipe(_Section):
+class TokenizerRecipe(Section):
     """Text to token ids."""
 
     path: PathText | None = Field(default=None, description="Hub id or local directory; null: model.path.")
@@ -166,23 +112,38 @@ class TokenizerRecipe(_Section):
     )
 
 
-class ReferenceRecipe(_Section):
-    """The frozen model the policy is compared with, and the cache of its log-probs."""
+class SyncRecipe(Section):
+    """A reference that follows the policy: TR-DPO, Gorbatovski et al. 2024 (arXiv 2404.09656)."""
+
+    every_steps: Count = Field(default=512, description="Optimizer steps between two updates.")
+    mixup: Annotated[float, Gt(0), Le(1)] = Field(
+        default=0.6, description="The policy's part in reference <- mixup x policy + (1 - mixup) x reference."
+    )
+
+
+class ReferenceRecipe(Section):
+    """The model the policy is compared with, and the cache of its log-probs."""
 
     path: PathText | None = Field(
         default=None, description="Hub id or local directory; null: the policy as it starts."
+    )
+    sync: SyncRecipe | None = Field(
+        default=None,
+        description="Let the reference follow the policy, e.g. {every_steps: 512, mixup: 0.6}: a second "
+        "model then runs live and nothing is cached. null: it is frozen.",
     )
     cache_dir: OptionalLocalPath = Field(
         default=None, description="Where log-probs are kept; null: $DPO_PACK_CACHE, else ~/.cache/dpo_pack."
     )
     token_budget: Literal["auto"] | TokenCount = Field(
         default="auto",
-        description="Tokens in a row of the reference pass, which keeps no activations; auto: measured on "
-        "CUDA, 4 x packing.token_budget elsewhere.",
+        description="Tokens in a row of the reference pass, which keeps no activations; auto: on CUDA the "
+        "most that fit in memory, measured once for each model and device; on CPU 4096, longer rows being "
+        "slower.",
     )
 
 
-class SourceRecipe(_Section):
+class SourceRecipe(Section):
     """One source of pairs; a path alone stands for a source with that path."""
 
     path: PathText = Field(
@@ -211,7 +172,7 @@ class SourceRecipe(_Section):
     )
 
 
-class EvalFraction(_Section):
+class EvalFraction(Section):
     """Holds out part of the training pairs."""
 
     fraction: Fraction = Field(description="Part of the training pairs to hold out, e.g. 0.02.")
@@ -237,7 +198,7 @@ def _eval_kind(value: object) -> str:
     return "(fraction)" if isinstance(value, (dict, EvalFraction)) else "(sources)"
 
 
-class DataRecipe(_Section):
+class DataRecipe(Section):
     """Which pairs are trained on and how they become tokens."""
 
     train: Annotated[
@@ -279,7 +240,7 @@ class DataRecipe(_Section):
     )
 
 
-class PackingRecipe(_Section):
+class PackingRecipe(Section):
     """How many pairs make a step, and how they are laid out in rows."""
 
     mode: Literal["packed", "padded"] = Field(
@@ -308,12 +269,33 @@ class PackingRecipe(_Section):
     share_prompt: bool = Field(
         default=True, description="Compute what chosen and rejected begin with once (exact)."
     )
+    merge_prompts: bool = Field(
+        default=False,
+        description="Pairs with the same prompt that meet in a row compute it, and equal completions, once.",
+    )
 
 
-class LossTerm(_Section):
+_OWN_LOSS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def _loss_name(value: object) -> object:
+    if isinstance(value, str) and (value in get_args(LossType) or _OWN_LOSS.fullmatch(value)):
+        return value
+    raise PydanticCustomError("loss_name", "neither a loss type nor module:function")
+
+
+LossName = Annotated[
+    str,
+    BeforeValidator(_loss_name),
+    WithJsonSchema({"anyOf": [{"enum": list(get_args(LossType))}, {"pattern": f"^{_OWN_LOSS.pattern}$"}]}),
+    Allowed(f"one of {', '.join(get_args(LossType))}, or module:function of your own"),
+]
+
+
+class LossTerm(Section):
     """One term of a weighted sum of losses."""
 
-    type: LossType = Field(description="A loss type.")
+    type: LossName = Field(description="A loss type.")
     weight: PositiveNumber = Field(default=1.0, description="Factor of this term.")
 
 
@@ -321,19 +303,23 @@ def _loss_kind(value: object) -> str:
     return "(terms)" if isinstance(value, (list, tuple)) else "(name)"
 
 
-class LossRecipe(_Section):
+class LossRecipe(Section):
     """The objective."""
 
     type: Annotated[
-        Annotated[LossType, Tag("(name)")]
+        Annotated[LossName, Tag("(name)")]
         | Annotated[tuple[LossTerm, ...], Strict(False), MinLen(1), Tag("(terms)")],
         Discriminator(_loss_kind),
-        Allowed(f"one of {', '.join(get_args(LossType))}, or a list as [{{type: sigmoid, weight: 1.0}}]"),
-    ] = Field(default="sigmoid", description="A loss, or a weighted sum of several.")
+        Allowed(
+            f"one of {', '.join(get_args(LossType))}, module:function of your own, "
+            "or a list as [{type: sigmoid, weight: 1.0}]"
+        ),
+    ] = Field(default="sigmoid", description="A loss, or a weighted sum of several; see docs/losses.md.")
     beta: PositiveNumber = Field(default=0.1, description="Strength of the pull towards the reference.")
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = Field(
         default=0.0,
-        description="Assumed part of swapped labels (sigmoid, robust, exo_pair, aot, aot_unpaired).",
+        description="Assumed part of swapped labels (sigmoid, robust, exo_pair, aot, aot_unpaired, simpo, "
+        "cpo).",
     )
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = Field(
         default="reverse_kl", description="Divergence from the reference (arXiv 2309.16240)."
@@ -350,21 +336,29 @@ class LossRecipe(_Section):
     )
     discopop_tau: PositiveNumber = Field(default=0.05, description="Temperature of discopop.")
     simpo_gamma: NonNegativeNumber = Field(default=0.5, description="Target reward margin of simpo.")
+    cpo_alpha: NonNegativeNumber = Field(
+        default=1.0, description="Weight of the likelihood of chosen completions in cpo; TRL's name."
+    )
     router_aux_coef: NonNegativeNumber = Field(
         default=0.0, description="Weight of a mixture-of-experts model's load-balancing loss."
     )
 
     @property
-    def terms(self) -> tuple[tuple[LossType, float], ...]:
+    def terms(self) -> tuple[tuple[str, float], ...]:
         """(type, weight) of each term of the loss, whichever way it was written."""
         if isinstance(self.type, str):
             return ((self.type, 1.0),)
         return tuple((term.type, term.weight) for term in self.type)
 
 
-class OptimRecipe(_Section):
-    """AdamW and its learning-rate schedule."""
+class OptimRecipe(Section):
+    """The optimizer and its learning-rate schedule."""
 
+    name: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
+        default="adamw",
+        description="adamw_8bit: moments in 8 bits, by bitsandbytes, on CUDA. adafactor: factored second "
+        "moments; lr is relative to each tensor's size.",
+    )
     lr: PositiveNumber = Field(default=5e-7, description="Peak learning rate.")
     schedule: Literal[
         "linear", "cosine", "polynomial", "inverse_sqrt", "constant", "constant_with_warmup"
@@ -395,7 +389,7 @@ class OptimRecipe(_Section):
         return value
 
 
-class TrainRecipe(_Section):
+class TrainRecipe(Section):
     """How long to train, and when to evaluate."""
 
     epochs: Count = Field(default=1, description="Passes over the training pairs.")
@@ -405,21 +399,25 @@ class TrainRecipe(_Section):
     eval_every_steps: Count | None = Field(
         default=None, description="Evaluate so often; null: only before the first step and after the last."
     )
-    stop_on_nonfinite: bool = Field(default=True, description="Stop when a loss or gradient is not finite.")
+    stop_on_nonfinite: bool = Field(
+        default=True,
+        description="Stop when a loss or gradient is not finite; false: skip the step. Its pairs are listed "
+        "in output_dir either way.",
+    )
 
 
-class CheckpointRecipe(_Section):
+class CheckpointRecipe(Section):
     """What is kept to go on from."""
 
     every_steps: Count | None = Field(default=None, description="Save so often; null: only when interrupted.")
     keep: Count = Field(default=2, description="Newest checkpoints to keep.")
-    resume: Annotated[str, BeforeValidator(_expand_path), Allowed("auto, never or a path")] = Field(
+    resume: Annotated[str, BeforeValidator(expand_path), Allowed("auto, never or a path")] = Field(
         default="auto",
         description="auto: from the newest valid checkpoint in output_dir; never; or a checkpoint's path.",
     )
 
 
-class LoggingRecipe(_Section):
+class LoggingRecipe(Section):
     """metrics.jsonl is always written; these come beside it."""
 
     every_steps: Count = Field(default=1, description="Log so often.")
@@ -431,7 +429,7 @@ class LoggingRecipe(_Section):
     )
 
 
-class DistributedRecipe(_Section):
+class DistributedRecipe(Section):
     """Several devices."""
 
     num_processes: Literal["auto"] | Count = Field(
@@ -442,7 +440,7 @@ class DistributedRecipe(_Section):
     )
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """A training run. Attribute names are the YAML keys."""
 
     output_dir: LocalPath = Field(
@@ -462,6 +460,14 @@ class Recipe(_Section):
     checkpoint: CheckpointRecipe = Field(default_factory=CheckpointRecipe)
     logging: LoggingRecipe = Field(default_factory=LoggingRecipe)
     distributed: DistributedRecipe = Field(default_factory=DistributedRecipe)
-    online: Annotated[dict[str, Any] | None, Allowed("a mapping or null")] = Field(
-        default=None, description="Pairs from the policy's own completions."
+    online: OnlineRecipe | None = Field(
+        default=None, description="Train on pairs of the policy's own completions; null: on pairs from data."
     )
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a training row computes what a pair's completions continue once.
+
+        Never under LoRA dropout, which draws for each sequence anew.
+        """
+        return self.packing.share_prompt and (self.model.lora is None or self.model.lora.dropout == 0.0)

@@ -24,7 +24,7 @@ _OUR_FILES = (
     "packing_report.json",
     "reference.parquet",
 )
-_OUR_DIRECTORIES = ("checkpoints", "model", "trackers")
+_OUR_DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet")
 _PACKAGES = (
     "torch",
     "transformers",
@@ -35,6 +35,7 @@ _PACKAGES = (
     "pyarrow",
     "numpy",
     "flash-attn",
+    "peft",
 )
 
 
@@ -62,6 +63,10 @@ class RunDir:
     @property
     def reference(self) -> Path:
         return self.root / "reference.parquet"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts.parquet"
 
     @property
     def resumed_reference(self) -> Path:
@@ -147,6 +152,8 @@ def package_versions() -> dict[str, str]:
 def _clear(root: Path) -> None:
     for name in _OUR_FILES:
         (root / name).unlink(missing_ok=True)
+    for dump in root.glob("nonfinite-step-*.json"):
+        dump.unlink()
     for name in _OUR_DIRECTORIES:
         if (root / name).is_dir():
             shutil.rmtree(root / name)

@@ -12,8 +12,16 @@ from dpo_pack.recipe import (
     LossTerm,
     Recipe,
     SourceRecipe,
+    SyncRecipe,
     default_in_yaml,
     describe_key,
+)
+from dpo_pack.recipe_online import (
+    EndpointRecipe,
+    GeneratorRecipe,
+    JudgeRecipe,
+    OnlineRecipe,
+    PairingRecipe,
 )
 from dpo_pack.recipe_schema import allowed_values
 
@@ -84,17 +92,29 @@ def reference() -> str:
         parts += [f"### `{name}`\n", f"{section.__doc__}\n", _table(f"{name}.", section)]
         for heading, prefix, nested in NESTED.get(name, ()):
             parts += [f"#### {heading}\n", f"{nested.__doc__}\n", _table(prefix, nested)]
+    parts += ["### `online`\n", f"{OnlineRecipe.__doc__}\n", _table("online.", OnlineRecipe)]
+    for heading, prefix, nested in ONLINE:
+        parts += [f"#### {heading}\n", f"{nested.__doc__}\n", _table(prefix, nested)]
     return "\n".join([*parts, _running_again()])
 
 
 NESTED: dict[str, tuple[tuple[str, str, type[BaseModel]], ...]] = {
     "model": (("`model.lora`", "model.lora.", LoraRecipe),),
+    "reference": (("`reference.sync`", "reference.sync.", SyncRecipe),),
     "data": (
         ("Sources: items of `data.train` and `data.eval`", "data.train.0.", SourceRecipe),
         ("`data.eval` as a fraction", "data.eval.", EvalFraction),
     ),
     "loss": (("Items of a list in `loss.type`", "loss.type.0.", LossTerm),),
 }
+
+
+ONLINE: tuple[tuple[str, str, type[BaseModel]], ...] = (
+    ("`online.generator`", "online.generator.", GeneratorRecipe),
+    ("Items of `online.judges`", "online.judges.0.", JudgeRecipe),
+    ("`online.pairing`", "online.pairing.", PairingRecipe),
+    ("`endpoint` of a generator or a judge", "online.generator.endpoint.", EndpointRecipe),
+)
 
 
 def _table(prefix: str, section: type[BaseModel], without: frozenset[str] | set[str] = frozenset()) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_errors import BFLOAT16_COLUMNS, TABLE_COLUMNS, table_cells
 from hypothesis import settings
 from rich.console import Console
 
@@ -44,3 +45,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The tables of families, of those that ran."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
+    recorded = [entry for report in reports for entry in report.user_properties]
+    measured = [TABLE_COLUMNS, *(table_cells(*values) for name, values in recorded if name == "family")]
+    proved = [BFLOAT16_COLUMNS, *(values for name, values in recorded if name == "bfloat16")]
+    _write_table(
+        terminalreporter, "families: errors against each sequence alone, nats and relative", measured
+    )
+    _write_table(terminalreporter, "packed families under bf16 autocast: mean errors a token, nats", proved)
+
+
+def _write_table(reporter: pytest.TerminalReporter, title: str, lines: list[tuple[str, ...]]) -> None:
+    if len(lines) == 1:
+        return  # the heading
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    reporter.section(title)
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        reporter.write_line("  ".join(cells).rstrip())

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dpo_pack.checkpoint import TrainState, checkpoints, load_checkpoint, save_checkpoint, seed_everything
 from dpo_pack.errors import CacheError, DpoPackError, RunError
+from dpo_pack.health import Health
 from dpo_pack.models import CompletionLogps
 from dpo_pack.optim import adamw, learning_rate_schedule
 from dpo_pack.sources import GlobalBatch
@@ -29,6 +30,7 @@ class EmptySource:
 
     next_step: int = 0
     num_steps: int = 10
+    steps_fingerprint: str = "none"
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         return iter(())
@@ -58,8 +60,10 @@ def take_step(state: TrainState) -> None:
     state.step += 1
     state.num_pairs += 4
     state.num_tokens += 100
+    state.num_flops += 1e9
     state.train_seconds += 0.1
     state.evaluation = {"held_out": {"loss": 0.1 * state.step}}
+    state.health = Health(num_lines=state.step, fast={"kl/chosen": -0.1}, said=("accuracy_stuck",))
     state.source.load_state_dict({"next_step": state.step})
 
 
@@ -90,7 +94,7 @@ def assert_same(one: TrainState, other: TrainState) -> None:
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert one.scheduler.get_last_lr() == other.scheduler.get_last_lr()
-    for name in ("step", "num_pairs", "num_tokens", "train_seconds", "evaluation"):
+    for name in ("step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation", "health"):
         assert getattr(one, name) == getattr(other, name), name
     assert one.source.state_dict() == other.source.state_dict()
 

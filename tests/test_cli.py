@@ -213,7 +213,10 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
         r"data\.max_length: the longest sequence has \d+ tokens.* 16 positions.*set data\.max_length: 16",
     ),
     "output_dir below a file": (_below_a_file, r"output_dir: .*/file' is in the way: it is not a directory"),
-    "a loss that is not built yet": (_with("loss.type=simpo"), r"loss\.type: 'simpo' is not available yet"),
+    "a loss of one's own that is nowhere": (
+        _with("loss.type=no_such_losses:mine"),
+        r"loss\.type: cannot import no_such_losses: ModuleNotFoundError",
+    ),
     "two processes": (_with("distributed.num_processes=2"), r"num_processes: 2 is not available yet"),
     "a checkpoint that is none": (_with("checkpoint.resume=/nowhere"), r"checkpoint\.resume: .*/nowhere"),
 }
@@ -276,8 +279,9 @@ def test_evaluate_needs_held_out_pairs_and_a_trained_model(recipe: Path, dpopack
 
 
 def test_flags_that_make_no_sense_are_refused(recipe: Path, dpopack: Dpopack) -> None:
-    ranks = ("--ranks", "1,x")
+    ranks, budgets = ("--ranks", "1,x"), ("--budgets", "0")
     assert_refused(dpopack("inspect-packing", recipe, *ranks), r"--ranks '1,x': not positive whole numbers")
+    assert_refused(dpopack("inspect-packing", recipe, *budgets), r"--budgets '0': not positive whole numbers")
     assert_refused(dpopack("recipe"), r"give one of --defaults, --schema and --check FILE")
     (recipe.parent / "file").touch()
     below_a_file = ("--json", recipe.parent / "file" / "report.json")
@@ -415,10 +419,11 @@ def test_help_is_light_and_fast() -> None:
 OPTIONS: dict[str, tuple[str, ...]] = {
     "train": ("RECIPE", "KEY=VALUE", "--dry-run", "--overwrite"),
     "precompute-ref": ("RECIPE", "KEY=VALUE"),
-    "inspect-packing": ("RECIPE", "KEY=VALUE", "--ranks", "--json"),
-    "evaluate": ("RECIPE", "KEY=VALUE", "--model", "--json"),
+    "inspect-packing": ("RECIPE", "KEY=VALUE", "--ranks", "--budgets", "--json", "--html"),
+    "evaluate": ("RECIPE", "KEY=VALUE", "--model", "--compare", "--json"),
     "doctor": ("RECIPE", "--json"),
     "recipe": ("KEY=VALUE", "--defaults", "--schema", "--check"),
+    "cache": ("list", "verify", "export", "import", "prune"),
 }
 
 
@@ -482,6 +487,54 @@ def test_evaluate_gives_the_metrics_that_training_ended_with(trained: Path, dpop
     assert snapshot(trained.parent / "run") == before
 
 
+def test_evaluate_compares_two_models_pair_by_pair(trained: Path, dpopack: Dpopack) -> None:
+    models = (trained.parent / "model", trained.parent / "run" / "model")
+    printed = dpopack("evaluate", trained, "--compare", *models, "--json", "-")
+    assert (printed.status, printed.err) == (0, "")
+    compared = json.loads(printed.out)["heldout"]
+    assert [Path(compared[side]["model"]) for side in ("a", "b")] == list(models)
+    difference = compared["difference"]
+    for name in ("rewards/accuracies", "rewards/margins", "loss"):
+        assert difference[name] == pytest.approx(compared["b"][name] - compared["a"][name], abs=1e-9)
+    low, high = difference["intervals"]["rewards/margins"]
+    assert 0 < low < difference["rewards/margins"] < high  # training has raised them
+    in_words = dpopack("evaluate", trained, "--compare", *models)
+    line = next(line for line in in_words.out.splitlines() if "reward margin" in line)
+    assert line.split()[-4:] == [f"{difference['rewards/margins']:+.3f}", f"{low:+.3f}", "to", f"{high:+.3f}"]
+    assert f"A: {models[0]}\nB: {models[1]}" in in_words.out
+
+
+def test_evaluate_shows_intervals_and_whether_rewards_follow_length(trained: Path, dpopack: Dpopack) -> None:
+    outcome = dpopack("evaluate", trained, "--json", trained.parent / "metrics.json")
+    metrics = json.loads((trained.parent / "metrics.json").read_text())["heldout"]
+    low, high = metrics["intervals"]["rewards/accuracies"]
+    line = next(line for line in outcome.out.splitlines() if "reward accuracy" in line)
+    assert line.split()[-4:] == [f"{metrics['rewards/accuracies']:.3f}", f"{low:.3f}", "to", f"{high:.3f}"]
+    assert "prefer the longer completion in" in outcome.out
+    assert sum(part["pairs"] for part in metrics["by_length"].values()) == 6
+    by_length = outcome.out.split("by chosen tokens / rejected tokens")[1]
+    assert "below 1/2" in by_length and "2 and up" in by_length
+    assert max(map(len, outcome.out.split("Proof: ")[1].splitlines()[1:])) <= 80
+
+
+def test_evaluate_tells_held_out_pairs_of_several_sources_apart(trained: Path, dpopack: Dpopack) -> None:
+    sources = f"data.train=[{trained.parent}/pairs.jsonl, {trained.parent}/heldout.jsonl]"
+    outcome = dpopack("evaluate", trained, sources, "data.eval={fraction: 0.5}", "--json", "-")
+    by_source = json.loads(outcome.out)["held_out"]["by_source"]
+    assert list(by_source) == ["pairs", "heldout"]
+    assert sum(part["pairs"] for part in by_source.values()) >= 11
+
+
+def test_evaluate_takes_one_model_or_two(recipe: Path, dpopack: Dpopack) -> None:
+    both = ("--model", "a", "--compare", "a", "b")
+    assert_refused(dpopack("evaluate", recipe, *both), r"give --model or --compare, not both")
+    tiny_model("llama", vocab_size=300).save_pretrained(recipe.parent / "small")
+    small = ("--model", recipe.parent / "small")
+    assert_refused(dpopack("evaluate", recipe, *small), r"--model: the data has token id 3\d\d, but .*/small")
+    missing = ("--compare", recipe.parent / "model", recipe.parent / "missing")
+    assert_refused(dpopack("evaluate", recipe, *missing), r"missing: no trained model there")
+
+
 def test_evaluate_of_the_reference_itself_prefers_nothing(recipe: Path, dpopack: Dpopack) -> None:
     outcome = dpopack("evaluate", recipe, "--model", recipe.parent / "model", "--json", "-")
     assert json.loads(outcome.out)["heldout"]["rewards/margins"] == pytest.approx(0, abs=1e-5)
@@ -491,12 +544,16 @@ def test_inspect_packing_needs_no_weights_and_gives_the_report_a_run_leaves(
     trained: Path, dpopack: Dpopack
 ) -> None:
     (trained.parent / "model" / "model.safetensors").unlink()
-    printed = dpopack("inspect-packing", trained, "--ranks", "1", "--json", "-")
+    printed = dpopack("inspect-packing", trained, "--json", "-")
     assert (printed.status, printed.err) == (0, "")
     report = json.loads(printed.out)
     assert report == json.loads((trained.parent / "run" / "packing_report.json").read_text())
-    shown = dpopack("inspect-packing", trained, "--ranks", "1,2,4", "--json", trained.parent / "report.json")
-    assert (shown.status, shown.err) == (0, "") and "saved by packing" in shown.out
+    files = ("--json", trained.parent / "report.json", "--html", trained.parent / "report.html")
+    shown = dpopack("inspect-packing", trained, "--ranks", "1,2,4", "--budgets", "64,256", *files)
+    assert (shown.status, shown.err) == (0, "") and "Recommended: packing.token_budget=" in shown.out
+    assert (trained.parent / "report.html").read_text().startswith("<!doctype html>")
+    sweep = json.loads((trained.parent / "report.json").read_text())["sweep"]
+    assert [outcome["token_budget"] for outcome in sweep] == [64, 128, 256]
     balance = json.loads((trained.parent / "report.json").read_text())["balance"]
     assert [entry["num_ranks"] for entry in balance] == [1, 2, 4]
 
@@ -532,3 +589,16 @@ def test_doctor_names_versions_devices_and_backends(dpopack: Dpopack) -> None:
     assert in_words.status == 0 and "\x1b" not in in_words.out
     for told in (dpo_pack.__version__, environment["devices"][0]["name"], "torch_varlen", "auto picks it"):
         assert told in in_words.out
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss.type=simpo", r"loss\.type: this loss needs no reference"),
+        ("reference.sync={mixup: 0.5}", r"reference\.sync: a reference that follows the policy"),
+    ],
+)
+def test_precompute_ref_says_when_there_is_nothing_to_precompute(
+    override: str, message: str, recipe: Path, dpopack: Dpopack
+) -> None:
+    assert_refused(dpopack("precompute-ref", recipe, override), message)

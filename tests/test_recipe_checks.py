@@ -1,5 +1,6 @@
 """Recipes whose keys are each valid: rules that join keys, what is not built yet, and this machine."""
 
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -26,11 +27,21 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("data.train={path: a, format: tokenized, columns: {prompt: q}}", ["columns.prompt:", "prompt_ids"]),
     ("packing.rows_per_step=4", ["packing.rows_per_step: needs packing.scope: epoch"]),
     ("packing.window_pairs=4", ["packing.window_pairs: needs packing.scope: epoch"]),
+    ("packing={merge_prompts: true, mode: padded}", ["packing.merge_prompts: needs packing.mode: packed"]),
+    ("packing={merge_prompts: true, share_prompt: false}", ["packing.merge_prompts: needs packing.share"]),
     ("loss.type=[{type: ipo}, {type: ipo}]", ["loss.type: 'ipo' is given twice"]),
     ("loss.discopop_tau=0.1", ["loss.discopop_tau: not used by loss.type sigmoid", "discopop"]),
     ("loss.simpo_gamma=1", ["loss.simpo_gamma: not used by loss.type sigmoid", "simpo"]),
     ("loss={type: ipo, label_smoothing: 0.1}", ["loss.label_smoothing: not used by loss.type ipo", "robust"]),
+    ("loss.cpo_alpha=0", ["loss.cpo_alpha: not used by loss.type sigmoid", "cpo"]),
     ("loss.f_alpha=0.3", ["loss.f_alpha:", "alpha_divergence"]),
+    ("loss={type: sft, f_divergence: forward_kl}", ["loss.f_divergence: loss.type sft", "no reference"]),
+    ("loss={type: simpo, f_divergence: forward_kl}", ["loss.f_divergence: loss.type simpo", "reverse_kl"]),
+    ("loss={type: aot, weighting: wpo}", ["loss.weighting: loss.type aot sorts"]),
+    ("loss={type: [{type: sigmoid}, {type: sft}], weighting: wpo}", ["loss.weighting:", "loss.type sft"]),
+    ("loss={type: cpo, weighting: wpo}", ["loss.weighting:", "loss.type cpo"]),
+    ("loss={type: [{type: sigmoid}, {type: sft}], ld_alpha: 0.5}", ["loss.ld_alpha:", "loss.type sft"]),
+    ("loss={type: orpo, ld_alpha: 0.5}", ["loss.ld_alpha:", "loss.type orpo"]),
     ("loss.type=exo_pair", ["loss.label_smoothing: must be > 0", "exo_pair"]),
     (
         "loss={type: nca_pair, f_divergence: forward_kl}",
@@ -40,6 +51,8 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("optim={schedule: constant, warmup_steps: 5}", ["optim.warmup_steps:", "constant_with_warmup"]),
     ("optim={schedule: inverse_sqrt, min_lr_ratio: 0.1}", ["optim.min_lr_ratio:", "linear and cosine"]),
     ("optim={schedule: polynomial, lr: 1e-7}", ["optim.lr: must be > 1e-07", "polynomial"]),
+    ("optim={name: adafactor, betas: [0.8, 0.9]}", ["optim.betas: not used by optim.name adafactor"]),
+    ("optim={name: adafactor, eps: 1e-6}", ["optim.eps: not used by optim.name adafactor"]),
     ("train.eval_every_steps=10", ["train.eval_every_steps:", "data.eval is empty"]),
     ("logging.trackers=[wandb, wandb]", ["logging.trackers: 'wandb' is given twice"]),
     # not built yet
@@ -47,16 +60,10 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("model.dtype=float16", ["model.dtype: 'float16' is not available yet"]),
     ("model.autocast=float16", ["model.autocast: 'float16' is not available yet", "bfloat16, none"]),
     ("model.compile=true", ["model.compile: true is not available yet"]),
-    ("model.lora={r: 8}", ["model.lora:", "is not available yet"]),
-    ("loss.type=aot", ["loss.type: 'aot' is not available yet", "sigmoid, robust, hinge, ipo"]),
-    ("loss.type=[{type: sigmoid}, {type: sft}]", ["loss.type: 'sft' is not available yet"]),
-    ("loss.ld_alpha=0.5", ["loss.ld_alpha: 0.5 is not available yet"]),
-    ("loss.weighting=wpo", ["loss.weighting: 'wpo' is not available yet"]),
     ("loss.router_aux_coef=0.01", ["loss.router_aux_coef: 0.01 is not available yet"]),
-    ("packing.scope=epoch", ["packing.scope: 'epoch' is not available yet", "1 more: packing.rows_per_step"]),
     ("distributed.num_processes=2", ["distributed.num_processes: 2 is not available yet", "auto, 1"]),
     ("distributed.strategy=ddp", ["distributed.strategy: 'ddp' is not available yet"]),
-    ("online={judge: length}", ["online:", "is not available yet"]),
+    ("online={judge: length}", ["online.judge: unknown key", "did you mean online.judges?"]),
 ]
 
 
@@ -70,7 +77,6 @@ def test_keys_that_cannot_go_together_and_what_is_not_built_are_refused(
 
 
 BROKEN_RULES_OF_WHAT_IS_NOT_BUILT: list[tuple[str, list[str]]] = [
-    ("loss={type: aot, weighting: wpo}", ["loss.weighting: loss.type aot"]),
     ("packing.scope=epoch", ["packing.rows_per_step: packing.scope epoch needs it"]),
     (
         "packing={scope: epoch, rows_per_step: 2, pairs_per_step: 8}",
@@ -92,14 +98,44 @@ def test_every_option_is_accepted_where_it_is_used() -> None:
     assert load("loss={type: exo_pair, label_smoothing: 0.1}").loss.label_smoothing == 0.1
     assert load("loss={type: discopop, discopop_tau: 0.1}").loss.discopop_tau == 0.1
     assert load("loss={f_divergence: alpha_divergence, f_alpha: 0.3}").loss.f_alpha == 0.3
+    assert load("loss={type: simpo, simpo_gamma: 0, label_smoothing: 0.1}").loss.simpo_gamma == 0.0
+    assert load("loss={type: cpo, cpo_alpha: 0}").loss.cpo_alpha == 0.0
+    assert load("loss={type: ipo, weighting: wpo}").loss.weighting == "wpo"
+    assert load("loss={type: nca_pair, ld_alpha: 0}").loss.ld_alpha == 0.0
+    assert load("loss={type: 'my.losses:mine', discopop_tau: 1, weighting: wpo, ld_alpha: 0.5}")
 
 
 @pytest.mark.usefixtures("everything_available")
 def test_options_of_features_that_are_not_built_are_accepted_where_they_are_used() -> None:
-    assert load("loss={type: simpo, simpo_gamma: 0}").loss.simpo_gamma == 0.0
     assert load("packing={scope: epoch, rows_per_step: 2, window_pairs: 9}").packing.rows_per_step == 2
+
+
+def test_dropout_is_refused_where_a_sequence_must_be_computed_the_same_way_twice() -> None:
+    dropout = "model.lora={dropout: 0.1}"
+    assert "model.lora.dropout: must be 0: loss.type aot" in message_of(
+        lambda: load(dropout, "loss.type=aot")
+    )
+    assert "packing.merge_prompts" in message_of(lambda: load(dropout, "packing.merge_prompts=true"))
+    load("model.lora={r: 8}", "loss.type=aot", "packing.merge_prompts=true")
+    assert load("model.lora={r: 8}").shares_prompts and not load(dropout).shares_prompts
+
+
+def test_a_reference_is_refused_for_losses_without_one() -> None:
     message = message_of(lambda: load("loss.type=simpo", "reference.path=org/model"))
     assert "reference.path:" in message and "simpo" in message
+    assert load("loss.type=[{type: simpo}, {type: sigmoid}]", "reference.path=org/model").reference.path
+
+
+@pytest.mark.parametrize(
+    "name", ["sigmoyd", "my.losses", "my losses:mine", "my.losses:", ":mine", "3a:b", "a:b:c"]
+)
+def test_a_loss_is_a_known_type_or_module_and_function(name: str) -> None:
+    message = message_of(lambda: load(f"loss.type='{name}'"))
+    assert message.startswith("loss.type: must be one of sigmoid, ") and "module:function" in message
+    assert repr(name) in message
+    message = message_of(lambda: load(f"loss.type=[{{type: '{name}'}}]"))
+    assert message.startswith("loss.type.0.type: must be one of sigmoid, ")
+    assert load("loss.type=my.losses:mine").loss.terms == (("my.losses:mine", 1.0),)
 
 
 def test_a_system_prompt_is_refused_only_when_no_source_can_be_conversational() -> None:
@@ -206,6 +242,21 @@ def test_a_directory_that_cannot_be_written_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     message = message_of(lambda: check_paths(load("output_dir=a/b")))
     assert "output_dir: no permission to write in '.'" in message
+
+
+@pytest.mark.usefixtures("workplace")
+def test_an_extra_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for override, key, extra in (
+        ("model.lora={r: 8}", "model.lora", "peft"),
+        ("optim.name=adamw_8bit", "optim.name", "bitsandbytes"),
+    ):
+        recipe = load(override, "output_dir=a/b")
+        message = message_of(functools.partial(check_environment, recipe))
+        assert f"{key}: needs the package {extra}" in message
+        assert f"pip install 'dpo-pack[{extra}]'" in message
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(

@@ -19,7 +19,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("optim={lr: 1, shedule: cosine}", ["optim.shedule: unknown key", "optim.schedule?"]),
     ("lr=1", ["lr: unknown key", "optim.lr?"]),
     ("train.lr=1", ["train.lr: unknown key", "optim.lr?"]),
-    ("optim.learning_rate=1", ["optim.learning_rate: unknown key", "known here: lr, schedule"]),
+    ("optim.learning_rate=1", ["optim.learning_rate: unknown key", "known here: name, lr, schedule"]),
     ("zzz=1", ["zzz: unknown key", "output_dir, seed, model"]),
     ("data.train.0.formt=x", ["data.train.0.formt: unknown key", "data.train.0.format?"]),
     (
@@ -29,7 +29,8 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("data.eval={fractoin: 0.1}", ["data.eval.fractoin: unknown key", "data.eval.fraction?"]),
     ("data.train.0.columns={promt: q}", ["data.train.0.columns.promt: no field of a pair", "prompt?"]),
     ("loss.type=[{type: ipo, weigth: 2}]", ["loss.type.0.weigth: unknown key", "loss.type.0.weight?"]),
-    ("reference.sync=1", ["reference.sync: unknown key"]),
+    ("reference.synch=1", ["reference.synch: unknown key", "reference.sync?"]),
+    ("reference.sync=1", ["reference.sync: must be a mapping with keys among every_steps, mixup"]),
     ("model.lora={rank: 8}", ["model.lora.rank: unknown key", "model.lora.r?"]),
     # wrong types
     ("optim.lr=abc", ["optim.lr: must be a number > 0, not 'abc'"]),
@@ -45,7 +46,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("model.revision=123", ["model.revision: must be text or null, not 123", "quotes"]),
     ("model.path=3", ["model.path: must be a path or a hub id, not 3"]),
     ("output_dir=3", ["output_dir: must be a path, not 3"]),
-    ("optim=3", ["optim: must be a mapping with keys among lr, schedule", "not 3"]),
+    ("optim=3", ["optim: must be a mapping with keys among name, lr, schedule", "not 3"]),
     ("optim.betas=[0.9]", ["optim.betas: must be a list of two numbers", "not [0.9]"]),
     ("optim.betas=0.9", ["optim.betas: must be a list of two numbers", "not 0.9"]),
     ("data.train=3", ["data.train: must be a path", "not 3"]),

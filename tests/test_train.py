@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device_reads import no_reads
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny_models import tiny_model
@@ -66,8 +69,8 @@ def make_recipe(assets: Path, output_dir: Path, *overrides: str) -> Recipe:
 
 def metrics(run: Path, *, timeless: bool = True) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    times = ("seconds", "tokens_per_second", "pairs_per_second")
-    return [{k: v for k, v in r.items() if not timeless or k not in times} for r in records]
+    times = ("seconds", "mfu", "tokens_per_second", "pairs_per_second")
+    return [{k: v for k, v in r.items() if not timeless or k.split("/")[0] not in times} for r in records]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -147,11 +150,11 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     recipe = make_recipe(assets, tmp_path / "run", f"reference.cache_dir={assets / 'cache'}")
     one_step = train_module.optimizer_step
 
-    def step_then_signal(session: Any, batch: Any) -> dict[str, Any]:
-        record = one_step(session, batch)
-        if record["step"] == stop_at:
+    def step_then_signal(session: Any, batch: Any) -> Any:
+        outcome = one_step(session, batch)
+        if session.state.step == stop_at:
             signal.raise_signal(signal.SIGTERM)
-        return record
+        return outcome
 
     monkeypatch.setattr(train_module, "optimizer_step", step_then_signal)
     with pytest.raises(Interrupted) as stopped:
@@ -170,7 +173,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(
     recipe = make_recipe(assets, tmp_path / "run", *overrides)
     one_step = train_module.optimizer_step
 
-    def die(session: Any, batch: Any) -> dict[str, Any]:
+    def die(session: Any, batch: Any) -> Any:
         if session.state.step == 8:
             raise KeyboardInterrupt("as good as kill -9: nothing is saved on the way out")
         return one_step(session, batch)
@@ -335,17 +338,144 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_rows(
     seen: list[torch.Tensor] = []
     step = train_module.train_step
 
-    def poisoned(session: Any, batch: Any) -> torch.Tensor:
-        sums = step(session, batch)
+    def poisoned(session: Any, batch: Any) -> Any:
+        values = step(session, batch)
         parameter = next(session.state.policy.parameters())
         seen.append(parameter.detach().clone())
         parameter.grad.fill_(float("nan"))
-        return sums
+        return values
 
     monkeypatch.setattr(train_module, "train_step", poisoned)
     with pytest.raises(RunError, match=r"step 1: .*not finite.*rows of data\.train \("):
         train(make_recipe(assets, tmp_path / "run", "data.eval=[]", "train.eval_every_steps=null"), console)
     assert len(seen) == 1 and read_json(tmp_path / "run" / "run.json")["status"] == "failed"
+
+
+@pytest.mark.parametrize("every_steps", [1, 5])
+def test_a_stop_names_the_step_and_leaves_the_parameters_before_it(
+    every_steps: int, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host learns of it when it logs; meanwhile no step changes anything."""
+    before: list[torch.Tensor] = []
+    after: list[torch.Tensor] = []
+    step = train_module.train_step
+
+    def poisoned(session: Any, batch: Any) -> Any:
+        values = step(session, batch)
+        parameter = next(session.state.policy.parameters())
+        (before if session.state.step < 3 else after).append(parameter.detach().clone())
+        if session.state.step == 2:
+            parameter.grad.view(-1)[0] = torch.inf
+        return values
+
+    monkeypatch.setattr(train_module, "train_step", poisoned)
+    log = (f"logging.every_steps={every_steps}", "data.eval=[]", "train.eval_every_steps=null")
+    with pytest.raises(RunError, match=r"step 3: .*listed in .*nonfinite-step-000003\.json"):
+        train(make_recipe(assets, tmp_path / "run", *log), console)
+    assert len(before) == 3 and len(after) == (0 if every_steps == 1 else 2)
+    assert all(torch.equal(parameter, before[-1]) for parameter in after)
+    dumped = read_json(tmp_path / "run" / "nonfinite-step-000003.json")
+    assert dumped["step"] == 3 and dumped["grad_norm"] == "inf" and len(dumped["pairs"]) == 4
+
+
+def test_a_run_that_skips_goes_on_and_leaves_the_step_s_pairs(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = train_module.train_step
+
+    def poisoned(session: Any, batch: Any) -> Any:
+        values = step(session, batch)
+        if session.state.step == 2:
+            next(session.state.policy.parameters()).grad.fill_(torch.nan)
+        return values
+
+    monkeypatch.setattr(train_module, "train_step", poisoned)
+    run = tmp_path / "run"
+    train(make_recipe(assets, run, "train.stop_on_nonfinite=false", "train.max_steps=6"), console)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert told.count("step 3: loss or gradient is not finite, and no update was made") == 1
+    assert [path.name for path in run.glob("nonfinite-*")] == ["nonfinite-step-000003.json"]
+    steps = [r for r in metrics(run) if r["split"] == "train"]
+    assert [r["step"] for r in steps if r["grad_norm"] is None] == [3]  # NaN is not JSON
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+    train(make_recipe(assets, run, "train.max_steps=1"), console, overwrite=True)
+    assert not list(run.glob("nonfinite-*"))  # of another run
+
+
+def test_a_step_that_is_not_logged_reads_nothing_from_the_device(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the gradients on; what the model's own forward does is its own affair."""
+    step, records = train_module.train_step, train_module.step_record
+    logged = []
+
+    def then_watch(session: Any, batch: Any) -> Any:
+        values = step(session, batch)
+        watching.enter_context(no_reads())
+        return values
+
+    def one_step(session: Any, batch: Any) -> Any:
+        outcome = whole_step(session, batch)
+        watching.close()
+        return outcome
+
+    def record(session: Any, batch: Any, outcome: Any) -> Any:
+        logged.append(session.state.step)
+        return records(session, batch, outcome)
+
+    watching, whole_step = contextlib.ExitStack(), train_module.optimizer_step
+    monkeypatch.setattr(train_module, "train_step", then_watch)
+    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    monkeypatch.setattr(train_module, "step_record", record)
+    train(make_recipe(assets, tmp_path / "run", "logging.every_steps=5"), console)
+    assert logged == [5, 10]
+    assert [r["step"] for r in metrics(tmp_path / "run") if r["split"] == "train"] == [5, 10]
+
+
+def test_a_line_has_seconds_by_phase_that_add_up_and_the_part_of_the_peak(straight: Path) -> None:
+    steps = [r for r in metrics(straight, timeless=False) if r["split"] == "train"]
+    for line in steps:
+        phases = sum(line[f"seconds/{phase}"] for phase in ("data", "forward", "backward", "optimizer"))
+        assert 0.5 * line["seconds"] < phases <= line["seconds"]
+        assert 0 < line["mfu"] < 1
+        assert line["rewards/margins_p10"] <= line["rewards/margins_p50"] <= line["rewards/margins_p90"]
+    assert 0 < read_json(straight / "run.json")["totals"]["mfu"] < 1
+
+
+def test_docs_define_every_number_of_metrics_jsonl(straight: Path) -> None:
+    table = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text()
+    table = re.sub(r"```.*?```", "", table, flags=re.DOTALL)
+    defined = set(re.findall(r"`([^`\s]+)`", table))
+    short = {"rewards/margins_p50": "_p50", "rewards/margins_p90": "_p90"}
+    short |= {f"seconds/{phase}": f"/{phase}" for phase in ("forward", "backward", "optimizer")}
+    for line in metrics(straight, timeless=False):
+        undefined = {name for name in line if name not in defined and short.get(name) not in defined}
+        assert undefined <= {"split", "source", "by_source"}
+
+
+def test_warnings_are_told_once_and_are_in_run_json_and_not_repeated_after_resuming(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A reference that is another model: the first loss is far from log 2.
+    other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
+    other.save_pretrained(tmp_path / "reference")
+    overrides = (f"reference.path={tmp_path / 'reference'}", "loss.beta=1", "train.max_steps=4")
+    recipe = make_recipe(assets, tmp_path / "run", *overrides)
+    one_step = train_module.optimizer_step
+
+    def step_then_signal(session: Any, batch: Any) -> Any:
+        outcome = one_step(session, batch)
+        if session.state.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return outcome
+
+    monkeypatch.setattr(train_module, "optimizer_step", step_then_signal)
+    with pytest.raises(Interrupted):
+        train(recipe, console)
+    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    train(recipe, console)
+    assert console.file.getvalue().count("Warning: the first loss is") == 1  # type: ignore[attr-defined]
+    assert read_json(tmp_path / "run" / "run.json")["warnings"] == ["high_initial_loss"]
 
 
 def test_trackers_get_the_metrics(assets: Path, tmp_path: Path, console: Console) -> None:

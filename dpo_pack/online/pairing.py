@@ -1,0 +1,88 @@
+"""Scored completions of one prompt -> preference pairs.
+
+A method is a function from scores to (better, worse) positions that may still be ties; a new one is one
+function and one line in METHODS. Legend: n completions of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from dpo_pack.online.interface import Completion, Scores
+
+Position = tuple[int, int]  # (better, worse) among a prompt's completions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairingSettings:
+    """Which completions become pairs."""
+
+    method: str  # of METHODS
+    min_margin: float = 0.0  # a pair's scores must differ by more; else it is a tie
+    missing_eos_penalty: float = 0.0  # taken off the score of a completion that did not end by itself
+    seed: int = 0  # of method random
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """The pairs of one prompt, and what was left out."""
+
+    pairs: tuple[Position, ...]
+    scores: Scores  # [n] after the penalty
+    num_ties: int  # candidate pairs whose scores are too close
+    num_duplicates: int  # completions equal to an earlier one
+
+
+def make_pairs(
+    completions: Sequence[Completion], scores: Scores, settings: PairingSettings, *, draw_number: int
+) -> Pairing:
+    """Pairs of a prompt's different completions.
+
+    scores: [n]. A completion of the same tokens as an earlier one takes no part. `draw_number` with the
+    seed decides what method random draws.
+    """
+    assert scores.shape == (len(completions),)
+    is_finished = np.array([completion.is_finished for completion in completions])
+    scores = scores - settings.missing_eos_penalty * ~is_finished
+    first_places: dict[bytes, int] = {}
+    for position, completion in enumerate(completions):
+        first_places.setdefault(completion.ids.tobytes(), position)
+    distinct = list(first_places.values())
+    rng = np.random.default_rng([settings.seed, draw_number])
+    candidates = METHODS[settings.method](scores, distinct, rng) if len(distinct) > 1 else []
+    pairs = tuple(pair for pair in candidates if scores[pair[0]] - scores[pair[1]] > settings.min_margin)
+    return Pairing(
+        pairs=pairs,
+        scores=scores,
+        num_ties=len(candidates) - len(pairs),
+        num_duplicates=len(completions) - len(distinct),
+    )
+
+
+def _best_vs_worst(scores: Scores, distinct: list[int], rng: np.random.Generator) -> list[Position]:
+    by_score = sorted(distinct, key=lambda position: (-scores[position], position))
+    return [(by_score[0], by_score[-1])]
+
+
+def _all_pairs(scores: Scores, distinct: list[int], rng: np.random.Generator) -> list[Position]:
+    return [_ordered(scores, one, other) for one, other in combinations(distinct, 2)]
+
+
+def _random(scores: Scores, distinct: list[int], rng: np.random.Generator) -> list[Position]:
+    one, other = rng.choice(distinct, 2, replace=False).tolist()
+    return [_ordered(scores, one, other)]
+
+
+def _ordered(scores: Scores, one: int, other: int) -> Position:
+    return (one, other) if scores[one] >= scores[other] else (other, one)
+
+
+METHODS: dict[str, Callable[[Scores, list[int], np.random.Generator], list[Position]]] = {
+    "best_vs_worst": _best_vs_worst,
+    "all_pairs": _all_pairs,
+    "random": _random,
+}

@@ -1,0 +1,239 @@
+"""Global batches of pairs that the policy has just written.
+
+A phase answers `rollouts_per_update` prompts with the policy as it is and puts the pairs into a queue; steps
+of `pairs_per_step` pairs are taken from its front, and the next phase runs when too few are left. So a step
+is as many pairs as offline, however many prompts end in a tie or a failure.
+
+Legend: P pairs of a step, N prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dpo_pack.data.epoch_order import epoch_order
+from dpo_pack.data.flops import ModelShape, pair_flops
+from dpo_pack.data.keys import content_key
+from dpo_pack.data.lengths import IntArray
+from dpo_pack.data.merging import prompt_merging
+from dpo_pack.data.packing import PlanSettings
+from dpo_pack.data.pairs import DataSplits
+from dpo_pack.data.store import PairTable
+from dpo_pack.errors import RunError
+from dpo_pack.online.interface import Draw, Generator, Judge
+from dpo_pack.online.pairing import PairingSettings
+from dpo_pack.online.pending import PendingPair, load_pending, pair_table, pairs_of, pending_state
+from dpo_pack.online.phases import Outcome, Tally, phase_metrics, run_phase
+from dpo_pack.online.reference import LiveReference
+from dpo_pack.online.rollout_log import RolloutLog
+from dpo_pack.reference import pair_lengths
+from dpo_pack.sources import GlobalBatch, RowBuilder
+
+# So many phases in a row without a pair, and the run stops rather than ask for ever.
+FRUITLESS_PHASES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineSettings:
+    """How prompts become steps."""
+
+    pairs_per_step: int
+    rollouts_per_update: int  # prompts answered before the policy is updated on them
+    max_staleness_steps: int | None  # a pair that has waited longer is dropped and counted
+    num_steps: int
+    shuffle: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSettings:
+    """How a step's pairs lie in rows."""
+
+    plan: PlanSettings
+    builder: Callable[[PairTable], RowBuilder]
+    shape: ModelShape | None  # of the policy, to measure merged prompts; None: padded batches
+
+
+class OnlineSource:
+    """Pairs of the policy's own completions, step by step. Its state is the draws made and the queue."""
+
+    def __init__(
+        self,
+        data: DataSplits,
+        *,
+        generator: Generator,
+        judge: Judge,
+        pairing: PairingSettings,
+        reference: LiveReference | None,
+        settings: OnlineSettings,
+        rows: RowSettings,
+        log: RolloutLog,
+    ) -> None:
+        """`reference` None: the loss needs none, or one that follows the policy scores the rows later."""
+        assert data.prompts is not None
+        self.data = data
+        self.prompts = data.prompts.train
+        self.generator = generator
+        self.judge = judge
+        self.pairing = pairing
+        self.reference = reference
+        self.settings = settings
+        self.rows = rows
+        self.log = log
+        self.tally = Tally()
+        self.pending: list[PendingPair] = []
+        self.next_step = 0
+        self.num_draws = 0
+        self.num_phases = 0
+        self._order_epoch = -1
+        self._order: IntArray = np.zeros(0, dtype=np.int64)
+
+    @property
+    def num_steps(self) -> int:
+        return self.settings.num_steps
+
+    @property
+    def steps_fingerprint(self) -> str:
+        """Names what decides which prompts are drawn when."""
+        return content_key([self.data.fingerprint, asdict(self.settings)])
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        self.log.drop_from(self.num_phases)
+        while self.next_step < self.num_steps:
+            step = self.next_step
+            metrics = self._refill(step)
+            pairs = self.pending[: self.settings.pairs_per_step]
+            self.pending = self.pending[self.settings.pairs_per_step :]
+            self.next_step += 1
+            yield self._batch(pairs, metrics, step)
+
+    def _refill(self, step: int) -> dict[str, float]:
+        """Run phases until the queue holds a step; returns the averages of the last one, if there was any."""
+        self._drop_stale(step)
+        metrics: dict[str, float] = {}
+        num_fruitless = 0
+        while len(self.pending) < self.settings.pairs_per_step:
+            outcomes = self._phase(step)
+            made = pairs_of(outcomes, weights_step=self.generator.weights_step(step))
+            self.pending += made
+            metrics = phase_metrics(outcomes)
+            num_fruitless = 0 if made else num_fruitless + 1
+            if num_fruitless == FRUITLESS_PHASES:
+                raise RunError(_fruitless(step, outcomes, self.settings.rollouts_per_update))
+        return metrics
+
+    def _phase(self, step: int) -> list[Outcome]:
+        draws = [self._draw(self.num_draws + place) for place in range(self.settings.rollouts_per_update)]
+        outcomes = run_phase(draws, self.generator, self.judge, self.pairing)
+        self.tally.add(outcomes)
+        self.log.write(self.num_phases, step, outcomes)
+        self.num_draws += len(draws)
+        self.num_phases += 1
+        return outcomes
+
+    def _draw(self, number: int) -> Draw:
+        """Draw `number` of the run, from 0: prompts come epoch after epoch, each in an order of its own."""
+        if self._order_epoch < 0:
+            self._set_order(0)
+        epoch, place = divmod(number, len(self._order))  # every epoch is equally long
+        if epoch != self._order_epoch:
+            self._set_order(epoch)
+        index = int(self._order[place])
+        return Draw(number=number, prompt_index=index, prompt=self.prompts[index])
+
+    def _set_order(self, epoch: int) -> None:
+        self._order_epoch = epoch
+        self._order = epoch_order(
+            len(self.prompts),
+            shuffle=self.settings.shuffle,
+            seed=self.settings.seed,
+            epoch=epoch,
+            source_indices=self.data.train.source_indices,
+            source_weights=self.data.source_weights,
+        )
+
+    def _drop_stale(self, step: int) -> None:
+        bound = self.settings.max_staleness_steps
+        if bound is None:
+            return
+        weights_step = self.generator.weights_step(step)
+        if step - weights_step > bound:
+            raise RunError(
+                f"step {step + 1}: completions still come from the policy after step {weights_step}, more "
+                f"than online.max_staleness_steps ({bound}) ago, because an endpoint's weights are not "
+                "updated; raise it, or set online.generator.type: transformers"
+            )
+        fresh = [pair for pair in self.pending if step - pair.weights_step <= bound]
+        self.tally.stale_pairs += len(self.pending) - len(fresh)
+        self.pending = fresh
+
+    def _batch(self, pairs: list[PendingPair], metrics: dict[str, float], step: int) -> GlobalBatch:
+        table = pair_table(pairs)
+        builder = self.rows.builder(table)
+        merging = row_costs = None
+        if self.rows.shape is not None:
+            row_costs = pair_flops(self.rows.shape, pair_lengths(table), share_prompt=builder.share_prompt)
+            if builder.share_prompt:
+                # The completions of a prompt are one group: it is computed once for all of them.
+                merging = prompt_merging(table, self.rows.shape)
+                builder = replace(builder, merging=merging)
+        plan = replace(self.rows.plan, pairs_per_step=len(pairs)).plan(
+            builder.row_tokens(), order=np.arange(len(pairs)), row_costs=row_costs, merging=merging
+        )
+        rows = [builder.build(row) for row in plan[0][0]]
+        if self.reference is not None:
+            rows = self.reference.fill(rows)
+        prompt_indices = np.array([pair.prompt_index for pair in pairs], dtype=np.int64)
+        staleness = np.array([step - pair.weights_step for pair in pairs])
+        return GlobalBatch(
+            epoch=self.num_draws / len(self._order),
+            num_pairs=len(pairs),
+            num_chosen_tokens=int(table.chosen_lengths.sum()),
+            num_rows=len(rows),
+            num_tokens=sum(row.row.num_tokens for row in rows),
+            # Elsewhere a pair is known by its row in data.train: here that is its prompt's.
+            rows=[replace(row, pair_indices=prompt_indices[row.pair_indices]) for row in rows],
+            metrics={
+                **metrics,
+                "online/win_margin": float(np.mean([pair.margin for pair in pairs])),
+                "online/staleness": float(staleness.mean()),
+                "online/staleness_max": float(staleness.max()),
+                "online/pending_pairs": float(len(self.pending)),
+                **{f"online/total_{name}": float(count) for name, count in asdict(self.tally).items()},
+            },
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "next_step": self.next_step,
+            "num_draws": self.num_draws,
+            "num_phases": self.num_phases,
+            "tally": asdict(self.tally),
+            "pending": pending_state(self.pending),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the last batch handed out."""
+        self.next_step = int(state["next_step"])
+        self.num_draws = int(state["num_draws"])
+        self.num_phases = int(state["num_phases"])
+        self.tally = Tally(**state["tally"])
+        self.pending = load_pending(state["pending"])
+        self._set_order(0)  # a batch's `epoch` is counted in epochs of this length
+
+
+def _fruitless(step: int, outcomes: list[Outcome], num_prompts: int) -> str:
+    """Why nothing can be trained on, and what might help."""
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    asked = f"step {step + 1}: {FRUITLESS_PHASES} times {num_prompts} prompts gave no pair"
+    if failures:
+        return f"{asked}; of the last ones {len(failures)} failed, the first with: {failures[0]}"
+    return (
+        f"{asked}: their completions are equal, or their scores differ by no more than "
+        "online.pairing.min_margin; raise online.temperature or online.completions_per_prompt, or look at "
+        "rollouts.parquet"
+    )

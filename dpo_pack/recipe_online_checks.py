@@ -1,0 +1,77 @@
+"""Rules of a recipe's `online` section, and of the other sections beside it."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+
+from dpo_pack.recipe_errors import Problem
+from dpo_pack.recipe_online import GeneratorRecipe, JudgeRecipe, OnlineRecipe
+from dpo_pack.recipe_schema import Recipe
+
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_URL = re.compile(r"https?://\S+")
+
+
+def broken_online_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Problems that only several keys together show."""
+    if recipe.online is None:
+        return
+    if recipe.train.max_steps is None:
+        yield "train.max_steps", "an online run needs it: its pairs do not exist before it"
+    if recipe.train.epochs != 1:
+        yield "train.epochs", "an online run is as long as train.max_steps says; leave it out"
+    if recipe.packing.scope == "epoch":
+        yield "packing.scope", "epoch needs pairs that exist beforehand; with online use step"
+    if recipe.data.truncation == "completion_right":
+        yield "data.truncation", "completions are yet to be written; with online use drop or prompt_left"
+    if recipe.online.max_new_tokens >= recipe.data.max_length:
+        limit = f"data.max_length ({recipe.data.max_length}), to leave room for a prompt"
+        yield "online.max_new_tokens", f"must be below {limit}, not {recipe.online.max_new_tokens}"
+    yield from _broken_generator_rules(recipe.online.generator)
+    for number, judge in enumerate(recipe.online.judges):
+        yield from _broken_judge_rules(judge, f"online.judges.{number}")
+    yield from _unused_options(recipe.online)
+
+
+def _broken_generator_rules(generator: GeneratorRecipe) -> Iterator[Problem]:
+    if generator.type == "vllm":
+        absent = importlib.util.find_spec("vllm") is None
+        reason = "vllm is not installed, and even then this" if absent else "this"
+        yield (
+            "online.generator.type",
+            f"{reason} version runs no vLLM in its own process; use http with a vLLM server, or transformers",
+        )
+    if generator.type == "http":
+        if generator.endpoint is None:
+            yield "online.generator.endpoint", "type http needs it, as in {url: ..., model: ...}"
+        else:
+            yield from _broken_url(generator.endpoint.url, "online.generator.endpoint.url")
+    elif generator.endpoint is not None:
+        yield "online.generator.endpoint", f"not used by type {generator.type}, only by http"
+
+
+def _broken_judge_rules(judge: JudgeRecipe, key: str) -> Iterator[Problem]:
+    needed = {"function": "function", "reward_model": "path", "llm": "endpoint"}
+    for judge_type, name in needed.items():
+        value = {"function": judge.function, "path": judge.path, "endpoint": judge.endpoint}[name]
+        if judge.type == judge_type and value is None:
+            yield f"{key}.{name}", f"type {judge_type} needs it"
+        elif judge.type != judge_type and value is not None:
+            yield f"{key}.{name}", f"not used by type {judge.type}, only by {judge_type}"
+    if judge.function is not None and not _FUNCTION.fullmatch(judge.function):
+        yield f"{key}.function", f"must be module:function, not {judge.function!r}"
+    if judge.endpoint is not None:
+        yield from _broken_url(judge.endpoint.url, f"{key}.endpoint.url")
+    if judge.instructions is not None and judge.type != "llm":
+        yield f"{key}.instructions", f"not used by type {judge.type}, only by llm"
+
+
+def _broken_url(url: str, key: str) -> Iterator[Problem]:
+    if not _URL.fullmatch(url):
+        yield key, f"must begin with http:// or https://, not {url!r}"
+
+
+def _unused_options(online: OnlineRecipe) -> Iterator[Problem]:
+    default = GeneratorRecipe.model_fields["token_budget"].default
+    if online.generator.type == "http" and online.generator.token_budget != default:
+        yield "online.generator.token_budget", "not used by type http, only by transformers"

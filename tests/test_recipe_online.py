@@ -1,0 +1,85 @@
+"""The `online` section: what it accepts, what it refuses and how it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_recipe import SMALLEST, load
+
+from dpo_pack.errors import RecipeError
+from dpo_pack.recipe import changed_keys, check_paths, dump_recipe, parse_recipe
+
+ONLINE = (
+    SMALLEST + "train: {max_steps: 9}\nonline: {judges: [{type: function, function: 'my.judges:score'}]}\n"
+)
+SERVER = "{url: 'http://localhost:8000/v1', model: m}"
+
+
+def test_one_judge_is_all_it_takes() -> None:
+    recipe = load(text=ONLINE)
+    assert recipe.online is not None
+    assert recipe.online.generator.type == "transformers" and recipe.online.pairing.type == "best_vs_worst"
+    assert recipe.online.completions_per_prompt == 2 and recipe.online.judges[0].weight == 1.0
+    assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    "override, fragments",
+    [
+        ("train.max_steps=null", ["train.max_steps: an online run needs it"]),
+        ("train.epochs=2", ["train.epochs: an online run is as long as train.max_steps says"]),
+        ("packing={scope: epoch, rows_per_step: 2}", ["packing.scope: epoch needs pairs"]),
+        ("data.truncation=completion_right", ["data.truncation: completions are yet to be written"]),
+        ("online.max_new_tokens=2048", ["online.max_new_tokens: must be below data.max_length (2048)"]),
+        ("online.completions_per_prompt=1", ["online.completions_per_prompt: must be a whole number >= 2"]),
+        ("online.temperature=0", ["online.temperature: must be a number > 0, not 0"]),
+        ("online.top_p=1.5", ["online.top_p: must be a number > 0 and <= 1"]),
+        ("online.stop=END", ["online.stop: must be a list of texts"]),
+        ("online.judges=[]", ["online.judges: must be a list as"]),
+        ("online.judges=[{type: function}]", ["online.judges.0.function: type function needs it"]),
+        ("online.judges=[{type: reward_model}]", ["online.judges.0.path: type reward_model needs it"]),
+        ("online.judges=[{type: llm}]", ["online.judges.0.endpoint: type llm needs it"]),
+        ("online.judges.0.function=score", ["online.judges.0.function: must be module:function"]),
+        ("online.judges.0.path=org/rm", ["online.judges.0.path: not used by type function"]),
+        ("online.judges.0.instructions=Be nice.", ["online.judges.0.instructions: not used"]),
+        ("online.judges.0.kind=llm", ["online.judges.0.kind: unknown key"]),
+        ("online.generator.type=http", ["online.generator.endpoint: type http needs it"]),
+        (f"online.generator.endpoint={SERVER}", ["online.generator.endpoint: not used by type transformers"]),
+        ("online.generator={type: http, endpoint: {url: 'localhost', model: m}}", [".url: must begin"]),
+        (
+            f"online.generator={{type: http, token_budget: 9, endpoint: {SERVER}}}",
+            ["online.generator.token_budget: not used by type http"],
+        ),
+        ("online.generator.type=vllm", ["online.generator.type: vllm is not installed", "use http"]),
+        ("online.pairing.type=best", ["online.pairing.type: must be one of best_vs_worst, all_pairs"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(override: str, fragments: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(override, text=ONLINE)
+    message = str(caught.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge() -> None:
+    begun = load(f"online.generator={{type: http, endpoint: {SERVER}}}", text=ONLINE)
+    moved = load(
+        "online.generator={type: http, endpoint: {url: 'http://other:1/v1', model: m}}",
+        "online.offload_reference=true",
+        text=ONLINE,
+    )
+    assert changed_keys(begun, moved) == []
+    other = load("online.judges.0.function=my.judges:other", "online.top_p=0.9", text=ONLINE)
+    assert changed_keys(load(text=ONLINE), other) == ["online.judges.0.function", "online.top_p"]
+    assert changed_keys(load(text=ONLINE), load("train.max_steps=9"))[0].startswith("online")
+
+
+def test_a_reward_model_that_is_not_there_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").touch()
+    judges = "online.judges=[{type: reward_model, path: ./no/such/model}]"
+    with pytest.raises(RecipeError, match=r"online\.judges\.0\.path: no such directory"):
+        check_paths(load(judges, f"data.train={tmp_path}/pairs.jsonl", text=ONLINE))
