@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_errors import BFLOAT16_COLUMNS, TABLE_COLUMNS, table_cells
+from family_errors import BFLOAT16_COLUMNS, TABLE_COLUMNS
 from hypothesis import settings
 from rich.console import Console
 
@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The tables of families, of those that ran."""
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
     recorded = [entry for report in reports for entry in report.user_properties]
-    measured = [TABLE_COLUMNS, *(table_cells(*values) for name, values in recorded if name == "family")]
+    measured = [TABLE_COLUMNS, *(values for name, values in recorded if name == "family")]
     proved = [BFLOAT16_COLUMNS, *(values for name, values in recorded if name == "bfloat16")]
     _write_table(
         terminalreporter, "families: errors against each sequence alone, nats and relative", measured

@@ -21,6 +21,7 @@ from family_errors import (
     make_row,
     measure,
     prove_under_autocast,
+    table_cells,
 )
 from oracle import completion_logps_one_by_one
 from tiny_models import tiny_config, tiny_model
@@ -54,7 +55,7 @@ def test_logps_and_gradients_equal_each_sequence_alone(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     errors, noise = measure(family, tmp_path)
-    record_property("family", (family, errors, noise))
+    record_property("family", table_cells(family, errors, noise))
     assert errors.keys() == ({"shared", "unshared", "padded"} if FAMILIES[family].packs else {"padded"})
     floor = 1e-6 if family in ABSOLUTE else min(max(1e-6, 2 * noise.gradient), 2e-5)
     largest = 1e-6 if family in ABSOLUTE else min(max(1e-6, 2 * noise.max_gradient), 2e-5)

@@ -114,7 +114,7 @@ def test_the_policy_plays_against_itself_as_it_started(straight: Path) -> None:
     assert "wins against the starting policy" in (straight / "model" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 5])
+@pytest.mark.parametrize("stop_at", [1, 5])
 def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
     stop_at: int,
     straight: Path,
@@ -161,6 +161,40 @@ def test_a_killed_run_makes_the_phases_after_its_checkpoint_anew(
     assert_same_run(straight, tmp_path / "run")
 
 
+def test_a_run_that_goes_on_forgets_rollouts_of_steps_it_has_not_taken_yet(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = online_recipe(assets, tmp_path / "run", "checkpoint.every_steps=2")
+    one_step = train_module.optimizer_step
+    dies_at, stops_at = 5, 3
+
+    def die(session: Any, batch: Any) -> Any:
+        if session.state.step == dies_at:
+            raise KeyboardInterrupt
+        return one_step(session, batch)
+
+    def stop(session: Any, batch: Any) -> Any:
+        outcome = one_step(session, batch)
+        if session.state.step == stops_at:
+            signal.raise_signal(signal.SIGTERM)
+        return outcome
+
+    monkeypatch.setattr(train_module, "optimizer_step", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, console)
+    assert max(row["step"] for row in rollouts(tmp_path / "run")) > stops_at
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    monkeypatch.setattr(train_module, "optimizer_step", stop)
+    with pytest.raises(Interrupted):
+        train(
+            recipe.model_copy(
+                update={"checkpoint": recipe.checkpoint.model_copy(update={"resume": str(checkpoint)})}
+            ),
+            console,
+        )
+    assert max(row["step"] for row in rollouts(tmp_path / "run")) < stops_at
+
+
 def test_online_steps_equal_offline_steps_on_the_same_pairs(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -195,7 +229,7 @@ def test_rows_of_any_size_sharing_and_padding_change_nothing(
     records = []
     for number, overrides in enumerate(variants):
         run = tmp_path / str(number)
-        train(online_recipe(assets, run, "train.max_steps=3", *overrides, **QUEUED), console)
+        train(online_recipe(assets, run, "train.max_steps=2", *overrides, **QUEUED), console)
         records.append(lines(run))
     assert len({record[0]["rows"] for record in records}) > 1
     assert records[0][0]["tokens"] < records[2][0]["tokens"]  # a prompt's completions are one group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -226,23 +227,25 @@ def test_many_sequences_are_written_in_parts_of_bounded_size(
 # ---- Disks that refuse
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def files_of_at_most_512_bytes() -> Iterator[None]:
-    """The kernel's own refusal to write more, as of a full disk."""
+    """The kernel's own refusal to write more, as of a full disk. pytest's own output must not meet it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_part_the_disk_has_no_room_for_is_a_one_line_error_and_leaves_nothing(
-    tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path,
 ) -> None:
     cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(100)
     cache.append(keys[:1], np.array([-1.0]), np.array([1]))
     before = sorted(path.name for path in cache.directory.iterdir())
-    request.getfixturevalue("files_of_at_most_512_bytes")
-    message = one_line(lambda: cache.append(keys, np.zeros(100), np.ones(100, dtype=np.int64)))
+    with files_of_at_most_512_bytes():
+        message = one_line(lambda: cache.append(keys, np.zeros(100), np.ones(100, dtype=np.int64)))
     assert str(cache.directory) in message and "File too large" in message and "free space" in message
     assert sorted(path.name for path in cache.directory.iterdir()) == before
     assert cache.lookup(keys[:1]).tolist() == [-1.0]
