@@ -22,9 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from dpo_pack.checkpoint import (
-    save_checkpoint,
-)
+from dpo_pack.checkpoint import save_checkpoint
 from dpo_pack.console import TrainingLines, format_seconds
 from dpo_pack.coupling import Tangent, row_tangents
 from dpo_pack.evaluate import evaluate_sets

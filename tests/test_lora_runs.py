@@ -144,7 +144,7 @@ def test_a_policy_that_is_not_its_reference_is_caught_before_the_first_step(
                 torch.nn.init.constant_(parameter, 0.05)
         return loaded
 
-    monkeypatch.setattr(train_module, "prepare_policy", moved)
+    monkeypatch.setattr("dpo_pack.session.prepare_policy", moved)
     with pytest.raises(RunError, match="the policy at step 0 is not its cached reference"):
         train(recipe_in(assets, LORA, at(tmp_path / "run")), Console(quiet=True))
 

@@ -117,7 +117,7 @@ def test_a_run_takes_the_steps_of_a_plain_loop(layout: str, make: Make, console:
 def test_nothing_is_computed_beforehand_or_cached(
     make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module, "prepare_reference", lambda *_: pytest.fail("a reference pass"))
+    monkeypatch.setattr("dpo_pack.session.prepare_reference", lambda *_: pytest.fail("a reference pass"))
     recipe = make("run", "{every_steps: 1, mixup: 0.5}")
     train(recipe, console)
     assert not (recipe.output_dir / "reference.parquet").exists()

@@ -107,7 +107,7 @@ def test_only_losses_that_couple_pairs_pay_for_a_second_forward(
 def test_a_loss_without_a_reference_computes_and_keeps_none(
     name: str, make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module, "prepare_reference", lambda *_: pytest.fail("a reference pass"))
+    monkeypatch.setattr("dpo_pack.session.prepare_reference", lambda *_: pytest.fail("a reference pass"))
     loaded: list[str] = []
 
     def spy(path: str, **settings: Any) -> Any:
@@ -162,7 +162,7 @@ def test_one_s_own_loss_trains_as_the_built_in_one(
 def test_a_loss_that_cannot_be_imported_is_refused_before_anything_loads(
     make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module, "prepare", lambda *_: pytest.fail("data was read first"))
+    monkeypatch.setattr("dpo_pack.session.prepare", lambda *_: pytest.fail("data was read first"))
     with pytest.raises(RecipeError, match=r"^loss\.type: cannot import no_such_losses"):
         train(make("run", "loss.type=no_such_losses:mine"), console)
 
