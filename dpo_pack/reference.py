@@ -29,6 +29,8 @@ from dpo_pack.reference_parts import (
     TokenLogps,
     key_column,
     keys_of,
+    number_column,
+    numbers_of,
     token_column,
     tokens_of,
 )
@@ -107,7 +109,7 @@ class FrozenReference:
         )
 
     def save(self, path: Path) -> None:
-        columns = {KEY: key_column(self.keys), SUM: pa.array(self.sums)}
+        columns = {KEY: key_column(self.keys), SUM: number_column(self.sums)}
         if self.tokens is not None:
             columns[TOKENS] = token_column(self.tokens)
         with written_aside(path) as temporary:
@@ -120,7 +122,7 @@ class FrozenReference:
             table = pq.read_table(path, page_checksum_verification=True)
             return FrozenReference(
                 keys=keys_of(table),
-                sums=table[SUM].to_numpy(),
+                sums=numbers_of(table[SUM]),
                 tokens=tokens_of(table) if per_token else None,
             )
         except (OSError, KeyError, pa.ArrowException) as error:

@@ -44,6 +44,7 @@ from dpo_pack.reference_parts import (
     TokenLogps,
     is_intact,
     keys_of,
+    numbers_of,
     parse_part,
     part_paths,
     read_content,
@@ -107,7 +108,7 @@ class ReferenceCache:
         index = KeyIndex.of(keys)
         values = np.full(len(index), np.nan)
         for table, rows, places in self._matches(index, (KEY, SUM)):
-            values[places] = table[SUM].to_numpy()[rows]
+            values[places] = numbers_of(table[SUM])[rows]
         return values[index.inverse]
 
     def lookup_tokens(self, keys: Keys) -> tuple[Floats, TokenLogps]:
@@ -124,7 +125,7 @@ class ReferenceCache:
             if TOKENS in table.column_names:
                 which[places] = np.arange(num_found, num_found + len(rows))
                 found.append(tokens_of(table).take(rows))
-                sums.append(table[SUM].to_numpy()[rows])
+                sums.append(numbers_of(table[SUM])[rows])
                 num_found += len(rows)
         # One more, empty, at the end: what -1 stands for.
         nothing = TokenLogps(values=np.zeros(0, dtype=np.float32), offsets=np.zeros(2, dtype=np.int64))

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +104,8 @@ def write_part(directory: Path, logps: SequenceLogps, metadata: Mapping[str, str
     """
     columns = {
         KEY: key_column(logps.keys),
-        SUM: pa.array(logps.sums, pa.float64()),
-        NUM_TOKENS: pa.array(logps.num_tokens, pa.int32()),
+        SUM: number_column(logps.sums.astype(np.float64, copy=False)),
+        NUM_TOKENS: number_column(logps.num_tokens.astype(np.int32)),
     }
     if logps.tokens is not None:
         columns[TOKENS] = token_column(logps.tokens)
@@ -155,6 +156,24 @@ def key_column(keys: Keys) -> pa.Array:
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(data), buffers)
 
 
+def number_column(values: npt.NDArray[Any]) -> pa.Array:
+    """[n] numbers as an Arrow array without nulls. `pa.array` would import pandas, half a second's work."""
+    buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
+
+
+def numbers_of(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
+    """[n] numbers of an Arrow column without nulls. `to_numpy` would import pandas, too."""
+    dtype = np.dtype(column.type.to_pandas_dtype())
+    chunks = [column] if isinstance(column, pa.Array) else column.chunks
+    values = [np.zeros(0, dtype=dtype)]
+    for chunk in chunks:
+        assert chunk.null_count == 0
+        if len(chunk):
+            values.append(np.frombuffer(chunk.buffers()[1], dtype=dtype)[chunk.offset :][: len(chunk)])
+    return values[1] if len(values) == 2 else np.concatenate(values)
+
+
 def keys_of(table: pa.Table) -> Keys:
     """[n, 16] of a table's column `key`."""
     chunks = [np.zeros((0, 16), dtype=np.uint8)]
@@ -166,14 +185,14 @@ def keys_of(table: pa.Table) -> Keys:
 
 def token_column(tokens: TokenLogps) -> pa.Array:
     # Large: a run's frozen values may have more tokens than 32-bit offsets reach.
-    return pa.LargeListArray.from_arrays(pa.array(tokens.offsets), pa.array(tokens.values, pa.float32()))
+    return pa.LargeListArray.from_arrays(number_column(tokens.offsets), number_column(tokens.values))
 
 
 def tokens_of(table: pa.Table) -> TokenLogps:
     """The values of a table's column `token_logps`, which has no nulls."""
     parts = []
     for chunk in table[TOKENS].chunks:
-        parts.append(TokenLogps.of_lengths(chunk.flatten().to_numpy(), chunk.value_lengths().to_numpy()))
+        parts.append(TokenLogps.of_lengths(numbers_of(chunk.flatten()), numbers_of(chunk.value_lengths())))
     return TokenLogps.join(parts)
 
 

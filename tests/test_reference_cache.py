@@ -7,6 +7,8 @@ import errno
 import logging
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,3 +286,19 @@ def test_a_cache_that_may_only_be_read_can_still_be_used(
     cache = ReferenceCache(tmp_path, NAMESPACE)
     cache.note_use("some/model")
     assert cache.lookup(keys).tolist() == [-1.0]
+
+
+def test_writing_and_reading_parts_does_not_import_pandas(tmp_path: Path) -> None:
+    """pyarrow would, to look whether it is given a Series: half a second before the first part."""
+    code = (
+        "import sys, numpy as np\n"
+        "from pathlib import Path\n"
+        "from dpo_pack.reference_cache import ReferenceCache\n"
+        f"cache = ReferenceCache(Path({str(tmp_path)!r}), {{'model': 'one'}})\n"
+        "keys = np.arange(48, dtype=np.uint8).reshape(3, 16)\n"
+        "cache.append(keys, np.array([-1.0, -2.0, -3.0]), np.array([1, 2, 3]))\n"
+        "assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0]\n"
+        "assert 'pandas' not in sys.modules, 'pandas was imported'\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
