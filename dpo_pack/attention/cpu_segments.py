@@ -2,8 +2,8 @@
 
 torch's CPU kernel spreads each call over all threads. A row of preference pairs has dozens of calls a layer,
 each too short for that to pay: measured on two cores with the segments of 32 HH pairs, a second thread makes
-them 1.3 times as fast that way, 1.7 times with one thread a segment. What a segment computes does not depend
-on the number of threads.
+them 1.3 to 1.5 times as fast that way, 1.5 to 1.8 times with one thread a segment. What a segment computes
+does not depend on the number of threads.
 
 Legend: T tokens of the row, K gathered keys, G segments, H heads, D head dimension.
 """
