@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,14 +110,25 @@ def layout_row(groups: Sequence[Group], *, share_prompt: bool) -> RowLayout:
     return _RowBuilder(share_prompt).build(groups)
 
 
+def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array as a tensor on `device`. Waits for nothing that is under way there.
+
+    CUDA copies from pinned memory while the host goes on; of other memory it may first end all earlier work.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def packed_row(layout: RowLayout, device: torch.device) -> Row:
     """Put a row's layout on `device`."""
 
     def put(array: IntArray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        return on_device(array, device)
 
     def cumulative(lengths: IntArray) -> Tensor:
-        return put(np.concatenate(([0], np.cumsum(lengths)))).to(torch.int32)
+        return on_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
 
     segments = RowSegments(
         query_lengths=tuple(layout.query_lengths.tolist()),
@@ -126,6 +138,7 @@ def packed_row(layout: RowLayout, device: torch.device) -> Row:
         kv_index=None if layout.kv_index is None else put(layout.kv_index),
         kv_first=None if layout.kv_first is None else put(layout.kv_first),
         kv_repeats=tuple((put(tokens), put(places)) for tokens, places in layout.kv_repeats),
+        scored_positions=put(np.unique(layout.logit_index)),
     )
     return Row(
         input_ids=put(layout.input_ids)[None],
@@ -158,13 +171,13 @@ def padded_row(groups: Sequence[Group], *, pad_token_id: int, device: torch.devi
     real = np.arange(longest)[None, :] < lengths[:, None]
     completion_lengths = [len(completion) for _, completion in pairs]
     return Row(
-        input_ids=torch.from_numpy(ids).to(device),
+        input_ids=on_device(ids, device),
         position_ids=torch.arange(longest, device=device).expand(len(pairs), longest),
-        attention_mask=torch.from_numpy(real.astype(np.int64)).to(device),
+        attention_mask=on_device(real.astype(np.int64), device),
         segments=None,
-        logit_index=torch.from_numpy(_concatenate(index)).to(device),
-        targets=torch.from_numpy(_concatenate([completion for _, completion in pairs])).to(device),
-        completion_lengths=torch.tensor(completion_lengths, device=device),
+        logit_index=on_device(_concatenate(index), device),
+        targets=on_device(_concatenate([completion for _, completion in pairs]), device),
+        completion_lengths=on_device(np.asarray(completion_lengths, dtype=np.int64), device),
         num_tokens=int(lengths.sum()),
     )
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dpo_pack.cpu_products import times_transposed
+
 # Two [C, V] fp32 buffers live at a time. On CPU a chunk should stay near the caches; on a GPU it should
 # be long enough to keep the matrix units busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
@@ -20,8 +22,19 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 KEPT_BYTES = {"cpu": 256 * 2**20, "cuda": 0}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Which statistics a pass over the logits takes along. Each is another reading of all of them."""
+
+    metrics: bool = True  # entropy, is_top1, mean_logit
+    squares: bool = False  # log_sum_squares
+
+
 class TokenStatistics(NamedTuple):
-    """What one pass over the logits yields besides the log-probs; detached, fp32, [N] each."""
+    """What one pass over the logits yields besides the log-probs; detached, fp32, [N] each.
+
+    NaN where it was not asked for.
+    """
 
     entropy: Tensor  # nats
     is_top1: Tensor  # 1.0 where the target has the largest logit
@@ -51,13 +64,14 @@ def token_logps(
     compute_dtype: torch.dtype,
     chunk_bytes: int,
     kept_bytes: int,
+    asked: Asked,
 ) -> tuple[Tensor, TokenStatistics]:
     """Log-prob of each target under the head's softmax.
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] int64 -> ([N] fp32 log-probs, statistics).
     Differentiable in hidden, weight and bias. Matrix products are in `compute_dtype` (autocast does not
     reach into an autograd Function's backward, so the dtype is spelled out), the log-softmax in fp32
-    (float64 for float64 products).
+    (float64 for float64 products). `asked` says which statistics are wanted.
 
     Per-token log-probs come out, so autograd delivers each token's weight and any loss can follow. The
     backward pass recomputes a chunk's logits unless its softmax was kept; when the head is frozen nothing
@@ -73,7 +87,7 @@ def token_logps(
     kept_chunks = kept_bytes // (chunk_tokens * vocabulary_bytes * buffers_per_chunk)
     with torch.autocast(hidden.device.type, enabled=False):
         logps, *statistics = _ChunkedLogps.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, transform, compute_dtype, chunk_tokens, kept_chunks
+            hidden, weight, bias, targets, transform, compute_dtype, chunk_tokens, kept_chunks, asked
         )
     return logps, TokenStatistics(*statistics)
 
@@ -101,6 +115,7 @@ class _ChunkedLogps(torch.autograd.Function):
         dtype: torch.dtype,
         chunk_tokens: int,
         kept_chunks: int,
+        asked: Asked,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         trains_head = needs_weight or needs_bias
@@ -109,8 +124,10 @@ class _ChunkedLogps(torch.autograd.Function):
         ctx.hidden_dtype, ctx.dtype = hidden.dtype, dtype
         hidden, head_weight = hidden.to(dtype), weight.to(dtype)
         num_tokens = len(targets)
-        logps, entropy, is_top1, mean_logit, log_sum_squares, log_normalizer = torch.empty(
-            (6, num_tokens), dtype=_softmax_dtype(hidden), device=hidden.device
+        # Memory of its own: what hooks sharding into the backward pass must not be a view.
+        logps = torch.empty(num_tokens, dtype=_softmax_dtype(hidden), device=hidden.device)
+        entropy, is_top1, mean_logit, log_sum_squares, log_normalizer = logps.new_full(
+            (5, num_tokens), torch.nan
         ).unbind()
         # d logp / d hidden, all that a frozen head leaves to know.
         direction = torch.empty_like(hidden) if needs_hidden and not trains_head else None
@@ -118,16 +135,19 @@ class _ChunkedLogps(torch.autograd.Function):
         for number, chunk in enumerate(_chunks(num_tokens, chunk_tokens)):
             logits, slope = _head(hidden[chunk], head_weight, bias, transform)
             target_logit = logits.gather(1, targets[chunk, None]).squeeze(1)
-            mean_logit[chunk] = logits.mean(dim=1)
+            if asked.metrics:
+                mean_logit[chunk] = logits.mean(dim=1)
             peak = logits.amax(dim=1)
             centered = logits.sub_(peak[:, None])
-            softmax = centered.exp()
+            softmax = centered.exp() if asked.metrics else centered.exp_()
             total = softmax.sum(dim=1)
             log_normalizer[chunk] = peak + total.log()
             logps[chunk] = target_logit - log_normalizer[chunk]
-            entropy[chunk] = total.log() - torch.linalg.vecdot(softmax, centered) / total
-            is_top1[chunk] = target_logit >= peak
-            log_sum_squares[chunk] = (torch.linalg.vecdot(softmax, softmax) / total.square()).log()
+            if asked.metrics:
+                entropy[chunk] = total.log() - centered.mul_(softmax).sum(dim=1) / total
+                is_top1[chunk] = target_logit >= peak
+            if asked.squares:
+                log_sum_squares[chunk] = (torch.linalg.vecdot(softmax, softmax) / total.square()).log()
             if direction is not None:
                 one = torch.ones_like(total)
                 grad_logits = _logit_grad(softmax.div_(total[:, None]), targets[chunk], one, slope)
@@ -145,7 +165,7 @@ class _ChunkedLogps(torch.autograd.Function):
         grad_logps = grads[0]
         if not ctx.trains_head:
             grad_direction = ctx.direction * grad_logps[:, None].to(ctx.dtype)
-            return (grad_direction.to(ctx.hidden_dtype), *[None] * 7)
+            return (grad_direction.to(ctx.hidden_dtype), *[None] * 8)
         hidden, weight, bias, targets = ctx.saved_tensors
         hidden, head_weight = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         log_normalizer: Tensor = ctx.log_normalizer
@@ -158,8 +178,7 @@ class _ChunkedLogps(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         for number, chunk in enumerate(_chunks(len(targets), ctx.chunk_tokens)):
             if number < len(ctx.kept):
-                kept_softmax, slope = ctx.kept[number]
-                softmax = kept_softmax.clone()
+                softmax, slope = ctx.kept[number]
             else:
                 logits, slope = _head(hidden[chunk], head_weight, bias, transform)
                 softmax = logits.sub_(log_normalizer[chunk, None]).exp_()
@@ -168,7 +187,7 @@ class _ChunkedLogps(torch.autograd.Function):
                 grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(ctx.dtype)
             if grad_hidden is not None:
-                torch.mm(grad_logits, head_weight, out=grad_hidden[chunk])
+                grad_hidden[chunk] = times_transposed(grad_logits, head_weight.T)
             if grad_weight is not None and wide == ctx.dtype:
                 grad_weight.addmm_(grad_logits.T, hidden[chunk])
             elif grad_weight is not None:
@@ -177,7 +196,7 @@ class _ChunkedLogps(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
@@ -185,7 +204,7 @@ def _head(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: HeadTransform
 ) -> tuple[Tensor, Tensor | None]:
     """[C, D] -> logits [C, V] in fp32 or wider, and the softcap's derivative [C, V] where it has one."""
-    logits = (hidden @ weight.T).to(_softmax_dtype(hidden))
+    logits = times_transposed(hidden, weight).to(_softmax_dtype(hidden))
     if bias is not None:
         logits += bias
     if transform.scale != 1.0:
@@ -198,8 +217,8 @@ def _head(
 
 
 def _logit_grad(softmax: Tensor, targets: Tensor, grad_logps: Tensor, slope: Tensor | None) -> Tensor:
-    """`g * (onehot - softmax) * slope`: [C, V], [C], [C], [C, V] -> [C, V], in place of the softmax."""
-    grad = softmax.mul_(-grad_logps[:, None])
+    """`g * (onehot - softmax) * slope`: [C, V], [C], [C], [C, V] -> [C, V]."""
+    grad = softmax * -grad_logps[:, None]
     grad.scatter_add_(1, targets[:, None], grad_logps[:, None])
     return grad if slope is None else grad.mul_(slope)
 

@@ -11,13 +11,14 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from dpo_pack.data.lengths import FloatArray, IntArray
 from dpo_pack.errors import ModelError
+from dpo_pack.host_copies import HostCopies
 from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
 from dpo_pack.model_shape import model_shape
 from dpo_pack.models import CompletionLogps, RowLogps
@@ -37,6 +38,7 @@ class PassSettings:
     per_token: bool = False  # keep per-token values too, for a loss that weighs single tokens
     rank: int = 0
     num_ranks: int = 1
+    in_lockstep: bool = False  # the model is sharded: every row takes a row of all ranks
     write_every_seconds: float = 20.0
     metadata: Mapping[str, str] = field(default_factory=dict)  # kept with each part, for people
 
@@ -57,6 +59,7 @@ class PassPlan:
 
     work: ReferenceWork
     rows: Sequence[IntArray]  # groups of each
+    idle_rows: Sequence[IntArray]  # computed last and thrown away, because other ranks still have a row
     row_tokens: IntArray  # [G] as the budget counts them
     tokens: IntArray  # [G] that a forward computes, padding not counted
     flops: FloatArray  # [G]
@@ -80,7 +83,9 @@ def plan_pass(work: ReferenceWork, scorer: CompletionLogps, settings: PassSettin
     shares = settings.share_prompt and is_packed
     # Its code, remote or not, has been run to load it.
     shape = model_shape(scorer.model.config, trust_remote_code=True)
-    rows = plan_rows(
+    if not is_packed:
+        shape = replace(shape, last_block_weights=0.0)
+    rows, idle_rows = plan_rows(
         work.lengths,
         work.sides,
         work.missing,
@@ -90,11 +95,13 @@ def plan_pass(work: ReferenceWork, scorer: CompletionLogps, settings: PassSettin
         shape=shape,
         rank=settings.rank,
         num_ranks=settings.num_ranks,
+        in_lockstep=settings.in_lockstep,
     )
     tokens = work.lengths.row_tokens(work.missing, share_prompt=shares)
     return PassPlan(
         work=work,
         rows=rows,
+        idle_rows=idle_rows,
         row_tokens=tokens if is_packed else work.lengths.padded_tokens(work.missing),
         tokens=tokens,
         flops=work.lengths.flops(work.missing, share_prompt=shares, shape=shape),
@@ -112,31 +119,48 @@ def compute_missing(
 ) -> int:
     """Compute the plan's rows into the cache; returns the token budget that fitted in memory.
 
-    A row that does not fit is split in two and so is the budget for all that follow. `progress` is told of
-    each finished row. A killed pass loses what was computed since the last part was written, an interrupted
-    one nothing. Raises CacheError when the disk refuses, ModelError when a log-prob is not finite or a
-    single pair does not fit in memory.
+    A row that does not fit is split in two and so is the budget for all that follow, unless ranks compute in
+    lockstep. `progress` is told of each finished row. A killed pass loses what was computed since the last
+    part was written, an interrupted one at most the row whose results are on their way from the device.
+    Raises CacheError when the disk refuses, ModelError when a log-prob is not finite or what cannot be split
+    does not fit in memory.
     """
     budget = settings.token_budget
     rows = deque(plan.rows)
+    computed: deque[tuple[IntArray, HostCopies]] = deque()  # groups of a row, and their results
     finished: list[SequenceLogps] = []
     written = time.monotonic()
+
+    def finish_row() -> None:
+        nonlocal finished, written
+        members, results = computed.popleft()
+        # One operation: a signal cannot come between a row's keys and its values.
+        finished.append(_finished_row(plan.work, members, results))
+        progress(plan.amount(members))
+        if time.monotonic() - written > settings.write_every_seconds:
+            _write(cache, finished, settings)
+            finished, written = [], time.monotonic()
+
     try:
         while rows:
             members = rows.popleft()
             result = _try_row(plan.work, members, scorer, settings)
             if result is None:
                 budget = _halved(budget, members, plan)
+                if settings.in_lockstep:
+                    raise _cannot_split(budget)
                 rows = deque(
                     part for row in (members, *rows) for part in split_row(row, plan.row_tokens, budget)
                 )
                 continue
-            # One operation: a signal cannot come between a row's keys and its values.
-            finished.append(_finished_row(plan.work, members, result, settings))
-            progress(plan.amount(members))
-            if time.monotonic() - written > settings.write_every_seconds:
-                _write(cache, finished, settings)
-                finished, written = [], time.monotonic()
+            computed.append((members, _copies(result, settings)))
+            if len(computed) > _num_rows_behind(settings.device):
+                finish_row()
+        while computed:
+            finish_row()
+        for members in plan.idle_rows:
+            if _try_row(plan.work, members, scorer, settings) is None:
+                raise _cannot_split(_halved(budget, members, plan))
     finally:
         if finished:
             _write(cache, finished, settings)
@@ -193,12 +217,27 @@ def _halved(budget: int, members: IntArray, plan: PassPlan) -> int:
     return max(1, min(budget, tokens) // 2)
 
 
-def _finished_row(
-    work: ReferenceWork, members: IntArray, result: RowLogps, settings: PassSettings
-) -> SequenceLogps:
+def _cannot_split(budget: int) -> ModelError:
+    """Of a sharded model: a row in two would be a row more than the other ranks compute."""
+    return ModelError(
+        "reference.token_budget: the reference pass ran out of memory, and rows of a sharded model are not "
+        f"split while it runs; set reference.token_budget: {budget}"
+    )
+
+
+def _num_rows_behind(device: torch.device) -> int:
+    """Rows that a row is read after it was queued, so that the device has the next one to go on with."""
+    return 1 if device.type == "cuda" else 0
+
+
+def _copies(result: RowLogps, settings: PassSettings) -> HostCopies:
+    tensors = [result.sums, result.num_tokens]
+    return HostCopies.begin([*tensors, result.token_logps.float()] if settings.per_token else tensors)
+
+
+def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -> SequenceLogps:
     keys = [work.keys(int(member)) for member in members]
-    sums = result.sums.cpu().numpy()
-    num_tokens = result.num_tokens.cpu().numpy()
+    sums, num_tokens, *token_logps = results.read()
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):
         group = int(np.repeat(members, [len(of_group) for of_group in keys])[wrong[0]])
@@ -206,9 +245,7 @@ def _finished_row(
             f"the reference model gives row {work.row_number(group)} of its source a log-prob of "
             f"{sums[wrong[0]]}; check its weights, or give it more range with model.dtype: float32"
         )
-    tokens = None
-    if settings.per_token:
-        tokens = TokenLogps.of_lengths(result.token_logps.float().cpu().numpy(), num_tokens)
+    tokens = TokenLogps.of_lengths(token_logps[0], num_tokens) if token_logps else None
     return SequenceLogps(keys=np.concatenate(keys), sums=sums, num_tokens=num_tokens, tokens=tokens)
 
 

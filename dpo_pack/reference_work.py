@@ -57,11 +57,15 @@ class GroupLengths:
         for kind in shape.attention:
             area: FloatArray = (causal_area(ends, kind.window) * sides).sum(axis=1)
             areas.append(area - causal_area(self.shared, kind.window) * is_shared)
+        tokens = self.row_tokens(sides, share_prompt=share_prompt).astype(np.float64)
+        scored = (self.completions * sides).sum(axis=1).astype(np.float64)
+        repeated = (self.shared - self.prompt + 1) * is_shared
         return sequence_flops(
             shape,
-            tokens=self.row_tokens(sides, share_prompt=share_prompt).astype(np.float64),
-            scored_tokens=(self.completions * sides).sum(axis=1).astype(np.float64),
+            tokens=tokens,
+            scored_tokens=scored,
             areas=areas,
+            unread_positions=tokens - scored + repeated,
         )
 
 
@@ -165,13 +169,15 @@ def plan_rows(
     shape: ModelShape,
     rank: int = 0,
     num_ranks: int = 1,
-) -> list[IntArray]:
-    """The rows this rank computes, arrays of groups: costliest first, so that running out of memory shows
+    in_lockstep: bool = False,
+) -> tuple[list[IntArray], list[IntArray]]:
+    """(rows of this rank, idle rows), arrays of groups: costliest first, so that running out of memory shows
     at once.
 
-    A row is one of those that *all* sequences (`sides`) would be packed in, without the groups that have
-    nothing missing: rows do not depend on which other rows are finished, nor on ranks. Rows are spread over
-    ranks by estimated FLOPs.
+    Ranks that compute `in_lockstep` need as many rows each; one with a row less computes the cheapest of all
+    for nothing. A row is one of those that *all* sequences (`sides`) would be packed in, without the groups
+    that have nothing missing: rows do not depend on which other rows are finished, nor on ranks. Rows are
+    spread over ranks by estimated FLOPs.
     """
     if is_packed:
         whole = lengths.row_tokens(sides, share_prompt=share_prompt)
@@ -183,8 +189,10 @@ def plan_rows(
     rows = [row[is_open[row]] for row in planned]
     rows = [row for row in rows if len(row)]
     costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
-    mine = split_over_ranks(costs, num_ranks)[rank]
-    return [rows[number] for number in mine[np.argsort(-costs[mine], kind="stable")]]
+    mine = split_over_ranks(costs, num_ranks, equal_counts=in_lockstep)[rank]
+    num_idle = -(-len(rows) // num_ranks) - len(mine) if in_lockstep else 0
+    idle = [rows[int(costs.argmin())]] * num_idle if num_idle else []
+    return [rows[number] for number in mine[np.argsort(-costs[mine], kind="stable")]], idle
 
 
 def split_row(row: IntArray, tokens: AnyIntArray, token_budget: int) -> list[IntArray]:

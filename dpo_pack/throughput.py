@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dpo_pack.collectives import mean_over_ranks
+from dpo_pack.cpu_products import times_transposed
 from dpo_pack.data.lengths import IntArray
 from dpo_pack.data.merging import PairSizes
+from dpo_pack.ranks import num_ranks
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -70,11 +71,11 @@ class Meter:
     seconds: float = 0.0
 
     def add(self, rows: Iterable[IntArray], *, pairs: int, tokens: int, seconds: float) -> float:
-        """One step: the pairs of this rank's rows; how many pairs and tokens over all ranks.
+        """One step: the pairs of each row of all ranks; how many pairs and tokens those are.
 
-        Returns the FLOPs of the rows.
+        Returns a device's part of the FLOPs.
         """
-        flops = rows_flops(self.sizes, rows)
+        flops = rows_flops(self.sizes, rows) / num_ranks()
         self.steps += 1
         self.pairs += pairs
         self.tokens += tokens
@@ -83,7 +84,7 @@ class Meter:
         return flops
 
     def take(self) -> dict[str, float]:
-        """Rates of the steps so far and mean seconds of one; begins anew. Every rank must call it."""
+        """Rates of the steps so far and mean seconds of one; begins anew."""
         seconds = max(self.seconds, 1e-9)
         rates = {
             "tokens_per_second": self.tokens / seconds,
@@ -91,8 +92,7 @@ class Meter:
             "seconds": self.seconds / max(self.steps, 1),
         }
         if self.peak_flops is not None:
-            flops = torch.tensor(self.flops, dtype=torch.float64, device=self.device)
-            rates["mfu"] = float(mean_over_ranks(flops)) / seconds / self.peak_flops
+            rates["mfu"] = self.flops / seconds / self.peak_flops
         self.steps, self.pairs, self.tokens, self.flops, self.seconds = 0, 0, 0, 0.0, 0.0
         return rates
 
@@ -128,15 +128,15 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
 
 @functools.cache
 def _measured_cpu_peak(dtype: torch.dtype, num_threads: int) -> float:
-    """The best of some products of square matrices, over about a tenth of a second."""
+    """The best of some products of square matrices, as the layers compute them, over a tenth of a second."""
     size = 768
     left, right = (torch.full((size, size), 0.5, dtype=dtype) for _ in range(2))
     best = float("inf")
-    torch.mm(left, right)  # the first one also wakes threads up
+    times_transposed(left, right)  # the first one also wakes threads up
     begun = time.monotonic()
     while best == float("inf") or time.monotonic() - begun < 0.1:
         started = time.perf_counter()
-        torch.mm(left, right)
+        times_transposed(left, right)
         best = min(best, time.perf_counter() - started)
     return 2.0 * size**3 / best
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dpo_pack.logps import CHUNK_BYTES, KEPT_BYTES, HeadTransform, token_logps
+from dpo_pack.logps import CHUNK_BYTES, KEPT_BYTES, Asked, HeadTransform, token_logps
 
 HIDDEN_SIZE = 16
 
@@ -40,6 +40,7 @@ def logps_step(method: str, vocabulary_size: int, num_tokens: int) -> None:
             compute_dtype=torch.float32,
             chunk_bytes=CHUNK_BYTES["cpu"],
             kept_bytes=KEPT_BYTES["cpu"],
+            asked=Asked(),
         )
     else:
         logps = (hidden @ weight.T).log_softmax(dim=1).gather(1, targets[:, None]).squeeze(1)

@@ -16,7 +16,8 @@ from dpo_pack.data.store import PairTable, TokenStore, join_pairs
 from dpo_pack.data.truncation import PairIds
 from dpo_pack.errors import CacheError, DpoPackError
 from dpo_pack.layout import Row
-from dpo_pack.models import CompletionLogps, Precision, RowLogps, load_model
+from dpo_pack.loading import load_model
+from dpo_pack.models import CompletionLogps, Precision, RowLogps
 from dpo_pack.reference_cache import ReferenceCache
 from dpo_pack.reference_pass import Amount, PassSettings, compute_missing, plan_pass
 from dpo_pack.reference_work import find_work
@@ -72,7 +73,7 @@ def one_line(function: Callable[[], object], kind: type[DpoPackError] = CacheErr
     return message
 
 
-def load_scorer(path: Path, *, packed: bool = True) -> CompletionLogps:
+def load_scorer(path: Path, *, packed: bool = True, kernels: str = "none") -> CompletionLogps:
     """The model at `path` on the CPU in fp32."""
     return load_model(
         str(path),
@@ -84,6 +85,7 @@ def load_scorer(path: Path, *, packed: bool = True) -> CompletionLogps:
         gradient_checkpointing=False,
         device=CPU,
         recipe_key="model.path",
+        kernels=kernels,
     ).scorer
 
 

@@ -20,11 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dpo_pack.logps import HeadTransform, TokenStatistics, sequence_sums, token_logps
+from dpo_pack.logps import Asked, HeadTransform, TokenStatistics, sequence_sums, token_logps
 
 N, D, V = 23, 8, 37
 CHUNK_TOKENS = 5  # 23 tokens: four full chunks and one of three
 PLAIN = HeadTransform()
+ALL = Asked(metrics=True, squares=True)
 TRANSFORMS = {
     "plain": PLAIN,
     "scaled": HeadTransform(scale=0.3),
@@ -77,6 +78,7 @@ def chunked(
     chunk_tokens: int = CHUNK_TOKENS,
     kept_chunks: int = 0,
     compute_dtype: torch.dtype | None = None,
+    asked: Asked = ALL,
 ) -> tuple[Tensor, TokenStatistics]:
     """`token_logps` with a memory bound given in tokens and chunks instead of bytes."""
     row_bytes = V * max(4, head.weight.element_size())
@@ -89,6 +91,7 @@ def chunked(
         compute_dtype=compute_dtype or head.weight.dtype,
         chunk_bytes=2 * chunk_tokens * row_bytes,
         kept_bytes=kept_chunks * chunk_tokens * row_bytes,
+        asked=asked,
     )
 
 
@@ -213,6 +216,24 @@ def test_bf16_weights_get_bf16_gradients_that_lose_nothing_over_many_chunks() ->
         assert mean_error(mine, truth) <= 1.1 * mean_error(other, truth)
 
 
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("squares", [False, True])
+def test_statistics_that_nobody_asked_for_are_nan_and_change_nothing_else(
+    metrics: bool, squares: bool
+) -> None:
+    head = make_head()
+    everything, all_statistics = chunked(head, PLAIN)
+    logps, statistics = chunked(head, PLAIN, asked=Asked(metrics=metrics, squares=squares))
+    assert torch.equal(logps, everything)
+    for name, values in statistics._asdict().items():
+        if squares if name == "log_sum_squares" else metrics:
+            assert torch.equal(values, all_statistics._asdict()[name])
+        else:
+            assert values.isnan().all()
+    for ours, theirs in zip(gradients(head, logps), gradients(head, everything), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_statistics_are_those_of_the_full_distribution(transform: HeadTransform) -> None:
     head = make_head()
@@ -243,6 +264,7 @@ def test_statistics_of_two_tokens_by_hand() -> None:
         compute_dtype=torch.float64,
         chunk_bytes=1,
         kept_bytes=0,
+        asked=ALL,
     )
     torch.testing.assert_close(logps, torch.tensor([0.25, 0.75], dtype=torch.float64).log())
     entropy = -(0.25 * logps[0] + 0.75 * logps[1])

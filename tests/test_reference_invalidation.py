@@ -71,7 +71,6 @@ def modelling_source(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, 
 
 
 def parameter_dtype(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    monkeypatch.setitem(sys.modules["dpo_pack.recipe_checks"].AVAILABLE_SO_FAR, "model.dtype", ("bfloat16",))
     return ("model.dtype=bfloat16",)
 
 

@@ -305,6 +305,19 @@ def test_out_of_memory_in_the_middle_halves_the_budget_and_loses_no_finished_row
     np.testing.assert_allclose(all_sums(cache, tables), all_sums(expected, tables), rtol=0, atol=1e-4)
 
 
+def test_ranks_in_lockstep_cannot_split_a_row_and_say_which_budget_would_do(
+    model_path: Path, tmp_path: Path
+) -> None:
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    scorer = SmallMemory(load_scorer(model_path), most_tokens=1000, fails_at=(3,))
+    settings = replace(SETTINGS, token_budget=128, in_lockstep=True)
+    tables, done = [make_table(random_pairs(20))], list[Amount]()
+    message = one_line(lambda: run_pass(cache, tables, scorer, settings, progress=done.append), ModelError)
+    budget = int(message.rpartition("reference.token_budget: ")[2])
+    assert message.startswith("reference.token_budget: ") and 0 < budget <= 64
+    assert find_work(cache, tables).num_cached == sum(row.num_sequences for row in done) > 0
+
+
 def test_a_pair_too_large_for_memory_is_named(model_path: Path, tmp_path: Path) -> None:
     table = make_table([((5,), (6,), (7,)), (tuple(range(3, 40)), (6, 7), (8,))])
     cache = ReferenceCache(tmp_path, NAMESPACE)

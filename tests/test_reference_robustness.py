@@ -79,7 +79,6 @@ from accelerate import Accelerator
 os.environ["ACCELERATE_USE_CPU"] = "true"
 accelerator = Accelerator(cpu=True)
 assert accelerator.num_processes == 2 and dist.get_backend() == "gloo"
-del os.environ["WORLD_SIZE"]  # several processes are refused by the recipe's start-up, not by the pass
 from dpo_pack.console import make_console
 from dpo_pack.prepare import prepare
 from dpo_pack.prepare_reference import prepare_reference

@@ -97,7 +97,7 @@ def plan(
     token_budget: int = 100,
     is_packed: bool = True,
 ) -> list[npt.NDArray[np.int64]]:
-    return plan_rows(
+    rows, idle_rows = plan_rows(
         lengths,
         np.ones_like(missing),
         missing,
@@ -108,6 +108,8 @@ def plan(
         rank=rank,
         num_ranks=num_ranks,
     )
+    assert not idle_rows
+    return rows
 
 
 def as_sets(rows: list[npt.NDArray[np.int64]]) -> set[tuple[int, ...]]:
@@ -174,3 +176,34 @@ def test_a_split_row_keeps_its_order_and_fits_where_it_can() -> None:
     row = np.array([5, 0, 1, 2, 3])
     assert [part.tolist() for part in split_row(row, tokens, 90)] == [[5], [0, 1], [2, 3]]
     assert [part.tolist() for part in split_row(row, tokens, 60)] == [[5], [0], [1], [2, 3]]
+
+
+Rows = list[npt.NDArray[np.int64]]
+
+
+@given(seed=st.integers(0, 1000), num_groups=st.integers(1, 40), num_ranks=st.integers(1, 4))
+def test_ranks_in_lockstep_have_as_many_rows_and_compute_each_once(
+    seed: int, num_groups: int, num_ranks: int
+) -> None:
+    lengths, missing = random_lengths(num_groups, seed), np.ones((num_groups, 2), dtype=np.bool_)
+
+    def rows_of(rank: int, *, in_lockstep: bool) -> tuple[Rows, Rows]:
+        return plan_rows(
+            lengths,
+            missing,
+            missing,
+            token_budget=100,
+            is_packed=True,
+            share_prompt=True,
+            shape=SHAPE,
+            rank=rank,
+            num_ranks=num_ranks,
+            in_lockstep=in_lockstep,
+        )
+
+    shares = [rows_of(rank, in_lockstep=True) for rank in range(num_ranks)]
+    assert len({len(own) + len(idle) for own, idle in shares}) == 1
+    assert all(len(idle) <= 1 for _, idle in shares)
+    together = [tuple(row) for own, _ in shares for row in own]
+    free = [tuple(row) for rank in range(num_ranks) for row in rows_of(rank, in_lockstep=False)[0]]
+    assert sorted(together) == sorted(free)

@@ -94,7 +94,7 @@ def test_without_a_known_peak_there_is_no_mfu() -> None:
 def test_merged_pairs_cost_what_their_group_costs() -> None:
     merging = PromptMerging(
         prompts=np.array([5, 5, 6, 7]),
-        measure=lambda pairs: GroupSize(tokens=1, scored_tokens=1, cost=7.0 * len(pairs)),
+        measure=lambda pairs: GroupSize(tokens=1, scored_tokens=1, unread_positions=0, cost=7.0 * len(pairs)),
     )
     # Pairs 0 and 1 are one group of 14; pairs 2 and 3 are alone.
     assert rows_flops(meter(None, merging).sizes, [np.array([0, 1, 2]), np.array([3])]) == 14 + 30 + 40

@@ -27,6 +27,7 @@ class RowSegments:
     kv_index: Tensor | None  # [K] int64, None when K = T and the gather would be the identity
     kv_first: Tensor | None  # [T] int64
     kv_repeats: tuple[tuple[Tensor, Tensor], ...]
+    scored_positions: Tensor | None = None  # [U] int64, ascending: read after the last layer; None: all
     # Masks by (queries, keys, window) and biases by those and dtype: the same in every layer, freed with
     # the row.
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
