@@ -176,3 +176,14 @@ def dropout_settings(config: PretrainedConfig) -> dict[str, float]:
     """What a config sets to other than zero of dropout, by key."""
     values = config.get_text_config().to_dict()
     return {key: values[key] for key in sorted(_DROPOUT_KEYS & values.keys()) if values[key]}
+
+
+_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+def count_experts(values: dict[str, Any]) -> tuple[int, int]:
+    """(routed experts, those active for a token) of a layer, from a config's values; (1, 1) without any."""
+    num_experts = next((int(values[key]) for key in _NUM_EXPERTS_KEYS if values.get(key)), 1)
+    num_active = next((int(values[key]) for key in _ACTIVE_EXPERTS_KEYS if values.get(key)), num_experts)
+    return num_experts, num_active

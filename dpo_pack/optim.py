@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
 from dpo_pack.errors import RecipeError
+from dpo_pack.recipe_checks import NO_MASTER_WEIGHTS
+from dpo_pack.split_adamw import SplitAdamW
 
 
 def build_optimizer(
@@ -27,6 +29,7 @@ def build_optimizer(
 ) -> Optimizer:
     """A recipe's `optim.name` over the trained parameters; `check_optimizer` has let it pass.
 
+    Parameters in bfloat16 are trained by adamw alone, in fp32. Raises RecipeError for another on such.
     `betas` and `eps` are AdamW's. adamw_8bit: its moments in blocks of 8 bits (Dettmers et al. 2021, arXiv
     2110.02861). adafactor (Shazeer & Stern 2018, arXiv 1804.04235): no first moments, of second ones row and
     column means; a step is `lr` times the tensor's root mean square, or times 1e-3 if that is more.
@@ -34,6 +37,8 @@ def build_optimizer(
     if name == "adamw":
         return adamw(model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     groups = _groups(model, weight_decay)
+    if _trains_bfloat16(groups):
+        raise RecipeError(f"optim.name: {name} {NO_MASTER_WEIGHTS}")
     if name == "adafactor":
         return Adafactor(groups, lr=lr, weight_decay=weight_decay)
     assert name == "adamw_8bit"
@@ -54,12 +59,19 @@ def check_optimizer(name: str, device: torch.device) -> None:
 
 def adamw(
     model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> AdamW:
-    """AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101) in one fused kernel a step.
+) -> AdamW | SplitAdamW:
+    """AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101) in fp32, whatever the type of the parameters.
 
     Vectors (biases, norm weights) are not decayed: they have no scale to keep small.
     """
-    return AdamW(_groups(model, weight_decay), lr=lr, betas=betas, eps=eps, fused=True)
+    groups = _groups(model, weight_decay)
+    if _trains_bfloat16(groups):
+        return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def _trains_bfloat16(groups: list[dict[str, Any]]) -> bool:
+    return any(parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"])
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -74,10 +86,14 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale gradients down to `max_norm`, if they are larger; returns their norm before, [].
 
-    Waits for nothing on the host. Of sharded parameters the norm is that of the whole gradient.
+    Waits for nothing on the host. Of sharded parameters the norm is that of the whole gradient, and of
+    gradients in bfloat16 it is in fp32: torch's own would have three digits.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = nn.utils.clip_grad_norm_(parameters, math.inf if max_norm is None else max_norm)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = torch._foreach_norm(grads, 2.0, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+    nn.utils.clip_grads_with_norm_(parameters, math.inf if max_norm is None else max_norm, norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -3,7 +3,10 @@
 Per forward pass, with W weights that multiply every token, H weights of the output head, and for each
 attention layer heads x (query/key dimension + value dimension) = A:
 
-    2 W x tokens  +  2 H x scored tokens  +  sum over layers of 2 A x area
+    2 W x tokens  +  2 H x scored tokens  +  sum over layers of 2 A x area  -  2 F x unread positions
+
+where F are the weights of the last layer's feed-forward block, which runs only where a scored token is
+predicted.
 
 A sequence of n tokens has the causal area n (n + 1) / 2: the number of (query, key) pairs, fewer with a
 sliding window. A backward pass costs two forward passes (Kaplan et al. 2020, arXiv 2001.08361, section 2.1),
@@ -43,6 +46,7 @@ class ModelShape:
     token_weights: float  # weights that multiply every token: of experts the active ones, without the head
     head_weights: int  # hidden size x vocabulary, tied to the embedding or not
     attention: tuple[AttentionKind, ...]
+    last_block_weights: float = 0.0  # of the last feed-forward block, where positions are left out of it
 
 
 def causal_area(lengths: AnyIntArray, window: int | None) -> FloatArray:
@@ -59,10 +63,19 @@ def causal_area(lengths: AnyIntArray, window: int | None) -> FloatArray:
 
 
 def sequence_flops(
-    shape: ModelShape, *, tokens: FloatArray, scored_tokens: FloatArray, areas: Sequence[FloatArray]
+    shape: ModelShape,
+    *,
+    tokens: FloatArray,
+    scored_tokens: FloatArray,
+    areas: Sequence[FloatArray],
+    unread_positions: FloatArray | float = 0.0,
 ) -> FloatArray:
-    """Of one forward pass: [n] tokens, [n] scored tokens and, for each of `shape.attention`, [n] areas."""
+    """Of one forward pass: [n] tokens, [n] scored tokens and, for each of `shape.attention`, [n] areas.
+
+    unread_positions: [n] tokens that predict no scored one.
+    """
     flops = 2.0 * shape.token_weights * tokens + 2.0 * shape.head_weights * scored_tokens
+    flops -= 2.0 * shape.last_block_weights * unread_positions
     for kind, area in zip(shape.attention, areas, strict=True):
         flops += 2.0 * kind.num_layers * kind.width * area
     return flops
@@ -86,7 +99,16 @@ def pair_flops(
         tokens=lengths.row_tokens(share_prompt=share_prompt).astype(np.float64),
         scored_tokens=lengths.completion_tokens().astype(np.float64),
         areas=areas,
+        unread_positions=unread_positions(lengths, share_prompt=share_prompt),
     )
+
+
+def unread_positions(lengths: PairLengths, *, share_prompt: bool) -> FloatArray:
+    """[P]: tokens of each pair in a packed row that predict no scored one."""
+    unread = lengths.row_tokens(share_prompt=share_prompt) - lengths.completion_tokens()
+    if share_prompt:  # one hidden state predicts what both completions begin with
+        unread = unread + lengths.shared - lengths.prompt + 1
+    return unread.astype(np.float64)
 
 
 def group_flops(
@@ -107,7 +129,9 @@ def group_flops(
     ]
     tokens = np.asarray([ends.sum() - repeats * shared], dtype=np.float64)
     scored = np.asarray([sum(completions)], dtype=np.float64)
-    return passes * float(sequence_flops(shape, tokens=tokens, scored_tokens=scored, areas=areas)[0])
+    unread = tokens - scored + repeats * (shared - prompt + 1)
+    forward = sequence_flops(shape, tokens=tokens, scored_tokens=scored, areas=areas, unread_positions=unread)
+    return passes * float(forward[0])
 
 
 def padded_flops(

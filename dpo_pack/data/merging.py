@@ -23,6 +23,7 @@ class GroupSize(NamedTuple):
 
     tokens: int
     scored_tokens: int  # of its different completions
+    unread_positions: int  # tokens that predict no scored one
     cost: float
 
 
@@ -137,6 +138,7 @@ def prompt_merging(table: PairTable, shape: ModelShape) -> PromptMerging:
         lengths = [len(completion) for completion in merged.completions]
         tokens = prompt * len(lengths) + sum(lengths) - (len(lengths) - 1) * shared
         cost = group_flops(shape, prompt=prompt, completions=lengths, shared=shared)
-        return GroupSize(tokens=tokens, scored_tokens=sum(lengths), cost=cost)
+        unread = tokens - sum(lengths) + (len(lengths) - 1) * (shared - prompt + 1)
+        return GroupSize(tokens=tokens, scored_tokens=sum(lengths), unread_positions=unread, cost=cost)
 
     return PromptMerging(prompts=number_prompts(table), measure=measure)

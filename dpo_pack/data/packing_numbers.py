@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpo_pack.data.flops import TRAINING_PASSES, ModelShape, padded_flops, pair_flops, sequence_flops
+from dpo_pack.data.flops import (
+    TRAINING_PASSES,
+    ModelShape,
+    padded_flops,
+    pair_flops,
+    sequence_flops,
+    unread_positions,
+)
 from dpo_pack.data.lengths import AnyIntArray, IntArray, PairLengths
 from dpo_pack.data.packing import PackingPlan
 from dpo_pack.data.step_rows import PADDED
@@ -134,7 +141,12 @@ def packing_statistics(
     head_tokens = _head_tokens(plan, lengths, groups)
     flops = _flops(plan, lengths, shape, steps, groups, share_prompt)
     parts = [
-        TRAINING_PASSES * 2 * shape.token_weights * computed,
+        TRAINING_PASSES
+        * 2
+        * (
+            shape.token_weights * computed
+            - shape.last_block_weights * _unread(plan, lengths, groups, share_prompt)
+        ),
         TRAINING_PASSES * 2 * shape.head_weights * head_tokens,
     ]
     return PackingStatistics(
@@ -182,6 +194,18 @@ def _head_tokens(plan: PackingPlan, lengths: PairLengths, groups: Sequence[IntAr
     for group in groups:
         assert plan.sizes.merging is not None
         total += plan.sizes.merging.measure(group).scored_tokens - int(each[group].sum())
+    return total
+
+
+def _unread(plan: PackingPlan, lengths: PairLengths, groups: Sequence[IntArray], share_prompt: bool) -> float:
+    """Tokens that predict no scored one, as far as the last layer leaves them out."""
+    if plan.algorithm == PADDED:
+        return 0.0
+    each = unread_positions(lengths, share_prompt=share_prompt)
+    total = float(each[plan.order].sum())
+    for group in groups:
+        assert plan.sizes.merging is not None
+        total += plan.sizes.merging.measure(group).unread_positions - float(each[group].sum())
     return total
 
 
