@@ -6,15 +6,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpo_pack import ranks
+
 
 def gather_over_ranks(rows: Tensor) -> Tensor:
     """Every rank's `rows` one after another, on every rank. Ranks may have different numbers of them.
 
     rows: [n, ...] -> [sum of n over ranks, ...]. Waits for the device, to know how many each rank has.
     """
-    if not _has_peers():
+    if ranks.num_ranks() == 1:
         return rows
-    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size())]
+    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(ranks.num_ranks())]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
     sizes: list[int] = torch.cat(counts).tolist()
     padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
@@ -24,28 +26,10 @@ def gather_over_ranks(rows: Tensor) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
 
-def total_over_ranks(values: Tensor) -> Tensor:
-    """The sum over ranks, elementwise. Waits for nothing on the host."""
-    if not _has_peers():
-        return values
-    total = values.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def mean_over_ranks(values: Tensor) -> Tensor:
-    """The mean of all ranks' values, elementwise. Waits for nothing on the host."""
-    return total_over_ranks(values) / (dist.get_world_size() if _has_peers() else 1)
-
-
 def largest_over_ranks(values: Tensor) -> Tensor:
     """The largest of all ranks' values, elementwise. Waits for nothing on the host."""
-    if not _has_peers():
+    if ranks.num_ranks() == 1:
         return values
     largest = values.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest
-
-
-def _has_peers() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1

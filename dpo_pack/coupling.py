@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from dpo_pack import ranks
 from dpo_pack.collectives import gather_over_ranks
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, concatenate_pairs, weighted_losses
 
@@ -36,13 +36,13 @@ class Tangent:
 
 
 def row_tangents(
-    objective: Objective, rows: Sequence[ScoredPairs], *, mean_chosen_tokens: float
+    objective: Objective, rows: Sequence[ScoredPairs], *, mean_chosen_tokens: float, device: torch.device
 ) -> list[Tangent]:
     """The tangent of each of this rank's rows, whose log-probs have no gradients.
 
-    A collective operation where there are several ranks.
+    A collective operation where there are several ranks; one of them may have no rows.
     """
-    pairs, is_own = _gather_pairs(concatenate_pairs(rows))
+    pairs, is_own = _gather_pairs(rows, device)
     leaves = (pairs.policy.chosen.requires_grad_(), pairs.policy.rejected.requires_grad_())
     with torch.enable_grad():
         losses = weighted_losses(objective, pairs, mean_chosen_tokens=mean_chosen_tokens)
@@ -54,29 +54,32 @@ def row_tangents(
     ]
 
 
-def _gather_pairs(own: ScoredPairs) -> tuple[ScoredPairs, Tensor]:
+def _gather_pairs(rows: Sequence[ScoredPairs], device: torch.device) -> tuple[ScoredPairs, Tensor]:
     """[A] the pairs of all ranks, and [A] which of them are this rank's."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    columns = torch.stack(
-        (
-            own.policy.chosen,
-            own.policy.rejected,
-            own.policy.chosen_tokens.double(),
-            own.policy.rejected_tokens.double(),
-            own.reference.chosen,
-            own.reference.rejected,
-            own.weights,
-            torch.full_like(own.weights, rank),
-        ),
-        dim=1,
-    )
-    gathered = gather_over_ranks(columns.detach())
+    none = torch.zeros((0, 8), dtype=torch.float64, device=device)
+    own = _columns(concatenate_pairs(rows)) if rows else none
+    gathered = gather_over_ranks(own)
     policy_chosen, policy_rejected, chosen_tokens, rejected_tokens, *others = gathered.unbind(dim=1)
-    reference_chosen, reference_rejected, weights, ranks = others
+    reference_chosen, reference_rejected, weights, owners = others
     tokens = {"chosen_tokens": chosen_tokens.long(), "rejected_tokens": rejected_tokens.long()}
     pairs = ScoredPairs(
         policy=PairLogps(chosen=policy_chosen.clone(), rejected=policy_rejected.clone(), **tokens),
         reference=PairLogps(chosen=reference_chosen, rejected=reference_rejected, **tokens),
         weights=weights,
     )
-    return pairs, ranks == rank
+    return pairs, owners == ranks.rank()
+
+
+def _columns(pairs: ScoredPairs) -> Tensor:
+    """[P, 8] float64: everything about the pairs that a loss may look at, and that they are this rank's."""
+    columns = (
+        pairs.policy.chosen,
+        pairs.policy.rejected,
+        pairs.policy.chosen_tokens.double(),
+        pairs.policy.rejected_tokens.double(),
+        pairs.reference.chosen,
+        pairs.reference.rejected,
+        pairs.weights,
+        torch.full_like(pairs.weights, ranks.rank()),
+    )
+    return torch.stack(columns, dim=1).detach()

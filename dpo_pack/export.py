@@ -9,14 +9,18 @@ from typing import Any
 
 import yaml
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import dpo_pack
+from dpo_pack import ranks
 from dpo_pack.console import format_seconds
 from dpo_pack.files import written_aside
-from dpo_pack.models import LoadedModel, save_model
+from dpo_pack.loading import save_model
+from dpo_pack.models import LoadedModel
 from dpo_pack.recipe import Recipe, dump_recipe
 from dpo_pack.recipe_checks import HUB_ID
+from dpo_pack.sharding import full_state, is_sharded
 
 
 def export_model(
@@ -30,19 +34,36 @@ def export_model(
 ) -> None:
     """Write weights, config, generation config, tokenizer and README.md; the directory is whole or absent.
 
-    `evaluation` is the last metrics of each held-out set by name.
+    `evaluation` is the last metrics of each held-out set by name. Collective: rank 0 writes, of a model in
+    shards what it has gathered from all.
     """
-    with written_aside(target) as temporary:
-        base = None if loaded.adapter is None else loaded.adapter.base
-        card = model_card(recipe, totals=totals, evaluation=evaluation, adapter_base=base)
-        write_model(loaded, tokenizer, temporary, card)
+    state = None
+    if is_sharded(loaded.model):
+        state = full_state(loaded.model, trained_only=loaded.adapter is not None)
+    with ranks.first_goes_first():
+        if not ranks.is_first():
+            return
+        with written_aside(target) as temporary:
+            base = None if loaded.adapter is None else loaded.adapter.base
+            card = model_card(recipe, totals=totals, evaluation=evaluation, adapter_base=base)
+            write_model(loaded, tokenizer, temporary, card, state=state)
 
 
-def write_model(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, card: str) -> None:
-    """Fill a new `directory`. Raises OSError when the disk takes only part of it."""
+def write_model(
+    loaded: LoadedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    card: str,
+    *,
+    state: dict[str, Tensor] | None = None,
+) -> None:
+    """Fill a new `directory`; `state` holds the tensors of a model in shards.
+
+    Raises OSError when the disk takes only part of it.
+    """
     directory.mkdir()
     try:
-        save_model(loaded, tokenizer, directory)
+        save_model(loaded, tokenizer, directory, state=state)
     except SafetensorError as error:
         raise OSError(f"the weights could not be written in full ({error})") from error
     (directory / "README.md").write_text(card, encoding="utf-8")

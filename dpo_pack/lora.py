@@ -89,10 +89,14 @@ class Adapter:
             return plain.weight, plain.bias
         return plain.weight + head.get_delta_weight(_NAME), plain.bias
 
-    def save(self, directory: Path) -> None:
-        """Write the adapter as plain peft reads it. Nothing of the base is in it."""
+    def save(self, directory: Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write the adapter as plain peft reads it. Nothing of the base is in it.
+
+        `state` holds the tensors of the model the adapter is in, where that is sharded.
+        """
+        named = None if state is None else {f"base_model.model.{name}": t for name, t in state.items()}
         # peft would ask the hub whether the vocabulary has grown; it cannot have.
-        self.peft_model.save_pretrained(str(directory), save_embedding_layers=False)
+        self.peft_model.save_pretrained(str(directory), save_embedding_layers=False, state_dict=named)
 
     def merge(self) -> PreTrainedModel:
         """The base with the adapter added to its weights; the adapter is gone. Raises ModelError."""
@@ -143,10 +147,12 @@ def attach_adapter(
     base: str,
     revision: str | None,
     recipe_key: str,
+    reads_weights: bool = True,
 ) -> Adapter:
     """Put a new or a saved adapter into `model`, which is changed in place: only the adapter is trained.
 
-    `base` and `revision` say where the model comes from. Raises ModelError when the adapter does not fit, or
+    `base` and `revision` say where the model comes from. Without `reads_weights`, the adapter's parameters
+    are on the meta device, as the model's are. Raises ModelError when the adapter does not fit, or
     when its log-probs would not be computed exactly.
     """
     require_peft(recipe_key)
@@ -158,7 +164,7 @@ def attach_adapter(
         if isinstance(adapter, LoraSettings):
             peft_model = _attach_new(model, adapter)
         else:
-            peft_model = _attach_saved(model, adapter)
+            peft_model = _attach_saved(model, adapter, reads_weights=reads_weights)
     config = peft_model.peft_config[_NAME]
     config.base_model_name_or_path, config.revision = local, revision
     _check_embeddings(model, key, is_new=is_new)
@@ -193,12 +199,14 @@ def _check_targets(peft_model: PeftModelForCausalLM, targets: tuple[str, ...]) -
             raise ValueError(f"it has no linear module named {target}, see target_modules")
 
 
-def _attach_saved(model: PreTrainedModel, directory: Path) -> PeftModelForCausalLM:
+def _attach_saved(model: PreTrainedModel, directory: Path, *, reads_weights: bool) -> PeftModelForCausalLM:
     from peft import PeftConfig, PeftModelForCausalLM
 
     config: LoraConfig = PeftConfig.from_pretrained(str(directory))
     config.inference_mode = False
     peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
+    if not reads_weights:
+        return peft_model
     loading: Any = peft_model.load_adapter(str(directory), _NAME, is_trainable=True)
     missing = [key for key in loading.missing_keys if _NAME in key.split(".")]
     if missing or loading.unexpected_keys:

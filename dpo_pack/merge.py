@@ -12,8 +12,9 @@ import dpo_pack
 from dpo_pack.errors import ModelError, RunError
 from dpo_pack.export import write_model
 from dpo_pack.files import written_aside
+from dpo_pack.loading import load_config, load_model, load_tokenizer
 from dpo_pack.lora import SavedAdapter, is_adapter, read_adapter, require_peft
-from dpo_pack.models import CompletionLogps, LoadedModel, Precision, load_config, load_model, load_tokenizer
+from dpo_pack.models import CompletionLogps, LoadedModel, Precision
 from dpo_pack.recipe_checks import TOKENIZER_FILES
 
 

@@ -1,4 +1,4 @@
-"""Loading policies, references and tokenizers, and the module that turns a row into log-probs.
+"""A loaded model, the precision it computes in, and the module that turns a row into log-probs.
 
 Legend: B, L batch and length (a packed row is B = 1), T tokens, N scored completion tokens, S sequences.
 """
@@ -6,33 +6,23 @@ Legend: B, L batch and length (a packed row is B = 1), T tokens, N scored comple
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as transformers_logging
 
-from dpo_pack.attention import ATTENTION_NAME, BACKENDS, AttentionBackend, SeamCalls, register_attention
-from dpo_pack.attention.select import BackendChoice, select_backend
-from dpo_pack.errors import ModelError, UnsupportedModelError
+from dpo_pack.attention import AttentionBackend, SeamCalls
+from dpo_pack.attention.select import BackendChoice
+from dpo_pack.errors import UnsupportedModelError
 from dpo_pack.layout import Row
-from dpo_pack.logps import CHUNK_BYTES, KEPT_BYTES, sequence_sums, token_logps
-from dpo_pack.lora import Adapter, LoraSettings, attach_adapter
-from dpo_pack.model_config import attention_needs, check_packs, dropout_settings, head_transform
+from dpo_pack.logps import CHUNK_BYTES, KEPT_BYTES, Asked, sequence_sums, token_logps
+from dpo_pack.lora import Adapter
+from dpo_pack.model_config import head_transform
 
 
 class RowLogps(NamedTuple):
@@ -40,7 +30,7 @@ class RowLogps(NamedTuple):
 
     sums: Tensor  # [S] float64, differentiable
     num_tokens: Tensor  # [S] int64
-    entropy_sums: Tensor  # [S] float64, detached, as are the following
+    entropy_sums: Tensor  # [S] float64, detached, as are the following; NaN where they were not asked for
     top1_sums: Tensor  # [S]
     mean_logit_sums: Tensor  # [S]
     log_square_sums: Tensor  # [S] of log sum_v p(v)^2, nats
@@ -49,14 +39,18 @@ class RowLogps(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Dtype of the parameters, and of autocast (None: off). The same pair for policy and reference."""
+    """Dtype of the parameters, and of autocast (None: off). The same for policy and reference.
+
+    `gathered` is what shards are gathered and computed in, where that is not the parameters' dtype.
+    """
 
     parameters: torch.dtype
     autocast: torch.dtype | None
+    gathered: torch.dtype | None = None
 
     @property
     def activations(self) -> torch.dtype:
-        return self.autocast or self.parameters
+        return self.autocast or self.gathered or self.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +69,15 @@ class LoadedModel:
     def adapter(self) -> Adapter | None:
         return self.scorer.adapter
 
-    def as_reference(self) -> contextlib.AbstractContextManager[None]:
-        """A policy that has not been trained yet is its reference meanwhile."""
-        return contextlib.nullcontext() if self.adapter is None else self.adapter.as_reference()
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """A policy that has not been trained yet is its reference meanwhile: log-probs, no statistics."""
+        asked, self.scorer.asked = self.scorer.asked, Asked(metrics=False)
+        try:
+            with contextlib.nullcontext() if self.adapter is None else self.adapter.as_reference():
+                yield
+        finally:
+            self.scorer.asked = asked
 
 
 class CompletionLogps(nn.Module):
@@ -92,14 +92,22 @@ class CompletionLogps(nn.Module):
         *,
         backend: AttentionBackend | None,
         autocast: torch.dtype | None,
+        gather_dtype: torch.dtype | None = None,
         adapter: Adapter | None = None,
+        asked: Asked | None = None,
     ) -> None:
-        """`backend` None means padded batches on the model's own attention; `adapter` is in `model`."""
+        """`backend` None means padded batches on the model's own attention; `adapter` is in `model`.
+
+        With `gather_dtype`, whoever shards the model gathers its weights in that dtype. `asked`: statistics
+        beside the log-probs, None: those of the metrics.
+        """
         super().__init__()
         self.model = model
         self.adapter = adapter
         self.backend = backend
         self.autocast = autocast
+        self.gather_dtype = gather_dtype
+        self.asked = asked or Asked()
         self.transform = head_transform(model.config)
         self.num_attention_layers: int = model.config.get_text_config().num_hidden_layers
         self.is_wired = False
@@ -119,9 +127,10 @@ class CompletionLogps(nn.Module):
             bias,
             row.targets,
             transform=self.transform,
-            compute_dtype=self.autocast or weight.dtype,
+            compute_dtype=self.compute_dtype,
             chunk_bytes=CHUNK_BYTES[device.type],
             kept_bytes=KEPT_BYTES[device.type],
+            asked=self.asked,
         )
         lengths = row.completion_lengths
         return RowLogps(
@@ -137,12 +146,20 @@ class CompletionLogps(nn.Module):
     @property
     def compute_dtype(self) -> torch.dtype:
         """What matrix products are computed in."""
-        return self.autocast or next(self.model.parameters()).dtype
+        return self.autocast or self.gather_dtype or next(self.model.parameters()).dtype
 
     def autocasting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(device.type, dtype=self.autocast)
+        # A weight is cast once in a forward. A cache of casts would hold a second model, gathered from shards
+        # as it may be, until the forward ends.
+        return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
+
+    def full_logits(self, **inputs: Any) -> Tensor:
+        """[B, L, V] logits of the model's own forward: for proofs, training never makes them."""
+        with self.autocasting(inputs["input_ids"].device):
+            logits: Tensor = self.model(use_cache=False, **inputs).logits
+        return logits
 
     def hidden_states(self, row: Row) -> Tensor:
         """[B, L, D]: what the layers make of a row, before the output head."""
@@ -181,149 +198,17 @@ def _backbone(model: PreTrainedModel) -> nn.Module:
     return model.base_model if model.base_model is not model else model.get_submodule("model")
 
 
-def resolve_precision(dtype: str, autocast: str, device: torch.device) -> Precision:
-    """A recipe's `model.dtype` and `model.autocast`; auto: fp32 parameters, bf16 autocast on CUDA."""
+def resolve_precision(
+    dtype: str, autocast: str, device: torch.device, *, gather_dtype: str | None = None
+) -> Precision:
+    """A recipe's `model.dtype` and `model.autocast`; auto: fp32 parameters, bf16 autocast on CUDA.
+
+    `gather_dtype` is the recipe's `distributed.gather_dtype`, which takes the place of autocast.
+    """
     parameters: torch.dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    if gather_dtype is not None:
+        return Precision(parameters=parameters, autocast=None, gathered=getattr(torch, gather_dtype))
     if autocast == "auto":
         use_bfloat16 = device.type == "cuda" and parameters == torch.float32
         return Precision(parameters=parameters, autocast=torch.bfloat16 if use_bfloat16 else None)
     return Precision(parameters=parameters, autocast=None if autocast == "none" else getattr(torch, autocast))
-
-
-def load_config(
-    path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str
-) -> PretrainedConfig:
-    """A model's config.json. Raises ModelError."""
-    with load_errors(path, recipe_key):
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    assert isinstance(config, PretrainedConfig)
-    return config
-
-
-def load_tokenizer(
-    path: str, *, revision: str | None, trust_remote_code: bool, chat_template: Path | None, recipe_key: str
-) -> PreTrainedTokenizerBase:
-    """A tokenizer, its chat template replaced by a file's if one is given. Raises ModelError."""
-    with load_errors(path, recipe_key):
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code
-        )
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return tokenizer
-
-
-def load_model(
-    path: str,
-    *,
-    revision: str | None,
-    trust_remote_code: bool,
-    precision: Precision,
-    attention: str,
-    packed: bool,
-    gradient_checkpointing: bool,
-    device: torch.device,
-    recipe_key: str,
-    adapter: LoraSettings | Path | None = None,
-) -> LoadedModel:
-    """Load a causal LM for packed rows or padded batches, with nothing random in it.
-
-    `adapter` is a new LoRA adapter or the directory of a saved one; then it alone is trained.
-    Raises ModelError when it cannot be loaded, UnsupportedModelError when it cannot be computed exactly.
-    """
-    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, recipe_key=recipe_key)
-    choice = BackendChoice(name="model's own", reason="padded batches need no layout")
-    if packed:
-        check_packs(config)
-        register_attention()
-        choice = select_backend(
-            attention, attention_needs(config), device=device, dtype=precision.activations
-        )
-    dropout = dropout_settings(config)
-    config.get_text_config().update(dict.fromkeys(dropout, 0.0))
-    with load_errors(path, recipe_key), quiet_transformers():
-        loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
-            path,
-            config=config,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            dtype=precision.parameters,
-            attn_implementation=ATTENTION_NAME if packed else None,
-            output_loading_info=True,
-        )
-    model, loading = loaded
-    assert isinstance(model, PreTrainedModel)
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise ModelError(
-            f"{recipe_key}: the weights in {path} lack {len(missing)} of {type(model).__name__}'s tensors "
-            f"(first: {missing[0]}), which would start random; point at complete weights"
-        )
-    attached = None
-    if adapter is not None:
-        attached = attach_adapter(model, adapter, base=path, revision=revision, recipe_key=recipe_key)
-    backend = BACKENDS[choice.name] if packed else None
-    # In evaluation mode, which does not keep gradients from flowing: no dropout, no noise of routers, and
-    # experts chosen as they will be when the model is used (Phi 3.5 MoE draws them in training mode).
-    scorer = CompletionLogps(model, backend=backend, autocast=precision.autocast, adapter=attached)
-    scorer.to(device).eval()
-    if gradient_checkpointing:
-        _checkpoint_activations(model)
-    return LoadedModel(scorer=scorer, attention=choice, dropout=dropout)
-
-
-def _checkpoint_activations(model: PreTrainedModel) -> None:
-    """Layers recompute in the backward pass; they do so in training mode only, and they alone get it."""
-    with warnings.catch_warnings():
-        # Newer transformers call it activation_checkpointing_enable, older ones only know this name.
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        module.training = bool(vars(module).get("gradient_checkpointing"))
-
-
-def save_model(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
-    """Write weights, configs and tokenizer into `target` as `from_pretrained` reads them.
-
-    Of a model with an adapter, the adapter and the tokenizer only.
-    """
-    with quiet_transformers():
-        if loaded.adapter is not None:
-            loaded.adapter.save(target)
-            tokenizer.save_pretrained(target)
-            return
-        loaded.model.save_pretrained(target)
-        # Training switched dropout off; whoever fine-tunes further gets the family's own settings back.
-        config = copy.deepcopy(loaded.model.config)
-        config.get_text_config().update(loaded.dropout)
-        config.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-
-
-@contextlib.contextmanager
-def load_errors(path: str, recipe_key: str) -> Iterator[None]:
-    """What transformers raises for a bad directory or hub id -> one line naming the recipe key."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ModelError(
-            f"{recipe_key}: cannot load {path}: {first_line.rstrip('.')}; it must be a hub id or a directory "
-            "with config.json, safetensors weights and tokenizer files"
-        ) from error
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Loading and saving print bars and reports of their own; what matters of them we check ourselves."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -133,10 +133,14 @@ def test_steps_equal_trl(case: str, layout: str, shared_dir: Path, tmp_path: Pat
     settings = {"loss": in_our_words(expected["settings"])}
     assert recipe.loss == parse_recipe({**recipe.model_dump(mode="json"), **settings}).loss
     train(recipe, console)
-    steps = steps_of(recipe)
-    assert [step["step"] for step in steps] == list(range(1, len(expected["steps"]) + 1))
-    for ours, theirs in zip(steps, expected["steps"], strict=True):
-        where = f"step {ours['step']}"
+    assert_steps_equal_trl(case, steps_of(recipe), expected["steps"])
+
+
+def assert_steps_equal_trl(case: str, steps: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Lines of metrics.jsonl and of the case in expected.json."""
+    assert [step["step"] for step in steps] == list(range(1, len(expected) + 1))
+    for ours, theirs in zip(steps, expected, strict=True):
+        where = f"{case}, step {ours['step']}"
         theirs = {name: FLOAT64.get((case, ours["step"], name), value) for name, value in theirs.items()}
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=5e-5 * max(1.0, abs(theirs["loss"]))), where
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=3e-4), where

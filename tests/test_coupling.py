@@ -19,6 +19,7 @@ OBJECTIVE = Objective(
     terms=((LOSSES["aot"], 1.0), (LOSSES["sigmoid"], 0.5), (LOSSES["sft"], 0.1)),
     options=LossOptions(beta=0.3, label_smoothing=0.1),
 )
+CPU = torch.device("cpu")
 SIZES = (3, 1, 4)  # pairs of each row
 
 
@@ -51,7 +52,7 @@ def whole_step() -> tuple[Tensor, Tensor]:
 
 def by_rows(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The same through a tangent a row."""
-    tangents = row_tangents(OBJECTIVE, [pairs_of(row) for row in rows], mean_chosen_tokens=2.0)
+    tangents = row_tangents(OBJECTIVE, [pairs_of(row) for row in rows], mean_chosen_tokens=2.0, device=CPU)
     losses, slopes = [], []
     for row, tangent in zip(rows, tangents, strict=True):
         row = row.clone().requires_grad_()
@@ -64,7 +65,8 @@ def by_rows(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 def test_tangents_of_rows_have_the_value_and_gradient_of_the_whole_step() -> None:
     with torch.no_grad():  # as in training, where the first phase computes no gradients
         rows = list(step_values().split(SIZES))
-        tangents = row_tangents(OBJECTIVE, [pairs_of(row) for row in rows], mean_chosen_tokens=2.0)
+        pairs = [pairs_of(row) for row in rows]
+        tangents = row_tangents(OBJECTIVE, pairs, mean_chosen_tokens=2.0, device=CPU)
     assert len(tangents) == 3 and not tangents[0].values.requires_grad
     for ours, expected in zip(by_rows(rows), whole_step(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-14)

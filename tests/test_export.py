@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dpo_pack.attention import ATTENTION_NAME
 from dpo_pack.export import export_model, model_card
-from dpo_pack.models import LoadedModel, Precision, load_model
+from dpo_pack.loading import load_model
+from dpo_pack.models import LoadedModel, Precision
 from dpo_pack.recipe import Recipe, parse_recipe
 
 # top_p without sampling: transformers only warns of it, and published models have such settings.

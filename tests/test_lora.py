@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.loading import load_model
 from dpo_pack.lora import LoraSettings, attach_adapter
-from dpo_pack.models import LoadedModel, Precision, load_model
+from dpo_pack.models import LoadedModel, Precision
 from dpo_pack.proofs import proof_groups, prove
 
 # peft reads an attribute that transformers has renamed.

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from tiny_adapters import refusal, saved_adapter
 from tiny_run import tiny_run
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-import dpo_pack.models as models
+import dpo_pack.loading as loading
 import dpo_pack.recipe_models as recipe_models
 import dpo_pack.train as train_module
 from dpo_pack.errors import ModelError, RecipeError, RunError
@@ -110,7 +111,7 @@ def test_the_base_is_loaded_once_and_its_log_probs_are_bitwise_those_of_the_base
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_loaded = 0
-    original = models.load_model
+    original = loading.load_model
 
     def counting(*arguments: Any, **settings: Any) -> LoadedModel:
         nonlocal num_loaded
@@ -206,7 +207,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_knows_its_base(
     with pytest.raises(KeyboardInterrupt):
         train(recipe, Console(quiet=True))
     newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
-    saved = torch.load(newest / "state.pt", weights_only=True)["policy"]
+    saved = FileSystemReader(newest / "tensors").read_metadata().state_dict_metadata
     assert saved and all("lora_" in name for name in saved)
     weights = load_file(copy / "model" / "model.safetensors")
     weights["model.norm.weight"][0] += 1.0

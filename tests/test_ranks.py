@@ -1,0 +1,109 @@
+"""What ranks say to each other: nothing on one process, and over two the same on both."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from two_ranks import run_on_ranks
+
+from dpo_pack import ranks
+from dpo_pack.errors import DataError, RunError
+
+
+def test_one_process_says_nothing_and_agrees_with_itself(tmp_path: Path) -> None:
+    assert (ranks.rank(), ranks.num_ranks(), ranks.is_first()) == (0, 1, True)
+    assert ranks.any_rank(True) and not ranks.any_rank(False)
+    assert ranks.largest_number(3) == 3
+    assert ranks.first_says("a") == ranks.first_does(lambda: "a") == "a"
+    assert ranks.every_rank_says("a") == ["a"]
+    assert ranks.share_out([1, 2, 3], _doubled) == [2, 4, 6] and ranks.share_out([], _doubled) == []
+    ranks.require_same({"the data": "abc"}, "remedy")
+    ranks.require_shared(tmp_path / "absent", "output_dir")
+    assert not (tmp_path / "absent").exists()
+    with pytest.raises(DataError), ranks.first_goes_first():
+        raise DataError("no such file")
+
+
+def _message(error: type[Exception], action: Any) -> str:
+    with pytest.raises(error) as caught:
+        action()
+    return str(caught.value)
+
+
+def _doubled(items: Sequence[int]) -> list[int]:
+    assert items, "a rank without an item is not asked"
+    return [2 * item for item in items]
+
+
+def _on_two(directory: Path) -> dict[str, Any]:
+    rank = ranks.rank()
+    told: dict[str, Any] = {
+        "any": [ranks.any_rank(rank == 1), ranks.any_rank(False)],
+        "largest": ranks.largest_number(10 * rank),
+        "first says": ranks.first_says(rank),
+        "first does": ranks.first_does(lambda: _leave_a_file(directory)),
+        "every": ranks.every_rank_says(rank),
+        "shared": ranks.share_out(range(5), lambda mine: [(rank, 2 * item) for item in mine]),
+        "one": ranks.share_out([7], _doubled),
+    }
+    with ranks.first_goes_first():
+        if rank == 0:
+            time.sleep(0.3)
+            (directory / "cache").touch()
+        told["found"] = (directory / "cache").exists()
+
+    def fail() -> None:
+        raise DataError(f"rank {ranks.rank()} found no such file")
+
+    told["failed"] = _message(DataError, lambda: ranks.first_does(fail))
+    ranks.require_same({"optim.lr": 0.5, "seed": 1}, "remedy")
+    told["differ"] = _message(
+        RunError, lambda: ranks.require_same({"seed": 1, "optim.lr": 0.5 + rank, "a": rank}, "do so")
+    )
+    told["lacks"] = _message(RunError, lambda: ranks.require_same({} if rank else {"a": "x" * 99}, "do so"))
+    ranks.require_shared(directory / str(rank), "output_dir")  # one host: nothing to ask
+    with mock.patch.object(socket, "gethostname", lambda: f"host-{rank}"):
+        ranks.require_shared(directory / "shared", "output_dir")
+        ranks.wait_for_all()
+        told["marks left"] = len(list((directory / "shared").iterdir()))
+        with mock.patch.object(Path, "exists", lambda path: rank == 0):
+            told["not shared"] = _message(
+                RunError, lambda: ranks.require_shared(directory / "shared", "output_dir")
+            )
+    ranks.wait_for_all()
+    return told
+
+
+def _leave_a_file(directory: Path) -> int:
+    (directory / f"done-by-{ranks.rank()}").touch()
+    return ranks.rank()
+
+
+@pytest.mark.multiprocess
+def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_on_two, tmp_path)
+    both = f"rank 1 (on {socket.gethostname()}) and rank 0 (on {socket.gethostname()})"
+    assert first == second
+    assert first == {
+        "any": [True, False],
+        "largest": 10,
+        "first says": 0,
+        "first does": 0,
+        "every": [0, 1],
+        "shared": [(0, 0), (1, 2), (0, 4), (1, 6), (0, 8)],
+        "one": [14],
+        "found": True,
+        "failed": "rank 0 found no such file",
+        "differ": f"{both} differ in optim.lr and 1 more: 1.5 and 0.5; do so",
+        "lacks": f"{both} differ in a: None and '{'x' * 36}...; do so",
+        "marks left": 0,
+        "not shared": f"output_dir: what rank 0 (on host-0) writes in {tmp_path / 'shared'} is not there on "
+        "host-1; use a directory on a file system that all nodes share",
+    }
+    assert [path.name for path in tmp_path.glob("done-by-*")] == ["done-by-0"]

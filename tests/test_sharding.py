@@ -1,0 +1,280 @@
+"""A model in shards or copies on two processes: the same weights, log-probs and gradients as on one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_adapters import saved_adapter
+from tiny_models import FAMILIES as TINY
+from tiny_models import VOCABULARY, tiny_model
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from two_ranks import run_on_ranks
+
+from dpo_pack import ranks
+from dpo_pack.coupling import row_tangents
+from dpo_pack.families import FAMILIES
+from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.losses import LOSSES, LossOptions, Objective, PairLogps, ScoredPairs, weighted_losses
+from dpo_pack.metrics import PairValues
+from dpo_pack.models import LoadedModel, Precision
+from dpo_pack.nonfinite import NonfiniteGuard
+from dpo_pack.optim import adamw, clip_gradients
+from dpo_pack.proofs import prove
+from dpo_pack.recipe import Recipe, parse_recipe
+from dpo_pack.recipe_models import load_source_model, policy_model
+from dpo_pack.sharding import full_state, is_sharded, shard_model
+from dpo_pack.strategy import ALONE, Strategy, rank_policy
+
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+CPU = torch.device("cpu")
+FLOAT32 = Precision(parameters=torch.float32, autocast=None)
+GATHERED = Precision(parameters=torch.float32, autocast=None, gathered=torch.bfloat16)
+BFLOAT16 = Precision(parameters=torch.bfloat16, autocast=None)
+LORA = {"lora": {"r": 3, "alpha": 6}}
+# name -> (model directory, `model` section, options of fsdp2; None: ddp)
+SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "ddp": ("llama", {}, None),
+    "ddp, tied": ("tied", {}, None),
+    "ddp, adapter": ("adapter", {}, None),
+    "shards": ("llama", {}, {}),
+    "shards, tied": ("tied", {}, {}),
+    "shards, checkpointed": ("llama", {"gradient_checkpointing": True}, {}),
+    "shards, new adapter": ("llama", LORA, {}),
+    "shards, adapter": ("adapter", {}, {}),
+    "shards, unsharded gradients": ("llama", {}, {"accumulate_unsharded": True}),
+    "hybrid": ("llama", {}, {"mesh": (2, 1)}),
+}
+
+
+def strategy_of(options: dict[str, Any] | None) -> Strategy:
+    if options is None:
+        return Strategy(name="ddp", reason="a test")
+    shape = options.get("mesh", (2,))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return Strategy(name="fsdp2", reason="a test", **{**options, "mesh": mesh})
+
+
+def recipe_of(path: Path, section: dict[str, Any], *, packed: bool = True) -> Recipe:
+    return parse_recipe(
+        {
+            "output_dir": "unused",
+            "model": {"path": str(path), **section},
+            "data": {"train": "unused.jsonl"},
+            "packing": {"mode": "packed" if packed else "padded"},
+        }
+    )
+
+
+def make_rows(*, packed: bool = True) -> list[Row]:
+    random = np.random.default_rng(0)
+
+    def group(context: int, chosen: int, rejected: int) -> Group:
+        contents = [random.integers(3, VOCABULARY, count) for count in (context, chosen, rejected)]
+        return Group(context=contents[0], completions=tuple(contents[1:]))
+
+    rows = [[group(9, 4, 6), group(3, 1, 1)], [group(17, 5, 2)], [group(4, 8, 8), group(12, 3, 7)]]
+    if packed:
+        return [packed_row(layout_row(groups, share_prompt=True), CPU) for groups in rows]
+    return [padded_row(groups, pad_token_id=0, device=CPU) for groups in rows]
+
+
+def backward(sums: Tensor) -> None:
+    (sums * torch.linspace(-1.0, 1.0, len(sums))).sum().backward()
+
+
+def gradients(loaded: LoadedModel) -> dict[str, Tensor]:
+    grads = {name: p.grad for name, p in loaded.model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in grads.items()}
+
+
+def compare(
+    recipe: Recipe, strategy: Strategy, rows: Sequence[Row], *, precision: Precision = FLOAT32
+) -> tuple[float, float]:
+    """(largest difference in a log-prob, norm of that in the gradient, relative) from one process.
+
+    Rank 0 has the first two rows, rank 1 the third and an idle one. Two rounds, because DDP finds only in the
+    second that a parameter had no gradient in the first.
+    """
+    source = policy_model(recipe)
+    plain = Precision(parameters=precision.gathered or precision.parameters, autocast=None)
+    alone = load_source_model(recipe, source, precision=plain, device=CPU, strategy=ALONE)
+    shared = load_source_model(recipe, source, precision=precision, device=CPU, strategy=strategy)
+    assert is_sharded(shared.model) == strategy.shards
+    expected = []
+    for row in rows:
+        expected.append(alone.scorer(row).sums)
+        backward(expected[-1] / ranks.num_ranks())
+    policy = rank_policy(shared.scorer, strategy)
+    mine = [0, 1] if ranks.is_first() else [2]
+    for _ in range(2):
+        shared.scorer.zero_grad()
+        error = 0.0
+        for number in mine:
+            with policy.accumulating(is_last=number == 1):
+                sums = policy(rows[number]).sums
+                error = max(error, float((sums - expected[number]).detach().abs().max()))
+                backward(sums)
+        if not ranks.is_first():
+            with policy.accumulating(is_last=True):
+                policy.idle(rows[0])
+    ours, theirs = gradients(shared), gradients(alone)
+    assert ours.keys() == theirs.keys()
+    difference = torch.cat([(ours[name].double() - theirs[name]).flatten() for name in theirs])
+    whole = torch.cat([grad.flatten().double() for grad in theirs.values()])
+    return error, float(difference.norm() / whole.norm())
+
+
+def write_models(directory: Path) -> None:
+    tiny_model("llama").save_pretrained(directory / "llama")
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(directory / "tied")
+    saved_adapter(directory / "adapter", directory / "llama")
+
+
+def _check_settings(directory: Path) -> dict[str, tuple[float, float]]:
+    errors = {}
+    for name, (model, section, options) in SETTINGS.items():
+        errors[name] = compare(recipe_of(directory / model, section), strategy_of(options), make_rows())
+    recipe = recipe_of(directory / "llama", {})
+    errors["gathered in bf16"] = compare(recipe, strategy_of({}), make_rows(), precision=GATHERED)
+    errors["in bf16"] = compare(recipe, strategy_of({}), make_rows(), precision=BFLOAT16)
+    adapted = recipe_of(directory / "adapter", {})
+    errors["adapter of bf16"] = compare(adapted, strategy_of({}), make_rows(), precision=BFLOAT16)
+    _check_loading(directory)
+    for options in (None, {}, {"mesh": (2, 1)}):
+        _check_nonfinite(recipe, strategy_of(options))
+    _check_coupling()
+    return errors
+
+
+def _check_loading(directory: Path) -> None:
+    """Only rank 0 reads weights, a model has the same everywhere, and rank 0 gets them back."""
+    devices: set[str] = set()
+
+    def watched_shard(scorer: Any, *arguments: Any) -> None:
+        devices.update(parameter.device.type for parameter in scorer.parameters())
+        shard_model(scorer, *arguments)
+
+    strategy = strategy_of({})
+    models: list[tuple[str, dict[str, Any]]] = [("tied", {}), ("llama", LORA), ("adapter", {})]
+    for model, section in models:
+        recipe = recipe_of(directory / model, section)
+        source = policy_model(recipe)
+        alone = load_source_model(recipe, source, precision=FLOAT32, device=CPU)
+        devices.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dpo_pack.recipe_models.shard_model", watched_shard)
+            if not ranks.is_first():
+                reading = "transformers.AutoModelForCausalLM.from_pretrained"
+                patch.setattr(reading, lambda *_, **__: pytest.fail("weights were read"))
+            loaded = load_source_model(recipe, source, precision=FLOAT32, device=CPU, strategy=strategy)
+        assert devices == {"cpu" if ranks.is_first() else "meta"}
+        state, expected = full_state(loaded.model), alone.model.state_dict()
+        assert state.keys() == (expected.keys() if ranks.is_first() else set())
+        assert all(torch.equal(state[name], expected[name]) for name in state)
+        head, embeddings = loaded.model.get_output_embeddings(), loaded.model.get_input_embeddings()
+        assert (head.weight is embeddings.weight) == (model == "tied")
+        proofs = prove(loaded.scorer, CPU)
+        assert len(proofs) == 5 and all(proof.passed for proof in proofs)
+        assert all(isinstance(p, DTensor) for p in loaded.scorer.parameters())
+
+
+def _check_nonfinite(recipe: Recipe, strategy: Strategy) -> None:
+    """What is not finite on one rank stops the update on all, and a step after it is that of one process."""
+    models = [
+        load_source_model(recipe, policy_model(recipe), precision=FLOAT32, device=CPU, strategy=of)
+        for of in (strategy, ALONE)
+    ]
+    scorers = [loaded.scorer for loaded in models]
+    guards = [
+        NonfiniteGuard(
+            adamw(s, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1), stops=False, device=CPU
+        )
+        for s in scorers
+    ]
+    row, values = make_rows()[0], PairValues.none(CPU)
+    pairs = np.zeros(0, dtype=np.int64)
+    for poison in ("loss", "gradient", None):
+        norms = []
+        for scorer, guard in zip(scorers, guards, strict=True):
+            backward(scorer(row).sums)
+            before = [p.detach().clone() for p in scorer.parameters()]
+            is_poisoned = poison is not None and guard is guards[0] and not ranks.is_first()
+            if is_poisoned and poison == "gradient":
+                grad = next(scorer.parameters()).grad
+                assert grad is not None
+                (grad.to_local() if isinstance(grad, DTensor) else grad)[-1] = torch.nan
+            losses = [torch.inf] if is_poisoned and poison == "loss" else []
+            table = values.table.new_tensor(losses)[:, None].expand(-1, values.table.shape[1])
+            norms.append(clip_gradients(scorer, 0.5))
+            if poison is None or guard is guards[0]:
+                guard.step(1, PairValues(table=table), norms[-1], pairs)
+            guard.optimizer.zero_grad()
+            moved = [not torch.equal(p, old) for p, old in zip(scorer.parameters(), before, strict=True)]
+            assert any(moved) == (poison is None)
+        if poison != "gradient":
+            torch.testing.assert_close(norms[0], norms[1])
+    for ours, alone in zip(*(scorer.parameters() for scorer in scorers), strict=True):
+        whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
+        torch.testing.assert_close(whole, alone, rtol=0, atol=1e-6)
+
+
+def _check_coupling() -> None:
+    """A rank without rows takes part in what couples the pairs of all."""
+    objective = Objective(terms=((LOSSES["aot"], 1.0),), options=LossOptions(beta=0.3, label_smoothing=0.1))
+    logps = -20 * torch.rand(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens = torch.ones(5, dtype=torch.int64)
+    policy, reference = (
+        PairLogps(
+            chosen=logps[:, side], rejected=logps[:, side + 1], chosen_tokens=tokens, rejected_tokens=tokens
+        )
+        for side in (0, 2)
+    )
+    pairs = ScoredPairs(policy=policy, reference=reference, weights=torch.ones(5, dtype=torch.float64))
+    rows = [pairs] if ranks.is_first() else []
+    tangents = row_tangents(objective, rows, mean_chosen_tokens=1.0, device=CPU)
+    assert len(tangents) == len(rows)
+    if tangents:
+        expected = weighted_losses(objective, pairs, mean_chosen_tokens=1.0)
+        torch.testing.assert_close(tangents[0].values, expected)
+
+
+@pytest.mark.multiprocess
+def test_copies_and_shards_have_the_log_probs_and_gradients_of_one_process(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    for errors in run_on_ranks(_check_settings, tmp_path):
+        assert len(errors) == len(SETTINGS) + 3
+        for name, (logp, gradient) in errors.items():
+            # One process adds up its rows' gradients in bf16.
+            assert logp < 1e-4 and gradient < (5e-3 if "bf16" in name else 1e-5), (name, logp, gradient)
+
+
+def _check_families(directory: Path, families: list[str]) -> dict[str, dict[str, tuple[float, float]]]:
+    errors: dict[str, dict[str, tuple[float, float]]] = {}
+    for family in families:
+        packed = FAMILIES[family].packs
+        recipe = recipe_of(directory / family, {}, packed=packed)
+        rows = make_rows(packed=packed)
+        errors[family] = {
+            "ddp": compare(recipe, strategy_of(None), rows),
+            "fsdp2": compare(recipe, strategy_of({}), rows),
+        }
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_every_family_can_be_copied_and_sharded(tmp_path: Path) -> None:
+    families = sorted(TINY)
+    for family in families:
+        tiny_model(family).save_pretrained(tmp_path / family)
+    for errors in run_on_ranks(_check_families, tmp_path, families):
+        wrong = {f: by_name for f, by_name in errors.items() if max(e[1] for e in by_name.values()) > 1e-4}
+        assert not wrong
