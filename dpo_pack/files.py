@@ -20,26 +20,52 @@ def written_aside(path: Path) -> Iterator[Path]:
 
     Works for a file or a directory. Raises CacheError when the disk refuses (full, read-only).
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = path_aside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
-            _sync(part)
-        if temporary.is_dir() and path.is_dir():
-            shutil.rmtree(path)
-        temporary.replace(path)
-        _sync(path.parent)
+        put_in_place(temporary, path)
     except OSError as error:
-        raise CacheError(
-            f"cannot write {path}: {error.strerror or error}; free space or choose a writable directory"
-        ) from error
+        raise cannot_write(path, error) from error
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):  # already renamed, or its folder never came to be
-                temporary.unlink()
+        discard(temporary)
+
+
+def path_aside(path: Path) -> Path:
+    """A new name beside `path`, hidden, under which nothing is whole yet."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Sync a file or directory and rename it to `path`, which is replaced. Raises OSError."""
+    for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
+        sync(part)
+    if temporary.is_dir() and path.is_dir():
+        remove_directory(path)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def remove_directory(path: Path) -> None:
+    """Whoever is killed meanwhile leaves all of it or nothing under its name."""
+    aside = path_aside(path)
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def discard(temporary: Path) -> None:
+    """Remove what was not put in place, if it is there."""
+    if temporary.is_dir():
+        shutil.rmtree(temporary, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):  # already renamed, or its folder never came to be
+            temporary.unlink()
+
+
+def cannot_write(path: Path, reason: OSError | str) -> CacheError:
+    """The error to raise when the disk refuses."""
+    why = reason if isinstance(reason, str) else reason.strerror or reason
+    return CacheError(f"cannot write {path}: {why}; free space or choose a writable directory")
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -59,7 +85,8 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Until what has been written to a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

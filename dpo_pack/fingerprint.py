@@ -80,6 +80,8 @@ def reference_namespace(
         "autocast": None if precision.autocast is None else str(precision.autocast).removeprefix("torch."),
         "modelling_source": _modelling_source(config, trust_remote_code),
     }
+    if precision.gathered is not None:  # an entry of shards in another dtype only: other namespaces stay
+        namespace["gathered"] = str(precision.gathered).removeprefix("torch.")
     if adapter is not None:
         namespace["adapter"] = adapter_fingerprint(adapter, memo_path)
     return namespace

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import dpo_pack
-from dpo_pack.checkpoint import checkpoints
+from dpo_pack import ranks
+from dpo_pack.checkpoint_dir import checkpoints, find_damage, step_of
 from dpo_pack.errors import RunError
-from dpo_pack.files import read_json, write_json_atomically, write_text_atomically
-from dpo_pack.recipe import Recipe, changed_keys, dump_recipe, load_recipe
+from dpo_pack.files import (
+    discard,
+    read_json,
+    remove_directory,
+    write_json_atomically,
+    write_text_atomically,
+)
+from dpo_pack.recipe import Recipe, changed_values, dump_recipe, load_recipe
+from dpo_pack.recipe_errors import show
 
 _OUR_FILES = (
     "recipe.yaml",
@@ -25,6 +33,7 @@ _OUR_FILES = (
     "reference.parquet",
 )
 _OUR_DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet")
+_MOST_SHOWN = 30  # characters of a recipe's value
 _PACKAGES = (
     "torch",
     "transformers",
@@ -35,6 +44,7 @@ _PACKAGES = (
     "pyarrow",
     "numpy",
     "flash-attn",
+    "liger-kernel",
     "peft",
 )
 
@@ -69,15 +79,21 @@ class RunDir:
         return self.root / "rollouts.parquet"
 
     @property
+    def has_own_checkpoint(self) -> bool:
+        """Whether it goes on from a checkpoint of this directory."""
+        return self.checkpoint is not None and self.checkpoint.resolve().parent == self.checkpoints.resolve()
+
+    @property
     def resumed_reference(self) -> Path:
         """The frozen reference of the checkpoint's run, which may be in another directory."""
         assert self.checkpoint is not None
         return self.checkpoint.resolve().parents[1] / "reference.parquet"
 
     def update(self, **changes: Any) -> None:
-        """Set keys of `run.json` and write it."""
+        """Set keys of `run.json` and write it; ranks other than 0 write nothing."""
         self.info.update(changes)
-        write_json_atomically(self.root / "run.json", self.info)
+        if ranks.is_first():
+            write_json_atomically(self.root / "run.json", self.info)
 
 
 def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
@@ -112,21 +128,47 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     )
 
 
+def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Go on from the newest checkpoint whose files are as they were written; every rank calls.
+
+    Raises RunError when the recipe names a checkpoint and it is damaged.
+    """
+    while run.checkpoint is not None:
+        path = run.checkpoint
+        own = find_damage(path, rank=ranks.rank(), num_ranks=ranks.num_ranks())
+        damage = next((told for told in ranks.every_rank_says(own) if told is not None), None)
+        if damage is None:
+            return
+        if recipe.checkpoint.resume != "auto":
+            raise RunError(
+                f"checkpoint.resume: {path} is damaged: {damage}; give another, or auto for the newest whole"
+            )
+        older = ranks.first_says([c for c in checkpoints(path.parent) if step_of(c) < step_of(path)])
+        run.checkpoint = older[-1] if older else None
+        instead = f"going on from {run.checkpoint}" if older else "none is older, and the run begins anew"
+        say(f"Warning: {path} is damaged: {damage}; {instead}")
+
+
 def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
-    changed = changed_keys(load_recipe(root / "recipe.yaml"), recipe)
+    changed = changed_values(load_recipe(root / "recipe.yaml"), recipe)
     if changed:
-        raise RunError(f"output_dir: {root} holds a run with another {', '.join(changed)}; {ways_out}")
+        told = ", ".join(f"{key}{_then_and_now(*values)}" for key, values in changed.items())
+        raise RunError(f"output_dir: {root} holds a run with another {told}; {ways_out}")
+
+
+def _then_and_now(then: Any, now: Any) -> str:
+    """What a key was and is, where that is short."""
+    shown = show(then), show(now)
+    return f" ({shown[0]} then, {shown[1]} now)" if max(map(len, shown)) <= _MOST_SHOWN else ""
 
 
 def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
     """Write what identifies the run. A run that starts anew leaves nothing of an earlier one behind."""
     if run.checkpoint is None:
         _clear(run.root)
-    for leftover in [*run.root.glob(".*.tmp"), *run.checkpoints.glob(".*.tmp")]:  # of a killed process
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
+    for directory in (run.root, run.checkpoints, run.rollouts):
+        for leftover in directory.glob(".*.tmp"):  # of a killed process
+            discard(leftover)
     run.root.mkdir(parents=True, exist_ok=True)
     write_text_atomically(run.root / "recipe.yaml", dump_recipe(recipe))
     run.update(
@@ -156,7 +198,7 @@ def _clear(root: Path) -> None:
         dump.unlink()
     for name in _OUR_DIRECTORIES:
         if (root / name).is_dir():
-            shutil.rmtree(root / name)
+            remove_directory(root / name)
 
 
 def git_commit() -> str | None:
