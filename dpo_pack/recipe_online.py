@@ -32,7 +32,7 @@ class EndpointRecipe(Section):
     retries: Annotated[int, Ge(0)] = Field(
         default=4, description="Requests sent again after a failure, each after a longer pause."
     )
-    concurrency: Count = Field(default=16, description="Requests under way at once.")
+    concurrency: Count = Field(default=16, description="Requests under way at once, of each process.")
 
 
 class GeneratorRecipe(Section):

@@ -27,10 +27,28 @@ def broken_online_rules(recipe: Recipe) -> Iterator[Problem]:
     if recipe.online.max_new_tokens >= recipe.data.max_length:
         limit = f"data.max_length ({recipe.data.max_length}), to leave room for a prompt"
         yield "online.max_new_tokens", f"must be below {limit}, not {recipe.online.max_new_tokens}"
+    needs_copies = why_not_sharded(recipe)
+    if recipe.distributed.strategy == "fsdp2" and needs_copies is not None:
+        yield "distributed.strategy", f"{needs_copies}, so fsdp2 is not for this run; set ddp"
     yield from _broken_generator_rules(recipe.online.generator)
     for number, judge in enumerate(recipe.online.judges):
         yield from _broken_judge_rules(judge, f"online.judges.{number}")
     yield from _unused_options(recipe.online)
+
+
+def why_not_sharded(recipe: Recipe) -> str | None:
+    """What of an online run needs a whole model on each rank; None: nothing does."""
+    online, held_out = recipe.online, recipe.data.eval
+    if online is None:
+        return None
+    every_token = "and gathering shards for every token would take far too long"
+    if online.generator.type == "transformers":
+        return f"the policy answers the prompts itself, {every_token}"
+    if not isinstance(held_out, tuple) or held_out:
+        return f"the policy answers the prompts of data.eval itself, {every_token}"
+    if online.offload_reference:
+        return "online.offload_reference moves a whole model"
+    return None
 
 
 def _broken_generator_rules(generator: GeneratorRecipe) -> Iterator[Problem]:

@@ -14,7 +14,8 @@ from tiny_tokenizer import tiny_tokenizer
 from dpo_pack.attention import ATTENTION_NAME
 from dpo_pack.data.prompts import Prompt
 from dpo_pack.layout import Group, layout_row, packed_row
-from dpo_pack.models import CompletionLogps, LoadedModel, Precision, load_model
+from dpo_pack.loading import load_model
+from dpo_pack.models import CompletionLogps, LoadedModel, Precision
 from dpo_pack.online.interface import Completion, Draw
 from dpo_pack.online.sampling import SamplingSettings, completion_uniforms, draw_tokens
 from dpo_pack.online.transformers_generator import TransformersGenerator

@@ -156,7 +156,10 @@ def test_a_killed_run_makes_the_phases_after_its_checkpoint_anew(
     with pytest.raises(KeyboardInterrupt):
         train(recipe, console)
     monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    half_written = tmp_path / "run" / "rollouts.parquet" / ".part-000009.parquet.0123abcd.tmp"
+    half_written.touch()
     train(recipe, console)
+    assert not half_written.exists()
     assert "Going on after step 4" in console.file.getvalue()  # type: ignore[attr-defined]
     assert_same_run(straight, tmp_path / "run")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from dpo_pack import ranks
 from dpo_pack.data.store import PairTable
 from dpo_pack.errors import ModelError
-from dpo_pack.models import LoadedModel, load_tokenizer
+from dpo_pack.loading import load_tokenizer
+from dpo_pack.models import LoadedModel
 from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.function_judge import FunctionJudge, load_function
 from dpo_pack.online.http_generator import HttpGenerator
@@ -67,8 +69,9 @@ def build_source(
             plan=plan_settings(recipe),
             builder=builder,
             shape=policy_shape(recipe) if prepared.is_packed else None,
+            equal_rows=prepared.strategy.shards,
         ),
-        log=RolloutLog(rollouts),
+        log=RolloutLog(rollouts) if ranks.is_first() else None,
     )
 
 
@@ -124,10 +127,11 @@ def sampling_settings(online: OnlineRecipe) -> SamplingSettings:
 
 def build_judge(prepared: Prepared) -> Judge:
     """The recipe's judges as one. Raises RecipeError or ModelError for one that cannot be had."""
-    judges = [
-        (_judge(prepared, judge, f"online.judges.{number}"), judge.weight)
-        for number, judge in enumerate(_section(prepared).judges)
-    ]
+    with ranks.first_goes_first():  # the others find in the caches what it has fetched
+        judges = [
+            (_judge(prepared, judge, f"online.judges.{number}"), judge.weight)
+            for number, judge in enumerate(_section(prepared).judges)
+        ]
     return WeightedJudges(judges=tuple(judges))
 
 

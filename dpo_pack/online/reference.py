@@ -6,13 +6,12 @@ A reference that follows the policy (`reference.sync`) is `moving_reference.py`'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from dpo_pack.models import LoadedModel
-from dpo_pack.sources import PairRow, by_pair
+from dpo_pack.sources import GlobalBatch, PairRow, by_pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +23,17 @@ class LiveReference:
     is_offloaded: bool  # in host memory between uses; of a second model only
 
     @torch.no_grad()
-    def fill(self, rows: Sequence[PairRow]) -> list[PairRow]:
-        """The rows with this reference's log-probs of their pairs."""
+    def score_batch(self, batch: GlobalBatch) -> GlobalBatch:
+        """The batch with this reference's log-probs of the pairs of its rows."""
         if self.is_offloaded:
             self.model.scorer.to(self.device)
         with self.model.as_reference():
-            filled = [self._filled(row) for row in rows]
+            rows = [self._filled(row) for row in batch.rows]
+            for idle_row in batch.idle_rows:  # in shards every rank computes as often
+                self.model.scorer(idle_row)
         if self.is_offloaded:
             self.model.scorer.to("cpu")
-        return filled
+        return replace(batch, rows=rows)
 
     def _filled(self, row: PairRow) -> PairRow:
         output = by_pair(self.model.scorer(row.row), row)

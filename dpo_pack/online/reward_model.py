@@ -24,8 +24,9 @@ from dpo_pack.attention.select import select_backend
 from dpo_pack.data.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.errors import ModelError
 from dpo_pack.layout import Group, Row, common_prefix_length, layout_row, packed_row, padded_row
+from dpo_pack.loading import load_config, load_errors, quiet_transformers
 from dpo_pack.model_config import attention_needs, check_packs, dropout_settings
-from dpo_pack.models import CompletionLogps, Precision, load_config, load_errors, quiet_transformers
+from dpo_pack.models import CompletionLogps, Precision
 from dpo_pack.online.interface import Completion, Failure, Rollout, Scores
 
 TokenIds = npt.NDArray[np.int32]

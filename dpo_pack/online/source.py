@@ -4,6 +4,9 @@ A phase answers `rollouts_per_update` prompts with the policy as it is and puts 
 of `pairs_per_step` pairs are taken from its front, and the next phase runs when too few are left. So a step
 is as many pairs as offline, however many prompts end in a tie or a failure.
 
+Ranks share out the prompts of a phase, then the rows of a step. In between every rank knows everything: the
+outcomes of all prompts, and so the same queue and counts.
+
 Legend: P pairs of a step, N prompts.
 """
 
@@ -15,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dpo_pack import ranks
 from dpo_pack.data.epoch_order import epoch_order
 from dpo_pack.data.flops import ModelShape, pair_flops
 from dpo_pack.data.keys import content_key
@@ -31,7 +35,7 @@ from dpo_pack.online.phases import Outcome, Tally, phase_metrics, run_phase
 from dpo_pack.online.reference import LiveReference
 from dpo_pack.online.rollout_log import RolloutLog
 from dpo_pack.reference import pair_lengths
-from dpo_pack.sources import GlobalBatch, RowBuilder
+from dpo_pack.sources import GlobalBatch, RowBuilder, global_batch
 
 # So many phases in a row without a pair, and the run stops rather than ask for ever.
 FRUITLESS_PHASES = 10
@@ -56,6 +60,7 @@ class RowSettings:
     plan: PlanSettings
     builder: Callable[[PairTable], RowBuilder]
     shape: ModelShape | None  # of the policy, to measure merged prompts; None: padded batches
+    equal_rows: bool  # as many on each rank, idle ones included
 
 
 class OnlineSource:
@@ -71,9 +76,12 @@ class OnlineSource:
         reference: LiveReference | None,
         settings: OnlineSettings,
         rows: RowSettings,
-        log: RolloutLog,
+        log: RolloutLog | None,
     ) -> None:
-        """`reference` None: the loss needs none, or one that follows the policy scores the rows later."""
+        """`reference` None: the loss needs none, or one that follows the policy scores the rows later.
+
+        `log` None: another rank keeps it.
+        """
         assert data.prompts is not None
         self.data = data
         self.prompts = data.prompts.train
@@ -102,7 +110,8 @@ class OnlineSource:
         return content_key([self.data.fingerprint, asdict(self.settings)])
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        self.log.drop_from(self.num_phases)
+        if self.log is not None:
+            self.log.drop_from(self.num_phases)
         while self.next_step < self.num_steps:
             step = self.next_step
             metrics = self._refill(step)
@@ -110,6 +119,9 @@ class OnlineSource:
             self.pending = self.pending[self.settings.pairs_per_step :]
             self.next_step += 1
             yield self._batch(pairs, metrics, step)
+
+    def prepare_next(self) -> None:
+        """Nothing: the next pairs are written by the policy that this step makes."""
 
     def _refill(self, step: int) -> dict[str, float]:
         """Run phases until the queue holds a step; returns the averages of the last one, if there was any."""
@@ -128,9 +140,12 @@ class OnlineSource:
 
     def _phase(self, step: int) -> list[Outcome]:
         draws = [self._draw(self.num_draws + place) for place in range(self.settings.rollouts_per_update)]
-        outcomes = run_phase(draws, self.generator, self.judge, self.pairing)
+        outcomes = ranks.share_out(
+            draws, lambda mine: run_phase(mine, self.generator, self.judge, self.pairing)
+        )
         self.tally.add(outcomes)
-        self.log.write(self.num_phases, step, outcomes)
+        if self.log is not None:
+            self.log.write(self.num_phases, step, outcomes)
         self.num_draws += len(draws)
         self.num_phases += 1
         return outcomes
@@ -173,30 +188,39 @@ class OnlineSource:
 
     def _batch(self, pairs: list[PendingPair], metrics: dict[str, float], step: int) -> GlobalBatch:
         table = pair_table(pairs)
-        builder = self.rows.builder(table)
+        builder, lengths = self.rows.builder(table), pair_lengths(table)
         merging = row_costs = None
         if self.rows.shape is not None:
-            row_costs = pair_flops(self.rows.shape, pair_lengths(table), share_prompt=builder.share_prompt)
+            row_costs = pair_flops(self.rows.shape, lengths, share_prompt=builder.share_prompt)
             if builder.share_prompt:
                 # The completions of a prompt are one group: it is computed once for all of them.
                 merging = prompt_merging(table, self.rows.shape)
                 builder = replace(builder, merging=merging)
         plan = replace(self.rows.plan, pairs_per_step=len(pairs)).plan(
-            builder.row_tokens(), order=np.arange(len(pairs)), row_costs=row_costs, merging=merging
+            builder.row_tokens(),
+            order=np.arange(len(pairs)),
+            num_ranks=ranks.num_ranks(),
+            row_costs=row_costs,
+            equal_rows=self.rows.equal_rows,
+            merging=merging,
         )
-        rows = [builder.build(row) for row in plan[0][0]]
+        batch = global_batch(
+            builder,
+            plan,
+            0,
+            rank=ranks.rank(),
+            real_tokens=lengths.row_tokens(share_prompt=builder.is_packed and builder.share_prompt),
+            epoch=self.num_draws / len(self._order),
+        )
         if self.reference is not None:
-            rows = self.reference.fill(rows)
+            batch = self.reference.score_batch(batch)
+        # Elsewhere a pair is known by its row in data.train: here that is its prompt's.
         prompt_indices = np.array([pair.prompt_index for pair in pairs], dtype=np.int64)
         staleness = np.array([step - pair.weights_step for pair in pairs])
-        return GlobalBatch(
-            epoch=self.num_draws / len(self._order),
-            num_pairs=len(pairs),
-            num_chosen_tokens=int(table.chosen_lengths.sum()),
-            num_rows=len(rows),
-            num_tokens=sum(row.row.num_tokens for row in rows),
-            # Elsewhere a pair is known by its row in data.train: here that is its prompt's.
-            rows=[replace(row, pair_indices=prompt_indices[row.pair_indices]) for row in rows],
+        return replace(
+            batch,
+            rows=[replace(row, pair_indices=prompt_indices[row.pair_indices]) for row in batch.rows],
+            row_pairs=[prompt_indices[row] for row in batch.row_pairs],
             metrics={
                 **metrics,
                 "online/win_margin": float(np.mean([pair.margin for pair in pairs])),

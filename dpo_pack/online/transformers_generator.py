@@ -22,6 +22,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from dpo_pack.attention import ATTENTION_NAME
+from dpo_pack.kernels import stock_layers
 from dpo_pack.models import CompletionLogps
 from dpo_pack.online.interface import Completion, Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings, completion_uniforms, draw_tokens
@@ -146,7 +147,8 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
     if attention == ATTENTION_NAME:
         _use_stock_attention(model)
     try:
-        yield
+        with stock_layers(model):  # compiled ones would be compiled anew as the cache grows
+            yield
     finally:
         if attention == ATTENTION_NAME:
             model.set_attn_implementation(attention)
