@@ -1,0 +1,219 @@
+"""model.compile: layers compute what the family's code says, compiled once for rows of any length."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference_pairs import load_scorer
+from rich.console import Console
+from tiny_models import VOCABULARY, tiny_model
+from tiny_run import tiny_run
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import dpo_pack.compiling as compiling
+import dpo_pack.loading as loading
+import dpo_pack.recipe_models as recipe_models
+from dpo_pack.attention import register_attention
+from dpo_pack.compiling import check_compiler, compile_layers
+from dpo_pack.doctor import prove_recipe
+from dpo_pack.errors import RecipeError, UnsupportedModelError
+from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.models import CompletionLogps
+from dpo_pack.proofs import prove
+from dpo_pack.recipe import load_recipe
+from dpo_pack.train import train
+
+CPU = torch.device("cpu")
+# torch hides this one of its own from people, and not from a filter that makes warnings errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Traces and differentiates as the real one does, and generates no code: that takes a minute on two cores.
+compile_quickly = functools.partial(compile_layers, backend="aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
+        yield
+    register_attention()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(path)
+    return path
+
+
+def make_row(seed: int, *, is_packed: bool = True) -> Row:
+    """Of another length for each seed."""
+    random = np.random.default_rng(seed)
+
+    def ids(most: int) -> np.ndarray:
+        drawn: np.ndarray = random.integers(3, VOCABULARY, random.integers(2, most))
+        return drawn
+
+    groups = [Group(context=ids(20), completions=(ids(12), ids(12))) for _ in range(2 + seed)]
+    if not is_packed:
+        return padded_row(groups, pad_token_id=0, device=CPU)
+    return packed_row(layout_row(groups, share_prompt=True), CPU)
+
+
+def logps_and_gradient(scorer: CompletionLogps, row: Row) -> tuple[Tensor, Tensor]:
+    scorer.zero_grad()
+    sums = scorer(row).sums
+    sums.sum().backward()
+    gradients = [p.grad.flatten() for p in scorer.parameters() if p.grad is not None]
+    return sums.detach(), torch.cat(gradients)
+
+
+def assert_as_before(scorer: CompletionLogps, rows: list[Row], *, backend: str = "aot_eager") -> None:
+    """Compiled for the first two rows, and for no other."""
+    expected = [logps_and_gradient(scorer, row) for row in rows]
+    compile_layers(scorer.model, backend=backend)
+    num_compiled = 0
+    for number, (row, (sums, gradient)) in enumerate(zip(rows, expected, strict=True)):
+        our_sums, our_gradient = logps_and_gradient(scorer, row)
+        torch.testing.assert_close(our_sums, sums, rtol=0, atol=1e-4)
+        assert (our_gradient - gradient).norm() <= 1e-5 * gradient.norm()
+        if number == 1:
+            num_compiled = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == num_compiled > 0
+
+
+@pytest.mark.parametrize("is_packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiled_layers_give_the_same_and_are_compiled_once_for_all_lengths(
+    is_packed: bool, model_path: Path
+) -> None:
+    scorer = load_scorer(model_path, packed=is_packed)
+    rows = [make_row(seed, is_packed=is_packed) for seed in range(5)]
+    assert len({row.input_ids.shape for row in rows}) == 5
+    assert_as_before(scorer, rows)
+    # A checkpoint of a compiled model is one of the model.
+    assert all("forward" not in name for name in scorer.state_dict())
+
+
+@pytest.mark.slow
+def test_activations_are_recomputed_by_the_compiled_code(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer, calls = load_scorer(model_path), []
+    loading._checkpoint_activations(scorer.model)
+    torch_compile: Any = torch.compile
+
+    def counting(plain: Any, **options: Any) -> Any:
+        compiled = torch_compile(plain, **options)
+
+        def call(*arguments: Any, **states: Any) -> Any:
+            calls.append(torch.is_grad_enabled())
+            return compiled(*arguments, **states)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", counting)
+    assert_as_before(scorer, [make_row(seed) for seed in range(3)])
+    assert len(calls) == 3 * 2 * scorer.num_attention_layers  # rows, forward and backward
+    assert counters["frames"]["total"] == counters["frames"]["ok"]
+
+
+@pytest.mark.slow
+def test_layers_share_one_compiled_function(tmp_path: Path) -> None:
+    compiled = []
+    for num_layers in (1, 4):
+        tiny_model("llama", num_hidden_layers=num_layers).save_pretrained(tmp_path / str(num_layers))
+        scorer = load_scorer(tmp_path / str(num_layers))
+        torch._dynamo.reset()
+        counters.clear()
+        compile_quickly(scorer.model)
+        scorer(make_row(0))
+        compiled.append(counters["stats"]["unique_graphs"])
+    # The first layer's input is a leaf, and so another case than those of the layers behind it.
+    assert compiled[1] <= compiled[0] + 1
+
+
+def test_the_seam_is_counted_and_the_proofs_hold_on_compiled_layers(model_path: Path) -> None:
+    scorer = load_scorer(model_path)
+    compile_quickly(scorer.model)
+    proofs = prove(scorer, CPU)
+    assert [proof.name for proof in proofs if proof.passed] == [
+        "wiring", "kernel", "isolation", "equivalence", "head"
+    ]  # fmt: skip
+    assert proofs[0].numbers["seam calls"] == scorer.num_attention_layers
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_a_layer_that_was_compiled_wrongly_is_found_by_the_proofs(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain answer they compare with is not computed by the compiled layers."""
+    scorer = load_scorer(model_path)
+
+    def miscompile(plain: Any, **_: Any) -> Any:
+        return lambda layer, hidden, *arguments, **options: plain(layer, 1.01 * hidden, *arguments, **options)
+
+    monkeypatch.setattr(torch, "compile", miscompile)
+    compile_layers(scorer.model)
+    assert [proof.name for proof in prove(scorer, CPU) if not proof.passed] == ["equivalence"]
+
+
+def test_without_a_compiler_the_recipe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_compiler()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RecipeError, match="model.compile: .*no-such-compiler; install one"):
+        check_compiler()
+
+
+def test_a_model_that_does_not_say_what_its_layers_are_is_refused(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_outermost_layers", lambda model: [])
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM does not say what its layers are"):
+        compile_layers(load_scorer(model_path).model)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_takes_the_steps_of_a_plain_one(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an adapter, gradient checkpointing and evaluation: all that calls the layers otherwise."""
+    monkeypatch.setattr(recipe_models, "compile_layers", compile_quickly)
+    recipe, lines = tiny_run(tmp_path), []
+    for compiles in ("false", "true"):
+        overrides = [f"model.compile={compiles}", f"output_dir={tmp_path / compiles}"]
+        overrides += ["model.lora={r: 2}", "model.gradient_checkpointing=true"]
+        train(load_recipe(recipe, overrides), console)
+        written = (tmp_path / compiles / "metrics.jsonl").read_text().splitlines()
+        lines.append([json.loads(line)["loss"] for line in written])
+    assert counters["stats"]["unique_graphs"] > 0
+    assert lines[1] == pytest.approx(lines[0], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma2", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "gemma4_text"]
+)
+def test_other_families_compile_as_well(family: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    assert_as_before(load_scorer(tmp_path), [make_row(seed) for seed in range(4)])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_generated_code_gives_the_same(model_path: Path) -> None:
+    assert_as_before(load_scorer(model_path), [make_row(seed) for seed in range(4)], backend="inductor")
+
+
+@pytest.mark.gpu
+def test_on_cuda_compiled_rows_are_exact(tmp_path: Path) -> None:
+    recipe = load_recipe(tiny_run(tmp_path), ["model.compile=true"])
+    outcome = prove_recipe(recipe)
+    assert all(proof.passed for proof in outcome.proofs), outcome
