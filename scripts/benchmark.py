@@ -1,336 +1,265 @@
-"""Measure dpo-pack against TRL on the same pairs, model, steps and machine, in alternation.
+"""Measure dpo-pack against TRL on the same token ids, model, steps and machine, in alternation.
 
-    python scripts/benchmark.py --pairs hh.jsonl.gz --output docs/benchmarks/cpu-hh
+    python scripts/benchmark.py --workload hh --pairs hh.jsonl.gz --output docs/benchmarks/cpu-hh-7m
+    scripts/benchmark_gpu.sh
 
 Every measurement is a process of its own. What is counted is the work: the reference log-probs (TRL runs
 them in its trainer's constructor or live in each step, both are tried) and the training steps. What is not:
-imports, model loading, tokenisation. TRL runs at every micro-batch size first, live and precomputed; its
-best is what we compare with. Needs `pip install -e '.[benchmark]'`.
+imports, model loading, tokenisation. TRL first runs at every micro-batch size, live and precomputed, in the
+given order and grouped by length; its best is what we compare with. All contenders must agree in every
+step's loss, gradient norm and log-probs. Results are kept after every measurement: run the same command
+again and it goes on. Needs `pip install -e '.[benchmark]'`.
 """
 
 from __future__ import annotations
 
 import datetime
-import gzip
-import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import numpy as np
 import typer
+from benchmarking.contenders import Contender, Measurement, Setting, ablations, ours, trl_sweep, trl_variants
+from benchmarking.process import measure, measure_peak, profile, save_model
+from benchmarking.report import Report, markdown
+from benchmarking.results import TOLERANCES, Results, differences, machine, require_same_work
+from benchmarking.shapes import SHAPES, flops_shape
+from benchmarking.work import work_of
+from benchmarking.workloads import WORKLOADS, Workload, make_workload
 
-CHILD = "--measure-in-this-process"
-PAIRS_PER_STEP = 32
-LEARNING_RATE = 1e-5
-BETA = 0.1
+from dpo_pack.run_dir import git_commit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """One way of doing the work; `settings` are recipe overrides for us, TRL's options for TRL."""
+class Plan:
+    """What to measure, how often."""
 
-    name: str
-    trainer: str  # "dpo-pack" or "trl"
-    settings: tuple[str, ...] = ()
-    microbatch_pairs: int = 0
-    precompute: bool = False
+    setting: Setting
+    workload: Workload
+    results: Results
+    repeats: int
+    sweep_pairs: int
+    token_budgets: Sequence[int]
+    microbatches: Sequence[int]
+    with_ablations: bool
 
+    def __post_init__(self) -> None:
+        step = self.setting.pairs_per_step
+        uneven = [count for count in (self.setting.num_pairs, self.sweep_pairs) if count % step]
+        if uneven:
+            raise SystemExit(f"--num-pairs, --sweep-pairs: {uneven[0]} is no multiple of {step} pairs a step")
+        if self.setting.warmup_steps >= min(self.setting.num_pairs, self.sweep_pairs) // step:
+            raise SystemExit("--warmup-steps: no step would be timed; raise --num-pairs and --sweep-pairs")
+        if wrong := [size for size in self.microbatches if step % size]:
+            raise SystemExit(f"--microbatches: {wrong[0]} does not divide {step} pairs a step")
 
-OURS = Contender(name="dpo-pack", trainer="dpo-pack")
-ABLATIONS = (
-    Contender(
-        name="dpo-pack, prompts not shared", trainer="dpo-pack", settings=("packing.share_prompt=false",)
-    ),
-    Contender(name="dpo-pack, padded", trainer="dpo-pack", settings=("packing.mode=padded",)),
-)
+    @property
+    def compute_dtype(self) -> str:
+        """What matrix products are in."""
+        return "bfloat16" if self.setting.device == "cuda" else self.setting.parameters
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Writes OUTPUT.json and OUTPUT.md.")],
-    pairs: Annotated[
-        Path | None, typer.Option(help="Transcript rows, e.g. HH-RLHF; default: made up.")
-    ] = None,
-    num_pairs: Annotated[int, typer.Option(help="The first so many usable rows.")] = 256,
-    vocabulary: Annotated[int, typer.Option(help="Rows of the model's embedding.")] = 8192,
+    workload: Annotated[str, typer.Option(help=", ".join(WORKLOADS))] = "hh-like",
+    pairs: Annotated[Path | None, typer.Option(help="HH-RLHF's transcript rows, for --workload hh.")] = None,
+    model: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "7m",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    parameters: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    lora: Annotated[bool, typer.Option(help="Train adapters of rank 16 on all linear layers.")] = False,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="In every contender.")] = False,
+    num_pairs: Annotated[int, typer.Option(help="Pairs of each measurement.")] = 256,
+    pairs_per_step: Annotated[int, typer.Option()] = 32,
     repeats: Annotated[int, typer.Option(help="Measurements of each contender.")] = 5,
-    sweep_pairs: Annotated[int, typer.Option(help="Pairs in TRL's sweep over micro-batch sizes.")] = 128,
+    sweep_pairs: Annotated[int, typer.Option(help="Pairs of each run of the sweeps.")] = 64,
+    microbatches: Annotated[
+        str, typer.Option(help="TRL's sweep, pairs; empty: TRL is left out.")
+    ] = "1,2,4,8",
+    token_budgets: Annotated[str, typer.Option(help="Ours; the best of several is used.")] = "8192",
+    warmup_steps: Annotated[int, typer.Option(help="Steps at the start that are not timed.")] = 0,
+    with_ablations: Annotated[bool, typer.Option("--ablations/--no-ablations")] = True,
+    with_profile: Annotated[bool, typer.Option("--profile/--no-profile")] = True,
+    work: Annotated[Path | None, typer.Option(help="Keep pairs and models here for other runs.")] = None,
 ) -> None:
-    """Run the sweep and the comparison; prints as it goes."""
-    with tempfile.TemporaryDirectory(prefix="dpo-pack-benchmark-") as work:
-        workload = _make_workload(Path(work), pairs, num_pairs, vocabulary)
-        sweep = {}
-        for precompute in (False, True):
-            for microbatch in (1, 2, 4, 8):
-                name = f"TRL, micro-batch {microbatch}, {'precomputed' if precompute else 'live'} reference"
-                contender = Contender(
-                    name=name, trainer="trl", microbatch_pairs=microbatch, precompute=precompute
-                )
-                sweep[contender] = _measure(contender, workload, sweep_pairs)["pairs_per_second"]
-                print(f"{name}: {sweep[contender]:.2f} pairs/s", flush=True)
-        best = max(sweep, key=lambda contender: sweep[contender])
-        contenders = (OURS, best, *ABLATIONS)
-        runs: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in contenders}
-        for repeat in range(repeats):
-            for contender in contenders:
-                runs[contender.name].append(_measure(contender, workload, num_pairs))
-                rate = runs[contender.name][-1]["pairs_per_second"]
-                print(f"run {repeat + 1}: {contender.name}: {rate:.2f} pairs/s", flush=True)
-    report = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": _machine(),
-        "workload": {"pairs": num_pairs, "pairs_per_step": PAIRS_PER_STEP, "vocabulary": vocabulary},
-        "sweep": {contender.name: rate for contender, rate in sweep.items()},
-        "best_of_trl": best.name,
-        "runs": runs,
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
-    output.with_suffix(".md").write_text(_markdown(report))
-    print(_markdown(report))
-
-
-def measure_here(contender_json: str, workload: Path, num_pairs: int) -> None:
-    """Measure one contender in this process and print its numbers as JSON."""
-    fields = json.loads(contender_json)
-    contender = Contender(**{**fields, "settings": tuple(fields["settings"])})
-    run = _run_dpo_pack if contender.trainer == "dpo-pack" else _run_trl
-    numbers = run(contender, workload, num_pairs)
-    numbers["pairs_per_second"] = num_pairs / (numbers["reference_seconds"] + numbers["train_seconds"])
-    print(json.dumps(numbers))
-
-
-def _measure(contender: Contender, workload: Path, num_pairs: int) -> dict[str, float]:
-    command = [sys.executable, __file__, CHILD, json.dumps(asdict(contender)), str(workload), str(num_pairs)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment["HF_DATASETS_CACHE"] = str(workload / "datasets")
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if result.returncode != 0:
-        sys.exit(f"{contender.name} failed:\n{result.stderr[-4000:]}")
-    numbers: dict[str, float] = json.loads(result.stdout.strip().splitlines()[-1])
-    return numbers
-
-
-def _run_dpo_pack(contender: Contender, workload: Path, num_pairs: int) -> dict[str, float]:
-    from dpo_pack.console import make_console
-    from dpo_pack.recipe import parse_recipe
-    from dpo_pack.train import train
-
-    with tempfile.TemporaryDirectory(dir=workload) as scratch:
-        # Tokenised once for all runs; the reference log-probs are computed by each anew.
-        cache = Path(scratch, "cache")
-        recipe = parse_recipe(
-            {
-                "output_dir": f"{scratch}/run",
-                "model": {"path": str(workload / "model")},
-                "reference": {"cache_dir": str(cache)},
-                "data": {
-                    "train": {"path": str(workload / "pairs.jsonl"), "max_pairs": num_pairs},
-                    "max_length": 1024,
-                },
-                "packing": {"pairs_per_step": PAIRS_PER_STEP},
-                "loss": {"beta": BETA},
-                "optim": {"lr": LEARNING_RATE},
-            },
-            contender.settings,
+    """Run the sweeps and the comparison; prints as it goes."""
+    _check_choices(workload, pairs, model, device, parameters)
+    with tempfile.TemporaryDirectory(prefix="dpo-pack-benchmark-") as scratch:
+        directory = work or Path(scratch)
+        pairs_made = make_workload(
+            workload,
+            directory / f"{workload}-{model}-{num_pairs}",
+            num_pairs=max(num_pairs, sweep_pairs),
+            vocabulary=SHAPES[model]["vocab_size"],
+            hh_pairs=pairs,
         )
-        train(recipe, make_console(quiet=True))
-        totals = json.loads(Path(scratch, "run", "run.json").read_text())["totals"]
-    assert totals["pairs"] == num_pairs
-    return {key: totals[key] for key in ("reference_seconds", "train_seconds")}
-
-
-def _run_trl(contender: Contender, workload: Path, num_pairs: int) -> dict[str, float]:
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
-
-    rows = [json.loads(line) for line in (workload / "pairs.jsonl").read_text().splitlines()][:num_pairs]
-    seconds = {"reference_seconds": 0.0}
-    precompute = DPOTrainer._precompute_ref_logps
-
-    def timed_precompute(*arguments: Any, **options: Any) -> Any:
-        begun = time.perf_counter()
-        result = precompute(*arguments, **options)
-        seconds["reference_seconds"] += time.perf_counter() - begun
-        return result
-
-    DPOTrainer._precompute_ref_logps = timed_precompute
-    with tempfile.TemporaryDirectory(dir=workload) as scratch:
-        trainer = DPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(workload / "model", dtype=torch.float32),
-            args=DPOConfig(
-                output_dir=scratch,
-                per_device_train_batch_size=contender.microbatch_pairs,
-                gradient_accumulation_steps=PAIRS_PER_STEP // contender.microbatch_pairs,
-                precompute_ref_log_probs=contender.precompute,
-                precompute_ref_batch_size=contender.microbatch_pairs,
-                learning_rate=LEARNING_RATE,
-                beta=BETA,
-                max_length=1024,
-                num_train_epochs=1,
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                bf16=False,
-                gradient_checkpointing=False,
-                use_cpu=not torch.cuda.is_available(),
-                disable_tqdm=True,
-            ),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(workload / "model"),
+        model_directory = directory / f"model-{model}-{parameters}"
+        save_model(model, model_directory, parameters=parameters, device=device)
+        setting = Setting(
+            workload=str(pairs_made.directory),
+            model=str(model_directory),
+            num_pairs=num_pairs,
+            pairs_per_step=pairs_per_step,
+            max_length=pairs_made.max_length,
+            device=device,
+            parameters=parameters,
+            lora=lora,
+            gradient_checkpointing=gradient_checkpointing,
+            warmup_steps=warmup_steps,
         )
-        begun = time.perf_counter()
-        trainer.train()
-        seconds["train_seconds"] = time.perf_counter() - begun
-    return seconds
-
-
-def _make_workload(directory: Path, pairs: Path | None, num_pairs: int, vocabulary: int) -> Path:
-    """Prompt, chosen and rejected as strings both trainers read the same way, and a 4-layer model."""
-    rows = _hh_rows(pairs, num_pairs) if pairs is not None else _made_up_rows(num_pairs)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (directory / "pairs.jsonl").write_text(text, encoding="utf-8")
-    _save_model(directory / "model", [value for row in rows for value in row.values()], vocabulary)
-    return directory
-
-
-def _hh_rows(path: Path, num_pairs: int) -> list[dict[str, str]]:
-    from dpo_pack.data.formats import FORMATS, BadRow
-
-    rows: list[dict[str, str]] = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                pair = FORMATS["transcript"](json.loads(line))
-            except BadRow:
-                continue
-            rows.append(
-                {"prompt": str(pair.prompt), "chosen": str(pair.chosen), "rejected": str(pair.rejected)}
-            )
-            if len(rows) == num_pairs:
-                return rows
-    sys.exit(f"{path} has {len(rows)} usable rows, not {num_pairs}")
-
-
-def _made_up_rows(num_pairs: int) -> list[dict[str, str]]:
-    """Log-normal lengths with HH's medians and tails (prompt 98 and 542 tokens, completions 29 and 200)."""
-    import numpy as np
-
-    random = np.random.default_rng(0)
-    words = [f"{a}{b}" for a in "bcdfghklmnprst" for b in ("an", "ert", "ilo", "oum", "us")]
-
-    def text(median: float, spread: float) -> str:
-        count = int(np.clip(random.lognormal(np.log(median), spread), 1, 400))
-        return "".join(" " + words[i] for i in random.integers(0, len(words), count))
-
-    return [
-        {"prompt": "Q:" + text(98, 0.75), "chosen": text(29, 0.8), "rejected": text(38, 0.85)}
-        for _ in range(num_pairs)
-    ]
-
-
-def _save_model(target: Path, texts: list[str], vocabulary: int) -> None:
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=8192,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-    tokenizer.save_pretrained(target)
-    torch.manual_seed(0)
-    wide = vocabulary > 8192
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=384 if wide else 256,
-        intermediate_size=1024 if wide else 688,
-        num_hidden_layers=6 if wide else 4,
-        num_attention_heads=6 if wide else 4,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(target)
-
-
-def _machine() -> dict[str, Any]:
-    from dpo_pack.doctor import describe_environment
-    from dpo_pack.run_dir import git_commit
-
-    return {**describe_environment(), "git_commit": git_commit(), "processor": _processor()}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _markdown(report: dict[str, Any]) -> str:
-    def row(name: str, runs: list[dict[str, float]], base: float) -> str:
-        rates = [run["pairs_per_second"] for run in runs]
-        reference = statistics.median(run["reference_seconds"] for run in runs)
-        train = statistics.median(run["train_seconds"] for run in runs)
-        median = statistics.median(rates)
-        return (
-            f"| {name} | {median:.2f} | {min(rates):.2f} to {max(rates):.2f} | {reference:.1f} | {train:.1f} "
-            f"| {median / base:.2f}x |"
+        plan = Plan(
+            setting=setting,
+            workload=pairs_made,
+            results=Results.open(output.with_suffix(".json"), _identity(setting, pairs_made, model)),
+            repeats=repeats,
+            sweep_pairs=sweep_pairs,
+            token_budgets=_numbers(token_budgets),
+            microbatches=_numbers(microbatches),
+            with_ablations=with_ablations,
         )
+        page = markdown(run_plan(plan, model, with_profile=with_profile))
+    output.with_suffix(".md").write_text(page, encoding="utf-8")
+    print(page)
 
-    best = statistics.median(run["pairs_per_second"] for run in report["runs"][report["best_of_trl"]])
-    machine = report["machine"]
-    paired = [
-        ours["pairs_per_second"] / theirs["pairs_per_second"]
-        for ours, theirs in zip(report["runs"][OURS.name], report["runs"][report["best_of_trl"]], strict=True)
-    ]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    devices = ", ".join(device["name"] for device in machine["devices"])
-    return "\n".join(
-        [
-            f"# {report['workload']['pairs']} pairs, vocabulary {report['workload']['vocabulary']}",
-            "",
-            f"`{report['command']}`, {report['date']}, commit {machine['git_commit']}, "
-            f"{machine['processor']}, {devices}; {versions}.",
-            "",
-            "| | pairs/s, median | spread | reference s | training s | against TRL's best |",
-            "|---|---|---|---|---|---|",
-            *(row(name, runs, best) for name, runs in report["runs"].items()),
-            "",
-            f"Ratio of ours to TRL's best run by run: median {statistics.median(paired):.2f}, "
-            f"{min(paired):.2f} to {max(paired):.2f}.",
-            "",
-            "TRL's sweep (pairs/s, one short run each): "
-            + "; ".join(f"{name.removeprefix('TRL, ')}: {rate:.2f}" for name, rate in report["sweep"].items())
-            + ".",
-            "",
+
+def run_plan(plan: Plan, model: str, *, with_profile: bool) -> Report:
+    """Measure what the results lack, and put the report together. Exits when contenders disagree."""
+    best_budget = best_own_budget(plan)
+    best_trl = best_of_trl(plan)
+    contenders = [ours(best_budget), *(ablations(best_budget) if plan.with_ablations else ())]
+    contenders[1:1] = [best_trl] if best_trl is not None else []
+    peaks = []
+    for repeat in range(plan.repeats):
+        if f"peak/{repeat}" not in plan.results:
+            plan.results.put(f"peak/{repeat}", measure_peak(plan.setting.device, plan.compute_dtype))
+        peaks.append(plan.results[f"peak/{repeat}"])
+        for contender in contenders:
+            _measure_missing(plan, {f"run/{repeat}/{contender.name}": contender}, plan.setting)
+    if with_profile and "profile" not in plan.results:
+        plan.results.put("profile", profile(contenders[0], plan.setting))
+    runs: dict[str, Sequence[Measurement]] = {
+        contender.name: [
+            plan.results.measurement(f"run/{repeat}/{contender.name}") for repeat in range(plan.repeats)
         ]
+        for contender in contenders
+    }
+    lengths = plan.workload.lengths().select(np.arange(plan.setting.num_pairs))
+    return Report(
+        title=f"{plan.workload.name}, {model} model, {plan.setting.device}",
+        command=" ".join(["python", *sys.argv]),
+        date=datetime.date.today().isoformat(),
+        machine=machine(),
+        setting={
+            name: getattr(plan.setting, name) for name in Setting.__dataclass_fields__ if name != "workload"
+        },
+        origin=plan.workload.origin,
+        work=work_of(flops_shape(model), lengths, lora=plan.setting.lora),
+        peaks=peaks,
+        sweep=list(_sweeps(plan)),
+        runs=runs,
+        best_trl=None if best_trl is None else best_trl.name,
+        differences=check_same_work(plan, contenders, runs),
+        profile=plan.results.get("profile"),
     )
+
+
+def best_own_budget(plan: Plan) -> int:
+    """The token budget of ours that is fastest in a short run."""
+    if len(plan.token_budgets) == 1:
+        return plan.token_budgets[0]
+    tried = {ours(budget, name=f"dpo-pack, token budget {budget}"): budget for budget in plan.token_budgets}
+    rates = _sweep(plan, list(tried))
+    if not rates:
+        raise SystemExit("--token-budgets: none of them fits in memory; lower them")
+    return tried[max(rates, key=lambda contender: rates[contender])]
+
+
+def best_of_trl(plan: Plan) -> Contender | None:
+    """TRL at the fastest setting there is; None where it ran at none, or was not asked for."""
+    sweep = list(trl_sweep(plan.microbatches, gradient_checkpointing=plan.setting.gradient_checkpointing))
+    rates = _sweep(plan, sweep)
+    if rates:
+        failed = [contender for contender in sweep if contender not in rates]
+        best = max(rates, key=lambda contender: rates[contender])
+        rates |= _sweep(plan, list(trl_variants(best, failed)))
+    return max(rates, key=lambda contender: rates[contender]) if rates else None
+
+
+def check_same_work(
+    plan: Plan, contenders: Sequence[Contender], runs: dict[str, Sequence[Measurement]]
+) -> dict[str, dict[str, float]]:
+    """Largest differences from ours, by contender. Exits when anyone did other work."""
+    own, found = runs[contenders[0].name][0], {}
+    tolerance = TOLERANCES["bf16" if plan.compute_dtype == "bfloat16" else "fp32"]
+    for contender in contenders:
+        run = runs[contender.name][0]
+        if run.failure or own.failure:
+            continue
+        if run.digest != own.digest or run.pairs != plan.setting.num_pairs:
+            raise SystemExit(f"{contender.name} did not train on the same token ids as {own.contender}")
+        if contender is not contenders[0] and not contender.grouped:  # grouped pairs make other steps
+            found[contender.name] = differences(own, run, lora=plan.setting.lora)
+            require_same_work(found[contender.name], tolerance, who=contender.name)
+    return found
+
+
+def _sweep(plan: Plan, contenders: Sequence[Contender]) -> dict[Contender, float]:
+    """Pairs a second of a short run of each, in one process; those that failed are left out."""
+    setting = replace(plan.setting, num_pairs=plan.sweep_pairs)
+    _measure_missing(plan, {f"sweep/{contender.name}": contender for contender in contenders}, setting)
+    rates = {}
+    for contender in contenders:
+        run = plan.results.measurement(f"sweep/{contender.name}")
+        if run.failure is None:
+            rates[contender] = 1 / run.seconds_a_pair(warmup_steps=setting.warmup_steps)
+    return rates
+
+
+def _sweeps(plan: Plan) -> Iterator[Measurement]:
+    for key in plan.results.content["entries"]:
+        if key.startswith("sweep/"):
+            yield plan.results.measurement(key)
+
+
+def _measure_missing(plan: Plan, wanted: dict[str, Contender], setting: Setting) -> None:
+    """Measure what has no entry yet, in one process, and keep each result as soon as it is there."""
+    missing = {key: contender for key, contender in wanted.items() if key not in plan.results}
+    for key, run in zip(missing, measure(list(missing.values()), setting), strict=True) if missing else ():
+        plan.results.put(key, run.to_json())
+        rate = (
+            "" if run.failure else f"{1 / run.seconds_a_pair(warmup_steps=setting.warmup_steps):.2f} pairs/s"
+        )
+        print(f"{key}: {run.failure or rate}", flush=True)
+
+
+def _check_choices(workload: str, pairs: Path | None, model: str, device: str, parameters: str) -> None:
+    choices = {
+        "--workload": (workload, WORKLOADS),
+        "--model": (model, tuple(SHAPES)),
+        "--device": (device, ("cpu", "cuda")),
+        "--parameters": (parameters, ("float32", "bfloat16")),
+    }
+    for option, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise SystemExit(f"{option}: {value!r} is none of {', '.join(allowed)}")
+    if (workload == "hh") != (pairs is not None):
+        raise SystemExit("--pairs: --workload hh needs HH-RLHF's rows, and no other workload takes any")
+
+
+def _identity(setting: Setting, workload: Workload, model: str) -> dict[str, object]:
+    """What a results file must be of to be gone on with: another commit's times are another benchmark's."""
+    paths = {"workload", "model"}
+    fields = {name: getattr(setting, name) for name in Setting.__dataclass_fields__ if name not in paths}
+    made_of = {"workload": workload.name, "digest": workload.digest, "model": model}
+    return {**fields, **made_of, "git_commit": git_commit()}
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part.strip()]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [CHILD]:
-        measure_here(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
-    else:
-        typer.run(main)
+    typer.run(main)

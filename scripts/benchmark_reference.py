@@ -18,18 +18,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import typer
-from benchmark import _machine, _make_workload  # the same workload as the whole run's benchmark
+from benchmarking.contenders import Setting, ours, trl
+from benchmarking.process import save_model
+from benchmarking.results import machine
+from benchmarking.shapes import SHAPES
+from benchmarking.workloads import make_workload
 
 CHILD = "--measure-in-this-process"
 OURS = "dpo-pack"
 TRL_DEFAULT_BATCH = 8
-MAX_LENGTH = 1024
+TOKEN_BUDGET = 8192
 LARGEST_DIFFERENCE = 1e-3  # nats between our sums and TRL's, in fp32
 
 Values = npt.NDArray[np.float64]  # [pairs, (chosen, rejected)]
@@ -38,20 +43,20 @@ Values = npt.NDArray[np.float64]  # [pairs, (chosen, rejected)]
 def main(
     output: Annotated[Path, typer.Option(help="Writes OUTPUT.json and OUTPUT.md.")],
     pairs: Annotated[
-        Path | None, typer.Option(help="Transcript rows, e.g. HH-RLHF; default: made up.")
+        Path | None, typer.Option(help="HH-RLHF's transcript rows; default: lengths like them.")
     ] = None,
     num_pairs: Annotated[int, typer.Option(help="The first so many usable rows.")] = 512,
-    vocabulary: Annotated[int, typer.Option(help="Rows of the model's embedding.")] = 8192,
+    model: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "7m",
     repeats: Annotated[int, typer.Option(help="Measurements of each contender.")] = 5,
     sweep_pairs: Annotated[int, typer.Option(help="Pairs in TRL's sweep over batch sizes.")] = 256,
     batch_sizes: Annotated[str, typer.Option(help="TRL's sweep.")] = "1,2,4,8,16,32",
 ) -> None:
     """Run the sweep and the comparison; prints as it goes."""
     with tempfile.TemporaryDirectory(prefix="dpo-pack-benchmark-") as work:
-        workload = _make_workload(Path(work), pairs, num_pairs, vocabulary)
+        setting = make_setting(Path(work), pairs, num_pairs=max(num_pairs, sweep_pairs), model=model)
         sweep = {}
         for batch_size in map(int, batch_sizes.split(",")):
-            sweep[batch_size] = sweep_pairs / measure(batch_size, workload, sweep_pairs)[0]
+            sweep[batch_size] = sweep_pairs / measure(batch_size, setting, sweep_pairs)[0]
             print(f"{name_of(batch_size)}: {sweep[batch_size]:.1f} pairs/s", flush=True)
         best = max(sweep, key=lambda batch_size: sweep[batch_size])
         contenders = dict.fromkeys([0, best, TRL_DEFAULT_BATCH])  # 0: ours; the default may be the best
@@ -60,7 +65,7 @@ def main(
         for repeat in range(repeats):
             ours: Values | None = None
             for contender in contenders:
-                seconds, values = measure(contender, workload, num_pairs)
+                seconds, values = measure(contender, setting, num_pairs)
                 rates[name_of(contender)].append(num_pairs / seconds)
                 print(
                     f"run {repeat + 1}: {name_of(contender)}: {num_pairs / seconds:.1f} pairs/s", flush=True
@@ -70,8 +75,8 @@ def main(
     report = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
-        "machine": _machine(),
-        "workload": {"pairs": num_pairs, "vocabulary": vocabulary},
+        "machine": machine(),
+        "workload": {"pairs": num_pairs, "model": model},
         "sweep": {name_of(batch_size): rate for batch_size, rate in sweep.items()},
         "best_of_trl": name_of(best),
         "default_of_trl": name_of(TRL_DEFAULT_BATCH),
@@ -91,94 +96,85 @@ def name_of(batch_size: int) -> str:
     return OURS if batch_size == 0 else f"TRL, batch {batch_size}"
 
 
-def measure(batch_size: int, workload: Path, num_pairs: int) -> tuple[float, Values]:
-    """(seconds, log-probs) of one pass in a process of its own."""
-    command = [sys.executable, __file__, CHILD, str(batch_size), str(workload), str(num_pairs)]
+def make_setting(work: Path, pairs: Path | None, *, num_pairs: int, model: str) -> Setting:
+    """Pairs and model on disk, the same as in the whole run's benchmark."""
+    workload = make_workload(
+        "hh-like" if pairs is None else "hh",
+        work / "pairs",
+        num_pairs=num_pairs,
+        vocabulary=SHAPES[model]["vocab_size"],
+        hh_pairs=pairs,
+    )
+    save_model(model, work / "model", parameters="float32", device="cpu")
+    return Setting(
+        workload=str(workload.directory),
+        model=str(work / "model"),
+        num_pairs=num_pairs,
+        pairs_per_step=1,
+        max_length=workload.max_length,
+        device="cpu",
+        parameters="float32",
+        lora=False,
+        gradient_checkpointing=False,
+        warmup_steps=0,
+    )
+
+
+def measure(batch_size: int, setting: Setting, num_pairs: int) -> tuple[float, Values]:
+    """(seconds, log-probs) of one pass over the first `num_pairs` in a process of its own."""
+    fields = json.dumps(asdict(replace(setting, num_pairs=num_pairs)))
+    values = Path(setting.workload, "values.npy")
+    command = [sys.executable, __file__, CHILD, str(batch_size), fields, str(values)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["TQDM_DISABLE"] = "1"
-    environment["HF_DATASETS_CACHE"] = str(workload / "datasets")
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["HF_DATASETS_CACHE"] = f"{setting.workload}/datasets"
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if result.returncode != 0:
         sys.exit(f"{name_of(batch_size)} failed:\n{result.stderr[-4000:]}")
-    return float(result.stdout.strip().splitlines()[-1]), np.load(workload / "values.npy")
+    return float(result.stdout.strip().splitlines()[-1]), np.load(values)
 
 
-def measure_here(batch_size: int, workload: Path, num_pairs: int) -> None:
-    """Run one pass in this process, leave its log-probs in the workload, print its seconds."""
-    run = run_dpo_pack if batch_size == 0 else run_trl
-    seconds, values = run(batch_size, workload, num_pairs)
-    assert values.shape == (num_pairs, 2), values.shape
-    np.save(workload / "values.npy", values)
+def measure_here(batch_size: int, setting: Setting, target: Path) -> None:
+    """Run one pass in this process, leave its log-probs in `target`, print its seconds."""
+    with tempfile.TemporaryDirectory(dir=setting.workload) as scratch:
+        run = run_dpo_pack if batch_size == 0 else run_trl
+        seconds, values = run(batch_size, setting, Path(scratch))
+    assert values.shape == (setting.num_pairs, 2), values.shape
+    np.save(target, values)
     print(seconds)
 
 
-def run_dpo_pack(batch_size: int, workload: Path, num_pairs: int) -> tuple[float, Values]:
+def run_dpo_pack(batch_size: int, setting: Setting, scratch: Path) -> tuple[float, Values]:
+    """(seconds, log-probs [pairs, 2]); `batch_size` is TRL's and not read."""
+    from benchmarking.run_dpo_pack import make_recipe
+
     from dpo_pack.console import make_console
     from dpo_pack.prepare import prepare, prepare_policy
     from dpo_pack.prepare_reference import prepare_reference
-    from dpo_pack.recipe import parse_recipe
     from dpo_pack.reference import FrozenReference
 
-    with tempfile.TemporaryDirectory(dir=workload) as scratch:
-        recipe = parse_recipe(
-            {
-                "output_dir": f"{scratch}/run",
-                "model": {"path": str(workload / "model"), "dtype": "float32", "autocast": "none"},
-                "reference": {"cache_dir": f"{scratch}/cache"},
-                "data": {
-                    "train": {"path": str(workload / "pairs.jsonl"), "max_pairs": num_pairs},
-                    "max_length": MAX_LENGTH,
-                },
-            },
-            (),
-        )
-        prepared = prepare(recipe, make_console(quiet=True))
-        policy = prepare_policy(prepared)
-        begun = time.perf_counter()
-        filled = prepare_reference(prepared, policy)
-        seconds = time.perf_counter() - begun
-        reference = FrozenReference.take(filled.cache, prepared.tables).of(prepared.data.train)
+    recipe = make_recipe(ours(TOKEN_BUDGET), setting, scratch)
+    prepared = prepare(recipe, make_console(quiet=True))
+    policy = prepare_policy(prepared)
+    begun = time.perf_counter()
+    filled = prepare_reference(prepared, policy)
+    seconds = time.perf_counter() - begun
+    reference = FrozenReference.take(filled.cache, prepared.tables).of(prepared.data.train)
     return seconds, np.stack((reference.chosen, reference.rejected), axis=1)
 
 
-def run_trl(batch_size: int, workload: Path, num_pairs: int) -> tuple[float, Values]:
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
+def run_trl(batch_size: int, setting: Setting, scratch: Path) -> tuple[float, Values]:
+    """(seconds, log-probs [pairs, 2]) of the pass that TRL's constructor runs."""
+    from benchmarking.run_trl import Clock, build_trainer
 
-    rows = [json.loads(line) for line in (workload / "pairs.jsonl").read_text().splitlines()][:num_pairs]
-    seconds = 0.0
-    precompute = DPOTrainer._precompute_ref_logps
-
-    def timed_precompute(*arguments: Any, **options: Any) -> Any:
-        nonlocal seconds
-        begun = time.perf_counter()
-        result = precompute(*arguments, **options)
-        seconds += time.perf_counter() - begun
-        return result
-
-    DPOTrainer._precompute_ref_logps = timed_precompute
-    with tempfile.TemporaryDirectory(dir=workload) as scratch:
-        trainer = DPOTrainer(  # its constructor runs the pass
-            model=AutoModelForCausalLM.from_pretrained(workload / "model", dtype=torch.float32),
-            args=DPOConfig(
-                output_dir=scratch,
-                precompute_ref_log_probs=True,
-                precompute_ref_batch_size=batch_size,
-                max_length=MAX_LENGTH,
-                report_to="none",
-                bf16=False,
-                gradient_checkpointing=False,
-                use_cpu=not torch.cuda.is_available(),
-                disable_tqdm=True,
-            ),
-            train_dataset=Dataset.from_list(rows, split=f"run{os.getpid()}"),
-            processing_class=AutoTokenizer.from_pretrained(workload / "model"),
-        )
-        names = ("ref_chosen_logps", "ref_rejected_logps")
-        values = np.stack([np.asarray(trainer.train_dataset[name]) for name in names], axis=1)
-    return seconds, values.astype(np.float64)
+    clock = Clock(setting, microbatches_a_step=1)
+    # Its steps are never run: one of `batch_size` pairs each is as good as any.
+    setting = replace(setting, pairs_per_step=batch_size)
+    trainer = build_trainer(trl(batch_size, precompute=True), setting, scratch, clock)
+    names = ("ref_chosen_logps", "ref_rejected_logps")
+    values = np.stack([np.asarray(trainer.train_dataset[name]) for name in names], axis=1)
+    return clock.reference_seconds, values.astype(np.float64)
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -198,8 +194,8 @@ def markdown(report: dict[str, Any]) -> str:
 
     return "\n".join(
         [
-            f"# Reference log-probs of {report['workload']['pairs']} pairs, vocabulary "
-            f"{report['workload']['vocabulary']}",
+            f"# Reference log-probs of {report['workload']['pairs']} pairs, "
+            f"{report['workload']['model']} model",
             "",
             f"`{report['command']}`, {report['date']}, commit {machine['git_commit']}, "
             f"{machine['processor']}, {devices}; {versions}.",
@@ -221,6 +217,6 @@ def markdown(report: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [CHILD]:
-        measure_here(int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+        measure_here(int(sys.argv[2]), Setting(**json.loads(sys.argv[3])), Path(sys.argv[4]))
     else:
         typer.run(main)

@@ -5,8 +5,10 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from dpo_pack.recipe import (
+    EARLY_STOPPING_KEYS,
     NEUTRAL_KEYS,
     ROW_LAYOUT_KEYS,
+    EarlyStoppingRecipe,
     EvalFraction,
     LoraRecipe,
     LossTerm,
@@ -106,6 +108,7 @@ NESTED: dict[str, tuple[tuple[str, str, type[BaseModel]], ...]] = {
         ("`data.eval` as a fraction", "data.eval.", EvalFraction),
     ),
     "loss": (("Items of a list in `loss.type`", "loss.type.0.", LossTerm),),
+    "train": (("`train.early_stopping`", "train.early_stopping.", EarlyStoppingRecipe),),
 }
 
 
@@ -129,7 +132,9 @@ def _table(prefix: str, section: type[BaseModel], without: frozenset[str] | set[
 
 
 def _running_again() -> str:
-    neutral, layout = (", ".join(f"`{key}`" for key in keys) for keys in (NEUTRAL_KEYS, ROW_LAYOUT_KEYS))
+    neutral, layout, stopping = (
+        ", ".join(f"`{key}`" for key in keys) for keys in (NEUTRAL_KEYS, ROW_LAYOUT_KEYS, EARLY_STOPPING_KEYS)
+    )
     return f"""\
 ## Running again
 
@@ -139,7 +144,8 @@ bits of a result does not count, so that a run can go on with less memory, anoth
 other hardware.
 
 Free to change: {neutral}, the `name` of a source, and `data.eval` unless it is a fraction of the training
-pairs. With `packing.scope: step` also {layout}.
+pairs. With `packing.scope: step` also {layout}. With `train.early_stopping`, {stopping}
+and `data.eval` are not free: they say when the run ends.
 """
 
 

@@ -1,68 +1,415 @@
-"""scripts/benchmark.py: that it measures both trainers on the same work, and what its report says."""
+"""scripts/benchmark.py: the same work for every contender, what is counted, and what its page says."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from benchmark import Plan, run_plan
+from benchmarking import peak, process, run_dpo_pack
+from benchmarking.contenders import (
+    LEARNING_RATE,
+    Contender,
+    Measurement,
+    Setting,
+    ablations,
+    ours,
+    trl,
+    trl_sweep,
+    trl_variants,
+)
+from benchmarking.kinds import (
+    ATTENTION,
+    HEAD_PRODUCTS,
+    HEAD_STATISTICS,
+    KINDS,
+    MATRIX_PRODUCTS,
+    OPTIMIZER,
+    OTHER_OPERATORS,
+    OUTSIDE,
+    kind_of,
+)
+from benchmarking.memory import peak_memory_bytes
+from benchmarking.profiling import profile_steps
+from benchmarking.report import Report, markdown
+from benchmarking.results import TOLERANCES, Results, differences, require_same_work
+from benchmarking.shapes import SHAPES, flops_shape, save_model
+from benchmarking.work import Work, work_of
+from benchmarking.workloads import (
+    EOS_ID,
+    FIRST_ORDINARY_ID,
+    MIXES,
+    Workload,
+    digest_of,
+    hh_token_ids,
+    make_workload,
+    synthetic_token_ids,
+)
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"
+from dpo_pack.data.flops import pair_flops
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_script", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["benchmark_script"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    """Eight short pairs and a model of two layers."""
+    directory = tmp_path_factory.mktemp("benchmark")
+    workload = make_workload(
+        "hh-like", directory / "pairs", num_pairs=8, vocabulary=SHAPES["tiny"]["vocab_size"], hh_pairs=None
+    )
+    save_model("tiny", directory / "model", parameters="float32", device="cpu")
+    return Setting(
+        workload=str(workload.directory),
+        model=str(directory / "model"),
+        num_pairs=8,
+        pairs_per_step=4,
+        max_length=workload.max_length,
+        device="cpu",
+        parameters="float32",
+        lora=False,
+        gradient_checkpointing=False,
+        warmup_steps=0,
+    )
 
 
-def test_made_up_rows_have_hh_s_lengths(benchmark: ModuleType) -> None:
-    rows = benchmark._made_up_rows(500)
-    words = {
-        name: sorted(len(row[name].split()) for row in rows) for name in ("prompt", "chosen", "rejected")
+def workload_of(setting: Setting) -> Workload:
+    return make_workload(
+        "hh-like", Path(setting.workload), num_pairs=8, vocabulary=SHAPES["tiny"]["vocab_size"], hh_pairs=None
+    )
+
+
+# ---- Workloads
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_lengths_have_the_mix_s_medians_and_limit(name: str) -> None:
+    mix = MIXES[name]
+    lengths = mix.draw(20_000, seed=0)
+    assert int((lengths.prompt + np.maximum(lengths.chosen, lengths.rejected)).max()) <= mix.max_length
+    # Pairs above the limit are drawn again, which lowers the medians by up to a tenth or so.
+    assert 0.8 < np.median(lengths.prompt) / mix.median_prompt < 1.02
+    assert 0.8 < np.median(lengths.chosen) / mix.median_completion < 1.02
+    logarithms = np.log(np.stack([lengths.chosen, lengths.rejected]))
+    assert 0.15 < np.corrcoef(logarithms)[0, 1] < 0.35
+
+
+def test_synthetic_pairs_have_their_lengths_and_end_with_eos() -> None:
+    lengths = MIXES["hh-like"].draw(5, seed=3)
+    pairs = list(synthetic_token_ids(lengths, 100, seed=3))
+    assert [len(prompt) for prompt, _, _ in pairs] == lengths.prompt.tolist()
+    assert [len(chosen) for _, chosen, _ in pairs] == lengths.chosen.tolist()
+    for prompt, chosen, rejected in pairs:
+        assert chosen[-1] == rejected[-1] == EOS_ID
+        assert all(FIRST_ORDINARY_ID <= token < 100 for token in [*prompt, *chosen[:-1], *rejected[:-1]])
+    assert digest_of(pairs) == digest_of(synthetic_token_ids(lengths, 100, seed=3))
+
+
+def test_the_digest_tells_order_and_boundaries_apart() -> None:
+    pairs = [([1, 2], [3], [4]), ([5], [6], [7])]
+    digests = {digest_of(pairs), digest_of(pairs[::-1]), digest_of([([1], [2, 3], [4]), pairs[1]])}
+    assert len(digests) == 3
+
+
+def test_a_workload_is_made_once_and_anew_for_another_request(tmp_path: Path) -> None:
+    def made(num_pairs: int) -> Workload:
+        return make_workload("tulu3", tmp_path / "w", num_pairs=num_pairs, vocabulary=50, hh_pairs=None)
+
+    first = made(4)
+    begun = first.pairs.stat().st_mtime_ns
+    assert made(4) == first and first.pairs.stat().st_mtime_ns == begun
+    other = made(5)
+    assert other.num_pairs == 5 and other.digest != first.digest and len(other.rows(9)) == 5
+
+
+def test_lengths_of_a_workload_count_what_both_completions_begin_with(tmp_path: Path) -> None:
+    rows = [
+        {"prompt_ids": [5, 6], "chosen_ids": [7, 8, 2], "rejected_ids": [7, 9, 2]},
+        {"prompt_ids": [5], "chosen_ids": [6, 2], "rejected_ids": [7, 2]},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    workload = Workload(name="x", directory=tmp_path, num_pairs=2, max_length=9, digest="", origin="")
+    assert workload.lengths().shared.tolist() == [3, 1]
+
+
+def test_hh_rows_are_tokenised_and_too_few_are_refused(tmp_path: Path) -> None:
+    dialogue = "\n\nHuman: what is red\n\nAssistant:"
+    rows = [{"chosen": f"{dialogue} a colour {n}", "rejected": f"{dialogue} no {n}"} for n in range(3)]
+    rows.insert(1, {"chosen": "no dialogue", "rejected": "at all"})
+    path = tmp_path / "hh.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = hh_token_ids(path, 3)
+    assert len(pairs) == 3 and len({tuple(prompt) for prompt, _, _ in pairs}) == 1
+    assert all(chosen[-1] == EOS_ID and len(chosen) > 1 for _, chosen, _ in pairs)
+    with pytest.raises(SystemExit, match=r"--pairs: .* has 3 usable rows, not 4"):
+        hh_token_ids(path, 4)
+
+
+# ---- Contenders and measurements
+
+
+def test_the_sweep_tries_every_setting_once_under_its_own_name() -> None:
+    sweep = list(trl_sweep([1, 4], gradient_checkpointing=False))
+    assert len({contender.name for contender in sweep}) == len(sweep) == 6
+    assert not any(contender.grouped and contender.microbatch_pairs == 1 for contender in sweep)
+    assert trl(4, precompute=True, grouped=True).name == (
+        "TRL, micro-batch 4, precomputed reference, grouped by length"
+    )
+
+
+def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "flash_attn" else None)
+    best = trl(4, precompute=True)
+    variants = list(trl_variants(best, [trl(16), trl(16, gradient_checkpointing=True)]))
+    assert variants == [
+        trl(16, gradient_checkpointing=True),
+        trl(4, precompute=True, attention="flash_attention_2"),
+    ]
+
+
+def test_a_contender_survives_json() -> None:
+    contender = ours(4096, "packing.share_prompt=false", name="x")
+    assert Contender.from_json(json.loads(json.dumps(asdict(contender)))) == contender
+
+
+def test_time_a_pair_has_the_reference_in_it_and_warm_up_steps_are_left_out() -> None:
+    run = Measurement(contender="x", pairs=8, step_seconds=[9.0, 2.0, 2.0, 4.0], reference_seconds=4.0)
+    # 8/3 s a step of 2 pairs, and half a second of reference a pair
+    assert run.seconds_a_pair(warmup_steps=1) == pytest.approx(8 / 3 / 2 + 0.5)
+    assert run.seconds_a_pair(warmup_steps=0) == pytest.approx(17 / 8 + 0.5)
+    assert run.reference_share(warmup_steps=0) == pytest.approx(4 / 21)
+
+
+def test_running_out_of_memory_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, tiny: Setting, tmp_path: Path
+) -> None:
+    def fails(*_: Any) -> Measurement:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(run_dpo_pack, "run_dpo_pack", fails)
+    measurement = process._measure_here(ours(64), tiny, tmp_path, None)
+    assert measurement.failure == process.OUT_OF_MEMORY and measurement.contender == "dpo-pack"
+
+
+def test_our_side_trains_on_the_workload_s_ids(tiny: Setting, tmp_path: Path) -> None:
+    run = run_dpo_pack.run_dpo_pack(ours(1024), tiny, tmp_path, spawned_at=0.0)
+    workload = workload_of(tiny)
+    assert run.digest == workload.digest
+    assert run.pairs == 8 and len(run.step_seconds) == len(run.losses) == len(run.grad_norms) == 2
+    assert run.losses[0] == pytest.approx(np.log(2)) and run.losses[1] != run.losses[0]
+    assert run.reference_seconds > 0 and all(seconds > 0 for seconds in run.step_seconds)
+    assert run.startup_seconds is not None and run.startup_seconds > 1e9  # since 1970
+    assert run.computed_tokens == int(workload.lengths().row_tokens(share_prompt=True).sum())
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_padding_counts_as_computed(tiny: Setting, tmp_path: Path) -> None:
+    padded = list(ablations(8192))[1]
+    run = run_dpo_pack.run_dpo_pack(padded, tiny, tmp_path, spawned_at=None)
+    assert run.startup_seconds is None
+    assert run.computed_tokens > int(workload_of(tiny).lengths().row_tokens(share_prompt=False).sum())
+
+
+def test_profiled_time_falls_into_the_kinds_that_a_step_has(tiny: Setting, tmp_path: Path) -> None:
+    seconds = profile_steps(ours(1024), tiny, tmp_path)
+    assert list(seconds) == list(KINDS)
+    assert seconds[MATRIX_PRODUCTS] > seconds[OPTIMIZER] / 10  # not only the odd one of them
+    absent = [kind for kind, value in seconds.items() if value <= 0]
+    assert not absent, f"no operator was told to be of {absent}: were functions renamed?"
+
+
+def test_operators_are_told_by_what_called_them() -> None:
+    backward = "autograd::engine::evaluate_function: _ChunkedLogpsBackward"
+    assert kind_of(["aten::mm", "aten::linear"]) == MATRIX_PRODUCTS
+    assert kind_of(["mkldnn::_linear_pointwise", "_Linear"]) == MATRIX_PRODUCTS
+    assert kind_of(["aten::mm", "_ChunkedLogps"]) == HEAD_PRODUCTS
+    assert kind_of(["aten::addmm_", "_ChunkedLogpsBackward", backward]) == HEAD_PRODUCTS
+    assert kind_of(["aten::exp", "_ChunkedLogpsBackward", backward]) == HEAD_STATISTICS
+    assert kind_of(["_CpuSegments"]) == ATTENTION
+    assert kind_of(["aten::copy_", "aten::scaled_dot_product_attention"]) == ATTENTION
+    assert kind_of(["aten::_fused_adamw_", "Optimizer.step#AdamW.step"]) == OPTIMIZER
+    assert kind_of(["aten::mul", "MulBackward0"]) == OTHER_OPERATORS
+    assert kind_of(["ProfilerStep"]) == OUTSIDE
+
+
+def test_memory_and_the_peak_of_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peak.SECONDS, "cpu", 0.1)
+    monkeypatch.setitem(peak.SIZES, "cpu", (256, 512))
+    assert peak_memory_bytes("cpu") > 100 * 2**20
+    rates = peak.matrix_product_peak("cpu", "float32")
+    assert rates["best"] >= rates["median"] > 1e9
+
+
+# ---- Work, agreement, results
+
+
+def test_the_work_is_that_of_shared_prompts_for_everyone() -> None:
+    shape, lengths = flops_shape("tiny"), MIXES["hh-like"].draw(16, seed=0)
+    work = work_of(shape, lengths, lora=False)
+    assert work.flops == pytest.approx(
+        float(pair_flops(shape, lengths, share_prompt=True, passes=4.0).mean())
+    )
+    assert work.unshared_tokens - work.shared_tokens == pytest.approx(float(lengths.prompt.mean()))
+    assert work_of(shape, lengths, lora=True).flops == pytest.approx(work.flops * 3 / 4)
+
+
+def steps(losses: Sequence[float], *, norm: float = 1.0, logp: float = -50.0) -> Measurement:
+    """A measurement of steps with these losses."""
+    count = len(losses)
+    return Measurement(
+        contender="x",
+        losses=list(losses),
+        grad_norms=[norm] * count,
+        chosen_logps=[logp] * count,
+        rejected_logps=[-60.0] * count,
+    )
+
+
+def test_the_same_work_is_told_from_other_work() -> None:
+    base, fp32 = steps([0.69, 0.68]), TOLERANCES["fp32"]
+    require_same_work(differences(base, steps([0.69, 0.680001]), lora=False), fp32, who="x")
+    for name, other in {
+        "loss": steps([0.69, 0.6802]),
+        "grad_norm": steps([0.69, 0.68], norm=1.001),
+        "logps": steps([0.69, 0.68], logp=-50.001),
+    }.items():
+        with pytest.raises(SystemExit, match=f"x does not do the same work: {name} differs"):
+            require_same_work(differences(base, other, lora=False), fp32, who="x")
+    with pytest.raises(SystemExit, match="loss differs by nan"):
+        require_same_work(differences(base, steps([0.69, float("nan")]), lora=False), fp32, who="x")
+
+
+def test_adapters_that_begin_otherwise_are_compared_at_the_first_step_only() -> None:
+    base, other = steps([0.69, 0.68]), steps([0.69, 0.5])
+    other.chosen_logps[1] = -40.0
+    assert differences(base, other, lora=True) == {"logps": 0.0}
+
+
+def test_results_go_on_where_they_were_and_only_for_the_same_setting(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "out.json"
+    Results.open(path, {"model": "7m"}).put("run/0/x", {"a": 1})
+    again = Results.open(path, {"model": "7m"})
+    assert "run/0/x" in again and again["run/0/x"] == {"a": 1} and again.get("profile") is None
+    with pytest.raises(SystemExit, match=r"another setting \(model differ\)"):
+        Results.open(path, {"model": "25m"})
+
+
+def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "setting": tiny,
+        "workload": workload_of(tiny),
+        "results": Results.open(tmp_path / "out.json", {}),
+        "repeats": 1,
+        "sweep_pairs": 4,
+        "token_budgets": [1024],
+        "microbatches": [2],
+        "with_ablations": False,
     }
-    assert 85 < words["prompt"][250] < 112 and 24 < words["chosen"][250] < 35
-    assert words["rejected"][250] > words["chosen"][250]
+    return Plan(**{**fields, **changes})
 
 
-def test_the_report_gives_medians_spread_and_paired_ratios(benchmark: ModuleType) -> None:
-    def runs(*rates: float) -> list[dict[str, float]]:
-        return [{"pairs_per_second": r, "reference_seconds": 1.0, "train_seconds": 2.0} for r in rates]
+def test_counts_that_do_not_fit_are_refused(tiny: Setting, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--num-pairs, --sweep-pairs: 6 is no multiple of 4"):
+        plan_of(tiny, tmp_path, sweep_pairs=6)
+    with pytest.raises(SystemExit, match="--microbatches: 3 does not divide 4"):
+        plan_of(tiny, tmp_path, microbatches=[3])
+    with pytest.raises(SystemExit, match="--warmup-steps: no step would be timed"):
+        plan_of(replace(tiny, warmup_steps=1), tmp_path)
 
-    report: dict[str, Any] = {
-        "command": "python scripts/benchmark.py",
-        "date": "2026-01-01",
-        "machine": {
-            "git_commit": "abc", "processor": "cpu", "versions": {"torch": "2"}, "devices": [{"name": "cpu"}],
+
+# ---- The page
+
+
+def run_of(name: str, seconds: float, *, reference: float = 0.0) -> Measurement:
+    return Measurement(
+        contender=name,
+        pairs=64,
+        step_seconds=[seconds / 2, seconds / 2],
+        reference_seconds=reference,
+        startup_seconds=3.0,
+        computed_tokens=6400,
+        peak_memory_bytes=2**31,
+        phases={"forward": seconds / 4, "backward": seconds / 2},
+    )
+
+
+def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
+    trl_name = "TRL, micro-batch 1, live reference"
+    report = Report(
+        title="hh, 7m model, cpu",
+        command="python scripts/benchmark.py",
+        date="2026-01-01",
+        machine={
+            "git_commit": "abc", "processor": "p", "versions": {"torch": "2"}, "devices": [{"name": "cpu"}],
         },
-        "workload": {"pairs": 256, "vocabulary": 8192},
-        "sweep": {"TRL, micro-batch 1, live reference": 5.0},
-        "best_of_trl": "TRL, micro-batch 1, live reference",
-        "runs": {"dpo-pack": runs(20, 30, 10), "TRL, micro-batch 1, live reference": runs(5, 6, 4)},
-    }  # fmt: skip
-    text = benchmark._markdown(report)
-    assert "| dpo-pack | 20.00 | 10.00 to 30.00 | 1.0 | 2.0 | 4.00x |" in text
-    assert "median 4.00, 2.50 to 5.00" in text
+        setting={
+            "num_pairs": 64, "pairs_per_step": 32, "lora": False, "parameters": "float32", "device": "cpu",
+            "warmup_steps": 0,
+        },
+        origin="made up",
+        work=Work(
+            shared_tokens=50.0, unshared_tokens=80.0, scored_tokens=30.0,
+            training_flops=3e9, reference_flops=1e9,
+        ),
+        peaks=[{"best": 1e11}, {"best": 1.2e11}, {"best": 1e11}],
+        sweep=[run_of(trl_name, 16.0), Measurement(contender="TRL, micro-batch 8", failure="out of memory")],
+        runs={
+            "dpo-pack": [run_of("dpo-pack", seconds, reference=1.0) for seconds in (3.0, 1.0, 7.0)],
+            trl_name: [run_of(trl_name, seconds) for seconds in (16.0, 8.0, 16.0)],
+        },
+        best_trl=trl_name,
+        differences={trl_name: {"loss": 1e-6}},
+        profile=dict.fromkeys(KINDS, 1.0),
+    )  # fmt: skip
+    text = markdown(report)
+    # 64 pairs in 4, 2 and 8 s; 4 GFLOPs a pair against 100 GFLOP/s
+    assert "| dpo-pack | 16.00 | 8.00 to 32.00 | 4.00x (2.00 to 4.00) | 800 | 1,600 | 64.0% |" in text
+    assert "| 64.0% | 64.0% | 25% | 2.00 | 3.0 |" in text
+    assert "| 4.00 | 4.00 to 8.00 | 1.00x (1.00 to 1.00) | 200 | 400 | 16.0% |  | in the steps |" in text
+    assert "loss, nats: 1.0e-06" in text and "- TRL, micro-batch 8: out of memory" in text
+    assert "43% of the time is inside matrix products and attention" in text  # 3 of 7 kinds
+    assert "reference 21.4%; forward 19.6%; backward 39.3%" in text  # of 14 seconds
+
+
+# ---- End to end
 
 
 @pytest.mark.slow
-def test_both_trainers_do_the_same_work(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
+    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("trl")
-    workload = benchmark._make_workload(tmp_path, None, 32, 8192)
-    trl = benchmark.Contender(name="TRL", trainer="trl", microbatch_pairs=4, precompute=True)
-    for contender in (benchmark.OURS, trl):
-        numbers = benchmark._measure(contender, workload, 32)
-        assert numbers["reference_seconds"] > 0 and numbers["train_seconds"] > 0, contender.name
-        assert numbers["pairs_per_second"] == pytest.approx(
-            32 / (numbers["reference_seconds"] + numbers["train_seconds"])
-        )
-    rows = [json.loads(line) for line in (workload / "pairs.jsonl").read_text().splitlines()]
-    assert len(rows) == 32
+    report = run_plan(plan_of(tiny, tmp_path), "tiny", with_profile=True)
+    assert report.best_trl is not None and "micro-batch 2" in report.best_trl
+    assert set(report.runs) == {"dpo-pack", report.best_trl}
+    assert len(report.sweep) == 4 and not any(run.failure for run in report.sweep)
+    assert all(seconds > 0 for runs in report.runs.values() for seconds in runs[0].step_seconds)
+    assert "against TRL's best" in markdown(report)
+
+    monkeypatch.setattr("benchmark.measure", lambda *_: pytest.fail("everything was measured"))
+    again = run_plan(plan_of(tiny, tmp_path), "tiny", with_profile=True)
+    assert again.runs == report.runs and again.profile == report.profile
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL uses names that transformers has since replaced
+def test_a_peer_with_another_learning_rate_is_found_out(
+    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl")
+    from benchmarking import run_trl
+
+    for name in ("ours", "trl", "other"):
+        (tmp_path / name).mkdir()
+    base = run_dpo_pack.run_dpo_pack(ours(1024), tiny, tmp_path / "ours", None)
+    same = run_trl.run_trl(trl(2, precompute=True), tiny, tmp_path / "trl", None)
+    assert same.digest == base.digest and same.reference_seconds > 0
+    require_same_work(differences(base, same, lora=False), TOLERANCES["fp32"], who="TRL")
+    monkeypatch.setattr(run_trl, "LEARNING_RATE", 2 * LEARNING_RATE)
+    other = run_trl.run_trl(trl(2), tiny, tmp_path / "other", None)
+    with pytest.raises(SystemExit, match="TRL does not do the same work"):
+        require_same_work(differences(base, other, lora=False), TOLERANCES["fp32"], who="TRL")

@@ -10,8 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from oracle import completion_logps_one_by_one
-from tiny_models import tiny_model
-from tiny_tokenizer import tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
@@ -32,7 +31,7 @@ def test_the_report_has_medians_and_ratios_run_by_run(benchmark: ModuleType) -> 
             "git_commit": "abc",
             "processor": "p",
         },
-        "workload": {"pairs": 100, "vocabulary": 8192},
+        "workload": {"pairs": 100, "model": "7m"},
         "sweep": {"TRL, batch 1": 20.0, "TRL, batch 8": 10.0},
         "best_of_trl": "TRL, batch 1",
         "default_of_trl": "TRL, batch 8",
@@ -50,20 +49,12 @@ def test_the_report_has_medians_and_ratios_run_by_run(benchmark: ModuleType) -> 
 
 
 def test_our_side_measures_the_log_probs_of_each_sequence(benchmark: ModuleType, tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "model")
-    model = tiny_model("llama", vocab_size=len(tokenizer))
-    model.save_pretrained(tmp_path / "model")
-    rows = [{"prompt": "ask red", "chosen": " blue yes", "rejected": " sun no"}] * 2
-    rows[1] = {"prompt": "ask one", "chosen": " two", "rejected": " three moon"}
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    seconds, values = benchmark.run_dpo_pack(0, tmp_path, 2)
+    setting = benchmark.make_setting(tmp_path, None, num_pairs=3, model="tiny")
+    (tmp_path / "run").mkdir()
+    seconds, values = benchmark.run_dpo_pack(0, setting, tmp_path / "run")
     assert seconds > 0
-    sequences = []
-    for row in rows:
-        for side in ("chosen", "rejected"):
-            ids = tokenizer(row["prompt"])["input_ids"]
-            both = [*tokenizer(row["prompt"] + row[side])["input_ids"], tokenizer.eos_token_id]
-            sequences.append((ids, both[len(ids) :]))
-    expected = completion_logps_one_by_one(model, sequences).detach().numpy().reshape(2, 2)
-    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-4)
+    rows = [json.loads(line) for line in (tmp_path / "pairs" / "pairs.jsonl").read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(setting.model)
+    sequences = [(row["prompt_ids"], row[f"{side}_ids"]) for row in rows for side in ("chosen", "rejected")]
+    expected = completion_logps_one_by_one(model, sequences).detach().numpy().reshape(3, 2)
+    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-3)

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Everything that one GPU has to show, in one command: the benchmarks at 0.5B, 1.5B and 8B, the start-up proofs on
+# real kernels, and the tests that need CUDA.
+#   scripts/benchmark_gpu.sh OUTPUT [hh.jsonl.gz]
+#   OUTPUT          a directory: OUTPUT/*.md, *.json, proofs.txt, tests.txt
+#   hh.jsonl.gz     HH-RLHF's transcript rows; without them, pairs of HH's lengths
+#   PYTHON          the interpreter dpo-pack is installed in, with [dev,benchmark,peft] (default: python)
+#   BENCHMARK_WORK  where random models are kept, 40 GB (default: OUTPUT/work)
+# Every measurement is kept as soon as it is there, and every part that is done is left alone: after an
+# interruption run it again. A part that fails is reported, and the others still run.
+set -uo pipefail
+script=$(realpath "${BASH_SOURCE[0]}")
+[[ $# -ge 1 ]] || {
+    sed -n '2,11s/^# \?//p' "$script" >&2
+    exit 2
+}
+cd "$(dirname "$script")/.."
+output=$1
+hh=(--workload hh-like)
+[[ $# -lt 2 ]] || hh=(--workload hh --pairs "$2")
+python=${PYTHON:-python}
+work=${BENCHMARK_WORK:-$output/work}
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+    echo "error: no CUDA device" >&2
+    exit 2
+}
+mkdir -p "$output" "$work"
+failed=()
+
+# measure NAME ARGUMENTS...: one benchmark, unless its page is there.
+measure() {
+    local name=$1
+    shift
+    [[ -f $output/$name.md ]] && return
+    echo "== $name"
+    "$python" scripts/benchmark.py --device cuda --output "$output/$name" --work "$work" \
+        --pairs-per-step 64 --warmup-steps 2 "$@" || failed+=("$name")
+}
+
+# kept NAME COMMAND...: its output in OUTPUT/NAME, once it has succeeded.
+kept() {
+    local name=$1
+    shift
+    [[ -f $output/$name ]] && return
+    echo "== $name"
+    if "$@" 2>&1 | tee "$output/.$name"; then
+        mv "$output/.$name" "$output/$name"
+    else
+        failed+=("$name")
+    fi
+}
+
+prove() {
+    local model
+    : >"$work/none.jsonl" # a recipe names pairs, and doctor reads none
+    for model in 0.5b 1.5b 8b; do
+        "$python" -m dpo_pack doctor /dev/stdin <<END || return
+output_dir: $work/doctor
+model: {path: $work/model-$model-$([[ $model == 8b ]] && echo bfloat16 || echo float32)}
+data: {train: $work/none.jsonl}
+END
+    done
+}
+
+budgets=8192,16384,32768,65536
+measure hh-0.5b "${hh[@]}" --model 0.5b --num-pairs 1024 --sweep-pairs 512 --repeats 3 \
+    --microbatches 4,16 --token-budgets $budgets
+measure tulu3-0.5b --workload tulu3 --model 0.5b --num-pairs 512 --sweep-pairs 256 --repeats 3 \
+    --microbatches 4,16 --token-budgets $budgets
+measure tulu3-1.5b --workload tulu3 --model 1.5b --num-pairs 384 --sweep-pairs 192 --repeats 3 \
+    --microbatches 4,16 --token-budgets $budgets --no-ablations
+measure hh-1.5b "${hh[@]}" --model 1.5b --num-pairs 768 --sweep-pairs 256 --repeats 3 \
+    --microbatches 4,16 --token-budgets $budgets --no-ablations
+measure tulu3-8b-lora --workload tulu3 --model 8b --parameters bfloat16 --lora --num-pairs 256 \
+    --sweep-pairs 192 --repeats 2 --microbatches 4 --token-budgets 8192,16384 --no-ablations
+measure tulu3-8b-full --workload tulu3 --model 8b --parameters bfloat16 --gradient-checkpointing \
+    --num-pairs 256 --sweep-pairs 192 --repeats 2 --microbatches 4 --token-budgets 8192,16384 --no-ablations
+measure ultrafeedback-0.5b --workload ultrafeedback --model 0.5b --num-pairs 512 --sweep-pairs 256 --repeats 3 \
+    --microbatches 4,16 --token-budgets $budgets --no-ablations
+measure long16k-0.5b --workload long16k --model 0.5b --num-pairs 256 --sweep-pairs 192 --repeats 2 \
+    --microbatches 1,4 --token-budgets 16384,32768 --no-ablations
+kept proofs.txt prove
+kept tests.txt "$python" -m pytest -q -m gpu
+
+if ((${#failed[@]})); then
+    echo "not done: ${failed[*]}; run the same command again" >&2
+    exit 1
+fi
+echo "all of it is in $output"

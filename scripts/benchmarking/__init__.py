@@ -1,0 +1,1 @@
+"""The parts of scripts/benchmark.py: workloads, models, contenders, measurements, report."""

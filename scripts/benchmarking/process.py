@@ -1,0 +1,137 @@
+"""Measurements in processes of their own: what a job asks for, and what it has found.
+
+    python -m benchmarking.process JOB.json
+
+The parent writes the job and reads results from the standard output, a line as soon as each is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarking.contenders import Contender, Measurement, Setting
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+OUT_OF_MEMORY = "out of memory"
+RESULT_MARK = "@result "
+
+
+def measure(contenders: Sequence[Contender], setting: Setting) -> Iterator[Measurement]:
+    """Each contender measured, one after another in one new process; those it did not reach have failed."""
+    job = {"kind": "measure", "contenders": [asdict(contender) for contender in contenders]}
+    lines = _run({**job, "setting": asdict(setting)}, setting.device)
+    for contender in contenders:
+        line = next(lines, None)
+        yield (
+            Measurement(contender=contender.name, failure=OUT_OF_MEMORY)
+            if line is None
+            else Measurement(**line)
+        )
+
+
+def measure_peak(device: str, dtype: str) -> dict[str, float]:
+    """FLOPs a second of large matrix products, in a new process: `best` and `median`."""
+    return next(_run({"kind": "peak", "device": device, "dtype": dtype}, device))
+
+
+def profile(contender: Contender, setting: Setting) -> dict[str, float]:
+    """Seconds of a few steps by kind of operation, see profiling.py."""
+    job = {"kind": "profile", "contenders": [asdict(contender)], "setting": asdict(setting)}
+    return next(_run(job, setting.device))
+
+
+def save_model(name: str, target: Path, *, parameters: str, device: str) -> None:
+    """A random model on disk, made in a new process: its memory is nobody else's."""
+    job = {"kind": "model", "name": name, "target": str(target), "parameters": parameters, "device": device}
+    for _ in _run(job, device):
+        pass
+
+
+def _run(job: dict[str, Any], device: str) -> Iterator[dict[str, Any]]:
+    """Results as the process left them. Exits with its last lines unless it ran out of memory."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with tempfile.TemporaryDirectory(prefix="dpo-pack-measurement-") as scratch:
+        environment["HF_DATASETS_CACHE"] = f"{scratch}/datasets"
+        path, errors = Path(scratch, "job.json"), Path(scratch, "errors.txt")
+        path.write_text(json.dumps({**job, "spawned_at": time.time()}))
+        command = [sys.executable, "-P", "-m", "benchmarking.process", str(path)]
+        with (
+            errors.open("w") as error_file,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=error_file, text=True, env=environment
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:  # libraries print there too
+                if line.startswith(RESULT_MARK):
+                    yield json.loads(line.removeprefix(RESULT_MARK))
+        if process.returncode not in (0, -9):  # -9: the kernel killed what took too much memory
+            sys.exit(f"a measurement failed ({job['kind']}):\n{errors.read_text()[-4000:]}")
+
+
+def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
+    """What this process was started for, its results one by one."""
+    if job["kind"] == "peak":
+        from benchmarking.peak import matrix_product_peak
+
+        yield matrix_product_peak(job["device"], job["dtype"])
+        return
+    if job["kind"] == "model":
+        from benchmarking.shapes import save_model as save
+
+        save(job["name"], Path(job["target"]), parameters=job["parameters"], device=job["device"])
+        return
+    setting = Setting(**job["setting"])
+    contenders = [Contender.from_json(fields) for fields in job["contenders"]]
+    if job["kind"] == "profile":
+        from benchmarking.profiling import profile_steps
+
+        yield profile_steps(contenders[0], setting, scratch)
+        return
+    spawned_at = job["spawned_at"] if len(contenders) == 1 else None  # the others start in a warm process
+    for number, contender in enumerate(contenders):
+        directory = scratch / str(number)
+        directory.mkdir()
+        yield _measure_here(contender, setting, directory, spawned_at).to_json()
+
+
+def _measure_here(
+    contender: Contender, setting: Setting, scratch: Path, spawned_at: float | None
+) -> Measurement:
+    import torch
+
+    from benchmarking.memory import forget_peak, peak_memory_bytes
+    from benchmarking.run_dpo_pack import run_dpo_pack
+    from benchmarking.run_trl import run_trl
+
+    forget_peak()
+    run = run_dpo_pack if contender.trainer == "dpo-pack" else run_trl
+    try:
+        measurement = run(contender, setting, scratch, spawned_at)
+    except torch.OutOfMemoryError:
+        return Measurement(contender=contender.name, failure=OUT_OF_MEMORY)
+    measurement.peak_memory_bytes = peak_memory_bytes(setting.device)
+    return measurement
+
+
+if __name__ == "__main__":
+    job_path = Path(sys.argv[1])
+    for result in _do(json.loads(job_path.read_text()), job_path.parent):
+        print(f"{RESULT_MARK}{json.dumps(result)}", flush=True)

@@ -1,0 +1,176 @@
+"""Costs of pairs by formula, and what they come to on machines we have not run on: no timing, no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarking.shapes import SHAPES, flops_shape
+from dpo_pack.data.flops import (
+    TRAINING_PASSES,
+    ModelShape,
+    padded_flops,
+    pair_flops,
+    sequence_flops,
+    step_flops,
+    unread_positions,
+)
+from dpo_pack.data.lengths import IntArray, PairLengths
+from dpo_pack.data.packing import plan_epoch
+
+# Policy forward and backward, and the reference's forward.
+ALL_PASSES = TRAINING_PASSES + 1.0
+GIGA, TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A machine that was not measured: data-sheet figures and an assumed utilisation."""
+
+    peak_flops: float = 989.4 * TERA  # bf16, dense: H100 and H200 SXM
+    mfu: float = 0.40
+    gpus_a_node: int = 8
+    node_bytes_a_second: float = 450 * GIGA  # a GPU's NVLink, each way
+    network_bytes_a_second: float = 50 * GIGA  # a GPU's 400 Gb/s adapter, each way
+    gpu_gib: float = 131.0  # H200; an H100 has 75
+
+    def bytes_a_second(self, num_gpus: int) -> float:
+        """What a collective over so many GPUs is limited by."""
+        return self.node_bytes_a_second if num_gpus <= self.gpus_a_node else self.network_bytes_a_second
+
+
+# A sharded forward and backward of one row: bf16 weights gathered for each, fp32 gradients scattered.
+GATHERED_BYTES = 2 + 2 + 4
+# fp32 weight and gradient and the two moments of AdamW.
+TRAINED_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """A step of training on several GPUs. Seconds are of one GPU, the slowest."""
+
+    num_gpus: int
+    pairs_per_step: int
+    rows_a_gpu: float  # mean over the steps
+    imbalance: float  # the slowest GPU's FLOPs over the mean's, over all steps
+    state_gib: float  # weights, gradients and optimizer on each GPU
+    compute_seconds: float
+    communication_seconds: float
+    pairs_per_second: float  # communication hidden behind computation as far as it fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """FLOPs of one forward pass over a pair, by where they are spent; means over the pairs."""
+
+    layers: float
+    head: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.head + self.attention
+
+
+def forward_parts(shape: ModelShape, lengths: PairLengths) -> Parts:
+    """Of packed pairs with their prompts once."""
+    tokens = lengths.row_tokens(share_prompt=True).astype(np.float64)
+    scored = lengths.completion_tokens().astype(np.float64)
+    unread = unread_positions(lengths, share_prompt=True)
+    areas, none = [np.zeros(len(tokens)) for _ in shape.attention], np.zeros(len(tokens))
+    layers = sequence_flops(shape, tokens=tokens, scored_tokens=none, areas=areas, unread_positions=unread)
+    head = sequence_flops(shape, tokens=none, scored_tokens=scored, areas=areas)
+    total = pair_flops(shape, lengths, share_prompt=True, passes=1.0)
+    return Parts(
+        layers=float(layers.mean()),
+        head=float(head.mean()),
+        attention=float((total - layers - head).mean()),
+    )
+
+
+def ablation(shape: ModelShape, lengths: PairLengths, *, default_microbatch: int = 8) -> dict[str, float]:
+    """Mean FLOPs of a pair, reference included, as one choice after another is made. Pairs in their order."""
+    everywhere = replace(shape, last_block_weights=0.0)
+    tokens, mean = {}, {}
+    for is_shared in (False, True):
+        tokens[is_shared] = float(lengths.row_tokens(share_prompt=is_shared).mean())
+        mean[is_shared] = float(
+            pair_flops(everywhere, lengths, share_prompt=is_shared, passes=ALL_PASSES).mean()
+        )
+    scored = float(lengths.completion_tokens().mean())
+    a_position = 2.0 * shape.head_weights * ALL_PASSES
+    everything = float(pair_flops(shape, lengths, share_prompt=True, passes=ALL_PASSES).mean())
+    return {
+        f"padded, micro-batch {default_microbatch}": _padded(shape, lengths, default_microbatch),
+        "padded, micro-batch 1": _padded(shape, lengths, 1),
+        "packed: no padding": mean[False] + (tokens[False] - scored) * a_position,
+        "prompts once": mean[True] + (tokens[True] - scored) * a_position,
+        "head at completions only": mean[True],
+        "last feed-forward block at completions only": everything,
+        "reference cached from an earlier run": everything * TRAINING_PASSES / ALL_PASSES,
+    }
+
+
+def _padded(shape: ModelShape, lengths: PairLengths, microbatch: int) -> float:
+    """Mean FLOPs of a pair in right-padded micro-batches, every position through the head."""
+    longest = lengths.prompt.astype(np.int64) + np.maximum(lengths.chosen, lengths.rejected)
+    whole = len(longest) // microbatch * microbatch
+    batches: IntArray = longest[:whole].reshape(-1, microbatch).max(axis=1)
+    sequences = np.full(len(batches), 2 * microbatch)
+    return padded_flops(shape, batches, sequences, passes=ALL_PASSES) / whole
+
+
+def sharing_gain(ratio: float) -> float:
+    """Tokens without sharing over tokens with it, for prompts `ratio` times as long as each completion."""
+    return (2 * ratio + 2) / (ratio + 2)
+
+
+def project(
+    shape: ModelShape,
+    lengths: PairLengths,
+    cluster: Cluster,
+    *,
+    num_weights: float,
+    num_gpus: int,
+    pairs_per_step: int,
+    token_budget: int = 8192,
+) -> Projection:
+    """Fully sharded training (FSDP2) on so many GPUs, reference pass included in the compute."""
+    row_tokens = lengths.row_tokens(share_prompt=True)
+    plan = plan_epoch(
+        row_tokens,
+        order=np.arange(len(row_tokens)),
+        token_budget=token_budget,
+        pairs_per_step=pairs_per_step,
+        algorithm="best_fit_decreasing",
+        num_ranks=num_gpus,
+        row_costs=pair_flops(shape, lengths, share_prompt=True),
+        equal_rows=True,
+    )
+    steps = [plan[step] for step in range(len(plan)) if plan.is_full(step)]
+    costs = np.array([[sum(plan.cost_of(row) for row in rows) for rows in ranks] for ranks in steps])
+    imbalance = float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())
+    rows_a_gpu = float(np.mean([len(ranks[0]) for ranks in steps]))
+    pair = step_flops(shape, lengths, np.arange(len(row_tokens)), share_prompt=True, passes=ALL_PASSES)
+    pair /= len(row_tokens)
+    compute = pair * pairs_per_step / num_gpus * imbalance / (cluster.peak_flops * cluster.mfu)
+    moved = GATHERED_BYTES * num_weights * (num_gpus - 1) / num_gpus * rows_a_gpu
+    communication = moved / cluster.bytes_a_second(num_gpus)
+    return Projection(
+        num_gpus=num_gpus,
+        pairs_per_step=pairs_per_step,
+        rows_a_gpu=rows_a_gpu,
+        imbalance=imbalance,
+        state_gib=TRAINED_BYTES * num_weights / num_gpus / 2**30,
+        compute_seconds=compute,
+        communication_seconds=communication,
+        pairs_per_second=pairs_per_step / max(compute, communication),
+    )
+
+
+def num_weights(name: str) -> float:
+    """All weights of a shape that is dense and not tied: layers, head and embedding."""
+    shape = flops_shape(name)
+    tied = bool(SHAPES[name].get("tie_word_embeddings", False))
+    return shape.token_weights + shape.head_weights * (1 if tied else 2)

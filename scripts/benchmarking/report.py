@@ -1,0 +1,211 @@
+"""The benchmark's results as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarking.contenders import Measurement
+from benchmarking.kinds import PRODUCTIVE_KINDS
+from benchmarking.work import Work
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything the page says."""
+
+    title: str
+    command: str
+    date: str
+    machine: dict[str, Any]
+    setting: dict[str, Any]
+    origin: str  # of the pairs
+    work: Work
+    peaks: Sequence[dict[str, float]]  # FLOPs a second, a measurement a repeat
+    sweep: Sequence[Measurement]
+    runs: dict[str, Sequence[Measurement]]  # by contender, ours first, in the order of the repeats
+    best_trl: str | None  # None: it ran at no setting
+    differences: dict[str, dict[str, float]]  # by contender, from ours
+    profile: dict[str, float] | None
+
+    @property
+    def warmup_steps(self) -> int:
+        return int(self.setting["warmup_steps"])
+
+    @property
+    def peak_flops(self) -> float:
+        """Median over the repeats of the best product of each."""
+        return statistics.median(peak["best"] for peak in self.peaks)
+
+    def rates(self, contender: str) -> list[float]:
+        """Pairs a second of each repeat."""
+        return [1 / run.seconds_a_pair(warmup_steps=self.warmup_steps) for run in self.runs[contender]]
+
+    def ratios(self, contender: str) -> list[float]:
+        """Of a contender's rates to those of TRL's best, repeat by repeat."""
+        assert self.best_trl is not None
+        return [own / trl for own, trl in zip(self.rates(contender), self.rates(self.best_trl), strict=True)]
+
+    def mfu(self, contender: str) -> float:
+        """The work's FLOPs over time and the measured peak: padding and repetition earn nothing."""
+        return statistics.median(self.rates(contender)) * self.work.flops / self.peak_flops
+
+    def training_mfu(self, contender: str) -> float:
+        """The same of the steps alone, reference pass left out."""
+        rates = []
+        for run in self.runs[contender]:
+            timed = run.step_seconds[self.warmup_steps :]
+            pairs = run.pairs * len(timed) / len(run.step_seconds)
+            rates.append(pairs * self.work.training_flops / sum(timed) / self.peak_flops)
+        return statistics.median(rates)
+
+
+def markdown(report: Report) -> str:
+    """The page."""
+    sections = [
+        _heading(report),
+        _table(report),
+        _same_work(report),
+        _phases(report),
+        "" if report.profile is None else _profile(report),
+        _sweep(report),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+def _heading(report: Report) -> str:
+    machine, work, setting = report.machine, report.work, report.setting
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    devices = ", ".join(device["name"] for device in machine["devices"])
+    trained = "LoRA" if setting["lora"] else "all weights"
+    warmup = (
+        f" The first {report.warmup_steps} steps of each run are not timed." if report.warmup_steps else ""
+    )
+    return (
+        f"# {report.title}\n\n<!-- Written by scripts/benchmark.py. -->\n\n"
+        f"`{report.command}`, {report.date}, commit {machine['git_commit']}, {machine['processor']}, "
+        f"{devices}; {versions}.\n\n"
+        f"{setting['num_pairs']} pairs in steps of {setting['pairs_per_step']}, {trained} trained, "
+        f"{setting['parameters']} parameters"
+        f"{', bf16 autocast' if setting['device'] == 'cuda' and setting['parameters'] == 'float32' else ''}. "
+        f"A pair has {work.unshared_tokens:,.0f} tokens, {work.shared_tokens:,.0f} with its prompt once, "
+        f"{work.scored_tokens:,.0f} of them scored: {work.flops / 1e9:,.2f} GFLOPs, of which the reference "
+        f"{work.reference_flops / work.flops:.0%}.{warmup} Pairs: {report.origin}.\n\n"
+        f"Square matrix products on this machine, measured in the same run: "
+        f"{report.peak_flops / 1e12:,.3g} TFLOP/s (median of {len(report.peaks)}, "
+        f"{min(peak['best'] for peak in report.peaks) / 1e12:,.3g} to "
+        f"{max(peak['best'] for peak in report.peaks) / 1e12:,.3g}). MFU is the FLOPs above over time and "
+        "this peak, for every contender the same FLOPs: what it computes beyond them earns nothing.\n"
+    )
+
+
+def _table(report: Report) -> str:
+    lines = [
+        "| | pairs/s, median | spread | against TRL's best, run by run | tokens/s, prompts once | "
+        "tokens/s computed | MFU | MFU of the steps | reference | peak GiB | start-up s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, runs in report.runs.items():
+        failed = next((run.failure for run in runs if run.failure), None)
+        if failed is not None:
+            lines.append(f"| {name} | {failed} | | | | | | | | | |")
+            continue
+        rates = report.rates(name)
+        rate = statistics.median(rates)
+        computed = rate * runs[0].computed_tokens / runs[0].pairs
+        share = statistics.median(run.reference_share(warmup_steps=report.warmup_steps) for run in runs)
+        lines.append(
+            f"| {name} | {rate:.2f} | {min(rates):.2f} to {max(rates):.2f} | {_ratio(report, name)} | "
+            f"{rate * report.work.shared_tokens:,.0f} | {computed:,.0f} | {report.mfu(name):.1%} | "
+            f"{_training_mfu(report, name)} | {f'{share:.0%}' if share else 'in the steps'} | "
+            f"{max(run.peak_memory_bytes for run in runs) / GIB:.2f} | {_startup(runs)} |"
+        )
+    where = "allocated on the GPU" if report.setting["device"] == "cuda" else "resident, the whole process"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Every row's time includes its reference log-probs. Start-up: from the start of the process to "
+            f"the first step, the reference pass left out; peak memory: {where}.",
+            "",
+        ]
+    )
+
+
+def _ratio(report: Report, name: str) -> str:
+    if report.best_trl is None or any(run.failure for run in report.runs[report.best_trl]):
+        return ""
+    ratios = report.ratios(name)
+    return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def _training_mfu(report: Report, name: str) -> str:
+    """Empty where the reference runs inside the steps."""
+    has_pass = all(run.reference_seconds > 0 for run in report.runs[name])
+    return f"{report.training_mfu(name):.1%}" if has_pass else ""
+
+
+def _startup(runs: Sequence[Measurement]) -> str:
+    seconds = [run.startup_seconds for run in runs if run.startup_seconds is not None]
+    return f"{statistics.median(seconds):.1f}" if seconds else ""
+
+
+def _same_work(report: Report) -> str:
+    if not report.differences:
+        return ""
+    lines = [
+        "Every contender trained on the same token ids (a digest of them is compared). Largest differences"
+    ]
+    lines[0] += " from dpo-pack over all steps:\n"
+    names = {
+        "loss": "loss, nats",
+        "grad_norm": "gradient norm, relative",
+        "logps": "mean log-probs, relative",
+    }
+    for contender, found in report.differences.items():
+        parts = ", ".join(f"{names[name]}: {value:.1e}" for name, value in found.items())
+        lines.append(f"- {contender}: {parts}")
+    return "\n".join([*lines, ""])
+
+
+def _phases(report: Report) -> str:
+    """Of our first contender: seconds by phase, all repeats together."""
+    name, runs = next(iter(report.runs.items()))
+    if any(run.failure for run in runs):
+        return ""
+    seconds = {"reference": sum(run.reference_seconds for run in runs)}
+    for phase in runs[0].phases:
+        seconds[phase] = sum(run.phases[phase] for run in runs)
+    everything = seconds["reference"] + sum(sum(run.step_seconds) for run in runs)
+    seconds["logging and the rest"] = max(everything - sum(seconds.values()), 0.0)
+    shares = "; ".join(f"{phase} {value / everything:.1%}" for phase, value in seconds.items())
+    return f"Time of {name} by phase: {shares}.\n"
+
+
+def _profile(report: Report) -> str:
+    assert report.profile is not None
+    total = sum(report.profile.values())
+    productive = sum(report.profile[kind] for kind in PRODUCTIVE_KINDS) / total
+    lines = [
+        f"Some steps of dpo-pack by kind of operation, under torch's profiler, which slows them down: "
+        f"{productive:.0%} of the time is inside matrix products and attention.\n",
+        "| | of the time |",
+        "|---|---|",
+        *(f"| {kind} | {seconds / total:.1%} |" for kind, seconds in report.profile.items()),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _sweep(report: Report) -> str:
+    if not report.sweep:
+        return ""
+    warmup = report.warmup_steps
+    parts = [
+        f"{run.contender}: {run.failure or f'{1 / run.seconds_a_pair(warmup_steps=warmup):.2f}'}"
+        for run in report.sweep
+    ]
+    return "\n".join(["Sweeps, one short run each, pairs/s:\n", *(f"- {part}" for part in parts), ""])

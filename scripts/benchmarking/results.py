@@ -1,0 +1,117 @@
+"""What has been measured, on disk after every measurement, so that an interrupted benchmark goes on."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarking.contenders import Measurement
+from dpo_pack.files import write_json_atomically
+
+
+@dataclass(slots=True)
+class Results:
+    """`OUTPUT.json`: the setting, and an entry for each thing that was measured."""
+
+    path: Path
+    content: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path, setting: dict[str, Any]) -> Results:
+        """What is there, if it is of the same setting; exits when it is of another."""
+        if not path.is_file():
+            return cls(path, {"setting": setting, "entries": {}})
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["setting"] != setting:
+            changed = [key for key in setting if content["setting"].get(key) != setting[key]]
+            raise SystemExit(
+                f"--output: {path} holds measurements of another setting ({', '.join(changed)} differ); "
+                "give another --output, or remove it to measure anew"
+            )
+        return cls(path, content)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.content["entries"]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.content["entries"][key]
+
+    def get(self, key: str) -> Any:
+        return self.content["entries"].get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Keep an entry, at once."""
+        self.content["entries"][key] = value
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(self.path, self.content)
+
+    def measurement(self, key: str) -> Measurement:
+        return Measurement(**self[key])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """How far two computations of the same steps may be apart."""
+
+    loss: float  # nats
+    grad_norm: float  # relative
+    logps: float  # relative
+
+
+# fp32: sums in another order. bf16: roundings of 2^-9 each, which differ with the shapes of products.
+TOLERANCES = {
+    "fp32": Tolerance(loss=1e-4, grad_norm=5e-4, logps=2e-6),
+    "bf16": Tolerance(loss=2e-2, grad_norm=5e-2, logps=5e-3),
+}
+
+
+def differences(ours: Measurement, theirs: Measurement, *, lora: bool) -> dict[str, float]:
+    """The largest of all steps: `loss` (nats), `grad_norm` and `logps` (relative).
+
+    Adapters begin at random values that depend on the library's order of drawing, so with LoRA only the
+    log-probs of the first step must agree, where adapters do nothing yet.
+    """
+    last = 1 if lora else None
+
+    def relative(name: str) -> float:
+        left, right = (np.array(getattr(side, name)[:last]) for side in (ours, theirs))
+        return float(np.abs(left / right - 1).max())
+
+    found = {"logps": max(relative("chosen_logps"), relative("rejected_logps"))}
+    if not lora:
+        found["loss"] = float(np.abs(np.array(ours.losses) - np.array(theirs.losses)).max())
+        found["grad_norm"] = relative("grad_norms")
+    return found
+
+
+def require_same_work(found: dict[str, float], tolerance: Tolerance, *, who: str) -> None:
+    """Exit when two contenders did not do the same: their times could not be compared."""
+    limits = {"loss": tolerance.loss, "grad_norm": tolerance.grad_norm, "logps": tolerance.logps}
+    for name, difference in found.items():
+        if not difference <= limits[name]:  # not: NaN is no agreement
+            raise SystemExit(
+                f"{who} does not do the same work: {name} differs by {difference:.3g}, "
+                f"at most {limits[name]:.3g} is rounding"
+            )
+
+
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def machine() -> dict[str, Any]:
+    """Versions, devices and commit."""
+    from dpo_pack.doctor import describe_environment
+    from dpo_pack.run_dir import git_commit
+
+    return {**describe_environment(), "git_commit": git_commit(), "processor": processor()}

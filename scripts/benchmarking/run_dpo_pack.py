@@ -1,0 +1,103 @@
+"""One run of dpo-pack: reference pass and training steps, as `dpopack train` has them, no export."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import dpo_pack.train
+from benchmarking.contenders import (
+    BETA,
+    LEARNING_RATE,
+    LORA_ALPHA,
+    LORA_RANK,
+    Contender,
+    Measurement,
+    Setting,
+)
+from benchmarking.workloads import digest_of
+from dpo_pack.console import make_console
+from dpo_pack.data.store import PairTable
+from dpo_pack.offline import OfflineSource
+from dpo_pack.recipe import Recipe, parse_recipe
+from dpo_pack.session import Session
+from dpo_pack.throughput import PHASES
+
+REFERENCE_TOKEN_BUDGET = 65536  # on CUDA: what the search for one would find is no part of a short run
+
+
+def run_dpo_pack(
+    contender: Contender, setting: Setting, scratch: Path, spawned_at: float | None
+) -> Measurement:
+    """Measure it in this process; `spawned_at` is when the process was started (Unix time)."""
+    begun = time.time()
+    session = train_without_export(make_recipe(contender, setting, scratch))
+    startup_seconds = None
+    if spawned_at is not None:
+        startup_seconds = begun - spawned_at + session.startup_seconds
+    assert isinstance(session.source, OfflineSource)
+    plan = session.source.first_plan
+    lines = [json.loads(line) for line in session.run.metrics.read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if line["split"] == "train"]
+    return Measurement(
+        contender=contender.name,
+        digest=digest_of_table(session.prepared.data.train),
+        pairs=sum(step["pairs"] for step in steps),
+        step_seconds=[step["seconds"] for step in steps],
+        reference_seconds=session.reference_seconds,
+        startup_seconds=startup_seconds,
+        computed_tokens=sum(plan.tokens_in(row) for ranks in plan for rows in ranks for row in rows),
+        losses=[step["loss"] for step in steps],
+        grad_norms=[step["grad_norm"] for step in steps],
+        chosen_logps=[step["logps/chosen"] for step in steps],
+        rejected_logps=[step["logps/rejected"] for step in steps],
+        phases={phase: sum(step[f"seconds/{phase}"] for step in steps) for phase in PHASES},
+    )
+
+
+def train_without_export(recipe: Recipe) -> Session:
+    """Train as `dpopack train` does, but leave the model where it is; the session when it is over."""
+    finished: list[Session] = []
+    with patch.object(dpo_pack.train, "finish", finished.append):
+        dpo_pack.train.train(recipe, make_console(quiet=True))
+    return finished[0]
+
+
+def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe:
+    """The run's recipe: everything computed anew, pairs in the workload's order."""
+    model: dict[str, Any] = {
+        "path": setting.model,
+        "dtype": setting.parameters,
+        "gradient_checkpointing": setting.gradient_checkpointing,
+    }
+    if setting.lora:
+        model["lora"] = {"r": LORA_RANK, "alpha": float(LORA_ALPHA)}
+    reference: dict[str, Any] = {"cache_dir": f"{scratch}/cache"}
+    if setting.device == "cuda":
+        reference["token_budget"] = REFERENCE_TOKEN_BUDGET
+    pairs = {
+        "path": f"{setting.workload}/pairs.jsonl",
+        "format": "tokenized",
+        "max_pairs": setting.num_pairs,
+    }
+    tree = {
+        "output_dir": f"{scratch}/run",
+        "model": model,
+        "reference": reference,
+        "data": {"train": pairs, "max_length": setting.max_length, "shuffle": False},
+        "packing": {"pairs_per_step": setting.pairs_per_step},
+        "loss": {"beta": BETA},
+        "optim": {"lr": LEARNING_RATE, "schedule": "constant"},
+    }
+    return parse_recipe(tree, contender.settings)
+
+
+def digest_of_table(table: PairTable) -> str:
+    """Of the token ids as the layout reads them, in the order of training."""
+    return digest_of(
+        (table.prompt(pair).tolist(), table.chosen(pair).tolist(), table.rejected(pair).tolist())
+        for pair in range(table.num_pairs)
+    )

@@ -1,0 +1,39 @@
+"""The work of a benchmark, the same for every contender: tokens and FLOPs of its pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dpo_pack.data.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
+from dpo_pack.data.lengths import PairLengths
+
+REFERENCE_PASSES = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Means over the pairs."""
+
+    shared_tokens: float  # a pair, its common prefix once
+    unshared_tokens: float  # a pair, both sequences whole
+    scored_tokens: float
+    training_flops: float  # a pair, its common prefix once, completion positions alone through the head
+    reference_flops: float
+
+    @property
+    def flops(self) -> float:
+        """Of a pair, reference included: the numerator of every contender's MFU."""
+        return self.training_flops + self.reference_flops
+
+
+def work_of(shape: ModelShape, lengths: PairLengths, *, lora: bool) -> Work:
+    """What DPO on these pairs has to compute at the least."""
+    passes = ADAPTER_PASSES if lora else TRAINING_PASSES
+    forward = pair_flops(shape, lengths, share_prompt=True, passes=REFERENCE_PASSES)
+    return Work(
+        shared_tokens=float(lengths.row_tokens(share_prompt=True).mean()),
+        unshared_tokens=float(lengths.row_tokens(share_prompt=False).mean()),
+        scored_tokens=float(lengths.completion_tokens().mean()),
+        training_flops=float(forward.mean()) * passes,
+        reference_flops=float(forward.mean()),
+    )

@@ -1,0 +1,234 @@
+"""What contenders train on: pairs as token ids, the same ids for each of them.
+
+Lengths of the synthetic workloads are log-normal, fitted to published statistics; their ids are random,
+which no kernel's time depends on. Legend: P pairs; lengths in tokens.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dpo_pack.data.formats import FORMATS, BadRow
+from dpo_pack.data.lengths import PairLengths
+from dpo_pack.files import write_json_atomically, write_text_atomically
+
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+FIRST_ORDINARY_ID = 3
+HH_VOCABULARY = 8192
+# Of the logarithms of prompt, chosen and rejected lengths, each with each: 0.25, 0.24 and 0.31 in HH-RLHF's
+# harmless-base test set. Alike completions waste less padding, so independent draws would flatter packing.
+LENGTH_CORRELATION = 0.27
+
+TokenIds = tuple[Sequence[int], Sequence[int], Sequence[int]]  # prompt, chosen, rejected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthMix:
+    """Log-normal prompt and completion lengths; pairs above `max_length` are drawn again."""
+
+    median_prompt: float
+    median_completion: float
+    prompt_spread: float  # standard deviation of the logarithm
+    completion_spread: float
+    max_length: int  # of prompt and one completion
+    origin: str  # where the numbers come from
+
+    def draw(self, num_pairs: int, *, seed: int) -> PairLengths:
+        """Lengths of `num_pairs` pairs; completions hold their EOS."""
+        random = np.random.default_rng(seed)
+        drawn = np.zeros((0, 3), dtype=np.int64)
+        while len(drawn) < num_pairs:
+            common = random.standard_normal((num_pairs, 1)) * np.sqrt(LENGTH_CORRELATION)
+            normal = common + random.standard_normal((num_pairs, 3)) * np.sqrt(1 - LENGTH_CORRELATION)
+            spreads = np.array([self.prompt_spread, self.completion_spread, self.completion_spread])
+            medians = np.array([self.median_prompt, self.median_completion, self.median_completion])
+            lengths = np.maximum(2, np.exp(normal * spreads) * medians).astype(np.int64)
+            fits = lengths[:, 0] + lengths[:, 1:].max(axis=1) <= self.max_length
+            drawn = np.concatenate([drawn, lengths[fits]])
+        prompt, chosen, rejected = drawn[:num_pairs].T
+        return PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=prompt)
+
+
+_MEDIANS = (
+    "medians of the whole pair and of prompt / completion from arXiv 2410.20305's table of data sets, "
+    "taken as prompt + both completions"
+)
+MIXES = {
+    "hh-like": LengthMix(
+        median_prompt=96,
+        median_completion=45,
+        prompt_spread=1.0,
+        completion_spread=0.9,
+        max_length=1024,
+        origin=f"HH-RLHF: {_MEDIANS} (186, 2.15); spreads measured on its harmless-base test set",
+    ),
+    "ultrafeedback": LengthMix(
+        median_prompt=71,
+        median_completion=169,
+        prompt_spread=1.08,
+        completion_spread=1.07,
+        max_length=2048,
+        origin=f"UltraFeedback binarized: {_MEDIANS} (409, 0.42); spreads such that means are 127 and 300 "
+        "tokens, from the data set card's 405,688,662 bytes of 61,135 rows at 4.5 bytes a token",
+    ),
+    "tulu3": LengthMix(
+        median_prompt=97,
+        median_completion=232,
+        prompt_spread=1.08,
+        completion_spread=1.07,
+        max_length=2048,
+        origin="Tulu 3 8B preference mixture: means of 174 and 411 tokens, from the data set card's "
+        "1,680,549,462 bytes of 271,409 rows at 4.5 bytes a token; UltraFeedback's ratio and spreads, cut at "
+        "the 2,048 tokens Tulu 3 trained with",
+    ),
+    "long16k": LengthMix(
+        median_prompt=600,
+        median_completion=900,
+        prompt_spread=1.3,
+        completion_spread=1.2,
+        max_length=16384,
+        origin="made up: a long tail of dialogues and answers up to 16,384 tokens",
+    ),
+}
+WORKLOADS = ("hh", *MIXES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Pairs on disk, as rows of `prompt_ids`, `chosen_ids` and `rejected_ids`."""
+
+    name: str
+    directory: Path
+    num_pairs: int
+    max_length: int
+    digest: str  # of the ids of all pairs in their order
+    origin: str
+
+    @property
+    def pairs(self) -> Path:
+        return self.directory / "pairs.jsonl"
+
+    def rows(self, num_pairs: int) -> list[dict[str, list[int]]]:
+        """The first `num_pairs` rows."""
+        with self.pairs.open(encoding="utf-8") as lines:
+            return [json.loads(line) for line, _ in zip(lines, range(num_pairs), strict=False)]
+
+    def lengths(self) -> PairLengths:
+        """Of every pair; `shared` counts the tokens both sequences begin with."""
+        rows = self.rows(self.num_pairs)
+        both = [
+            (row["prompt_ids"] + row["chosen_ids"], row["prompt_ids"] + row["rejected_ids"]) for row in rows
+        ]
+        return PairLengths(
+            prompt=np.array([len(row["prompt_ids"]) for row in rows]),
+            chosen=np.array([len(row["chosen_ids"]) for row in rows]),
+            rejected=np.array([len(row["rejected_ids"]) for row in rows]),
+            shared=np.array([_common_prefix(chosen, rejected) for chosen, rejected in both]),
+        )
+
+
+def make_workload(
+    name: str, directory: Path, *, num_pairs: int, vocabulary: int, hh_pairs: Path | None, seed: int = 0
+) -> Workload:
+    """Write the workload into `directory`, or take the same one that is there. Exits when HH rows lack."""
+    request = {"name": name, "num_pairs": num_pairs, "vocabulary": vocabulary, "seed": seed}
+    if (directory / "workload.json").is_file():
+        made = json.loads((directory / "workload.json").read_text(encoding="utf-8"))
+        if made.pop("request") == request:
+            return Workload(directory=directory, **made)
+    if name == "hh":
+        assert hh_pairs is not None
+        pairs = hh_token_ids(hh_pairs, num_pairs)
+        max_length, origin = MIXES["hh-like"].max_length, f"{hh_pairs.name}, a byte-level BPE of its own text"
+    else:
+        pairs = list(synthetic_token_ids(MIXES[name].draw(num_pairs, seed=seed), vocabulary, seed=seed))
+        max_length, origin = MIXES[name].max_length, MIXES[name].origin
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(dict(zip(_COLUMNS, pair, strict=True))) + "\n" for pair in pairs]
+    write_text_atomically(directory / "pairs.jsonl", "".join(lines))
+    made = {
+        "name": name,
+        "num_pairs": num_pairs,
+        "max_length": max_length,
+        "digest": digest_of(pairs),
+        "origin": origin,
+    }
+    write_json_atomically(directory / "workload.json", {**made, "request": request})
+    return Workload(directory=directory, **made)
+
+
+_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+
+def synthetic_token_ids(lengths: PairLengths, vocabulary: int, *, seed: int) -> Iterator[TokenIds]:
+    """Random ordinary ids of these lengths, completions ending with EOS."""
+    random = np.random.default_rng(seed + 1)
+
+    def ids(count: int) -> list[int]:
+        return [int(token) for token in random.integers(FIRST_ORDINARY_ID, vocabulary, count)]
+
+    for prompt, chosen, rejected in zip(lengths.prompt, lengths.chosen, lengths.rejected, strict=True):
+        yield ids(int(prompt)), [*ids(int(chosen) - 1), EOS_ID], [*ids(int(rejected) - 1), EOS_ID]
+
+
+def hh_token_ids(path: Path, num_pairs: int) -> list[TokenIds]:
+    """The first usable HH-RLHF rows of at most the workload's length, by a tokenizer trained on them."""
+    limit, rows = MIXES["hh-like"].max_length, []
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                pair = FORMATS["transcript"](json.loads(line))
+            except BadRow:
+                continue
+            rows.append((str(pair.prompt), str(pair.chosen), str(pair.rejected)))
+            if len(rows) == 2 * num_pairs:  # some of them are too long
+                break
+    tokenizer = _byte_level_bpe(text for row in rows for text in row)
+    pairs: list[TokenIds] = []
+    for row in rows:
+        prompt, chosen, rejected = (tokenizer.encode(text).ids for text in row)
+        if len(prompt) + max(len(chosen), len(rejected)) < limit and len(pairs) < num_pairs:
+            pairs.append((prompt, [*chosen, EOS_ID], [*rejected, EOS_ID]))
+    if len(pairs) < num_pairs:
+        raise SystemExit(f"--pairs: {path} has {len(pairs)} usable rows, not {num_pairs}; set --num-pairs")
+    return pairs
+
+
+def _byte_level_bpe(texts: Iterable[str]) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=HH_VOCABULARY,
+        special_tokens=["<pad>", "<s>", "</s>"],  # PAD_ID, BOS_ID, EOS_ID
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def digest_of(pairs: Iterable[TokenIds]) -> str:
+    """Names token ids and their order: each contender's must equal the workload's."""
+    digest = hashlib.blake2b(digest_size=16)
+    for pair in pairs:
+        for ids in pair:
+            array: npt.NDArray[np.int64] = np.asarray(ids, dtype="<i8")
+            digest.update(len(array).to_bytes(8, "little") + array.tobytes())
+    return digest.hexdigest()
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )

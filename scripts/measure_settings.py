@@ -1,0 +1,175 @@
+"""Measure what the docs say of single settings, on this machine's CPU.
+
+python scripts/measure_settings.py products         fp32 through MKL and oneDNN, bf16: docs/performance.md
+python scripts/measure_settings.py gradient-sums    rows adding up in bf16: docs/memory.md
+python scripts/measure_settings.py checkpoints      written while training goes on: docs/running.md
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dpo_pack.checkpoint import Identity, Place, TrainState, checkpoint_content
+from dpo_pack.checkpoint_writer import CheckpointWriter
+from dpo_pack.cpu_products import times_transposed
+from dpo_pack.host_memory import keep_freed_memory
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
+
+# Tokens, features in, features out: layers of the benchmark's 7M model, and a chunk of its head.
+SHAPES = ((4096, 256, 256), (4096, 256, 688), (4096, 688, 256), (256, 256, 8192))
+
+
+@app.command()
+def products() -> None:
+    """GFLOP/s of a linear layer's three products, medians of 30."""
+    keep_freed_memory()
+    print("| tokens x in x out | product | torch (MKL) | oneDNN | torch, bf16 |\n|---|---|---|---|---|")
+    for tokens, inputs, outputs in SHAPES:
+        features, weight = torch.randn(tokens, inputs), torch.randn(outputs, inputs)
+        grad = torch.randn(tokens, outputs)
+        for name, left, right in (
+            ("features @ weight.T", features, weight),
+            ("grad @ weight", grad, weight.T),
+            ("grad.T @ features", grad.T, features.T),
+        ):
+            seconds = (
+                _median(partial(_times_transposed_by_torch, left, right)),
+                _median(partial(times_transposed, left, right)),
+                _median(partial(_times_transposed_by_torch, left.bfloat16(), right.bfloat16())),
+            )
+            rates = " | ".join(f"{2e-9 * tokens * inputs * outputs / each:.0f}" for each in seconds)
+            print(f"| {tokens} x {inputs} x {outputs} | {name} | {rates} |")
+
+
+def _times_transposed_by_torch(left: Tensor, right: Tensor) -> Tensor:
+    return left @ right.T
+
+
+def _median(function: Callable[[], Any]) -> float:
+    seconds = []
+    with torch.no_grad():
+        for _ in range(33):
+            begun = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[3:])
+
+
+@app.command("gradient-sums")
+def gradient_sums(num_rows: int = 128) -> None:
+    """Relative error of a step's gradient, of a Llama of 5M parameters, against fp32 throughout."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    low = LlamaForCausalLM(config).bfloat16()
+    exact = copy.deepcopy(low).float()
+    frequencies = 1 / torch.arange(1, 2049.0)
+    rows = [torch.multinomial(frequencies, 256, replacement=True).view(2, 128) for _ in range(num_rows)]
+    print("| rows in a step | bf16 autocast, sum in fp32 | bf16 parameters, sum in fp32 | in bf16 |")
+    print("|---|---|---|---|")
+    for count in (number for number in (1, 8, 32, 128) if number <= num_rows):
+        truth = _gradient(exact, rows[:count], torch.float32)
+        sums = (
+            _gradient(exact, rows[:count], torch.float32, autocasts=True),
+            _gradient(low, rows[:count], torch.float32),
+            _gradient(low, rows[:count], torch.bfloat16),
+        )
+        errors = " | ".join(f"{float((each - truth).norm() / truth.norm()):.2%}" for each in sums)
+        print(f"| {count} | {errors} |")
+
+
+def _gradient(
+    model: LlamaForCausalLM, rows: Sequence[Tensor], sum_dtype: torch.dtype, *, autocasts: bool = False
+) -> Tensor:
+    """The whole gradient of DPO's loss over `rows`, [2, L] chosen and rejected each, added up row by row."""
+    sums = [torch.zeros_like(parameter, dtype=sum_dtype) for parameter in model.parameters()]
+    for row in rows:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocasts):
+            logits = model(input_ids=row).logits[:, :-1]
+        logps = logits.float().log_softmax(-1).gather(2, row[:, 1:, None]).squeeze(2)[:, 64:].sum(1)
+        margin = 0.1 * (logps[0] - logps[1])
+        loss = -nn.functional.logsigmoid(margin - margin.detach()) / len(rows)  # the policy is its reference
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        for total, grad in zip(sums, grads, strict=True):
+            total += grad
+    return torch.cat([total.float().flatten() for total in sums])
+
+
+class _NoSource:
+    """What a checkpoint asks of a source of batches."""
+
+    num_steps = 0
+    steps_fingerprint = ""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def prepare_next(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@app.command()
+def checkpoints(num_parameters: int = 25_000_000, repeats: int = 6) -> None:
+    """Seconds that training waits for a checkpoint, and those of steps meanwhile, medians."""
+    torch.manual_seed(0)
+    policy: Any = nn.ParameterList(nn.Parameter(torch.randn(num_parameters // 24, 1)) for _ in range(24))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    state = TrainState(policy=policy, optimizer=optimizer, scheduler=scheduler, source=_NoSource())
+    identity = Identity(fingerprints={}, words={}, versions={}, ranks="")
+    place = Place(metrics_offset=0, source={})
+
+    def step() -> float:
+        begun = time.perf_counter()
+        sum((parameter.square() * 3 + parameter.exp()).mean() for parameter in policy.parameters()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - begun
+
+    alone = statistics.median([step() for _ in range(8)])
+    print(f"{num_parameters:,} parameters, steps of {alone:.2f} s")
+    for in_background in (False, True):
+        waits, slow_steps = [], []
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            CheckpointWriter(Path(directory), in_background=in_background) as writer,
+        ):
+            for _ in range(repeats):
+                state.step += 1
+                content = checkpoint_content(state, place, identity, keep=1, num_best=0)
+                begun = time.perf_counter()
+                writer.write(content)
+                waits.append(time.perf_counter() - begun)
+                slow_steps += [step() for _ in range(3)] if in_background else []
+                writer.wait()
+        meanwhile = f", next three steps {statistics.median(slow_steps):.2f} s each" if slow_steps else ""
+        print(f"asynchronous: {in_background}: training waits {statistics.median(waits):.2f} s{meanwhile}")
+
+
+if __name__ == "__main__":
+    app()
