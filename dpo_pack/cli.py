@@ -5,7 +5,9 @@ torch and transformers are imported inside the commands, so that `--help` answer
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +16,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 import dpo_pack
+from dpo_pack import stop_signals
 from dpo_pack.cache_cli import cache_app
-from dpo_pack.errors import DpoPackError, RecipeError
-from dpo_pack.interrupts import Interrupted, interruptible
+from dpo_pack.endings import complain, ending_of
+from dpo_pack.errors import RecipeError
+from dpo_pack.interrupts import interruptible
+from dpo_pack.placement import Placement, placement
+from dpo_pack.startup import many_imports
 
 app = typer.Typer(
     help="DPO fine-tuning of causal language models that computes no padding, no prompt twice and no "
@@ -39,33 +45,31 @@ def main() -> None:
     """Run a command. Exit status: 0 done, 2 the user can mend it, 130 or 143 interrupted, 1 our bug."""
     try:
         with interruptible():
+            stop_signals.accept()
             app(prog_name="dpopack")
-    except Interrupted as interrupted:
-        _complain(f"{interrupted}; the same command goes on from what is done")
-        sys.exit(interrupted.exit_status)
-    except DpoPackError as error:
-        _complain(f"error: {error}")
-        sys.exit(2)
-    except RuntimeError as error:
-        if "out of memory" not in str(error):  # torch has several classes for it, and no code
+    except SystemExit:
+        raise
+    except BaseException as error:
+        place = _place_among_ranks()
+        if place is not None:
+            from dpo_pack.launch import tell_among_ranks
+
+            sys.exit(tell_among_ranks(error, place))
+        ending = ending_of(error)
+        if ending.message is None:
             raise
-        _complain(f"error: {_out_of_memory(str(error))}")
-        sys.exit(2)
+        complain(ending.message)
+        if ending.is_urgent:
+            os._exit(ending.exit_status)
+        sys.exit(ending.exit_status)
 
 
-def _complain(message: str) -> None:
-    # On one line: causes quoted from other libraries may have several.
-    print(" ".join(line.strip() for line in message.splitlines()), file=sys.stderr)
-
-
-def _out_of_memory(message: str) -> str:
-    """What torch says of the allocation that failed, and what makes allocations smaller."""
-    sentences = message.strip().partition("\n")[0].split(". ")
-    what = ". ".join(sentences[:3]).rstrip(".")  # the size of the allocation, and what of the device is free
-    return (
-        f"{what}; lower packing.token_budget (reference.token_budget if it was in the reference pass or an "
-        "evaluation), or set model.gradient_checkpointing=true"
-    )
+def _place_among_ranks() -> Placement | None:
+    with contextlib.suppress(RecipeError):  # of an environment that cannot be read, which is being told
+        place = placement(os.environ)
+        if place is not None and place.num_ranks > 1:
+            return place
+    return None
 
 
 @app.command()
@@ -76,21 +80,26 @@ def train(
         bool, typer.Option("--overwrite", help="Discard an earlier run in output_dir and start again.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Do everything up to the first step; leave no run behind.")
+        bool, typer.Option("--dry-run", help="Do all before the first step, and say what memory it takes.")
     ] = False,
 ) -> None:
     """Train a recipe's model, or go on with its run.
 
-    First the reference log-probs that the cache lacks, then DPO; the model goes to output_dir/model. Run the
-    same command again to go on with a run that was interrupted.
+    First the reference log-probs that the cache lacks, then DPO, on all visible GPUs; the model goes to
+    output_dir/model. Run the same command again to go on with a run that was interrupted.
     """
-    from dpo_pack.recipe import load_recipe
+    from dpo_pack.recipe import check_environment, load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    from dpo_pack.console import make_console
-    from dpo_pack.train import train as run_training
+    check_environment(loaded)
+    with many_imports():
+        from dpo_pack.launch import on_every_rank
 
-    run_training(loaded, make_console(), overwrite=overwrite, dry_run=dry_run)
+    with on_every_rank(loaded) as console:
+        with many_imports():
+            from dpo_pack.train import train as run_training
+
+        run_training(loaded, console, overwrite=overwrite, dry_run=dry_run)
 
 
 @app.command("precompute-ref")
@@ -100,21 +109,23 @@ def precompute_ref(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     loaded = load_recipe(recipe, overrides or ())
     check_environment(loaded)
-    from dpo_pack.console import make_console
-    from dpo_pack.errors import RecipeError
-    from dpo_pack.prepare import prepare, recipe_objective
-    from dpo_pack.prepare_reference import prepare_reference
-
-    if not recipe_objective(loaded).needs_reference:
-        raise RecipeError("loss.type: this loss needs no reference, so there is nothing to precompute")
     if loaded.reference.sync is not None:
         raise RecipeError("reference.sync: a reference that follows the policy cannot be precomputed")
-    console = make_console()
-    filled = prepare_reference(prepare(loaded, console), None)
-    console.print(
-        f"Cache: {filled.cache.directory}; {filled.num_cached:,} sequences reused, "
-        f"{filled.num_computed:,} computed"
-    )
+    with many_imports():
+        from dpo_pack.launch import on_every_rank
+
+    with on_every_rank(loaded) as console:
+        with many_imports():
+            from dpo_pack.prepare import prepare, recipe_objective
+            from dpo_pack.prepare_reference import prepare_reference
+
+        if not recipe_objective(loaded).needs_reference:
+            raise RecipeError("loss.type: this loss needs no reference, so there is nothing to precompute")
+        filled = prepare_reference(prepare(loaded, console), None)
+        console.print(
+            f"Cache: {filled.cache.directory}; {filled.num_cached:,} sequences reused, "
+            f"{filled.num_computed:,} computed"
+        )
 
 
 @app.command("inspect-packing")
@@ -142,11 +153,12 @@ def inspect_packing(
     rank_numbers = parse_numbers(ranks, option="--ranks", instance="1,8,64")
     budget_numbers = parse_numbers(budgets, option="--budgets", instance="4096,8192")
     check_environment(loaded)
-    from dpo_pack.console import make_console
-    from dpo_pack.data.packing_report import to_json
-    from dpo_pack.files import write_text_atomically
-    from dpo_pack.prepare import prepare_data, prepare_tokenizer
-    from dpo_pack.prepare_batches import inspect_recipe_packing
+    with many_imports():
+        from dpo_pack.console import make_console
+        from dpo_pack.data.packing_report import to_json
+        from dpo_pack.files import write_text_atomically
+        from dpo_pack.prepare import prepare_data, prepare_tokenizer
+        from dpo_pack.prepare_batches import inspect_recipe_packing
 
     console = make_console(quiet=json_file == Path("-"))
     data = prepare_data(loaded, prepare_tokenizer(loaded), console)
@@ -193,24 +205,30 @@ def evaluate(
     if model is not None and compare is not None:
         raise RecipeError("evaluate: give --model or --compare, not both")
     check_environment(loaded)
-    from dpo_pack import evaluation_tables as tables
-    from dpo_pack.console import make_console
-    from dpo_pack.evaluate import compare_models, evaluate_recipe
-    from dpo_pack.files import write_json_atomically
+    with many_imports():
+        from dpo_pack.launch import on_every_rank
 
-    console = make_console(quiet=json_file == Path("-"))
-    if compare is None:
-        results = evaluate_recipe(loaded, model, console)
-        tables.render_results(results, console)
-        metrics = tables.results_json(results)
-    else:
-        comparisons = compare_models(loaded, *compare, console)
-        tables.render_comparisons(comparisons, compare, console)
-        metrics = tables.comparisons_json(comparisons, compare)
-    if json_file == Path("-"):
-        print(json.dumps(metrics, indent=2))
-    elif json_file is not None:
-        write_json_atomically(json_file, metrics)
+    with on_every_rank(loaded, quiet=json_file == Path("-")) as console:
+        with many_imports():
+            from dpo_pack import evaluation_tables as tables
+            from dpo_pack import ranks
+            from dpo_pack.evaluate import compare_models, evaluate_recipe
+            from dpo_pack.files import write_json_atomically
+
+        if compare is None:
+            results = evaluate_recipe(loaded, model, console)
+            tables.render_results(results, console)
+            metrics = tables.results_json(results)
+        else:
+            comparisons = compare_models(loaded, *compare, console)
+            tables.render_comparisons(comparisons, compare, console)
+            metrics = tables.comparisons_json(comparisons, compare)
+        if not ranks.is_first():
+            return
+        if json_file == Path("-"):
+            print(json.dumps(metrics, indent=2))
+        elif json_file is not None:
+            write_json_atomically(json_file, metrics)
 
 
 @app.command()
@@ -229,8 +247,9 @@ def doctor(
     loaded = None if recipe is None else load_recipe(recipe, overrides or ())
     if loaded is not None:
         check_environment(loaded)
-    from dpo_pack.console import make_console
-    from dpo_pack.doctor import describe_environment, prove_recipe, render_environment, render_proofs
+    with many_imports():
+        from dpo_pack.console import make_console
+        from dpo_pack.doctor import describe_environment, prove_recipe, render_environment, render_proofs
 
     report = describe_environment()
     console = make_console(quiet=as_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,14 @@ from rich.table import Table
 import dpo_pack
 from dpo_pack.attention import BACKENDS
 from dpo_pack.attention.select import AttentionNeeds, backend_obstacle
+from dpo_pack.cpu_features import bfloat16_instructions
+from dpo_pack.host_memory import machine_memory_bytes
 from dpo_pack.models import resolve_precision
 from dpo_pack.recipe import Recipe
 from dpo_pack.recipe_models import (
     ProofOutcome,
     cache_directory,
+    check_layers,
     load_source_model,
     policy_model,
     prove_remembered,
@@ -75,6 +77,7 @@ def prove_recipe(recipe: Recipe) -> ProofOutcome:
     device = Accelerator().device
     precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, device)
     source = policy_model(recipe)
+    check_layers(recipe, source, device)
     return prove_remembered(
         recipe,
         source,
@@ -103,10 +106,12 @@ def _devices() -> list[dict[str, Any]]:
             {"device": f"cuda:{number}", "name": p.name, "memory_bytes": p.total_memory}
             for number, p in enumerate(properties)
         ]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     num_threads = torch.get_num_threads()
     name = f"{_cpu_name()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
-    return [{"device": "cpu", "name": name, "memory_bytes": memory}]
+    instructions = bfloat16_instructions()
+    if instructions is not None:
+        name += f", bf16 by {' and '.join(instructions)}" if instructions else ", no bf16 instructions"
+    return [{"device": "cpu", "name": name, "memory_bytes": machine_memory_bytes()}]
 
 
 def _cpu_name() -> str:

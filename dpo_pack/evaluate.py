@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from dpo_pack import ranks
 from dpo_pack.console import progress_bar
 from dpo_pack.errors import ModelError, RecipeError
 from dpo_pack.held_out import HeldOutResult, compare_results, evaluate_pairs, held_out_result
@@ -41,14 +42,16 @@ def evaluate_sets(
     policy: CompletionLogps,
     reference: FrozenReference | MovingReference | None,
     objective: Objective,
+    *,
+    between_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[HeldOutResult]:
     """What `policy` does on each held-out set. Collective where there are several ranks.
 
-    `reference` may be None for an objective that needs none.
+    `reference` may be None for an objective that needs none. `between_rows` is called by every rank as often.
     """
     moving = reference if isinstance(reference, MovingReference) else None
     frozen = reference if isinstance(reference, FrozenReference) else None
-    recipe, accelerator = prepared.recipe, prepared.accelerator
+    recipe = prepared.recipe
     # A fraction holds pairs of all training sources; a set named in data.eval is one source.
     sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
     for held_out in prepared.data.eval:
@@ -60,10 +63,11 @@ def evaluate_sets(
                 builder,
                 objective,
                 token_budget=reference_token_budget(recipe, prepared.device),
-                rank=accelerator.process_index,
-                num_ranks=accelerator.num_processes,
+                rank=ranks.rank(),
+                num_ranks=ranks.num_ranks(),
                 moving=moving,
                 progress=bar,
+                between_rows=between_rows,
             )
         yield held_out_result(
             held_out.name,

@@ -17,6 +17,7 @@ from dpo_pack.bootstrap import Floats
 from dpo_pack.breakdown import PairTraits, describe, length_preference
 from dpo_pack.collectives import gather_over_ranks
 from dpo_pack.data.bin_packing import pack_sequences_longest_first, padded_rows
+from dpo_pack.layout import on_device
 from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
 from dpo_pack.metrics import PairValues, averages, pair_metrics, pair_values
 from dpo_pack.models import CompletionLogps
@@ -50,18 +51,21 @@ def evaluate_pairs(
     num_ranks: int = 1,
     moving: MovingReference | None = None,
     progress: Callable[[int], None] = lambda num_pairs: None,
+    between_rows: Callable[[], None] = lambda: None,
 ) -> PairValues:
     """What the policy makes of each pair of the builder's table, in the table's order, on every rank.
 
     A loss that couples pairs couples those of the whole table. `token_budget` bounds a row of this pass
     without gradients. The reference is `moving` as it is now, if there is one, and else the builder's.
-    `progress` is told the pairs of each of this rank's rows.
+    `progress` is told the pairs of each of this rank's rows; `between_rows` is called before each, by every
+    rank as often.
     """
     build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
     values = [PairValues.none(builder.device)]
     weights_and_pairs = [torch.zeros((0, 2), dtype=torch.float64, device=builder.device)]
     rows = build_rows(builder.row_tokens(), token_budget)
     for pairs, counts in rank_share(rows, rank=rank, num_ranks=num_ranks):
+        between_rows()
         row = builder.build(pairs)
         if moving is not None:
             row = moving.score(row)
@@ -69,7 +73,7 @@ def evaluate_pairs(
         scored = score_pairs(objective, output, row)
         if counts:
             values.append(pair_values(output, scored.policy, scored.reference, scored.weights))
-            indices = torch.from_numpy(pairs).to(scored.weights)
+            indices = on_device(pairs.astype(np.float64), builder.device)
             weights_and_pairs.append(torch.stack((scored.weights, indices), dim=1))
             progress(len(pairs))
     gathered = gather_over_ranks(torch.cat(weights_and_pairs))

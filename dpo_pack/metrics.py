@@ -83,7 +83,7 @@ class PairValues:
 
     @staticmethod
     def join(parts: Sequence[PairValues]) -> PairValues:
-        """The pairs of several rows, in their order."""
+        """The pairs of one or more rows, in their order."""
         return PairValues(table=torch.cat([part.table for part in parts]))
 
     @staticmethod

@@ -15,12 +15,12 @@ from dpo_pack.health import RunFacts
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
 from dpo_pack.models import LoadedModel
 from dpo_pack.nonfinite import NonfiniteGuard
+from dpo_pack.offline import OfflineSource
 from dpo_pack.online.source import OnlineSource
 from dpo_pack.prepare import Prepared
 from dpo_pack.prepare_batches import policy_shape
 from dpo_pack.recipe import Recipe, source_names
 from dpo_pack.reference import pair_lengths
-from dpo_pack.sources import OfflineSource
 from dpo_pack.throughput import Meter, device_peak
 
 

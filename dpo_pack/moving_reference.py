@@ -37,9 +37,13 @@ class MovingReference:
             row, reference_chosen=chosen, reference_rejected=rejected, reference_tokens=output.token_logps
         )
 
+    @torch.no_grad()
     def score_batch(self, batch: GlobalBatch) -> GlobalBatch:
         """The batch with this model's log-probs as the reference of all its rows."""
-        return replace(batch, rows=[self.score(row) for row in batch.rows])
+        rows = [self.score(row) for row in batch.rows]
+        for idle_row in batch.idle_rows:
+            self.scorer(idle_row)
+        return replace(batch, rows=rows)
 
     @torch.no_grad()
     def follow(self, policy: CompletionLogps, *, step: int) -> None:

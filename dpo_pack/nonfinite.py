@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dpo_pack import ranks
 from dpo_pack.collectives import gather_over_ranks, largest_over_ranks
 from dpo_pack.data.store import PairTable
 from dpo_pack.files import write_json_atomically
@@ -56,6 +57,7 @@ class NonfiniteGuard:
         """Of optimizers that are not fused, and so know no `found_inf`, the host waits at each step."""
         self.optimizer = optimizer
         self._is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        self._update_device = optimizer.param_groups[0]["params"][0].device
         self.stops = stops
         self._is_blocked = torch.zeros((), dtype=torch.float32, device=device)
         self._unread: list[_UnreadStep] = []
@@ -66,13 +68,14 @@ class NonfiniteGuard:
         Waits for nothing where the optimizer is fused.
         values: of this rank's pairs, whose positions in the source's table are `pairs`, [P].
         """
-        is_finite = torch.isfinite(values.losses.sum()) & torch.isfinite(grad_norm)
+        # Gradients, and so their norm, may be offloaded to the CPU.
+        is_finite = torch.isfinite(values.losses.sum()) & torch.isfinite(grad_norm).to(values.losses.device)
         is_nonfinite = largest_over_ranks((~is_finite).float())  # every rank must do the same
         skips = is_nonfinite
         if self.stops:
             self._is_blocked = skips = torch.maximum(self._is_blocked, is_nonfinite)
         if self._is_fused:
-            self.optimizer.found_inf = skips  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skips.to(self._update_device)  # type: ignore[attr-defined]
         elif bool(skips):
             self.optimizer.zero_grad(set_to_none=True)  # without gradients a step does nothing
         self.optimizer.step()
@@ -93,7 +96,8 @@ class NonfiniteGuard:
         """
         for found in self.read():
             path = directory / f"nonfinite-step-{found.step:06d}.json"
-            write_json_atomically(path, describe_nonfinite(found, table, source_names))
+            if ranks.is_first():
+                write_json_atomically(path, describe_nonfinite(found, table, source_names))
             rows = sorted(table.row_numbers[found.pair_indices].tolist())
             yield (
                 f"step {found.step}: loss or gradient is not finite, and no update was made; lower optim.lr, "

@@ -5,7 +5,6 @@ prepare_reference.py and prepare_batches.py go on from here.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,20 +16,18 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from dpo_pack import ranks
 from dpo_pack.console import format_seconds
 from dpo_pack.data.pairs import DataSplits, load_data
 from dpo_pack.data.prompts import load_prompts
 from dpo_pack.data.store import PairTable
 from dpo_pack.errors import ModelError, RecipeError
+from dpo_pack.host_memory import keep_freed_memory
+from dpo_pack.loading import load_tokenizer
 from dpo_pack.lora import is_adapter
 from dpo_pack.losses import LossOptions, Objective, load_loss
 from dpo_pack.model_config import check_packs, check_positions, check_rows
-from dpo_pack.models import (
-    LoadedModel,
-    Precision,
-    load_tokenizer,
-    resolve_precision,
-)
+from dpo_pack.models import LoadedModel, Precision, resolve_precision
 from dpo_pack.moving_reference import MovingReference
 from dpo_pack.optim import check_optimizer
 from dpo_pack.recipe import Recipe
@@ -38,6 +35,7 @@ from dpo_pack.recipe_checks import TOKENIZER_FILES
 from dpo_pack.recipe_models import (
     ModelSource,
     cache_directory,
+    check_layers,
     check_quantised,
     check_source,
     load_source_model,
@@ -48,6 +46,7 @@ from dpo_pack.recipe_models import (
     reference_token_budget,
     source_config,
 )
+from dpo_pack.strategy import ALONE, Strategy, choose_strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +60,13 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     data: DataSplits
     cache_dir: Path
+    strategy: Strategy = ALONE
 
     @property
     def device(self) -> torch.device:
         device: torch.device = self.accelerator.device
-        return device
+        # Of several processes on CPUs accelerate numbers the devices, which are one.
+        return torch.device("cpu") if device.type == "cpu" else device
 
     @property
     def is_packed(self) -> bool:
@@ -154,20 +155,34 @@ def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console:
 
 def prepare(recipe: Recipe, console: Console, read_data: DataReader = prepare_data) -> Prepared:
     """Device, tokenizer and data, in the order that fails soonest. Writes nothing but the token cache."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RecipeError("distributed.num_processes: several processes are not available yet; start one")
-    project_dir = str(recipe.output_dir / "trackers")
-    accelerator = Accelerator(log_with=list(recipe.logging.trackers) or None, project_dir=project_dir)
-    precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, accelerator.device)
+    accelerator = _accelerator(recipe)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
+    precision = resolve_precision(
+        recipe.model.dtype,
+        recipe.model.autocast,
+        accelerator.device,
+        gather_dtype=recipe.distributed.gather_dtype,
+    )
     check_optimizer(recipe.optim.name, accelerator.device)
     config = source_config(recipe, policy_model(recipe))
     for source in (policy_model(recipe), reference_model(recipe)):  # before anything is tokenised
         check_source(source)
         check_quantised(recipe, source, accelerator.device)
+        check_layers(recipe, source, accelerator.device)
         if recipe.packing.mode == "packed":
             check_packs(source_config(recipe, source))
-    tokenizer = prepare_tokenizer(recipe)
-    data = read_data(recipe, tokenizer, console)
+    strategy = choose_strategy(recipe, config, accelerator.device)
+    if ranks.num_ranks() > 1:
+        console.print(f"Strategy: {strategy.sentence()}")
+    ranks.require_shared(cache_directory(recipe), "reference.cache_dir")
+    with ranks.first_goes_first():  # the others find in the caches what it has fetched and tokenised
+        tokenizer = prepare_tokenizer(recipe)
+        data = read_data(recipe, tokenizer, console)
+    ranks.require_same(
+        {"the data": data.fingerprint},
+        "every node must see the same data files and the same reference.cache_dir",
+    )
     prepared = Prepared(
         recipe=recipe,
         console=console,
@@ -176,10 +191,29 @@ def prepare(recipe: Recipe, console: Console, read_data: DataReader = prepare_da
         tokenizer=tokenizer,
         data=data,
         cache_dir=cache_directory(recipe),
+        strategy=strategy,
     )
     check_lengths(prepared, config)
     check_vocabulary(prepared, policy_model(recipe), config)
     return prepared
+
+
+def _accelerator(recipe: Recipe) -> Accelerator:
+    """accelerate's view of this process, which must be ours. Raises RecipeError for too few processes."""
+    wanted, num_ranks = recipe.distributed.num_processes, ranks.num_ranks()
+    if wanted not in ("auto", num_ranks):
+        raise RecipeError(
+            f"distributed.num_processes: {wanted} are asked for, but this is {num_ranks}; the dpopack "
+            "command starts them, a program of your own is started by torchrun"
+        )
+    accelerator = Accelerator(
+        # It would take a machine without devices for one without ranks.
+        cpu=num_ranks > 1 and not ranks.uses_cuda(),
+        log_with=list(recipe.logging.trackers) or None,
+        project_dir=str(recipe.output_dir / "trackers"),
+    )
+    assert (accelerator.num_processes, accelerator.process_index) == (num_ranks, ranks.rank())
+    return accelerator
 
 
 def check_lengths(prepared: Prepared, config: PretrainedConfig) -> None:
@@ -238,8 +272,9 @@ def load_trained(prepared: Prepared, path: Path) -> LoadedModel:
 
 
 def load_and_prove(prepared: Prepared, source: ModelSource) -> LoadedModel:
+    """A model as the run computes with it, sharded where it shards, and proof that its rows are exact."""
     recipe, precision, device = prepared.recipe, prepared.precision, prepared.device
-    loaded = load_source_model(recipe, source, precision=precision, device=device)
+    loaded = load_source_model(recipe, source, precision=precision, device=device, strategy=prepared.strategy)
     outcome = prove_remembered(
         recipe, source, loaded, precision=precision, device=device, cache_dir=prepared.cache_dir
     )

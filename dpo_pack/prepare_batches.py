@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dpo_pack import ranks
 from dpo_pack.data.epoch_order import epoch_order
 from dpo_pack.data.flops import ModelShape, pair_flops
 from dpo_pack.data.lengths import FloatArray
@@ -18,6 +19,7 @@ from dpo_pack.data.pairs import DataSplits
 from dpo_pack.data.step_rows import PADDED
 from dpo_pack.data.store import PairTable
 from dpo_pack.model_shape import model_shape
+from dpo_pack.offline import OfflineSource
 from dpo_pack.prepare import (
     Prepared,
     pad_token_id,
@@ -28,7 +30,7 @@ from dpo_pack.recipe_models import (
     source_config,
 )
 from dpo_pack.reference import FrozenReference, pair_lengths
-from dpo_pack.sources import OfflineSource, RowBuilder
+from dpo_pack.sources import RowBuilder
 
 # What a packing report compares, unless told otherwise.
 INSPECTED_RANKS = (1, 8, 64)
@@ -62,8 +64,9 @@ def offline_source(prepared: Prepared, reference: FrozenReference | None) -> Off
         max_steps=recipe.train.max_steps,
         shuffle=recipe.data.shuffle,
         seed=recipe.seed,
-        rank=prepared.accelerator.process_index,
-        num_ranks=prepared.accelerator.num_processes,
+        rank=ranks.rank(),
+        num_ranks=ranks.num_ranks(),
+        equal_rows=prepared.strategy.shards,
     )
 
 
@@ -82,7 +85,8 @@ def plan_settings(recipe: Recipe) -> PlanSettings:
 def policy_shape(recipe: Recipe) -> ModelShape:
     """What of the policy decides its FLOPs; loads its config, no weights."""
     config = source_config(recipe, policy_model(recipe))
-    return model_shape(config, trust_remote_code=recipe.model.trust_remote_code)
+    shape = model_shape(config, trust_remote_code=recipe.model.trust_remote_code)
+    return shape if recipe.trims_last_layer else replace(shape, last_block_weights=0.0)
 
 
 def recipe_pair_flops(recipe: Recipe, table: PairTable) -> FloatArray:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 
 import dpo_pack
+from dpo_pack import ranks
 from dpo_pack.console import format_seconds
 from dpo_pack.errors import UnsupportedModelError
 from dpo_pack.model_config import check_rows
@@ -82,7 +82,7 @@ def prepare_reference(prepared: Prepared, policy: LoadedModel | None) -> Referen
                 search=_budget_search(prepared, source, namespace),
                 console=console,
             )
-        prepared.accelerator.wait_for_everyone()  # what the others computed is used next
+        ranks.wait_for_all()  # what the others computed is used next
     seconds = time.monotonic() - begun
     if todo:
         rate = todo / max(seconds, 1e-9)
@@ -103,15 +103,11 @@ def prepared_namespace(prepared: Prepared) -> dict[str, Any]:
 def _agreed_work(prepared: Prepared, cache: ReferenceCache, *, per_token: bool) -> ReferenceWork:
     """What is missing, as the first process sees it: another may look later, when some is there already."""
     work = find_work(cache, prepared.tables, per_token=per_token)
-    if prepared.accelerator.num_processes == 1:
-        return work
-    missing = [work.missing]
-    broadcast_object_list(missing)
-    return replace(work, missing=missing[0])
+    return replace(work, missing=ranks.first_says(work.missing))
 
 
 def _pass_settings(prepared: Prepared, loaded: LoadedModel, *, per_token: bool) -> PassSettings:
-    recipe, accelerator = prepared.recipe, prepared.accelerator
+    recipe = prepared.recipe
     token_budget = reference_token_budget(recipe, prepared.device)
     return PassSettings(
         token_budget=token_budget,
@@ -119,8 +115,9 @@ def _pass_settings(prepared: Prepared, loaded: LoadedModel, *, per_token: bool) 
         pad_token_id=pad_token_id(prepared.tokenizer),
         device=prepared.device,
         per_token=per_token,
-        rank=accelerator.process_index,
-        num_ranks=accelerator.num_processes,
+        rank=ranks.rank(),
+        num_ranks=ranks.num_ranks(),
+        in_lockstep=prepared.strategy.shards,
         metadata={
             "origin": f"dpo-pack {dpo_pack.__version__}",
             "attention": loaded.attention.name,
@@ -133,8 +130,8 @@ def _pass_settings(prepared: Prepared, loaded: LoadedModel, *, per_token: bool) 
 def _budget_search(prepared: Prepared, source: ModelSource, namespace: dict[str, Any]) -> BudgetSearch | None:
     """For `reference.token_budget: auto` where memory is the device's own."""
     recipe, device = prepared.recipe, prepared.device
-    if recipe.reference.token_budget != "auto" or device.type != "cuda":
-        return None
+    if recipe.reference.token_budget != "auto" or device.type != "cuda" or prepared.strategy.shards:
+        return None  # of a sharded model no rank can try rows by itself
     properties = torch.cuda.get_device_properties(device)
     setting = {
         "model": namespace,

@@ -190,7 +190,7 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     bound = "mean a token <= 3 x rounding"
     if scorer.compute_dtype == torch.float32:
         bound = f"max <= {FLOAT32_BOUND:.0e}, or {bound}"
-    elif next(scorer.model.parameters()).dtype == torch.float32:
+    elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
         with _without_autocast(scorer):
             exact_numbers, is_exact = _distance_from_stock(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
@@ -249,10 +249,7 @@ def prove_head(scorer: CompletionLogps, groups: Sequence[Group], device: torch.d
     arguments: dict[str, Any] = {"attention_mask": row.attention_mask}
     if row.segments is not None:
         arguments |= {"row_segments": row.segments, "row_backend": scorer.backend}
-    with scorer.autocasting(device):
-        logits = scorer.model(
-            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **arguments
-        ).logits
+    logits = scorer.full_logits(input_ids=row.input_ids, position_ids=row.position_ids, **arguments)
     logits = logits.flatten(0, 1)[row.logit_index].float()  # [N, V]
     logps = logits.log_softmax(dim=-1).gather(1, row.targets[:, None]).squeeze(1)
     errors = (ours - sequence_sums(logps, row.completion_lengths)).abs()

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from dpo_pack.recipe_checkpoint import CheckpointRecipe, EarlyStoppingRecipe
 from dpo_pack.recipe_checks import (
     AVAILABLE_SO_FAR,
     DATA_FILE_SUFFIXES,
@@ -28,7 +29,6 @@ from dpo_pack.recipe_checks import (
 )
 from dpo_pack.recipe_errors import Tree, fail, fail_if_any, nested_sections, schema_problems, show
 from dpo_pack.recipe_schema import (
-    CheckpointRecipe,
     DataRecipe,
     DistributedRecipe,
     EvalFraction,
@@ -53,12 +53,12 @@ from dpo_pack.recipe_schema import (
 from dpo_pack.recipe_yaml import apply_override, read_yaml, to_yaml
 
 __all__ = [
-    "NEUTRAL_KEYS", "ROW_LAYOUT_KEYS", "CheckpointRecipe", "DataRecipe", "DistributedRecipe",
-    "EvalFraction", "LoggingRecipe", "LoraRecipe", "LossRecipe", "LossTerm", "LossType", "ModelRecipe",
-    "OptimRecipe", "PackingRecipe", "Recipe", "ReferenceRecipe", "SourceRecipe", "SyncRecipe",
-    "TokenizerRecipe", "TrainRecipe", "changed_keys", "check_environment", "check_paths", "check_trackers",
-    "default_in_yaml", "describe_key", "dump_recipe", "load_recipe", "parse_recipe", "recipe_defaults",
-    "recipe_schema", "source_names",
+    "EARLY_STOPPING_KEYS", "NEUTRAL_KEYS", "ROW_LAYOUT_KEYS", "CheckpointRecipe", "DataRecipe",
+    "DistributedRecipe", "EarlyStoppingRecipe", "EvalFraction", "LoggingRecipe", "LoraRecipe",
+    "LossRecipe", "LossTerm", "LossType", "ModelRecipe", "OptimRecipe", "PackingRecipe", "Recipe",
+    "ReferenceRecipe", "SourceRecipe", "SyncRecipe", "TokenizerRecipe", "TrainRecipe", "changed_keys",
+    "check_environment", "check_paths", "check_trackers", "default_in_yaml", "describe_key",
+    "dump_recipe", "load_recipe", "parse_recipe", "recipe_defaults", "recipe_schema", "source_names",
 ]  # fmt: skip
 
 
@@ -212,29 +212,42 @@ def source_names(sources: Sequence[SourceRecipe]) -> tuple[str, ...]:
 
 
 def changed_keys(old: Recipe, new: Recipe) -> list[str]:
-    """Dotted keys that differ and change training.
+    """Dotted keys that differ and change training, see `changed_values`."""
+    return list(changed_values(old, new))
+
+
+def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """What differs and changes training, by dotted key: its value in both.
 
     A key changes training when exact arithmetic would take other steps. What moves only the last bits of a
     result (attention backend, which pairs share a row, number of processes) does not.
     """
     neutral = NEUTRAL_KEYS
+    stops_early = old.train.early_stopping is not None or new.train.early_stopping is not None
     if old.packing.scope == new.packing.scope == "step":
         neutral += ROW_LAYOUT_KEYS
-    changed = _differences(_what_trains(old), _what_trains(new))
-    return [key for key in changed if not f"{key}.".startswith(tuple(f"{name}." for name in neutral))]
+    changed = _differences(
+        _what_trains(old, stops_early=stops_early), _what_trains(new, stops_early=stops_early)
+    )
+    return {
+        key: values
+        for key, values in changed
+        if not f"{key}.".startswith(tuple(f"{name}." for name in neutral))
+        or (stops_early and key in EARLY_STOPPING_KEYS)
+    }
 
 
-def _what_trains(recipe: Recipe) -> Tree:
+def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:
     tree = recipe.model_dump(mode="json")
     tree["loss"]["type"] = [{"type": name, "weight": weight} for name, weight in recipe.loss.terms]
     for source in tree["data"]["train"]:
         del source["name"]
-    if not isinstance(recipe.data.eval, EvalFraction):
+    if not isinstance(recipe.data.eval, EvalFraction) and not stops_early:
         tree["data"]["eval"] = None  # sources of their own take no pair from training
     return tree
 
 
-def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
@@ -242,7 +255,7 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
         for index, (old_item, new_item) in enumerate(zip(old, new, strict=True)):
             yield from _differences(old_item, new_item, f"{key}.{index}")
     elif old != new:
-        yield key
+        yield key, (old, new)
 
 
 def _are_mappings(value: object) -> bool:
@@ -256,6 +269,7 @@ NEUTRAL_KEYS: tuple[str, ...] = (
     "model.attention",
     "model.gradient_checkpointing",
     "model.compile",
+    "model.kernels",
     "reference.cache_dir",
     "reference.token_budget",
     "data.on_bad_row",  # a run that has begun under `error` has no bad rows to skip
@@ -264,10 +278,20 @@ NEUTRAL_KEYS: tuple[str, ...] = (
     "train.stop_on_nonfinite",
     "checkpoint",
     "logging",
-    "distributed",
+    "distributed.num_processes",
+    "distributed.strategy",
+    "distributed.hybrid",
+    "distributed.cpu_offload",
+    "distributed.accumulate_unsharded",
     "online.generator.token_budget",
     "online.generator.endpoint",
     "online.offload_reference",
+)
+# With train.early_stopping these say when, whatever else is free.
+EARLY_STOPPING_KEYS: tuple[str, ...] = (
+    "checkpoint.metric",
+    "checkpoint.eval_set",
+    "train.eval_every_steps",
 )
 # In scope step these only say which pairs of a step share a row; in scope epoch they make the steps.
 ROW_LAYOUT_KEYS: tuple[str, ...] = (

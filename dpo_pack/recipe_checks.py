@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from dpo_pack.recipe_checkpoint_checks import broken_checkpoint_rules
 from dpo_pack.recipe_errors import Problem, fail_if_any, show, value_at
 from dpo_pack.recipe_online_checks import broken_online_rules
 from dpo_pack.recipe_schema import (
@@ -29,7 +30,8 @@ def unavailable(recipe: Recipe) -> Iterator[Problem]:
     for key, available in AVAILABLE_SO_FAR.items():
         value = value_at(tree, key.split("."))
         if value not in available:
-            yield key, f"{show(value)} is not available yet; available so far: {listed(available)}"
+            reason = f": {UNAVAILABLE_BECAUSE[key]}" if key in UNAVAILABLE_BECAUSE else ""
+            yield key, f"{show(value)} is not available yet{reason}; available so far: {listed(available)}"
 
 
 def listed(values: Iterable[object]) -> str:
@@ -48,6 +50,8 @@ def broken_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _broken_optim_rules(recipe.optim)
     yield from _broken_dropout_rules(recipe)
     yield from broken_online_rules(recipe)
+    yield from broken_checkpoint_rules(recipe)
+    yield from _broken_distributed_rules(recipe)
     types = {name for name, _ in recipe.loss.terms}
     if recipe.reference.path and types <= REFERENCE_FREE_LOSSES:
         yield "reference.path", f"no reference is used by loss.type {', '.join(sorted(types))}; leave it out"
@@ -190,12 +194,28 @@ def _broken_optim_rules(optim: OptimRecipe) -> Iterator[Problem]:
         yield "optim.lr", f"must be > {POLYNOMIAL_LR_END}, where schedule polynomial ends, not {optim.lr}"
 
 
+def _broken_distributed_rules(recipe: Recipe) -> Iterator[Problem]:
+    distributed = recipe.distributed
+    for key in ("hybrid", "cpu_offload", "gather_dtype", "accumulate_unsharded"):
+        if distributed.strategy != "fsdp2" and distributed.model_dump()[key]:
+            yield f"distributed.{key}", "needs distributed.strategy: fsdp2"
+    if distributed.gather_dtype and recipe.model.autocast not in ("auto", "none"):
+        yield "distributed.gather_dtype", "takes the place of model.autocast; leave one of the two out"
+
+
 # -------------------------------------------------------------------------------------------- this machine
 
 
 def check_environment(recipe: Recipe) -> None:
     """Raises RecipeError when paths or packages the recipe names are not on this machine."""
-    fail_if_any([*_path_problems(recipe), *_package_problems(recipe), *_tracker_problems(recipe)])
+    fail_if_any(
+        [
+            *_path_problems(recipe),
+            *_optimizer_problems(recipe),
+            *_package_problems(recipe),
+            *_tracker_problems(recipe),
+        ]
+    )
 
 
 def check_paths(recipe: Recipe) -> None:
@@ -256,19 +276,27 @@ def _is_adapter(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
+def _optimizer_problems(recipe: Recipe) -> Iterator[Problem]:
+    trains_adapter = recipe.model.lora is not None or _is_adapter(recipe.model.path)  # which is in fp32
+    if recipe.model.dtype == "bfloat16" and recipe.optim.name != "adamw" and not trains_adapter:
+        yield "optim.name", f"{recipe.optim.name} {NO_MASTER_WEIGHTS}"
+
+
 def _package_problems(recipe: Recipe) -> Iterator[Problem]:
     """Extras that the recipe needs, found before anything is loaded."""
-    needed = {
-        "model.lora": ("peft", recipe.model.lora is not None),
-        "model.path": ("peft", _is_adapter(recipe.model.path)),
-        "reference.path": ("peft", _is_adapter(recipe.reference.path or "")),
-        "optim.name": ("bitsandbytes", recipe.optim.name == "adamw_8bit"),
+    needed = {  # key: (module, extra that has it, whether)
+        "model.lora": ("peft", "peft", recipe.model.lora is not None),
+        "model.path": ("peft", "peft", _is_adapter(recipe.model.path)),
+        "reference.path": ("peft", "peft", _is_adapter(recipe.reference.path or "")),
+        "model.kernels": ("liger_kernel", "liger", recipe.model.kernels == "liger"),
+        "optim.name": ("bitsandbytes", "bitsandbytes", recipe.optim.name == "adamw_8bit"),
     }
-    for key, (package, is_needed) in needed.items():
-        if is_needed and importlib.util.find_spec(package) is None:
+    for key, (module, extra, is_needed) in needed.items():
+        if is_needed and importlib.util.find_spec(module) is None:
+            package = module.replace("_", "-")
             yield (
                 key,
-                f"needs the package {package}, which is not installed; pip install 'dpo-pack[{package}]'",
+                f"needs the package {package}, which is not installed; pip install 'dpo-pack[{extra}]'",
             )
 
 
@@ -320,6 +348,10 @@ F_DIVERGENCE_LOSSES = frozenset(
     {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 )
 POLYNOMIAL_LR_END = 1e-7  # transformers' default lr_end
+NO_MASTER_WEIGHTS = (
+    "keeps no fp32 master weights, and parameters in bfloat16 would round its updates away; set optim.name: "
+    "adamw or model.dtype: float32"
+)
 
 FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected", "weight"),
@@ -347,11 +379,9 @@ TRACKER_MODULES: dict[Tracker, tuple[str, ...]] = {
 
 # Keys of which only some values are built; a key that is done is a line less.
 AVAILABLE_SO_FAR: dict[str, tuple[object, ...]] = {
-    # Low-precision parameters need an fp32 copy in the optimizer, and float16 needs loss scaling.
-    "model.dtype": ("auto", "float32"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
     "model.autocast": ("auto", "bfloat16", "none"),
-    "model.compile": (False,),
     "loss.router_aux_coef": (0.0,),
-    "distributed.num_processes": ("auto", 1),
-    "distributed.strategy": ("auto",),
 }
+_NO_LOSS_SCALING = "its smallest gradients would be rounded to zero, as losses are not scaled"
+UNAVAILABLE_BECAUSE: dict[str, str] = {"model.dtype": _NO_LOSS_SCALING, "model.autocast": _NO_LOSS_SCALING}

@@ -12,16 +12,23 @@ import torch
 from transformers import PretrainedConfig
 
 import dpo_pack
+from dpo_pack import ranks
+from dpo_pack.compiling import check_compiler, compile_layers
 from dpo_pack.errors import ModelError, UnsupportedModelError
 from dpo_pack.files import read_json, write_json_atomically
 from dpo_pack.fingerprint import model_directory, reference_namespace, weight_files, weights_fingerprint
+from dpo_pack.kernels import check_kernels
+from dpo_pack.loading import load_config, load_model
+from dpo_pack.logps import Asked
 from dpo_pack.lora import LoraSettings, is_adapter, read_adapter, require_peft
-from dpo_pack.models import LoadedModel, Precision, load_config, load_model
+from dpo_pack.models import LoadedModel, Precision
 from dpo_pack.proofs import PROOF_VERSION, Proof, prove
 from dpo_pack.recipe import Recipe
 from dpo_pack.reference_budget import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.reference_cache import default_cache_directory, namespace_digest
 from dpo_pack.run_dir import package_versions
+from dpo_pack.sharding import is_sharded, shard_model
+from dpo_pack.strategy import ALONE, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +154,48 @@ def check_quantised(recipe: Recipe, source: ModelSource, device: torch.device) -
         raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
 
 
+def check_layers(recipe: Recipe, source: ModelSource, device: torch.device) -> None:
+    """Refuse other code for the layers where it cannot be had. Raises RecipeError, UnsupportedModelError."""
+    check_kernels(recipe.model.kernels, source_config(recipe, source), device)
+    if recipe.model.compile:
+        check_compiler()
+
+
 def load_source_model(
-    recipe: Recipe, source: ModelSource, *, precision: Precision, device: torch.device
+    recipe: Recipe,
+    source: ModelSource,
+    *,
+    precision: Precision,
+    device: torch.device,
+    strategy: Strategy = ALONE,
 ) -> LoadedModel:
-    """The model on the device, set up as `recipe.model` says. Raises ModelError."""
-    return load_model(
+    """The model on the device, set up as `recipe.model` says; collective where it is sharded.
+
+    Raises ModelError, UnsupportedModelError.
+    """
+    if not strategy.shards:
+        return _load(recipe, source, precision=precision, device=device, weights_on=device)
+    if source_config(recipe, source).to_dict().get("quantization_config") is not None:
+        raise ModelError(
+            f"{source.recipe_key}: the weights of {source.path} are quantised, and those are not sharded; "
+            "set distributed.strategy: ddp"
+        )
+    with ranks.first_goes_first():
+        weights_on = torch.device("cpu" if ranks.is_first() else "meta")
+        loaded = _load(recipe, source, precision=precision, device=device, weights_on=weights_on)
+    shard_model(loaded.scorer, strategy, device)
+    return loaded
+
+
+def _load(
+    recipe: Recipe,
+    source: ModelSource,
+    *,
+    precision: Precision,
+    device: torch.device,
+    weights_on: torch.device,
+) -> LoadedModel:
+    loaded = load_model(
         source.path,
         revision=source.revision,
         trust_remote_code=recipe.model.trust_remote_code,
@@ -162,28 +206,37 @@ def load_source_model(
         device=device,
         recipe_key=source.recipe_key,
         adapter=source.adapter,
+        weights_on=weights_on,
+        asked=Asked(squares=recipe.loss.weighting == "wpo"),
+        trims_last_layer=recipe.trims_last_layer,
+        kernels=recipe.model.kernels,
     )
+    if recipe.model.compile:
+        compile_layers(loaded.model)
+    return loaded
 
 
 def model_namespace(
     recipe: Recipe, source: ModelSource, *, precision: Precision, cache_dir: Path
 ) -> dict[str, Any]:
-    """What the model's log-probs depend on besides token ids; see fingerprint.py."""
-    return reference_namespace(
-        source.path,
-        source_config(recipe, source),
-        revision=source.revision,
-        trust_remote_code=recipe.model.trust_remote_code,
-        precision=precision,
-        memo_path=cache_dir / "model_hashes.json",
-        adapter=source.saved_adapter,
-    )
+    """What the model's log-probs depend on besides token ids; see fingerprint.py. Every rank asks at once."""
+    with ranks.first_goes_first():  # reads all weights, which the others then find remembered
+        return reference_namespace(
+            source.path,
+            source_config(recipe, source),
+            revision=source.revision,
+            trust_remote_code=recipe.model.trust_remote_code,
+            precision=precision,
+            memo_path=cache_dir / "model_hashes.json",
+            adapter=source.saved_adapter,
+        )
 
 
 def base_fingerprint(source: ModelSource, cache_dir: Path) -> str:
     """The content of a model's weights, of one with an adapter its base's. Raises ModelError."""
-    directory = model_directory(source.path, source.revision)
-    return weights_fingerprint(directory, cache_dir / "model_hashes.json")
+    with ranks.first_goes_first():
+        directory = model_directory(source.path, source.revision)
+        return weights_fingerprint(directory, cache_dir / "model_hashes.json")
 
 
 def prove_remembered(
@@ -198,24 +251,27 @@ def prove_remembered(
 ) -> ProofOutcome:
     """Prove that rows are exact on this model, unless the very same has passed here before.
 
-    `again` proves in any case.
+    Ranks prove alike, or all remember what rank 0 does. `again` proves in any case.
     """
     begun = time.monotonic()
-    setting = {
+    setting: dict[str, Any] = {
         "model": model_namespace(recipe, source, precision=precision, cache_dir=cache_dir),
         "lora": asdict(source.adapter) if isinstance(source.adapter, LoraSettings) else None,
         "attention": loaded.attention.name,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "layers": [recipe.model.kernels, "compiled" if recipe.model.compile else "eager"],
         "versions": {**package_versions(), "dpo_pack": dpo_pack.__version__, "proofs": PROOF_VERSION},
     }
+    if is_sharded(loaded.model):
+        setting["shards"] = True  # what gathers them is a part of what is proved
     what = "padded batches" if loaded.scorer.backend is None else "packed rows"
     memo_path, key = cache_dir / "proofs.json", namespace_digest(setting)
-    remembered = (read_json(memo_path) or {}).get(key)
+    remembered = ranks.first_says((read_json(memo_path) or {}).get(key))
     if remembered is not None and not again:
         proofs = tuple(Proof(**proof) for proof in remembered)
         return ProofOutcome(what=what, proofs=proofs, seconds=0.0, is_remembered=True)
     proofs = tuple(prove(loaded.scorer, device))
-    if all(proof.passed for proof in proofs):
+    if all(proof.passed for proof in proofs) and ranks.is_first():
         memo = {**(read_json(memo_path) or {}), key: [asdict(proof) for proof in proofs]}
         write_json_atomically(memo_path, memo)
     seconds = time.monotonic() - begun

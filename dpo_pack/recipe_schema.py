@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from dpo_pack.recipe_checkpoint import CheckpointRecipe, EarlyStoppingRecipe
 from dpo_pack.recipe_online import OnlineRecipe
 from dpo_pack.recipe_types import (
     MAX_ROW_TOKENS,
@@ -35,7 +36,6 @@ from dpo_pack.recipe_types import (
     PositiveNumber,
     Section,
     TokenCount,
-    expand_path,
 )
 from dpo_pack.recipe_types import (
     allowed_values as allowed_values,
@@ -82,7 +82,9 @@ class ModelRecipe(Section):
     )
     revision: Name | None = Field(default=None, description="Branch, tag or commit of a hub id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of the parameters; auto: float32."
+        default="auto",
+        description="Type of the parameters; auto: float32. bfloat16: AdamW still works in fp32, at 14 bytes "
+        "a trained parameter instead of 16; see docs/memory.md.",
     )
     autocast: Literal["auto", "bfloat16", "float16", "none"] = Field(
         default="auto", description="Type matrix products run in; auto: bfloat16 on CUDA, none on CPU."
@@ -94,7 +96,15 @@ class ModelRecipe(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, more time."
     )
-    compile: bool = Field(default=False, description="torch.compile the model.")
+    compile: bool = Field(
+        default=False,
+        description="torch.compile the layers, for rows of any length; the start takes a minute or more.",
+    )
+    kernels: Literal["none", "liger"] = Field(
+        default="none",
+        description="liger: norms, rotary positions and gated MLPs by liger-kernel, on CUDA, for families "
+        "it fits.",
+    )
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
     lora: LoraRecipe | None = Field(
         default=None,
@@ -399,21 +409,15 @@ class TrainRecipe(Section):
     eval_every_steps: Count | None = Field(
         default=None, description="Evaluate so often; null: only before the first step and after the last."
     )
+    early_stopping: EarlyStoppingRecipe | None = Field(
+        default=None,
+        description="Stop when evaluations no longer get better, e.g. {patience: 3}; null: never. See "
+        "docs/running.md.",
+    )
     stop_on_nonfinite: bool = Field(
         default=True,
         description="Stop when a loss or gradient is not finite; false: skip the step. Its pairs are listed "
         "in output_dir either way.",
-    )
-
-
-class CheckpointRecipe(Section):
-    """What is kept to go on from."""
-
-    every_steps: Count | None = Field(default=None, description="Save so often; null: only when interrupted.")
-    keep: Count = Field(default=2, description="Newest checkpoints to keep.")
-    resume: Annotated[str, BeforeValidator(expand_path), Allowed("auto, never or a path")] = Field(
-        default="auto",
-        description="auto: from the newest valid checkpoint in output_dir; never; or a checkpoint's path.",
     )
 
 
@@ -436,7 +440,26 @@ class DistributedRecipe(Section):
         default="auto", description="One per device; auto: all visible GPUs, 1 on CPU."
     )
     strategy: Literal["auto", "ddp", "fsdp2"] = Field(
-        default="auto", description="Copies of the model, or one that is sharded."
+        default="auto",
+        description="ddp: a copy of the model on each device; fsdp2: one model in shards; auto: copies where "
+        "their weights, gradients and optimizer state fit. See docs/distributed.md.",
+    )
+    hybrid: bool = Field(
+        default=False, description="fsdp2: shards over the devices of a node, copies over nodes."
+    )
+    cpu_offload: bool = Field(
+        default=False,
+        description="fsdp2 on CUDA: shards, gradients and optimizer state rest in the memory of the CPU.",
+    )
+    gather_dtype: Literal["bfloat16"] | None = Field(
+        default=None,
+        description="fsdp2: gather shards and compute in this type instead of under autocast; null: weights "
+        "are gathered as they are, which gives the numbers of ddp.",
+    )
+    accumulate_unsharded: bool = Field(
+        default=False,
+        description="fsdp2: add up the gradients of a step's rows whole and reduce them once, which saves "
+        "messages and takes the memory of a whole gradient; false: reduce them after every row.",
     )
 
 
@@ -471,3 +494,11 @@ class Recipe(Section):
         Never under LoRA dropout, which draws for each sequence anew.
         """
         return self.packing.share_prompt and (self.model.lora is None or self.model.lora.dropout == 0.0)
+
+    @property
+    def trims_last_layer(self) -> bool:
+        """Whether the last layer leaves out positions that are not scored.
+
+        Their number is another in each row, for which a compiled layer would be compiled again.
+        """
+        return self.packing.mode == "packed" and not self.model.compile

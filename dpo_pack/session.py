@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
-from dpo_pack.checkpoint import (
-    TrainState,
-    drop_later_checkpoints,
-    load_checkpoint,
-    seed_everything,
-)
-from dpo_pack.console import format_count
+from dpo_pack import ranks
+from dpo_pack.checkpoint import Identity, Place, TrainState, load_checkpoint
+from dpo_pack.checkpoint_dir import drop_later_checkpoints
+from dpo_pack.checkpoint_writer import CheckpointWriter
+from dpo_pack.data.lengths import IntArray
 from dpo_pack.data.packing_report import to_json
+from dpo_pack.describe import describe_run
 from dpo_pack.files import write_json_atomically, write_text_atomically
 from dpo_pack.health import RunFacts
+from dpo_pack.identity import run_identity
+from dpo_pack.interrupts import Interruption
 from dpo_pack.losses import Objective
+from dpo_pack.memory_report import print_memory_estimate
 from dpo_pack.models import LoadedModel
 from dpo_pack.monitoring import run_facts, training_meter
 from dpo_pack.moving_reference import MovingReference
 from dpo_pack.nonfinite import NonfiniteGuard
+from dpo_pack.offline import OfflineSource
 from dpo_pack.online.build import build_judge, build_source, build_win_rate
 from dpo_pack.online.source import OnlineSource
 from dpo_pack.online.win_rate import WinRate
@@ -38,12 +42,14 @@ from dpo_pack.prepare import (
 from dpo_pack.prepare_batches import inspect_recipe_packing, offline_source
 from dpo_pack.prepare_reference import prepare_reference
 from dpo_pack.recipe import Recipe
-from dpo_pack.recipe_models import base_fingerprint, needs_token_logps, policy_model
+from dpo_pack.recipe_models import needs_token_logps
 from dpo_pack.reference import FrozenReference
 from dpo_pack.reference_pass import release_memory
-from dpo_pack.run_dir import RunDir, begin_run
-from dpo_pack.sources import OfflineSource
+from dpo_pack.run_dir import RunDir, begin_run, choose_checkpoint
+from dpo_pack.seeding import seed_everything
+from dpo_pack.selection import Selection, find_selection
 from dpo_pack.start_guard import check_start
+from dpo_pack.strategy import RankedPolicy, rank_policy
 from dpo_pack.throughput import Meter, PhaseClock
 from dpo_pack.trackers import start_trackers
 
@@ -60,15 +66,21 @@ class Session:
     source: OfflineSource | OnlineSource
     win_rate: WinRate | None  # of an online run with held-out prompts
     state: TrainState
+    ranked: RankedPolicy  # the policy for forwards whose gradients are wanted
     guard: NonfiniteGuard
     clock: PhaseClock
     facts: RunFacts
     meter: Meter
-    metrics_offset: int
+    identity: Identity
+    selection: Selection | None  # None: nothing is held out
+    writer: CheckpointWriter
+    place: Place  # the last one at which the run can go on
+    interruption: Interruption
     begun: float  # time.monotonic()
     startup_seconds: float
     reference_seconds: float
     eval_seconds: float = 0.0
+    saved: Place | None = None  # the one that the newest checkpoint is of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +94,18 @@ class Beginning:
     win_rate: WinRate | None = None
 
 
-def start_session(recipe: Recipe, run: RunDir, console: Console, *, keeps_files: bool) -> Session:
+def start_session(
+    recipe: Recipe, run: RunDir, console: Console, interruption: Interruption, *, keeps_files: bool
+) -> Session:
     """Data, reference log-probs, policy, optimizer: everything before the first step."""
     begun = time.monotonic()
     seed_everything(recipe.seed)
     objective = recipe_objective(recipe)
     prepared = prepare(recipe, console, prepare_data if recipe.online is None else prepare_prompts)
-    resumes = run.checkpoint is not None
+    selection = find_selection(recipe, _eval_sets(prepared))
+    choose_checkpoint(run, recipe, console.print)
+    if not keeps_files:
+        print_memory_estimate(prepared, objective)
     begin = begin_offline if recipe.online is None else begin_online
     beginning = begin(prepared, objective, run)
     policy, source, reference = beginning.policy, beginning.source, beginning.reference
@@ -104,26 +121,36 @@ def start_session(recipe: Recipe, run: RunDir, console: Console, *, keeps_files:
         source=source,
         win_rate=beginning.win_rate,
         state=state,
+        ranked=rank_policy(policy.scorer, prepared.strategy),
         guard=NonfiniteGuard(state.optimizer, stops=recipe.train.stop_on_nonfinite, device=prepared.device),
         clock=PhaseClock(device=prepared.device),
         facts=run_facts(recipe, objective, source.num_steps, prepared.data.train),
         meter=training_meter(prepared, policy, source),
-        metrics_offset=0,
+        identity=run_identity(prepared, policy, source, reference),
+        selection=selection,
+        writer=CheckpointWriter(run.checkpoints, in_background=recipe.checkpoint.asynchronous),
+        place=Place(metrics_offset=0, source=source.state_dict()),
+        interruption=interruption,
         begun=begun,
         startup_seconds=0.0,
         reference_seconds=beginning.reference_seconds,
     )
-    if resumes:
-        assert run.checkpoint is not None
-        session.metrics_offset = load_checkpoint(
-            run.checkpoint, session.state, identity=run_identity(session)
-        )
+    if run.checkpoint is not None:
+        resumption = load_checkpoint(run.checkpoint, session.state, identity=session.identity)
+        session.place = Place(metrics_offset=resumption.metrics_offset, source=source.state_dict())
         console.print(f"Going on after step {session.state.step} of {source.num_steps} ({run.checkpoint})")
+        for note in resumption.notes:
+            console.print(note)
     elif isinstance(source, OfflineSource) and isinstance(reference, FrozenReference):
         _check_start(session, source)
-    _describe(session)
+    describe_run(prepared, policy, source)
     if keeps_files:
-        _write_first_files(session)
+        with ranks.first_goes_first():  # the others find the directory as the first has made it
+            if ranks.is_first():
+                _write_first_files(session)
+        ranks.require_shared(run.root, "output_dir")
+        if recipe.logging.trackers:
+            start_trackers(prepared.accelerator, recipe)
     session.startup_seconds = time.monotonic() - begun - session.reference_seconds
     return session
 
@@ -188,9 +215,14 @@ def _check_start(session: Session, source: OfflineSource) -> None:
         check_start(
             session.state.policy,
             source.builder,
-            source.first_plan[0][0][0],
+            _first_row(source),
             dtype=session.prepared.precision.activations,
         )
+
+
+def _first_row(source: OfflineSource) -> IntArray:
+    """Pairs of the first step's first row, the same on every rank."""
+    return next(row for rows in source.first_plan[0] for row in rows)
 
 
 def _new_state(recipe: Recipe, policy: LoadedModel, source: OfflineSource | OnlineSource) -> TrainState:
@@ -215,27 +247,11 @@ def _new_state(recipe: Recipe, policy: LoadedModel, source: OfflineSource | Onli
     return TrainState(policy=policy.scorer, optimizer=optimizer, scheduler=scheduler, source=source)
 
 
-def run_identity(session: Session) -> dict[str, str]:
-    """What a checkpoint must share with the run that goes on from it."""
-    identity = {
-        "data": session.prepared.data.fingerprint,
-        "plan": session.source.steps_fingerprint,
-        "reference": _reference_identity(session.reference),
-    }
-    if session.policy.adapter is not None:  # its checkpoints hold the adapter alone
-        source = policy_model(session.prepared.recipe)
-        identity["base model"] = base_fingerprint(source, session.prepared.cache_dir)
-    return identity
-
-
-def _reference_identity(reference: FrozenReference | MovingReference | None) -> str:
-    match reference:
-        case FrozenReference():
-            return reference.fingerprint
-        case MovingReference():
-            return "moving"
-        case None:
-            return "none"
+def _eval_sets(prepared: Prepared) -> list[str]:
+    """Names of what is held out, in the recipe's order."""
+    if prepared.data.prompts is not None:
+        return list(prepared.data.prompts.eval)
+    return [held_out.name for held_out in prepared.data.eval]
 
 
 def _write_first_files(session: Session) -> None:
@@ -249,50 +265,28 @@ def _write_first_files(session: Session) -> None:
         write_text_atomically(run.root / "packing_report.json", to_json(packing))
     if isinstance(session.reference, FrozenReference):
         session.reference.save(run.reference)
-    fingerprints = run_identity(session)
+    fingerprints = dict(session.identity.fingerprints)
     if isinstance(session.source, OfflineSource):
         fingerprints["packing"] = session.source.first_plan.fingerprint
     run.update(fingerprints=fingerprints)
-    if prepared.recipe.logging.trackers:
-        start_trackers(prepared.accelerator, prepared.recipe)
 
 
-def _describe(session: Session) -> None:
-    """What will run, before it runs."""
-    prepared, source = session.prepared, session.source
-    recipe, console = prepared.recipe, prepared.console
-    parameters = list(session.policy.scorer.parameters())
-    size = f"{format_count(sum(p.numel() for p in parameters))} parameters"
-    if session.policy.adapter is not None:
-        num_trained = sum(p.numel() for p in parameters if p.requires_grad)
-        size += f", of which the adapter's {format_count(num_trained)} are trained"
-    precision = str(prepared.precision.parameters).removeprefix("torch.")
-    if prepared.precision.autocast is not None:
-        precision += f" with {str(prepared.precision.autocast).removeprefix('torch.')} autocast"
-    attention = session.policy.attention
-    loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
-    console.print(
-        f"Policy: {recipe.model.path}, {size}, {precision} on "
-        f"{prepared.device}; attention: {attention.name} ({attention.reason})"
-    )
-    console.print(
-        f"Training: {source.num_steps:,} steps of {_step_size(recipe)}, "
-        f"{recipe.packing.mode} rows of up to {recipe.packing.token_budget:,} tokens; "
-        f"loss {loss}, beta {recipe.loss.beta:g}, lr {recipe.optim.lr:g} {recipe.optim.schedule}"
-    )
-    if recipe.packing.share_prompt and not recipe.shares_prompts:
-        console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
-    if isinstance(source, OnlineSource):
-        return
-    oversize = source.first_plan.oversize_pairs
-    if len(oversize):
-        longest = int(source.first_plan.row_tokens[oversize].max())
-        console.print(
-            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({recipe.packing.token_budget:,}) "
-            f"and get a row of their own, the longest of {longest:,} tokens; nothing is cut"
-        )
-
-
-def _step_size(recipe: Recipe) -> str:
-    packing = recipe.packing
-    return f"{packing.rows_per_step} rows" if packing.scope == "epoch" else f"{packing.pairs_per_step} pairs"
+def totals(session: Session) -> dict[str, Any]:
+    """`run.json`'s totals: `train_seconds` and rates of the whole run, other seconds of this process."""
+    state = session.state
+    seconds = max(state.train_seconds, 1e-9)
+    peak = session.meter.peak_flops
+    return {
+        **session.run.info.get("totals", {}),
+        "steps": state.step,
+        "pairs": state.num_pairs,
+        "tokens": state.num_tokens,
+        "seconds": time.monotonic() - session.begun,
+        "startup_seconds": session.startup_seconds,
+        "reference_seconds": session.reference_seconds,
+        "train_seconds": state.train_seconds,
+        "eval_seconds": session.eval_seconds,
+        "pairs_per_second": state.num_pairs / seconds,
+        "tokens_per_second": state.num_tokens / seconds,
+        **({} if peak is None else {"mfu": state.num_flops / seconds / peak}),
+    }

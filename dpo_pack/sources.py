@@ -1,15 +1,13 @@
-"""Where global batches come from. Offline: pairs on disk and their cached reference log-probs.
+"""What a global batch is, how its rows are made, and what anything that hands batches out must offer.
 
-`train_step` asks a source for nothing but batches; anything with this file's `BatchSource` methods can
-stand in, online rollouts among them.
+`train_step` asks a source for nothing but batches: pairs on disk (offline.py) and online rollouts
+(online/source.py) are both one.
 
 Legend: P pairs of a row.
 """
 
 from __future__ import annotations
 
-import hashlib
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,12 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpo_pack.data.epoch_order import epoch_order
-from dpo_pack.data.lengths import FloatArray
+from dpo_pack.data.lengths import IntArray
 from dpo_pack.data.merging import PromptMerging, merge_group
-from dpo_pack.data.packing import PackingPlan, PlanSettings
+from dpo_pack.data.packing import PackingPlan
 from dpo_pack.data.store import PairTable
-from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.layout import Group, Row, layout_row, on_device, packed_row, padded_row
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, length_desensitized_sums, wpo_weights
 from dpo_pack.models import RowLogps
 from dpo_pack.reference import PairReference, pair_lengths
@@ -58,6 +55,10 @@ class GlobalBatch:
     num_rows: int
     num_tokens: int
     rows: Sequence[PairRow]
+    row_pairs: Sequence[npt.NDArray[np.int64]]  # the pairs of each row of all ranks
+    # What this rank computes after its rows for nothing: other ranks have a row then, and need its part.
+    idle_rows: Sequence[Row] = ()
+    common_passes: int | None = None  # as many has every rank; None: there is one
     metrics: Mapping[str, float] = field(default_factory=dict)  # what the source adds to the step's line
 
     @property
@@ -68,7 +69,12 @@ class GlobalBatch:
     @property
     def pair_indices(self) -> npt.NDArray[np.int64]:
         """[P] of this rank's rows, one row after another."""
-        return np.concatenate([row.pair_indices for row in self.rows])
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(row.pair_indices for row in self.rows)])
+
+    @property
+    def num_passes(self) -> int:
+        """Forwards and backwards of this rank."""
+        return len(self.rows) + len(self.idle_rows)
 
 
 class BatchSource(Protocol):
@@ -81,6 +87,9 @@ class BatchSource(Protocol):
     def steps_fingerprint(self) -> str: ...
 
     def __iter__(self) -> Iterator[GlobalBatch]: ...
+
+    def prepare_next(self) -> None:
+        """Make the next batch now, while the device works, if it does not depend on this step's result."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -122,8 +131,8 @@ class RowBuilder:
         is_as_it_lies = np.array_equal(sequences, np.arange(2 * len(pairs)))
         return PairRow(
             row=row,
-            sequence_index=None if is_as_it_lies else torch.from_numpy(sequences).to(self.device),
-            token_index=None if is_as_it_lies else _token_index(groups, sequences).to(self.device),
+            sequence_index=None if is_as_it_lies else on_device(sequences, self.device),
+            token_index=None if is_as_it_lies else on_device(_token_index(groups, sequences), self.device),
             reference_chosen=self._put(chosen),
             reference_rejected=self._put(rejected),
             reference_tokens=None if tokens is None else self._put(tokens),
@@ -151,16 +160,14 @@ class RowBuilder:
         return Group(context=self.table.prompt(pair), completions=completions)
 
     def _put(self, values: npt.NDArray[np.floating]) -> Tensor:
-        return torch.from_numpy(values.astype(np.float64)).to(self.device, non_blocking=True)
+        return on_device(values.astype(np.float64), self.device)
 
 
-def _token_index(groups: Sequence[Group], sequences: npt.NDArray[np.int64]) -> Tensor:
+def _token_index(groups: Sequence[Group], sequences: npt.NDArray[np.int64]) -> IntArray:
     """Where the scored tokens of `sequences` lie among those of the groups' sequences, [N] int64."""
     lengths = np.array([len(completion) for group in groups for completion in group.completions])
     begins = np.cumsum(lengths) - lengths
-    return torch.from_numpy(
-        np.concatenate([np.arange(begins[s], begins[s] + lengths[s]) for s in sequences.tolist()])
-    )
+    return np.concatenate([np.arange(begins[s], begins[s] + lengths[s]) for s in sequences.tolist()])
 
 
 def by_pair(output: RowLogps, row: PairRow) -> RowLogps:
@@ -208,117 +215,33 @@ def _pair_logps(sums: Tensor, num_tokens: Tensor) -> PairLogps:
     )
 
 
-class OfflineSource:
-    """Global batches of a table, epoch after epoch. State: the number of batches handed out."""
+def global_batch(
+    builder: RowBuilder, plan: PackingPlan, step: int, *, rank: int, real_tokens: IntArray, epoch: float
+) -> GlobalBatch:
+    """A step of the plan as `rank` computes it. real_tokens: [all pairs] tokens in a row, without padding."""
+    of_ranks, pairs = plan[step], plan.pairs(step)
+    num_tokens = int(real_tokens[pairs].sum())
+    if builder.merging is not None:
+        num_tokens = sum(plan.tokens_in(row) for rows in of_ranks for row in rows)
+    least_passes = max(map(len, of_ranks)) if plan.equal_rows else 1
+    # The memory of a row fits the next one, and ranks that compute row by row together wait less.
+    largest_first = sorted(of_ranks[rank], key=plan.tokens_in, reverse=True)
+    return GlobalBatch(
+        epoch=epoch,
+        num_pairs=len(pairs),
+        num_chosen_tokens=int(builder.table.chosen_lengths[pairs].sum()),
+        num_rows=sum(map(len, of_ranks)),
+        num_tokens=num_tokens,
+        rows=[builder.build(row) for row in largest_first],
+        row_pairs=[row for rows in of_ranks for row in rows],
+        idle_rows=_idle_rows(builder, pairs[real_tokens[pairs].argmin()], least_passes - len(of_ranks[rank])),
+        common_passes=max(least_passes, min(map(len, of_ranks))),
+    )
 
-    def __init__(
-        self,
-        builder: RowBuilder,
-        *,
-        settings: PlanSettings,
-        row_costs: FloatArray | None,
-        source_weights: npt.NDArray[np.float64],
-        epochs: int,
-        max_steps: int | None,
-        shuffle: bool,
-        seed: int,
-        rank: int,
-        num_ranks: int,
-        equal_rows: bool = False,
-    ) -> None:
-        """`row_costs`: [all pairs] what ranks are balanced by. `equal_rows`: as many on each rank."""
-        self.builder = builder
-        self.settings = settings
-        self.row_costs = row_costs
-        self.source_weights = source_weights
-        self.shuffle = shuffle
-        self.seed = seed
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.equal_rows = equal_rows
-        shares = builder.is_packed and builder.share_prompt
-        self.real_tokens = pair_lengths(builder.table).row_tokens(share_prompt=shares)  # [all pairs]
-        self.first_plan = self.plan(0)
-        self._epoch_ends = self._count_steps(epochs, max_steps)
-        self.next_step = 0
 
-    def _count_steps(self, epochs: int, max_steps: int | None) -> list[int]:
-        """Steps of the run after each epoch; the last entry is all of them.
+def _idle_rows(builder: RowBuilder, shortest_pair: np.int64, num_rows: int) -> list[Row]:
+    """So that each rank has a gradient to give, and in a plan of equal rows computes as often as the others.
 
-        In scope step epochs are equally long: the mixture draws other pairs, not more of them. In scope
-        epoch another order may need a row more.
-        """
-        ends = [0]
-        for epoch in range(epochs):
-            is_as_long = epoch == 0 or self.settings.rows_per_step is None
-            ends.append(ends[-1] + len(self.first_plan if is_as_long else self.plan(epoch)))
-            if max_steps is not None and ends[-1] >= max_steps:
-                return [*ends[1:-1], max_steps]
-        return ends[1:]
-
-    @property
-    def num_steps(self) -> int:
-        return self._epoch_ends[-1]
-
-    def plan(self, epoch: int) -> PackingPlan:
-        """The plan of an epoch, counted from 0. Pure, and cheap enough to recompute on resume."""
-        table = self.builder.table
-        order = epoch_order(
-            table.num_pairs,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            epoch=epoch,
-            source_indices=table.source_indices,
-            source_weights=self.source_weights,
-        )
-        return self.settings.plan(
-            self.builder.row_tokens(),
-            order=order,
-            num_ranks=self.num_ranks,
-            row_costs=self.row_costs,
-            equal_rows=self.equal_rows,
-            merging=self.builder.merging,
-        )
-
-    def __iter__(self) -> Iterator[GlobalBatch]:
-        plan, planned_epoch = self.first_plan, 0
-        while self.next_step < self.num_steps:
-            epoch = bisect_right(self._epoch_ends, self.next_step)
-            step = self.next_step - (self._epoch_ends[epoch - 1] if epoch else 0)
-            if epoch != planned_epoch:
-                plan, planned_epoch = self.plan(epoch), epoch
-            self.next_step += 1
-            yield self._batch(plan, step, epoch)
-
-    def _batch(self, plan: PackingPlan, step: int, epoch: int) -> GlobalBatch:
-        ranks = plan[step]
-        pairs = plan.pairs(step)
-        num_tokens = int(self.real_tokens[pairs].sum())
-        if self.builder.merging is not None:
-            num_tokens = sum(plan.tokens_in(row) for rows in ranks for row in rows)
-        return GlobalBatch(
-            epoch=epoch + (step + 1) / len(plan),
-            num_pairs=len(pairs),
-            num_chosen_tokens=int(self.builder.table.chosen_lengths[pairs].sum()),
-            num_rows=sum(len(rows) for rows in ranks),
-            num_tokens=num_tokens,
-            rows=[self.builder.build(row) for row in ranks[self.rank]],
-        )
-
-    @property
-    def steps_fingerprint(self) -> str:
-        """Names which pairs are in which step; how they are packed there does not change training."""
-        plan = self.first_plan
-        digest = hashlib.blake2b(plan.step_begins.astype("<i8").tobytes(), digest_size=16)
-        steps = np.repeat(np.arange(len(plan)), np.diff(plan.step_begins))
-        # Scope epoch puts the pairs of a step in the order of its rows, which is no matter here.
-        order = plan.order if plan.row_begins is None else plan.order[np.lexsort((plan.order, steps))]
-        digest.update(order.astype("<i8").tobytes())
-        return digest.hexdigest()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next_step": self.next_step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the last batch handed out."""
-        self.next_step = int(state["next_step"])
+    The step's shortest pair, as often as needed: `num_rows` may be below 1.
+    """
+    return [builder.build(np.array([shortest_pair])).row] * num_rows if num_rows > 0 else []

@@ -15,6 +15,7 @@ from torch import Tensor
 from dpo_pack.errors import RunError
 from dpo_pack.layout import Row
 from dpo_pack.models import RowLogps
+from dpo_pack.ranks import any_rank
 from dpo_pack.sources import RowBuilder, by_pair
 
 # Nats that a token's log-prob of about 1 nat may differ by between two computations of the same thing.
@@ -31,27 +32,31 @@ def check_start(
 ) -> None:
     """Compare what the policy says of one row of `pairs`, [P] positions, with its cached reference.
 
-    A policy with dropout differs from itself; that is looked for first, because it would pass for noise. The
+    One forward where they agree; what is wrong is looked for only where they do not. A policy with dropout
+    differs from its reference and from itself, and the latter is asked first: it would pass for noise. The
     noise floor is that of `dtype`, the activations', or ten times what another order of the same pairs in the
     row changes, where that is more (experts at near ties). Raises RunError with the likely causes.
     """
-    row, turned_row = builder.build(pairs), builder.build(pairs[::-1].copy())
+    row = builder.build(pairs)
     output = by_pair(policy(row.row), row)
     sums = output.sums.view(-1, 2)  # [P, (chosen, rejected)]
+    reference = torch.stack((row.reference_chosen, row.reference_rejected), dim=1)
     # Errors of tokens are independent, so a sequence's grows with the root of its length.
     tokens = output.num_tokens.view(-1, 2)
     noise = NOISE_PER_TOKEN[dtype] * tokens.sqrt() * (sums / tokens).abs().clamp(min=1.0)
+    # A sharded policy computes on all ranks or on none, so they look further together.
+    if not any_rank(_worst_excess(sums - reference, noise) is not None):
+        return
 
     again = by_pair(policy(row.row), row).sums.view(-1, 2)
+    turned_row = builder.build(pairs[::-1].copy())
+    turned = by_pair(policy(turned_row.row), turned_row).sums.view(-1, 2).flip(0)
     if worst := _worst_excess((again - sums).nan_to_num(0.0), noise):  # NaN is no sign of dropout
         raise RunError(
             f"the policy is not repeatable: a log-prob of the first row differs by {worst[0]:.3g} nats when "
             f"it is computed again, noise explains {worst[1]:.2g}; dropout or router noise is on: set it to "
             "zero in the model's config.json"
         )
-
-    turned = by_pair(policy(turned_row.row), turned_row).sums.view(-1, 2).flip(0)
-    reference = torch.stack((row.reference_chosen, row.reference_rejected), dim=1)
     noise = torch.maximum(noise, 10 * (turned - sums).abs().max())
     if worst := _worst_excess(sums - reference, noise):
         raise RunError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dpo_pack.kernels import stock_layers
 from dpo_pack.models import CompletionLogps
 
 Sequences = Sequence[tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]]
@@ -27,10 +28,10 @@ _NUM_DRAWS = 4
 def stock_sums(scorer: CompletionLogps, sequences: Sequences, device: torch.device) -> Tensor:
     """[S] float64 log-probs of each sequence alone, in a batch of one, from the model's own full logits."""
     sums = []
-    with _eager_attention(scorer.model), scorer.autocasting(device):
+    with _eager_attention(scorer.model), stock_layers(scorer.model):
         for context, completion in sequences:
             ids = torch.from_numpy(np.concatenate((context, completion)))[None].to(device)
-            logits = scorer.model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1].float()
+            logits = scorer.full_logits(input_ids=ids)[0, len(context) - 1 : -1].float()
             logps = logits.log_softmax(dim=-1).gather(1, ids[0, len(context) :, None])
             sums.append(logps.double().sum())
     return torch.stack(sums)

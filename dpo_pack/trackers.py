@@ -12,11 +12,12 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from dpo_pack import ranks
 from dpo_pack.recipe import Recipe
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object a line, whole lines only.
+    """`metrics.jsonl`: one JSON object a line, whole lines only. Of several ranks the first one writes.
 
     `offset` is how many bytes are valid now; a checkpoint remembers it, and opening the log there again
     cuts off what a killed run wrote after the checkpoint.
@@ -27,13 +28,18 @@ class MetricsLog:
 
         A run that goes on from a checkpoint of another directory finds less than that here, and appends.
         """
-        path.touch()
-        self.offset = min(offset, path.stat().st_size)
-        os.truncate(path, self.offset)
-        self._file = path.open("a", encoding="utf-8")
+        self.offset = offset
+        self._file = None
+        if ranks.is_first():
+            path.touch()
+            self.offset = min(offset, path.stat().st_size)
+            os.truncate(path, self.offset)
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Numbers that are not finite become null: JSON has no other name for them."""
+        if self._file is None:
+            return
         line = json.dumps(_finite(record), allow_nan=False) + "\n"
         self._file.write(line)
         self._file.flush()
@@ -45,7 +51,8 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _finite(value: Any) -> Any:
@@ -59,6 +66,12 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
     (recipe.output_dir / "trackers").mkdir(exist_ok=True)
     settings = dict(_flatten(recipe.model_dump(mode="json")))
     accelerator.init_trackers(recipe.logging.run_name or recipe.output_dir.name, config=settings)
+
+
+def end_trackers(accelerator: Accelerator) -> None:
+    """Send what is not sent yet. accelerate's own ending would end the group of processes as well."""
+    for tracker in accelerator.trackers:
+        tracker.finish()
 
 
 def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:

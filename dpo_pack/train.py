@@ -15,6 +15,7 @@ Legend: P pairs of a row, S = 2 P sequences, alternating chosen and rejected.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,24 +23,35 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from dpo_pack.checkpoint import save_checkpoint
+from dpo_pack import ranks
 from dpo_pack.console import TrainingLines, format_seconds
 from dpo_pack.coupling import Tangent, row_tangents
-from dpo_pack.evaluate import evaluate_sets
 from dpo_pack.export import export_model
 from dpo_pack.health import examine
-from dpo_pack.interrupts import Interrupted, Interruption, interruptible
+from dpo_pack.interrupts import Interrupted, interruptible
 from dpo_pack.losses import weighted_losses
+from dpo_pack.memory_report import largest_row, print_measured_memory
 from dpo_pack.metrics import PairValues, averages, pair_values
 from dpo_pack.monitoring import report_nonfinite
 from dpo_pack.moving_reference import MovingReference
-from dpo_pack.online.win_rate import win_rate_sentence
+from dpo_pack.offline import OfflineSource
 from dpo_pack.optim import clip_gradients
 from dpo_pack.recipe import Recipe, check_environment
 from dpo_pack.run_dir import find_run
-from dpo_pack.session import Session, run_identity, start_session
+from dpo_pack.saving import (
+    best_evaluation,
+    checkpoint,
+    is_checkpoint_due,
+    load_best,
+    mark_place,
+    save_on_the_way_out,
+    stop_sentence,
+)
+from dpo_pack.seeding import seed_step
+from dpo_pack.session import Session, start_session, totals
+from dpo_pack.session_evaluation import evaluate
 from dpo_pack.sources import GlobalBatch, by_pair, score_pairs
-from dpo_pack.trackers import MetricsLog, track
+from dpo_pack.trackers import MetricsLog, end_trackers, track
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +70,18 @@ def train(recipe: Recipe, console: Console, *, overwrite: bool = False, dry_run:
     Raises a DpoPackError for what the user can mend, Interrupted after Ctrl-C or SIGTERM.
     """
     check_environment(recipe)
-    run = find_run(recipe, overwrite=overwrite)
+    run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
     if run.is_finished:
         console.print(f"This run is finished and {run.model} holds its model; nothing to do")
         return
     with interruptible() as interruption:
-        session = start_session(recipe, run, console, keeps_files=not dry_run)
+        session = start_session(recipe, run, console, interruption, keeps_files=not dry_run)
         if dry_run:
+            measure_memory(session)
             console.print("Dry run: everything up to the first step is in order")
             return
         try:
-            run_steps(session, interruption)
+            run_steps(session)
             with interruption.deferred():  # nothing but the model holds the run now: a signal waits for it
                 finish(session)
         except Interrupted:
@@ -79,49 +92,92 @@ def train(recipe: Recipe, console: Console, *, overwrite: bool = False, dry_run:
             raise
 
 
-def run_steps(session: Session, interruption: Interruption) -> None:
-    """The training loop. Saves a checkpoint when one is due and when the run is interrupted."""
+def measure_memory(session: Session) -> None:
+    """On CUDA: say what the largest row takes, forward and backward. Changes nothing."""
+    prepared, source = session.prepared, session.source
+    if prepared.device.type == "cuda" and isinstance(source, OfflineSource):
+        row = source.builder.build(largest_row(source.first_plan, rank=source.rank)).row
+        print_measured_memory(session.ranked, session.state.optimizer, row, prepared.device, prepared.console)
+
+
+def run_steps(session: Session) -> None:
+    """All steps of the run; one that is interrupted saves the last place at which it can go on."""
+    with (
+        MetricsLog(session.run.metrics, offset=session.place.metrics_offset) as log,
+        session.interruption.deferred(),
+        session.writer,
+    ):
+        mark_place(session, log)
+        if session.run.has_own_checkpoint:
+            session.saved = session.place
+        try:
+            if session.state.owes_evaluation:
+                close_step(session, log)
+            take_steps(session, log)
+        except Interrupted as stopped:
+            if not stopped.is_urgent:
+                save_on_the_way_out(session)
+            raise
+
+
+def take_steps(session: Session, log: MetricsLog) -> None:
+    """The training loop."""
     recipe, state = session.prepared.recipe, session.state
     lines = TrainingLines(session.prepared.console, num_steps=session.source.num_steps)
-    with MetricsLog(session.run.metrics, offset=session.metrics_offset) as log, interruption.deferred():
-        if state.step == 0:
-            evaluate(session, log)
-        begun = time.monotonic()
+    batches = iter(session.source)
+    begun = time.monotonic()
+    session.clock.restart()
+    while (batch := next_batch(session, batches)) is not None:
+        outcome = optimizer_step(session, batch)
+        session.source.prepare_next()  # while the device is at what was queued
+        session.clock.lap("data")
+        is_last = state.step == session.source.num_steps
+        state.owes_evaluation = is_last or _is_due(state.step, recipe.train.eval_every_steps)
+        logs = _is_due(state.step, recipe.logging.every_steps)
+        if logs or state.owes_evaluation or _is_due(state.step, recipe.checkpoint.every_steps):
+            report_nonfinite(session.guard, session.prepared, session.run.root)
+        record = step_record(session, batch, outcome) if logs else None
+        seconds = time.monotonic() - begun
+        state.train_seconds += seconds
+        state.num_flops += session.meter.add(
+            batch.row_pairs,
+            pairs=batch.num_pairs,
+            tokens=batch.num_tokens,
+            seconds=seconds,
+        )
+        if record is not None:
+            record |= session.meter.take()
+            log.write(record)
+            track(session.prepared.accelerator, record)
+            lines.show(record, seconds_left=_seconds_left(session))
+            state.health, warnings = examine(state.health, record, session.facts)
+            for warning in warnings:
+                session.prepared.console.print(f"  Warning: {warning}")
+        mark_place(session, log)
+        close_step(session, log)
+        begun = time.monotonic()  # a step's time has the layout of the next one's batch in it
         session.clock.restart()
-        for batch in session.source:
-            session.clock.lap("data")
-            outcome = optimizer_step(session, batch)
-            is_last = state.step == session.source.num_steps
-            evaluates = is_last or _is_due(state.step, recipe.train.eval_every_steps)
-            saves = _is_due(state.step, recipe.checkpoint.every_steps) or interruption.signum is not None
-            logs = _is_due(state.step, recipe.logging.every_steps)
-            if logs or evaluates or saves:
-                report_nonfinite(session.guard, session.prepared, session.run.root)
-            record = step_record(session, batch, outcome) if logs else None
-            seconds = time.monotonic() - begun
-            state.train_seconds += seconds
-            state.num_flops += session.meter.add(
-                [row.pair_indices for row in batch.rows],
-                pairs=batch.num_pairs,
-                tokens=batch.num_tokens,
-                seconds=seconds,
-            )
-            if record is not None:
-                record |= session.meter.take()
-                log.write(record)
-                track(session.prepared.accelerator, record)
-                lines.show(record, seconds_left=_seconds_left(session))
-                state.health, warnings = examine(state.health, record, session.facts)
-                for warning in warnings:
-                    session.prepared.console.print(f"  Warning: {warning}")
-            if evaluates:
-                evaluate(session, log)
-            if saves:
-                checkpoint(session, log)
-            if interruption.signum is not None:
-                raise Interrupted(interruption.signum)
-            begun = time.monotonic()  # the next step's time has its batch's layout in it
-            session.clock.restart()
+
+
+def next_batch(session: Session, batches: Iterator[GlobalBatch]) -> GlobalBatch | None:
+    """What the next step is made of; None after the last step, or where early stopping ends the run."""
+    selection, state = session.selection, session.state
+    if selection is not None and selection.stops(state.standing):
+        return None
+    session.interruption.poll()
+    with session.interruption.lifted():  # a step that is not taken may be left anywhere
+        batch = next(batches, None)
+    seed_step(session.prepared.recipe.seed, step=state.step, rank=ranks.rank())
+    session.clock.lap("data")
+    return batch
+
+
+def close_step(session: Session, log: MetricsLog) -> None:
+    """The evaluation and the checkpoint that are due after a step, or before the first."""
+    if session.state.owes_evaluation:
+        evaluate(session, log)
+    if is_checkpoint_due(session):
+        checkpoint(session)
 
 
 def optimizer_step(session: Session, batch: GlobalBatch) -> StepOutcome:
@@ -169,26 +225,45 @@ def step_record(session: Session, batch: GlobalBatch, outcome: StepOutcome) -> d
 def train_step(session: Session, batch: GlobalBatch) -> PairValues:
     """One forward and one backward a row; leaves the gradient of the step's loss in the parameters.
 
-    Returns what metrics are made of, see metrics.py.
+    Returns what metrics are made of, see metrics.py: of this rank's pairs.
     """
-    objective, policy = session.objective, session.state.policy
+    objective, policy = session.objective, session.ranked
     if isinstance(session.reference, MovingReference):
         batch = session.reference.score_batch(batch)
     tangents = coupled_tangents(session, batch) if objective.couples_pairs else None
-    values = []
-    for number, row in enumerate(batch.rows):
-        output = by_pair(policy(row.row), row)  # [2 P] summed completion log-probs
-        pairs = score_pairs(objective, output, row)  # [P] of policy and reference, and weights
-        if tangents is None:
-            losses = weighted_losses(objective, pairs, mean_chosen_tokens=batch.mean_chosen_tokens)  # [P]
-        else:
-            losses = tangents[number].losses(pairs.policy)  # [P]
-        session.clock.lap("forward")
-        # Over all rows this adds up to the mean over the step's pairs: no row's mean is ever averaged.
-        (losses.sum() / batch.num_pairs).backward()
-        session.clock.lap("backward")
+    # Over all rows of all ranks this makes the mean over the step's pairs: no row's mean is ever averaged.
+    # Gradients are averaged over ranks, so a rank divides by its part of the pairs.
+    pairs_of_rank = batch.num_pairs / ranks.num_ranks()
+    values = [PairValues.none(session.prepared.device)]
+    for number, row in enumerate(batch.rows, start=1):
+        poll_before_pass(session, batch, number)
+        with policy.accumulating(is_last=number == batch.num_passes):
+            output = by_pair(policy(row.row), row)  # [2 P] summed completion log-probs
+            pairs = score_pairs(objective, output, row)  # [P] of policy and reference, and weights
+            if tangents is None:
+                losses = weighted_losses(objective, pairs, mean_chosen_tokens=batch.mean_chosen_tokens)  # [P]
+            else:
+                losses = tangents[number - 1].losses(pairs.policy)  # [P]
+            session.clock.lap("forward")
+            (losses.sum() / pairs_of_rank).backward()
+            session.clock.lap("backward")
         values.append(pair_values(output, pairs.policy, pairs.reference, losses))
+    for number, idle_row in enumerate(batch.idle_rows, start=len(batch.rows) + 1):
+        poll_before_pass(session, batch, number)
+        with policy.accumulating(is_last=number == batch.num_passes):
+            policy.idle(idle_row)
+            session.clock.lap("backward")
     return PairValues.join(values)
+
+
+def poll_before_pass(session: Session, batch: GlobalBatch, number: int) -> None:
+    """Let a run that is to stop leave between two rows, `number` from 1.
+
+    Ranks ask together, so only before passes that all of them have: in the others' backward they may already
+    wait for each other. As ranks are balanced, one with fewer rows has longer ones.
+    """
+    if batch.common_passes is None or number <= batch.common_passes:
+        session.interruption.poll()
 
 
 @torch.no_grad()
@@ -199,47 +274,22 @@ def coupled_tangents(session: Session, batch: GlobalBatch) -> list[Tangent]:
     """
     objective, policy = session.objective, session.state.policy
     rows = [score_pairs(objective, by_pair(policy(row.row), row), row) for row in batch.rows]
-    return row_tangents(objective, rows, mean_chosen_tokens=batch.mean_chosen_tokens)
-
-
-def evaluate(session: Session, log: MetricsLog) -> None:
-    """Metrics of every held-out set, into the log, the trackers and the state."""
-    prepared, state, begun = session.prepared, session.state, time.monotonic()
-    for held_out in evaluate_sets(prepared, state.policy, session.reference, session.objective):
-        state.evaluation[held_out.name] = held_out.record
-        record = {"split": "eval", "source": held_out.name, "step": state.step, **held_out.record}
-        log.write(record)
-        track(prepared.accelerator, record)
-        low, high = held_out.record["intervals"]["rewards/accuracies"]
-        prepared.console.print(
-            f"  held out ({held_out.name}) after step {state.step}: "
-            f"reward accuracy {record['rewards/accuracies']:.3f} ({low:.3f} to {high:.3f}), "
-            f"margin {record['rewards/margins']:.4f}, loss {record['loss']:.4f}"
-        )
-    for name, result in () if session.win_rate is None else session.win_rate.evaluate():
-        state.evaluation[name] = result
-        record = {"split": "eval", "source": name, "step": state.step, **result}
-        log.write(record)
-        track(prepared.accelerator, record)
-        prepared.console.print(f"  held out ({name}) after step {state.step}: {win_rate_sentence(result)}")
-    session.eval_seconds += time.monotonic() - begun
-
-
-def checkpoint(session: Session, log: MetricsLog) -> None:
-    """Save the full state, so that the run can go on from here as if it had never stopped."""
-    path = save_checkpoint(
-        session.run.checkpoints,
-        session.state,
-        metrics_offset=log.offset,
-        identity=run_identity(session),
-        keep=session.prepared.recipe.checkpoint.keep,
+    for idle_row in batch.idle_rows:
+        policy(idle_row)
+    return row_tangents(
+        objective, rows, mean_chosen_tokens=batch.mean_chosen_tokens, device=session.prepared.device
     )
-    session.prepared.console.print(f"  saved {path}")
 
 
 def finish(session: Session) -> None:
     """Export the model, and say what was learned and where things are."""
     prepared, run, state = session.prepared, session.run, session.state
+    best = best_evaluation(session)
+    stopped_early = stop_sentence(session)
+    if stopped_early is not None:
+        prepared.console.print(stopped_early)
+    if prepared.recipe.checkpoint.load_best:
+        load_best(session)
     export_model(
         session.policy,
         prepared.tokenizer,
@@ -248,11 +298,12 @@ def finish(session: Session) -> None:
         totals=totals(session),
         evaluation=state.evaluation,
     )
-    prepared.accelerator.end_training()
+    end_trackers(prepared.accelerator)
     run.update(
         status="finished",
         totals=totals(session),
         evaluation=state.evaluation,
+        **({} if best is None else {"best": best, "stopped_early": stopped_early is not None}),
         warnings=list(state.health.said),
     )
     rate = state.num_pairs / max(state.train_seconds, 1e-9)
@@ -260,27 +311,6 @@ def finish(session: Session) -> None:
         f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
         f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}"
     )
-
-
-def totals(session: Session) -> dict[str, Any]:
-    """`run.json`'s totals: `train_seconds` and rates of the whole run, other seconds of this process."""
-    state = session.state
-    seconds = max(state.train_seconds, 1e-9)
-    peak = session.meter.peak_flops
-    return {
-        **session.run.info.get("totals", {}),
-        "steps": state.step,
-        "pairs": state.num_pairs,
-        "tokens": state.num_tokens,
-        "seconds": time.monotonic() - session.begun,
-        "startup_seconds": session.startup_seconds,
-        "reference_seconds": session.reference_seconds,
-        "train_seconds": state.train_seconds,
-        "eval_seconds": session.eval_seconds,
-        "pairs_per_second": state.num_pairs / seconds,
-        "tokens_per_second": state.num_tokens / seconds,
-        **({} if peak is None else {"mfu": state.num_flops / seconds / peak}),
-    }
 
 
 def _is_due(step: int, every_steps: int | None) -> bool:

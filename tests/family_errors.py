@@ -19,8 +19,10 @@ from torch import Tensor
 from dpo_pack.attention import ATTENTION_NAME, register_attention
 from dpo_pack.attention.sdpa import sdpa_attention
 from dpo_pack.families import FAMILIES
+from dpo_pack.last_layer import trim_last_layer
 from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
-from dpo_pack.models import CompletionLogps, LoadedModel, Precision, load_model
+from dpo_pack.loading import load_model
+from dpo_pack.models import CompletionLogps, LoadedModel, Precision
 from dpo_pack.proofs import Proof, prove
 
 CPU = torch.device("cpu")
@@ -114,6 +116,7 @@ def prove_under_autocast(family: str) -> list[Proof]:
     """The start-up proofs of packed rows, in fp32 parameters under bf16 autocast."""
     register_attention()
     model = tiny_model(family, attention=ATTENTION_NAME)
+    trim_last_layer(model)
     return prove(CompletionLogps(model, backend=sdpa_attention, autocast=torch.bfloat16), CPU)
 
 

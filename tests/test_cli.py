@@ -217,7 +217,6 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
         _with("loss.type=no_such_losses:mine"),
         r"loss\.type: cannot import no_such_losses: ModuleNotFoundError",
     ),
-    "two processes": (_with("distributed.num_processes=2"), r"num_processes: 2 is not available yet"),
     "a checkpoint that is none": (_with("checkpoint.resume=/nowhere"), r"checkpoint\.resume: .*/nowhere"),
 }
 
@@ -241,7 +240,10 @@ def test_another_run_in_output_dir_is_left_alone_and_both_ways_out_are_named(
     assert again.status == 0 and "finished" in again.out and "nothing to do" in again.out
     ways_out = r"checkpoint\.resume=never and --overwrite, or use another output_dir"
     changed = dpopack("train", trained, "optim.lr=0.5")
-    assert_refused(changed, rf"output_dir: .*/run holds a run with another optim\.lr; .*{ways_out}")
+    assert_refused(
+        changed,
+        rf"output_dir: .*/run holds a run with another optim\.lr \(0\.001 then, 0\.5 now\); .*{ways_out}",
+    )
     assert_refused(
         dpopack("train", trained, "checkpoint.resume=never"), rf"output_dir: .*finished.*{ways_out}"
     )
@@ -264,13 +266,20 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("command", ["train", "precompute-ref", "evaluate"])
-def test_several_processes_are_refused(
+def test_half_an_environment_of_several_processes_is_refused(
     command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (recipe.parent / "run" / "model").mkdir(parents=True)
-    shutil.copy(recipe.parent / "model" / "config.json", recipe.parent / "run" / "model")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_refused(dpopack(command, recipe), r"several processes are not available yet; start one")
+    assert_refused(dpopack(command, recipe), r"one of several processes, but not RANK; start it with dpopack")
+
+
+@pytest.mark.parametrize("command", ["train", "precompute-ref", "evaluate"])
+def test_one_process_where_the_launcher_was_asked_for_two_is_refused(
+    command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    problem = r"num_processes: 2 are asked for, but the launcher has started 1 "
+    assert_refused(dpopack(command, recipe, "distributed.num_processes=2"), problem)
 
 
 def test_evaluate_needs_held_out_pairs_and_a_trained_model(recipe: Path, dpopack: Dpopack) -> None:

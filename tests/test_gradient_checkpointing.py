@@ -10,8 +10,9 @@ from tiny_models import VOCABULARY, tiny_model
 from torch import Tensor
 
 from dpo_pack.layout import Row, layout_row, packed_row, padded_row
+from dpo_pack.loading import load_model
 from dpo_pack.lora import LoraSettings
-from dpo_pack.models import LoadedModel, Precision, load_model
+from dpo_pack.models import LoadedModel, Precision
 from dpo_pack.proofs import proof_groups
 
 CPU = torch.device("cpu")

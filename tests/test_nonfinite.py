@@ -10,7 +10,7 @@ import pytest
 import torch
 from device_reads import no_reads
 from torch import Tensor, nn
-from torch.optim import Adafactor, AdamW, Optimizer
+from torch.optim import Adafactor, Optimizer
 
 from dpo_pack.data.store import PairTable, join_pairs, open_store, write_store
 from dpo_pack.data.truncation import PairIds
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 PAIRS = np.array([4, 7])
 
 
-def new_guard(*, stops: bool, device: torch.device = CPU) -> tuple[nn.Module, AdamW, NonfiniteGuard]:
+def new_guard(*, stops: bool, device: torch.device = CPU) -> tuple[nn.Module, Optimizer, NonfiniteGuard]:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).to(device)
     optimizer = adamw(network, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)

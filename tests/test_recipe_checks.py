@@ -56,13 +56,10 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("train.eval_every_steps=10", ["train.eval_every_steps:", "data.eval is empty"]),
     ("logging.trackers=[wandb, wandb]", ["logging.trackers: 'wandb' is given twice"]),
     # not built yet
-    ("model.dtype=bfloat16", ["model.dtype: 'bfloat16' is not available yet", "so far: auto, float32"]),
-    ("model.dtype=float16", ["model.dtype: 'float16' is not available yet"]),
-    ("model.autocast=float16", ["model.autocast: 'float16' is not available yet", "bfloat16, none"]),
-    ("model.compile=true", ["model.compile: true is not available yet"]),
+    ("model.dtype=float16", ["'float16' is not available yet: its smallest gradients", "float32, bfloat16"]),
+    ("model.autocast=float16", ["'float16' is not available yet: its smallest gradients", "bfloat16, none"]),
     ("loss.router_aux_coef=0.01", ["loss.router_aux_coef: 0.01 is not available yet"]),
-    ("distributed.num_processes=2", ["distributed.num_processes: 2 is not available yet", "auto, 1"]),
-    ("distributed.strategy=ddp", ["distributed.strategy: 'ddp' is not available yet"]),
+    ("distributed.hybrid=true", ["distributed.hybrid: needs distributed.strategy: fsdp2"]),
     ("online={judge: length}", ["online.judge: unknown key", "did you mean online.judges?"]),
 ]
 

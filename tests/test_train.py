@@ -20,7 +20,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-import dpo_pack.models as loading
+import dpo_pack.loading as loading
 import dpo_pack.recipe_models as recipe_models
 import dpo_pack.train as train_module
 from dpo_pack.errors import RunError

@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_run import tiny_run, write_rows
 
-from dpo_pack import models, recipe_models
+from dpo_pack import loading, recipe_models
 from dpo_pack import train as train_module
 from dpo_pack.errors import RecipeError
 from dpo_pack.recipe import Recipe, load_recipe
@@ -112,7 +112,7 @@ def test_a_loss_without_a_reference_computes_and_keeps_none(
 
     def spy(path: str, **settings: Any) -> Any:
         loaded.append(path)
-        return models.load_model(path, **settings)
+        return loading.load_model(path, **settings)
 
     monkeypatch.setattr(recipe_models, "load_model", spy)
     recipe = make("run", f"loss.type={name}", "train.epochs=3", "optim.lr=3e-3")
