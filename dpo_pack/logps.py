@@ -14,12 +14,27 @@ from torch.autograd.function import once_differentiable
 
 from dpo_pack.cpu_products import times_transposed
 
-# Two [C, V] fp32 buffers live at a time. On CPU a chunk should stay near the caches; on a GPU it should
-# be long enough to keep the matrix units busy.
-CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-# Softmax weights of this many bytes are kept for the backward pass instead of being computed again: for
-# a small vocabulary that saves the fourth of the head's matrix products, and it stays a constant bound.
-KEPT_BYTES = {"cpu": 256 * 2**20, "cuda": 0}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadBounds:
+    """How much of the logits exists at a time."""
+
+    chunk_tokens: int  # of a chunk at most
+    chunk_bytes: int  # of a chunk at most, unless it is one token: two [C, V] buffers in fp32
+    kept_bytes: int  # of softmax weights kept for the backward pass instead of being computed again
+
+    def tokens_in_chunk(self, vocabulary_bytes: int) -> int:
+        """C, for the bytes of one token's logits."""
+        return max(1, min(self.chunk_tokens, self.chunk_bytes // (2 * vocabulary_bytes)))
+
+
+# A chunk reads the whole head and, in the backward pass, reads and writes its gradient: with few tokens that
+# takes longer than the products. On a CPU more than 256 tokens gain nothing and leave the caches
+# (`scripts/measure_settings.py head-chunks`). What is kept there saves the fourth of the head's products.
+HEAD_BOUNDS = {
+    "cpu": HeadBounds(chunk_tokens=256, chunk_bytes=256 * 2**20, kept_bytes=256 * 2**20),
+    "cuda": HeadBounds(chunk_tokens=8192, chunk_bytes=256 * 2**20, kept_bytes=0),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +77,7 @@ def token_logps(
     *,
     transform: HeadTransform,
     compute_dtype: torch.dtype,
-    chunk_bytes: int,
-    kept_bytes: int,
+    bounds: HeadBounds,
     asked: Asked,
 ) -> tuple[Tensor, TokenStatistics]:
     """Log-prob of each target under the head's softmax.
@@ -78,13 +92,13 @@ def token_logps(
     is recomputed at all.
     """
     vocabulary_bytes = weight.shape[0] * max(4, weight.element_size())
-    chunk_tokens = max(1, chunk_bytes // (2 * vocabulary_bytes))
+    chunk_tokens = bounds.tokens_in_chunk(vocabulary_bytes)
     if not torch.is_grad_enabled():
         # An autograd Function cannot tell: it would keep what only a backward pass needs.
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     # A softcap's derivative is kept beside the softmax.
     buffers_per_chunk = 1 if transform.softcap is None else 2
-    kept_chunks = kept_bytes // (chunk_tokens * vocabulary_bytes * buffers_per_chunk)
+    kept_chunks = bounds.kept_bytes // (chunk_tokens * vocabulary_bytes * buffers_per_chunk)
     with torch.autocast(hidden.device.type, enabled=False):
         logps, *statistics = _ChunkedLogps.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, transform, compute_dtype, chunk_tokens, kept_chunks, asked

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dpo_pack.logps import CHUNK_BYTES, KEPT_BYTES
+from dpo_pack.logps import HEAD_BOUNDS
 from dpo_pack.memory_shape import MemoryShape
 from dpo_pack.split_adamw import TEMPORARY_BYTES
 
@@ -211,8 +211,10 @@ def head_bytes(setting: MemorySetting) -> float:
     """The output head's buffers: one chunk of logits and what adds up over the chunks, see logps.py."""
     shape, num_tokens, product = setting.shape, setting.row.scored, setting.activation_bytes
     logits = 4.0 * num_tokens * shape.vocabulary
-    kept = min(float(KEPT_BYTES[setting.device]), logits) if setting.trains_head else 0.0
-    chunk = min(float(CHUNK_BYTES[setting.device]), 2 * logits) * (1.5 if product == 2 else 1.0)
+    bounds = HEAD_BOUNDS[setting.device]
+    kept = min(float(bounds.kept_bytes), logits) if setting.trains_head else 0.0
+    chunk_tokens = min(bounds.tokens_in_chunk(4 * shape.vocabulary), num_tokens)
+    chunk = 8.0 * chunk_tokens * shape.vocabulary * (1.5 if product == 2 else 1.0)
     hidden = 3.0 * num_tokens * shape.hidden * product
     weight = shape.head_parameters * (2.0 if setting.autocasts else 0.0)  # its cast
     if setting.trains_head:

@@ -20,7 +20,7 @@ from dpo_pack.attention import AttentionBackend, SeamCalls
 from dpo_pack.attention.select import BackendChoice
 from dpo_pack.errors import UnsupportedModelError
 from dpo_pack.layout import Row
-from dpo_pack.logps import CHUNK_BYTES, KEPT_BYTES, Asked, sequence_sums, token_logps
+from dpo_pack.logps import HEAD_BOUNDS, Asked, sequence_sums, token_logps
 from dpo_pack.lora import Adapter
 from dpo_pack.model_config import head_transform
 
@@ -128,8 +128,7 @@ class CompletionLogps(nn.Module):
             row.targets,
             transform=self.transform,
             compute_dtype=self.compute_dtype,
-            chunk_bytes=CHUNK_BYTES[device.type],
-            kept_bytes=KEPT_BYTES[device.type],
+            bounds=HEAD_BOUNDS[device.type],
             asked=self.asked,
         )
         lengths = row.completion_lengths

@@ -1,6 +1,7 @@
 """Measure what the docs say of single settings, on this machine's CPU.
 
 python scripts/measure_settings.py products         fp32 through MKL and oneDNN, bf16: docs/performance.md
+python scripts/measure_settings.py head-chunks      tokens of a chunk of the output head: dpo_pack/logps.py
 python scripts/measure_settings.py gradient-sums    rows adding up in bf16: docs/memory.md
 python scripts/measure_settings.py checkpoints      written while training goes on: docs/running.md
 """
@@ -25,6 +26,7 @@ from dpo_pack.checkpoint import Identity, Place, TrainState, checkpoint_content
 from dpo_pack.checkpoint_writer import CheckpointWriter
 from dpo_pack.cpu_products import times_transposed
 from dpo_pack.host_memory import keep_freed_memory
+from dpo_pack.logps import Asked, HeadBounds, HeadTransform, token_logps
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
 
@@ -52,6 +54,40 @@ def products() -> None:
             )
             rates = " | ".join(f"{2e-9 * tokens * inputs * outputs / each:.0f}" for each in seconds)
             print(f"| {tokens} x {inputs} x {outputs} | {name} | {rates} |")
+
+
+@app.command("head-chunks")
+def head_chunks(num_tokens: int = 2048, repeats: int = 5) -> None:
+    """GFLOP/s of the head's useful products, forward and backward, by the tokens of a chunk, medians."""
+    keep_freed_memory()
+    tokens_of_chunk = (64, 128, 256, 512, 1024)
+    print(" | ".join(("| hidden x vocabulary", *map(str, tokens_of_chunk))) + " |")
+    print("|---" * (1 + len(tokens_of_chunk)) + "|")
+    for hidden_size, vocabulary in ((256, 8192), (384, 32000), (896, 151936)):
+        hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
+        weight = (0.02 * torch.randn(vocabulary, hidden_size)).requires_grad_()
+        targets = torch.randint(vocabulary, (num_tokens,))
+        seconds: dict[int, list[float]] = {tokens: [] for tokens in tokens_of_chunk}
+        for _ in range(1 + repeats):  # in turns: a slow moment of the machine meets them all
+            for tokens in tokens_of_chunk:
+                bounds = HeadBounds(chunk_tokens=tokens, chunk_bytes=2**40, kept_bytes=256 * 2**20)
+                begun = time.perf_counter()
+                logps, _ = token_logps(
+                    hidden,
+                    weight,
+                    None,
+                    targets,
+                    transform=HeadTransform(),
+                    compute_dtype=torch.float32,
+                    bounds=bounds,
+                    asked=Asked(metrics=False),
+                )
+                logps.sum().backward()
+                hidden.grad = weight.grad = None
+                seconds[tokens].append(time.perf_counter() - begun)
+        work = 3 * 2e-9 * num_tokens * hidden_size * vocabulary
+        rates = " | ".join(f"{work / statistics.median(each[1:]):.0f}" for each in seconds.values())
+        print(f"| {hidden_size} x {vocabulary} | {rates} |")
 
 
 def _times_transposed_by_torch(left: Tensor, right: Tensor) -> Tensor:

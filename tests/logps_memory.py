@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dpo_pack.logps import CHUNK_BYTES, KEPT_BYTES, Asked, HeadTransform, token_logps
+from dpo_pack.logps import HEAD_BOUNDS, Asked, HeadTransform, token_logps
 
 HIDDEN_SIZE = 16
 
@@ -38,8 +38,7 @@ def logps_step(method: str, vocabulary_size: int, num_tokens: int) -> None:
             targets,
             transform=HeadTransform(),
             compute_dtype=torch.float32,
-            chunk_bytes=CHUNK_BYTES["cpu"],
-            kept_bytes=KEPT_BYTES["cpu"],
+            bounds=HEAD_BOUNDS["cpu"],
             asked=Asked(),
         )
     else:

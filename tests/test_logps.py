@@ -20,7 +20,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dpo_pack.logps import Asked, HeadTransform, TokenStatistics, sequence_sums, token_logps
+from dpo_pack.logps import (
+    HEAD_BOUNDS,
+    Asked,
+    HeadBounds,
+    HeadTransform,
+    TokenStatistics,
+    sequence_sums,
+    token_logps,
+)
 
 N, D, V = 23, 8, 37
 CHUNK_TOKENS = 5  # 23 tokens: four full chunks and one of three
@@ -89,8 +97,11 @@ def chunked(
         head.targets,
         transform=transform,
         compute_dtype=compute_dtype or head.weight.dtype,
-        chunk_bytes=2 * chunk_tokens * row_bytes,
-        kept_bytes=kept_chunks * chunk_tokens * row_bytes,
+        bounds=HeadBounds(
+            chunk_tokens=V * chunk_tokens,  # bytes decide
+            chunk_bytes=2 * chunk_tokens * row_bytes,
+            kept_bytes=kept_chunks * chunk_tokens * row_bytes,
+        ),
         asked=asked,
     )
 
@@ -262,8 +273,7 @@ def test_statistics_of_two_tokens_by_hand() -> None:
         torch.tensor([0, 1]),
         transform=PLAIN,
         compute_dtype=torch.float64,
-        chunk_bytes=1,
-        kept_bytes=0,
+        bounds=HeadBounds(chunk_tokens=1, chunk_bytes=1, kept_bytes=0),
         asked=ALL,
     )
     torch.testing.assert_close(logps, torch.tensor([0.25, 0.75], dtype=torch.float64).log())
@@ -330,6 +340,21 @@ def test_only_as_many_chunks_are_kept_as_the_bound_allows() -> None:
     peaks = [peak_bytes(num_tokens=500, kept_chunks=kept) for kept in (0, 10, 20)]
     assert peaks[1] - peaks[0] == pytest.approx(10 * chunk_bytes, abs=2 * chunk_bytes)
     assert peaks[2] - peaks[1] == 10 * chunk_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "vocabulary_size", "expected"),
+    [
+        ("cpu", 8_192, 256),  # 16 MiB of buffers
+        ("cpu", 32_000, 256),
+        ("cpu", 152_064, 220),  # the bound in bytes
+        ("cpu", 2**27, 1),  # one token is more than the bound
+        ("cuda", 2_048, 8_192),
+        ("cuda", 152_064, 220),
+    ],
+)
+def test_a_chunk_is_bounded_in_tokens_and_in_bytes(device: str, vocabulary_size: int, expected: int) -> None:
+    assert HEAD_BOUNDS[device].tokens_in_chunk(4 * vocabulary_size) == expected
 
 
 def measured_peaks(method: str, num_tokens: list[int]) -> list[int]:
