@@ -46,6 +46,7 @@ class Plan:
     token_budgets: Sequence[int]
     microbatches: Sequence[int]
     with_ablations: bool
+    also: Sequence[str]  # settings of ours that are measured too
 
     def __post_init__(self) -> None:
         step = self.setting.pairs_per_step
@@ -82,6 +83,9 @@ def main(
     token_budgets: Annotated[str, typer.Option(help="Ours; the best of several is used.")] = "8192",
     warmup_steps: Annotated[int, typer.Option(help="Steps at the start that are not timed.")] = 0,
     with_ablations: Annotated[bool, typer.Option("--ablations/--no-ablations")] = True,
+    also: Annotated[
+        list[str] | None, typer.Option(help="A recipe setting to measure as well: model.compile=true")
+    ] = None,
     with_profile: Annotated[bool, typer.Option("--profile/--no-profile")] = True,
     work: Annotated[Path | None, typer.Option(help="Keep pairs and models here for other runs.")] = None,
 ) -> None:
@@ -119,6 +123,7 @@ def main(
             token_budgets=_numbers(token_budgets),
             microbatches=_numbers(microbatches),
             with_ablations=with_ablations,
+            also=also or (),
         )
         page = markdown(run_plan(plan, model, with_profile=with_profile))
     output.with_suffix(".md").write_text(page, encoding="utf-8")
@@ -131,6 +136,7 @@ def run_plan(plan: Plan, model: str, *, with_profile: bool) -> Report:
     best_trl = best_of_trl(plan)
     contenders = [ours(best_budget), *(ablations(best_budget) if plan.with_ablations else ())]
     contenders[1:1] = [best_trl] if best_trl is not None else []
+    contenders += [ours(best_budget, setting, name=f"dpo-pack, {setting}") for setting in plan.also]
     peaks = []
     for repeat in range(plan.repeats):
         if f"peak/{repeat}" not in plan.results:

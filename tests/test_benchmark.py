@@ -385,7 +385,7 @@ def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
     pytest.importorskip("trl")
     report = run_plan(plan_of(tiny, tmp_path), "tiny", with_profile=True)
     assert report.best_trl is not None and "micro-batch 2" in report.best_trl
-    assert set(report.runs) == {"dpo-pack", report.best_trl}
+    assert set(report.runs) == {"dpo-pack", report.best_trl, "dpo-pack, packing.token_budget=512"}
     assert len(report.sweep) == 4 and not any(run.failure for run in report.sweep)
     assert all(seconds > 0 for runs in report.runs.values() for seconds in runs[0].step_seconds)
     assert "against TRL's best" in markdown(report)
