@@ -308,6 +308,7 @@ def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
         "token_budgets": [1024],
         "microbatches": [2],
         "with_ablations": False,
+        "also": [],
     }
     return Plan(**{**fields, **changes})
 
@@ -383,7 +384,8 @@ def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
     tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("trl")
-    report = run_plan(plan_of(tiny, tmp_path), "tiny", with_profile=True)
+    also = ["packing.token_budget=512"]
+    report = run_plan(plan_of(tiny, tmp_path, also=also), "tiny", with_profile=True)
     assert report.best_trl is not None and "micro-batch 2" in report.best_trl
     assert set(report.runs) == {"dpo-pack", report.best_trl, "dpo-pack, packing.token_budget=512"}
     assert len(report.sweep) == 4 and not any(run.failure for run in report.sweep)
@@ -391,7 +393,7 @@ def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
     assert "against TRL's best" in markdown(report)
 
     monkeypatch.setattr("benchmark.measure", lambda *_: pytest.fail("everything was measured"))
-    again = run_plan(plan_of(tiny, tmp_path), "tiny", with_profile=True)
+    again = run_plan(plan_of(tiny, tmp_path, also=also), "tiny", with_profile=True)
     assert again.runs == report.runs and again.profile == report.profile
 
 
