@@ -32,6 +32,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
 
 # Tokens, features in, features out: layers of the benchmark's 7M model, and a chunk of its head.
 SHAPES = ((4096, 256, 256), (4096, 256, 688), (4096, 688, 256), (256, 256, 8192))
+HEADS = ((256, 8192), (384, 32000), (896, 151936))  # hidden size, vocabulary
 
 
 @app.command()
@@ -63,7 +64,7 @@ def head_chunks(num_tokens: int = 2048, repeats: int = 5) -> None:
     tokens_of_chunk = (64, 128, 256, 512, 1024)
     print(" | ".join(("| hidden x vocabulary", *map(str, tokens_of_chunk))) + " |")
     print("|---" * (1 + len(tokens_of_chunk)) + "|")
-    for hidden_size, vocabulary in ((256, 8192), (384, 32000), (896, 151936)):
+    for hidden_size, vocabulary in HEADS:
         hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
         weight = (0.02 * torch.randn(vocabulary, hidden_size)).requires_grad_()
         targets = torch.randint(vocabulary, (num_tokens,))

@@ -1,0 +1,29 @@
+"""scripts/measure_settings.py: every command runs, and prints what the docs quote from it."""
+
+from __future__ import annotations
+
+import re
+
+import measure_settings
+import pytest
+from typer.testing import CliRunner
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        (["products"], r"\| 8 x 4 x 6 \| grad\.T @ features \| \d+ \| \d+ \| \d+ \|"),
+        (["head-chunks", "--num-tokens", "8", "--repeats", "1"], r"\| 4 x 16 (\| \d+ ){5}\|"),
+        (["gradient-sums", "--num-rows", "1"], r"\| 1 (\| \d\.\d\d% ){3}\|"),
+        (
+            ["checkpoints", "--num-parameters", "2400", "--repeats", "1"],
+            r"asynchronous: True: training waits \d+\.\d\d s, next three steps \d+\.\d\d s each",
+        ),
+    ],
+)
+def test_a_setting_is_measured(command: list[str], printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_settings, "SHAPES", ((8, 4, 6),))
+    monkeypatch.setattr(measure_settings, "HEADS", ((4, 16),))
+    outcome = CliRunner().invoke(measure_settings.app, command, catch_exceptions=False)
+    assert outcome.exit_code == 0
+    assert re.search(printed, outcome.output)
