@@ -69,7 +69,11 @@ def verify(namespaces: Namespaces = None, cache_dir: CacheDir = None) -> None:
     from dpo_pack.cache_tools import choose_namespaces, find_damage
 
     num_parts, damage = 0, []
-    for namespace in choose_namespaces(_directory(cache_dir), namespaces or ()):
+    directory = _directory(cache_dir)
+    chosen = choose_namespaces(directory, namespaces or ())
+    if not chosen:
+        print(f"nothing to verify: no cached log-probs in {directory}")
+    for namespace in chosen:
         found = list(find_damage(namespace))
         num_parts += namespace.num_parts
         damage += found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 from collections.abc import Callable
@@ -103,6 +104,7 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     """
     root = recipe.output_dir
     resume = recipe.checkpoint.resume
+    _refuse_to_replace_inputs(recipe)
     info = read_json(root / "run.json")
     ways_out = "start again with checkpoint.resume=never and --overwrite, or use another output_dir"
     if resume not in ("auto", "never"):
@@ -114,7 +116,7 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
         if info is not None and owner != root.resolve():
             raise RunError(f"output_dir: {root} holds another run than {checkpoint}; use another output_dir")
         return RunDir(root=root, checkpoint=checkpoint, is_finished=False, info=info or {})
-    if info is None or overwrite:
+    if info is None or overwrite or _stopped_before_it_began(root, info):
         return RunDir(root=root, checkpoint=None, is_finished=False)
     if resume == "never":
         raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
@@ -126,6 +128,34 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
         is_finished=info["status"] == "finished",
         info=info,
     )
+
+
+def _stopped_before_it_began(root: Path, info: dict[str, Any]) -> bool:
+    """Whether an earlier run ended in an error and left nothing that another recipe would cost."""
+    kept = (root / "rollouts.parquet", root / "model")
+    return (
+        info.get("status") == "failed"
+        and info.get("totals", {}).get("steps", 0) == 0
+        and not checkpoints(root / "checkpoints")
+        and not any(path.exists() for path in kept)
+    )
+
+
+def _refuse_to_replace_inputs(recipe: Recipe) -> None:
+    # The export, `--overwrite` and `checkpoint.keep` would each destroy a model where the run writes.
+    inputs = {
+        "model.path": recipe.model.path,
+        "tokenizer.path": recipe.tokenizer.path,
+        "reference.path": recipe.reference.path,
+    }
+    for key, path in inputs.items():
+        if path is None or not os.path.isdir(path):
+            continue
+        for name in _OUR_DIRECTORIES:
+            if Path(path).resolve().is_relative_to((recipe.output_dir / name).resolve()):
+                raise RunError(
+                    f"output_dir: this run would replace {path}, which {key} names; use another output_dir"
+                )
 
 
 def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -> None:
@@ -169,7 +199,6 @@ def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
     for directory in (run.root, run.checkpoints, run.rollouts):
         for leftover in directory.glob(".*.tmp"):  # of a killed process
             discard(leftover)
-    run.root.mkdir(parents=True, exist_ok=True)
     write_text_atomically(run.root / "recipe.yaml", dump_recipe(recipe))
     run.update(
         status="running",

@@ -189,6 +189,12 @@ def test_the_first_bad_row_stops_with_its_line_and_the_way_out(tmp_path: Path) -
     assert not (tmp_path / "cache" / "tokens").exists() or not any((tmp_path / "cache" / "tokens").iterdir())
 
 
+def test_a_line_cut_short_is_told_in_plain_words(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "q')
+    assert "invalid JSON (Unterminated string starting at column 12)" in refused(tmp_path, str(path))
+
+
 def test_skipped_rows_are_counted_and_listed_by_reason(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     bad = [{"prompt": "q"}, {"prompt": "q", "chosen": " ", "rejected": "b"}, {"prompt": "q", "chosen": "b"}]
@@ -261,6 +267,9 @@ def test_a_source_without_rows_or_without_pairs_is_refused(tmp_path: Path) -> No
     message = refused(tmp_path, path, on_bad_row="skip")
     assert "no pairs left of 2 rows (missing_column 1, wrong_type 1)" in message
     assert "the first: line 1: no column 'rejected'" in message
+    assert message.endswith("name the column in data.train.0.columns")
+    long = write(tmp_path / "c.jsonl", [{"prompt": "p", "chosen": "a " * 50, "rejected": "b"}])
+    assert refused(tmp_path, long, max_length=20).endswith("choose another data.truncation")
 
 
 def test_the_format_is_detected_past_bad_rows_and_reported(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import dpo_pack.loading as loading
 import dpo_pack.recipe_models as recipe_models
 import dpo_pack.train as train_module
-from dpo_pack.errors import RunError
+from dpo_pack.errors import CacheError, RunError
 from dpo_pack.interrupts import Interrupted
 from dpo_pack.recipe import Recipe, parse_recipe
 from dpo_pack.train import train
@@ -262,6 +264,49 @@ def test_another_recipe_in_the_same_directory_is_refused_and_overwrite_begins_an
         train(changed, console)
     train(changed, console, overwrite=True)
     assert [r["step"] for r in metrics(tmp_path / "run") if r["split"] == "train"] == [1, 2]
+
+
+def test_a_run_that_failed_before_its_first_step_is_no_hindrance(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(session: object, log: object) -> None:
+        raise RuntimeError("before a step")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="before a step"):
+        patched.setattr("dpo_pack.train.take_steps", fail)
+        train(make_recipe(assets, tmp_path / "run", "train.max_steps=1"), console)
+    assert read_json(tmp_path / "run" / "run.json")["status"] == "failed"
+    train(make_recipe(assets, tmp_path / "run", "train.max_steps=1", "optim.lr=2e-3"), console)
+    assert read_json(tmp_path / "run" / "run.json")["status"] == "finished"
+
+
+@pytest.mark.parametrize("key", ["model.path", "tokenizer.path", "reference.path"])
+def test_a_run_never_replaces_a_model_that_it_reads(
+    assets: Path, tmp_path: Path, console: Console, key: str
+) -> None:
+    own = tmp_path / "run" / "model"
+    shutil.copytree(assets / "model", own)
+    before = {path: path.read_bytes() for path in own.iterdir()}
+    recipe = make_recipe(assets, tmp_path / "run", f"{key}={own}", "checkpoint.resume=never")
+    for overwrite in (False, True):
+        with pytest.raises(RunError, match=rf"would replace .*{re.escape(key)} names; use another"):
+            train(recipe, console, overwrite=overwrite)
+    assert {path: path.read_bytes() for path in own.iterdir()} == before
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def full(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == tmp_path / "run":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(CacheError, match=r"cannot write .*recipe\.yaml: No space left.*writable directory"):
+        train(make_recipe(assets, tmp_path / "run", "train.max_steps=1"), console)
 
 
 def test_a_dry_run_leaves_no_run_behind(assets: Path, tmp_path: Path, console: Console) -> None:

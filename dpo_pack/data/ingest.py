@@ -188,20 +188,27 @@ class _Ingestion:
         return is_in_all_rows or self.data.on_bad_row == "error"
 
     def _stop(self, row: DroppedRow) -> None:
-        remedy = {
-            "missing_column": f"name the column in {self.located.key}.columns, or set data.on_bad_row: skip",
+        remedy = self._remedy(row) or "mend the row, or set data.on_bad_row: skip"
+        if row.reason == "missing_column":
+            remedy += ", or set data.on_bad_row: skip"
+        raise DataError(f"{self.located.label} {self.row_word} {row.row_number}: {row.detail}; {remedy}")
+
+    def _remedy(self, row: DroppedRow) -> str | None:
+        """What the recipe can do about such rows, where that is not leaving them out."""
+        return {
+            "missing_column": f"name the column in {self.located.key}.columns",
             "too_long": "raise data.max_length or choose another data.truncation",
             "prompt_too_long": "raise data.max_prompt_length or choose another data.truncation",
-        }.get(row.reason, "mend the row, or set data.on_bad_row: skip")
-        raise DataError(f"{self.located.label} {self.row_word} {row.row_number}: {row.detail}; {remedy}")
+        }.get(row.reason)
 
     def _check_any_left(self) -> None:
         if self.num_rows == 0:
             raise DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
         if self.num_pairs == 0:
             assert self.first_dropped is not None
+            remedy = self._remedy(self.first_dropped) or f"mend the rows, or remove {self.located.key}"
             reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped_counts.most_common())
             raise DataError(
                 f"{self.located.label}: no pairs left of {self.num_rows} rows ({reasons}); the first: "
-                f"{self.row_word} {self.first_dropped.row_number}: {self.first_dropped.detail}"
+                f"{self.row_word} {self.first_dropped.row_number}: {self.first_dropped.detail}; {remedy}"
             )

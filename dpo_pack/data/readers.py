@@ -206,7 +206,7 @@ def _json_row(line: bytes, names: ColumnNames) -> dict[str, Any] | BadRow:
         where = f"byte 0x{error.object[error.start]:02x} at position {error.start + 1}"
         return BadRow("not_utf8", f"not UTF-8 ({where})")
     except json.JSONDecodeError as error:
-        return BadRow("invalid_json", f"invalid JSON ({error.msg} at column {error.colno})")
+        return BadRow("invalid_json", f"invalid JSON ({_json_problem(error)} at column {error.colno})")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         return BadRow("invalid_json", f"invalid JSON ({_first_line(error)})")
     return _object_row(row, names)
@@ -244,7 +244,7 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
                 number += 1
                 continue
             except json.JSONDecodeError as error:
-                problem = f"{error.msg} {error.pos - position + 1} characters into it"
+                problem = f"{_json_problem(error)} {error.pos - position + 1} characters into it"
             except (ValueError, RecursionError) as error:
                 problem = _first_line(error)
         # Doubling keeps the cost of decoding one long row again and again linear in its length.
@@ -309,6 +309,10 @@ def _unreadable(label: str, row_word: str, number: int, error: Exception) -> Dat
         what, remedy = _first_line(error), "it is damaged or incomplete: copy or download it again"
     where = f"after {row_word} {number}" if number else "at its beginning"
     return DataError(f"{label}: cannot be read {where} ({what}); {remedy}")
+
+
+def _json_problem(error: json.JSONDecodeError) -> str:
+    return error.msg.removesuffix(" at")  # of some messages; the place comes after it
 
 
 def _first_line(error: BaseException) -> str:

@@ -255,7 +255,10 @@ def _fruitless(step: int, outcomes: list[Outcome], num_prompts: int) -> str:
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     asked = f"step {step + 1}: {FRUITLESS_PHASES} times {num_prompts} prompts gave no pair"
     if failures:
-        return f"{asked}; of the last ones {len(failures)} failed, the first with: {failures[0]}"
+        return (
+            f"{asked}; of the last ones {len(failures)} failed, the first with: {failures[0]}; mend what "
+            "online.judges or online.generator names (rollouts.parquet has every reason)"
+        )
     return (
         f"{asked}: their completions are equal, or their scores differ by no more than "
         "online.pairing.min_margin; raise online.temperature or online.completions_per_prompt, or look at "
