@@ -59,7 +59,7 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False) -> Iterator[Console]:
         ranks.require_same(_facts(recipe), "start every rank with the same recipe, overrides and packages")
     yield make_console(quiet=quiet or not ranks.is_first())
     ranks.wait_for_all()  # no rank takes a connection away from one that still works
-    if dist.is_initialized():
+    if place is not None and dist.is_initialized():  # else it is vLLM's own, which ends it itself
         dist.destroy_process_group()
 
 

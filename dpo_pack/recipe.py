@@ -284,6 +284,7 @@ NEUTRAL_KEYS: tuple[str, ...] = (
     "distributed.cpu_offload",
     "distributed.accumulate_unsharded",
     "online.generator.token_budget",
+    "online.generator.gpu_memory_utilization",
     "online.generator.endpoint",
     "online.offload_reference",
 )

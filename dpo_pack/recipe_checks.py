@@ -290,6 +290,11 @@ def _package_problems(recipe: Recipe) -> Iterator[Problem]:
         "reference.path": ("peft", "peft", _is_adapter(recipe.reference.path or "")),
         "model.kernels": ("liger_kernel", "liger", recipe.model.kernels == "liger"),
         "optim.name": ("bitsandbytes", "bitsandbytes", recipe.optim.name == "adamw_8bit"),
+        "online.generator.type": (
+            "vllm",
+            "vllm",
+            recipe.online is not None and recipe.online.generator.type == "vllm",
+        ),
     }
     for key, (module, extra, is_needed) in needed.items():
         if is_needed and importlib.util.find_spec(module) is None:

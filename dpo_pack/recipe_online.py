@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import Field, Strict
 
 from dpo_pack.recipe_types import (
@@ -41,11 +41,16 @@ class GeneratorRecipe(Section):
     type: Literal["transformers", "http", "vllm"] = Field(
         default="transformers",
         description="transformers: the policy itself, on the training device; http: a server, whose weights "
-        "are not updated; vllm: in this process.",
+        "are not updated; vllm: in this process, with the policy's weights of each phase.",
     )
     token_budget: TokenCount = Field(
         default=16384,
-        description="transformers: a batch holds so many tokens, prompts and completions to come.",
+        description="transformers, and the evaluation of vllm: a batch holds so many tokens, prompts and "
+        "completions to come.",
+    )
+    gpu_memory_utilization: Annotated[float, Gt(0), Lt(1)] = Field(
+        default=0.3,
+        description="vllm: part of the device's memory (on a CPU, the machine's) for its weights and cache.",
     )
     endpoint: EndpointRecipe | None = Field(default=None, description="http: the server.")
 

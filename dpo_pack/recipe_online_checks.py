@@ -1,6 +1,5 @@
 """Rules of a recipe's `online` section, and of the other sections beside it."""
 
-import importlib.util
 import re
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ from dpo_pack.recipe_schema import Recipe
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _URL = re.compile(r"https?://\S+")
+VLLM_HIGHEST_TEMPERATURE = 2.0
 
 
 def broken_online_rules(recipe: Recipe) -> Iterator[Problem]:
@@ -29,7 +29,19 @@ def broken_online_rules(recipe: Recipe) -> Iterator[Problem]:
         yield "online.max_new_tokens", f"must be below {limit}, not {recipe.online.max_new_tokens}"
     needs_copies = why_not_sharded(recipe)
     if recipe.distributed.strategy == "fsdp2" and needs_copies is not None:
-        yield "distributed.strategy", f"{needs_copies}, so fsdp2 is not for this run; set ddp"
+        remedy = "use http with a vLLM server" if recipe.online.generator.type == "vllm" else "set ddp"
+        yield "distributed.strategy", f"{needs_copies}, so fsdp2 is not for this run; {remedy}"
+    if recipe.online.generator.type == "vllm" and recipe.distributed.num_processes not in ("auto", 1):
+        yield (
+            "distributed.num_processes",
+            "online.generator.type vllm answers in one process; set 1, or use http with a vLLM server",
+        )
+    if recipe.online.generator.type == "vllm" and recipe.online.temperature > VLLM_HIGHEST_TEMPERATURE:
+        limit = f"at most {VLLM_HIGHEST_TEMPERATURE:g}"
+        yield (
+            "online.temperature",
+            f"online.generator.type vllm takes {limit}, not {recipe.online.temperature:g}",
+        )
     yield from _broken_generator_rules(recipe.online.generator)
     for number, judge in enumerate(recipe.online.judges):
         yield from _broken_judge_rules(judge, f"online.judges.{number}")
@@ -44,6 +56,8 @@ def why_not_sharded(recipe: Recipe) -> str | None:
     every_token = "and gathering shards for every token would take far too long"
     if online.generator.type == "transformers":
         return f"the policy answers the prompts itself, {every_token}"
+    if online.generator.type == "vllm":
+        return "online.generator.type vllm takes a whole model's weights in one process"
     if not isinstance(held_out, tuple) or held_out:
         return f"the policy answers the prompts of data.eval itself, {every_token}"
     if online.offload_reference:
@@ -52,13 +66,6 @@ def why_not_sharded(recipe: Recipe) -> str | None:
 
 
 def _broken_generator_rules(generator: GeneratorRecipe) -> Iterator[Problem]:
-    if generator.type == "vllm":
-        absent = importlib.util.find_spec("vllm") is None
-        reason = "vllm is not installed, and even then this" if absent else "this"
-        yield (
-            "online.generator.type",
-            f"{reason} version runs no vLLM in its own process; use http with a vLLM server, or transformers",
-        )
     if generator.type == "http":
         if generator.endpoint is None:
             yield "online.generator.endpoint", "type http needs it, as in {url: ..., model: ...}"
@@ -90,6 +97,8 @@ def _broken_url(url: str, key: str) -> Iterator[Problem]:
 
 
 def _unused_options(online: OnlineRecipe) -> Iterator[Problem]:
-    default = GeneratorRecipe.model_fields["token_budget"].default
-    if online.generator.type == "http" and online.generator.token_budget != default:
+    generator, defaults = online.generator, GeneratorRecipe()
+    if generator.type == "http" and generator.token_budget != defaults.token_budget:
         yield "online.generator.token_budget", "not used by type http, only by transformers"
+    if generator.type != "vllm" and generator.gpu_memory_utilization != defaults.gpu_memory_utilization:
+        yield "online.generator.gpu_memory_utilization", f"not used by type {generator.type}, only by vllm"

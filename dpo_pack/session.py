@@ -26,7 +26,7 @@ from dpo_pack.monitoring import run_facts, training_meter
 from dpo_pack.moving_reference import MovingReference
 from dpo_pack.nonfinite import NonfiniteGuard
 from dpo_pack.offline import OfflineSource
-from dpo_pack.online.build import build_judge, build_source, build_win_rate
+from dpo_pack.online.build import build_judge, build_source, build_win_rate, check_generator
 from dpo_pack.online.source import OnlineSource
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.optim import build_optimizer, learning_rate_schedule, num_warmup_steps
@@ -189,6 +189,7 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir) -> Begi
 def begin_online(prepared: Prepared, objective: Objective, run: RunDir) -> Beginning:
     """The policy, and pairs that it will write itself, see online/."""
     recipe, console = prepared.recipe, prepared.console
+    check_generator(prepared)
     policy = prepare_policy(prepared)
     judge = build_judge(prepared)
     moves = objective.needs_reference and recipe.reference.sync is not None

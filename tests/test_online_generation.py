@@ -18,7 +18,7 @@ from dpo_pack.loading import load_model
 from dpo_pack.models import CompletionLogps, LoadedModel, Precision
 from dpo_pack.online.interface import Completion, Draw
 from dpo_pack.online.sampling import SamplingSettings, completion_uniforms, draw_tokens
-from dpo_pack.online.transformers_generator import TransformersGenerator
+from dpo_pack.online.transformers_generator import TransformersGenerator, generating
 
 TEXTS = ("ask one", "what is the colour of the sky?", "x", "how do I bake bread at home? yes or no")
 PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=8)
@@ -208,3 +208,15 @@ def test_a_stop_string_ends_a_completion_and_is_not_shown_to_judges(policy: Comp
             else:
                 assert cut.ids.tolist() == whole.ids.tolist()
     assert ended
+
+
+def test_a_softcap_is_not_lost_where_transformers_takes_sdpa_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("gemma2").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = loaded(tmp_path).scorer.model
+    monkeypatch.setattr(type(model), "_supports_sdpa", True)  # as in transformers 5.19
+    with generating(model):
+        assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == ATTENTION_NAME

@@ -52,7 +52,18 @@ def test_one_judge_is_all_it_takes() -> None:
             f"online.generator={{type: http, token_budget: 9, endpoint: {SERVER}}}",
             ["online.generator.token_budget: not used by type http"],
         ),
-        ("online.generator.type=vllm", ["online.generator.type: vllm is not installed", "use http"]),
+        (
+            "online.generator.gpu_memory_utilization=0.5",
+            ["online.generator.gpu_memory_utilization: not used by type transformers, only by vllm"],
+        ),
+        (
+            "online={generator: {type: vllm}, temperature: 2.5, judges: [{type: reward_model, path: a/b}]}",
+            ["online.temperature: online.generator.type vllm takes at most 2, not 2.5"],
+        ),
+        (
+            "online.generator={type: vllm, gpu_memory_utilization: 1.0}",
+            ["online.generator.gpu_memory_utilization: must be a number > 0 and < 1"],
+        ),
         ("online.pairing.type=best", ["online.pairing.type: must be one of best_vs_worst, all_pairs"]),
     ],
 )  # fmt: skip
@@ -65,6 +76,20 @@ def test_what_cannot_be_is_refused_in_one_line(override: str, fragments: list[st
         assert fragment in message
 
 
+@pytest.mark.parametrize(
+    "distributed, fragment",
+    [
+        ("{num_processes: 2}", "distributed.num_processes: online.generator.type vllm answers"),
+        ("{strategy: fsdp2}", "distributed.strategy: online.generator.type vllm takes a whole"),
+    ],
+)
+def test_vllm_in_several_processes_is_refused(distributed: str, fragment: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("online.generator.type=vllm", f"distributed={distributed}", text=ONLINE)
+    assert fragment in str(caught.value) and "use http with a vLLM server" in str(caught.value)
+    load("online.generator.type=vllm", "distributed.num_processes=1", text=ONLINE)
+
+
 def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge() -> None:
     begun = load(f"online.generator={{type: http, endpoint: {SERVER}}}", text=ONLINE)
     moved = load(
@@ -73,6 +98,10 @@ def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge(
         text=ONLINE,
     )
     assert changed_keys(begun, moved) == []
+    vllm = load("online.generator={type: vllm}", text=ONLINE)
+    smaller = load("online.generator={type: vllm, gpu_memory_utilization: 0.2}", text=ONLINE)
+    assert changed_keys(vllm, smaller) == []
+    assert changed_keys(load(text=ONLINE), vllm) == ["online.generator.type"]
     other = load("online.judges.0.function=my.judges:other", "online.top_p=0.9", text=ONLINE)
     assert changed_keys(load(text=ONLINE), other) == ["online.judges.0.function", "online.top_p"]
     assert changed_keys(load(text=ONLINE), load("train.max_steps=9"))[0].startswith("online")

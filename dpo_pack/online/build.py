@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dpo_pack import ranks
 from dpo_pack.data.store import PairTable
-from dpo_pack.errors import ModelError
+from dpo_pack.errors import ModelError, RecipeError
 from dpo_pack.loading import load_tokenizer
 from dpo_pack.models import LoadedModel
 from dpo_pack.online.endpoint import Endpoint, api_key
@@ -22,11 +22,15 @@ from dpo_pack.online.rollout_log import RolloutLog
 from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.online.source import OnlineSettings, OnlineSource, RowSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
+from dpo_pack.online.vllm_engine import KEY, EngineSettings, check_installed, start_engine
+from dpo_pack.online.vllm_generator import VllmGenerator
+from dpo_pack.online.vllm_proof import prove_agreement
+from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.online.weighted_judges import WeightedJudges
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.prepare import Prepared, prepare_second_model
 from dpo_pack.prepare_batches import plan_settings, policy_shape, row_builder
-from dpo_pack.recipe_models import reference_token_budget
+from dpo_pack.recipe_models import policy_model, reference_token_budget, source_config
 from dpo_pack.recipe_online import EndpointRecipe, JudgeRecipe, OnlineRecipe
 from dpo_pack.sources import RowBuilder
 
@@ -42,6 +46,7 @@ def build_source(
     """The recipe's online source; `needs_reference`: its batches carry reference log-probs."""
     recipe, online = prepared.recipe, _section(prepared)
     assert recipe.train.max_steps is not None
+    reference = live_reference(prepared, policy) if needs_reference else None
 
     def builder(table: PairTable) -> RowBuilder:
         return row_builder(prepared, table, None)
@@ -56,7 +61,7 @@ def build_source(
             missing_eos_penalty=online.pairing.missing_eos_penalty,
             seed=recipe.seed,
         ),
-        reference=live_reference(prepared, policy) if needs_reference else None,
+        reference=reference,
         settings=OnlineSettings(
             pairs_per_step=recipe.packing.pairs_per_step,
             rollouts_per_update=online.rollouts_per_update,
@@ -84,9 +89,26 @@ def build_win_rate(prepared: Prepared, policy: LoadedModel, judge: Judge) -> Win
     return WinRate(prepared.data.prompts.eval, generator, judge, seed=prepared.recipe.seed)
 
 
+def check_generator(prepared: Prepared) -> None:
+    """What can be said of the recipe's generator before a model is loaded. Raises RecipeError, ModelError."""
+    if _section(prepared).generator.type != "vllm":
+        return
+    if ranks.num_ranks() > 1:
+        raise RecipeError(
+            f"{KEY}: vllm answers in one process, and this run has {ranks.num_ranks()}; set "
+            "distributed.num_processes: 1, or use http with a vLLM server"
+        )
+    check_installed(prepared.device)
+    config = source_config(prepared.recipe, policy_model(prepared.recipe)).to_dict()
+    if config.get("quantization_config") is not None:
+        raise ModelError(f"{KEY}: vllm cannot be handed quantised weights; use transformers, or another base")
+
+
 def build_generator(prepared: Prepared, policy: LoadedModel) -> Generator:
     """Who answers the training prompts."""
     online = _section(prepared)
+    if online.generator.type == "vllm":
+        return _vllm_generator(prepared, policy)
     if online.generator.endpoint is not None:
         return HttpGenerator(
             endpoint=_endpoint(online.generator.endpoint, "online.generator.endpoint"),
@@ -95,6 +117,44 @@ def build_generator(prepared: Prepared, policy: LoadedModel) -> Generator:
             seed=prepared.recipe.seed,
         )
     return policy_generator(prepared, policy, completions_per_prompt=online.completions_per_prompt)
+
+
+def _vllm_generator(prepared: Prepared, policy: LoadedModel) -> VllmGenerator:
+    """vLLM, started, with the policy's weights, and proof that it computes with them as the policy does."""
+    recipe, online = prepared.recipe, _section(prepared)
+    assert prepared.data.prompts is not None
+    prompts = prepared.data.prompts.train
+    dtype = prepared.precision.activations
+    engine = start_engine(
+        policy.model,
+        prepared.tokenizer,
+        EngineSettings(
+            dtype=dtype,
+            device=prepared.device,
+            max_tokens=max(len(prompt.ids) for prompt in prompts) + online.max_new_tokens,
+            gpu_memory_utilization=online.generator.gpu_memory_utilization,
+            trust_remote_code=recipe.model.trust_remote_code,
+        ),
+    )
+    engine.take_weights(checkpoint_tensors(policy.model, has_adapter=policy.adapter is not None))
+    difference = prove_agreement(
+        engine,
+        policy.scorer,
+        prompts[0].ids,
+        max_new_tokens=online.max_new_tokens,
+        dtype=dtype,
+        device=prepared.device,
+    )
+    prepared.console.print(
+        f"vLLM {engine.version}: has the policy's weights; log-probs differ by {difference:.1e} nats a token"
+    )
+    return VllmGenerator(
+        engine=engine,
+        policy=policy.scorer,
+        tokenizer=prepared.tokenizer,
+        sampling=sampling_settings(online),
+        seed=recipe.seed,
+    )
 
 
 def policy_generator(

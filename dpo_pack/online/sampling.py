@@ -43,6 +43,12 @@ def completion_uniforms(
     return (stream.random_raw(num_tokens) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def completion_seed(seed: int, draw_number: int, completion: int) -> int:
+    """In [0, 2^63), a pure function of its arguments: for an engine that draws its own numbers."""
+    state = np.random.SeedSequence(seed, spawn_key=(2, draw_number, completion)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
+
+
 def draw_tokens(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> Tensor:
     """[B, V] logits, [B] float64 in [0, 1) -> [B] int64 tokens.
 

@@ -24,6 +24,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from dpo_pack.attention import ATTENTION_NAME
 from dpo_pack.kernels import stock_layers
 from dpo_pack.models import CompletionLogps
+from dpo_pack.online.completions import completion_of, end_tokens
 from dpo_pack.online.interface import Completion, Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings, completion_uniforms, draw_tokens
 
@@ -79,7 +80,7 @@ class TransformersGenerator:
                 for draw, number in sequences
             ]
         )
-        ends = self._end_tokens()
+        ends = end_tokens(self.policy.model.config, self.tokenizer)
         stops = _StopStrings(self.tokenizer, self.sampling.stop, ids.shape[1], len(sequences))
         with self.policy.autocasting(self.device):
             output: Any = self.policy.model.generate(  # type: ignore[operator]
@@ -98,29 +99,10 @@ class TransformersGenerator:
                 stopping_criteria=StoppingCriteriaList([stops] if self.sampling.stop else []),
             )
         lines = output[:, ids.shape[1] :].cpu().numpy().astype(np.int32)
-        return [self._completion(line, ends, end) for line, end in zip(lines, stops.ends, strict=True)]
-
-    def _end_tokens(self) -> set[int]:
-        """EOS of the tokenizer and of the model, which may name several."""
-        configured = self.policy.model.config.get_text_config().eos_token_id
-        ends = {configured} if isinstance(configured, int) else set(configured or ())
-        if isinstance(self.tokenizer.eos_token_id, int):
-            ends.add(self.tokenizer.eos_token_id)
-        return ends
-
-    def _completion(self, line: npt.NDArray[np.int32], ends: set[int], stop_end: int | None) -> Completion:
-        """A line of generated tokens, cut where it ended: behind it there is padding."""
-        places = np.flatnonzero(np.isin(line, sorted(ends)))
-        eos_end = int(places[0]) + 1 if len(places) else None
-        end = min((end for end in (eos_end, stop_end) if end is not None), default=None)
-        ids = line if end is None else line[:end]
-        text = str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-        return Completion(ids=ids, text=until_stop(text, self.sampling.stop), is_finished=end is not None)
-
-
-def until_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    return text[: min((place for string in stop if (place := text.find(string)) >= 0), default=len(text))]
+        return [
+            completion_of(line, self.tokenizer, ends=ends, stop=self.sampling.stop, stop_end=end)
+            for line, end in zip(lines, stops.ends, strict=True)
+        ]
 
 
 def _left_padded(
@@ -158,6 +140,10 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _use_stock_attention(model: PreTrainedModel) -> None:
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        # Some releases of transformers take sdpa for these families, and drop the softcap without a word.
+        model.set_attn_implementation("eager")
+        return
     try:
         model.set_attn_implementation("sdpa")
     except (ValueError, ImportError):  # transformers' way to say that this family's code has no sdpa
