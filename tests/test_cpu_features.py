@@ -58,7 +58,7 @@ def test_a_run_says_when_bfloat16_is_the_slower_choice(
     console: Console,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dpo_pack.session.bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr("dpo_pack.describe.bfloat16_instructions", lambda: instructions)
     train(load_recipe(tiny_run(tmp_path), [f"model.autocast={autocast}"]), console, dry_run=True)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("no instructions for bfloat16" in told) == warns
