@@ -40,7 +40,9 @@ from dpo_pack.proofs import proof_groups, prove_wiring
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKED = [name for name, family in FAMILIES.items() if family.packs]
 REFUSED = [name for name, family in FAMILIES.items() if not family.packs]
-# Their bounds are absolute. Elsewhere an error may be twice the noise floor of the family's own arithmetic.
+# Their bounds are absolute. Elsewhere the error of the gradient may be twice the noise floor of the family's
+# own arithmetic, in norm. That of its worst entry may be four times: it is the largest of 100,000 values, and
+# so is its floor, of one draw each. Of two CPUs and 94 families the most was 2.4 times (stablelm, padded).
 ABSOLUTE = ("llama", "qwen3", "mistral", "gemma2", "gpt2")
 
 
@@ -58,7 +60,7 @@ def test_logps_and_gradients_equal_each_sequence_alone(
     record_property("family", table_cells(family, errors, noise))
     assert errors.keys() == ({"shared", "unshared", "padded"} if FAMILIES[family].packs else {"padded"})
     floor = 1e-6 if family in ABSOLUTE else min(max(1e-6, 2 * noise.gradient), 2e-5)
-    largest = 1e-6 if family in ABSOLUTE else min(max(1e-6, 2 * noise.max_gradient), 2e-5)
+    largest = 1e-6 if family in ABSOLUTE else min(max(1e-6, 4 * noise.max_gradient), 2e-5)
     for mode, error in errors.items():
         assert error.max_logp < 1e-4 and error.mean_logp < 2e-5, (mode, asdict(error))
         assert error.gradient < floor and error.max_gradient < largest, (mode, asdict(error), asdict(noise))
