@@ -60,7 +60,7 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False) -> Iterator[Console]:
     yield make_console(quiet=quiet or not ranks.is_first())
     ranks.wait_for_all()  # no rank takes a connection away from one that still works
     if place is not None and dist.is_initialized():  # else it is vLLM's own, which ends it itself
-        dist.destroy_process_group()
+        ranks.leave()
 
 
 def tell_among_ranks(error: BaseException, place: Placement) -> int:

@@ -57,6 +57,16 @@ def host_group() -> Any:
     return _host_groups[default]
 
 
+def leave() -> None:
+    """End this process's groups; it says nothing to other ranks afterwards.
+
+    A group's threads end with its last reference. One that still ran when the interpreter goes down could ask
+    for it, and the process would be aborted after all its work was done.
+    """
+    dist.destroy_process_group()
+    _host_groups.clear()
+
+
 def any_rank(flag: bool) -> bool:
     """Whether `flag` is true on some rank."""
     if num_ranks() == 1:

@@ -34,6 +34,7 @@ import dpo_pack.checkpoint_writer as checkpoint_writer
 import dpo_pack.online.source as online_source
 import dpo_pack.prepare_reference as prepare_reference
 import dpo_pack.train as train_module
+from dpo_pack import ranks
 from dpo_pack.checkpoint_dir import find_damage
 from dpo_pack.recipe import Recipe
 
@@ -105,7 +106,7 @@ def _run(recipe: Recipe, rank: int, num_ranks: int, meeting: Path, write_end: in
             dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
         train_module.train(recipe, Console(quiet=True))
         if num_ranks > 1:
-            dist.destroy_process_group()
+            ranks.leave()
     except BaseException:
         traceback.print_exc()
         return 1

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from dpo_pack import ranks
+
 
 def run_on_ranks(function: Callable[..., Any], *arguments: Any, num_ranks: int = 2) -> list[Any]:
     """What `function(*arguments)` returns on each rank; it must be a test module's own, to be found there.
@@ -49,7 +51,7 @@ def _on_a_rank(
     try:
         torch.save(function(*arguments), Path(directory) / f"{rank}.pt")
     finally:
-        dist.destroy_process_group()
+        ranks.leave()
 
 
 def _free_port() -> int:
