@@ -13,7 +13,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +29,33 @@ from dpo_pack.logps import Asked, HeadBounds, HeadTransform, token_logps
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
 
-# Tokens, features in, features out: layers of the benchmark's 7M model, and a chunk of its head.
-SHAPES = ((4096, 256, 256), (4096, 256, 688), (4096, 688, 256), (256, 256, 8192))
+# Tokens, features in, features out: layers of the benchmark's 7M and 25M models, chunks of their heads.
+SHAPES = ((4096, 256, 688), (256, 256, 8192), (4096, 384, 1024), (256, 384, 32000))
+NUM_LAYERS = 16
 HEADS = ((256, 8192), (384, 32000), (896, 151936))  # hidden size, vocabulary
 
 
 @app.command()
+@torch.no_grad()
 def products() -> None:
-    """GFLOP/s of a linear layer's three products, medians of 30."""
+    """GFLOP/s of a linear layer's three products, of operands that no cache holds any more, medians."""
     keep_freed_memory()
     print("| tokens x in x out | product | torch (MKL) | oneDNN | torch, bf16 |\n|---|---|---|---|---|")
     for tokens, inputs, outputs in SHAPES:
-        features, weight = torch.randn(tokens, inputs), torch.randn(outputs, inputs)
-        grad = torch.randn(tokens, outputs)
-        for name, left, right in (
-            ("features @ weight.T", features, weight),
-            ("grad @ weight", grad, weight.T),
-            ("grad.T @ features", grad.T, features.T),
+        layers = [
+            (torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(tokens, outputs))
+            for _ in range(NUM_LAYERS)
+        ]
+        for name, pairs in (
+            ("features @ weight.T", [(features, weight) for features, weight, _ in layers]),
+            ("grad @ weight", [(grad, weight.T) for _, weight, grad in layers]),
+            ("grad.T @ features", [(grad.T, features.T) for features, _, grad in layers]),
         ):
+            low = [(left.bfloat16(), right.bfloat16()) for left, right in pairs]
             seconds = (
-                _median(partial(_times_transposed_by_torch, left, right)),
-                _median(partial(times_transposed, left, right)),
-                _median(partial(_times_transposed_by_torch, left.bfloat16(), right.bfloat16())),
+                _median_seconds(_times_transposed_by_torch, pairs),
+                _median_seconds(times_transposed, pairs),
+                _median_seconds(_times_transposed_by_torch, low),
             )
             rates = " | ".join(f"{2e-9 * tokens * inputs * outputs / each:.0f}" for each in seconds)
             print(f"| {tokens} x {inputs} x {outputs} | {name} | {rates} |")
@@ -95,14 +99,16 @@ def _times_transposed_by_torch(left: Tensor, right: Tensor) -> Tensor:
     return left @ right.T
 
 
-def _median(function: Callable[[], Any]) -> float:
+def _median_seconds(
+    product: Callable[[Tensor, Tensor], Tensor], pairs: Sequence[tuple[Tensor, Tensor]]
+) -> float:
+    """Of one product, over three rounds through `pairs` after one that is not counted."""
     seconds = []
-    with torch.no_grad():
-        for _ in range(33):
-            begun = time.perf_counter()
-            function()
-            seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds[3:])
+    for left, right in [*pairs] * 4:
+        begun = time.perf_counter()
+        product(left, right)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[len(pairs) :])
 
 
 @app.command("gradient-sums")
