@@ -37,8 +37,8 @@ random model (2 layers, windows shorter than the sequences, softcaps that bend) 
 torch {torch} and transformers {transformers}, against the plain computation: one sequence at a time, the
 model's own eager attention, full logits. `tests/test_families.py` does so in every test run, for packed rows
 with and without shared prompts and for padded batches, and prints the table. It fails above 1e-4 nats for a
-sequence's log-prob; for gradients above 1e-6 relative or twice the noise floor (their worst entry: four times), where that is higher,
-and above 2e-5 in any case.
+sequence's log-prob; for gradients above 1e-6 relative or twice the noise floor (their worst entry: four
+times), where that is higher, and above 2e-5 in any case.
 
 *Noise* is what fp32 is worth there: how far the plain gradients themselves are from the same ones in float64.
 Errors below it are rounding. Mixtures of experts have no other noise in fp32; in bf16 they have, see below.
