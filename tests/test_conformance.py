@@ -212,9 +212,11 @@ def test_where_float32_is_too_coarse_for_trl_we_take_the_steps_of_a_plain_loop_i
     train(recipe, console)
     pairs = prepare_data(recipe, prepare_tokenizer(recipe), console).train
     steps = plain_loop(directory, pairs, loss, recipe.loss.beta)
+    # A fifth of the tolerances against TRL. AdamW makes the rounding of one step that of the next, so how far
+    # float32 is from float64 after six differs from one CPU to another.
     for ours, plain in zip(steps_of(recipe), steps, strict=True):
-        assert ours["loss"] == pytest.approx(plain["loss"], abs=2e-6)
-        assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=5e-5)
+        assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+        assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=6e-5)
         assert ours["rewards/margins"] == pytest.approx(plain["rewards/margins"], abs=2e-5)
         for name, value in plain.items():
             assert FLOAT64.get((case, ours["step"], name), value) == pytest.approx(value, rel=1e-6)
