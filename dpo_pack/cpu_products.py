@@ -1,8 +1,8 @@
 """fp32 matrix products on the CPU through oneDNN, which torch itself uses there for bf16 only.
 
 torch hands fp32 products to MKL. On AMD processors with AVX-512 oneDNN computes `x @ weight.T` and
-`grad @ weight` faster for the shapes of small models' layers and head, on Intel's about as fast, and
-`grad.T @ x` more slowly on both, which therefore stays MKL's (`scripts/measure_settings.py products`).
+`grad @ weight` faster for the shapes of small models' layers and head, on Intel's a little more slowly;
+`grad.T @ x` is slower on both and stays MKL's (`scripts/measure_settings.py products`).
 Both are plain fp32: they differ by rounding.
 
 Legend: T tokens, D features in, O features out.
