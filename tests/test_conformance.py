@@ -212,6 +212,7 @@ def test_where_float32_is_too_coarse_for_trl_we_take_the_steps_of_a_plain_loop_i
     train(recipe, console)
     pairs = prepare_data(recipe, prepare_tokenizer(recipe), console).train
     steps = plain_loop(directory, pairs, loss, recipe.loss.beta)
+    expected = json.loads((directory / "expected.json").read_text())["cases"][case]["steps"]
     # A fifth of the tolerances against TRL. AdamW makes the rounding of one step that of the next, so how far
     # float32 is from float64 after six differs from one CPU to another.
     for ours, plain in zip(steps_of(recipe), steps, strict=True):
@@ -219,4 +220,9 @@ def test_where_float32_is_too_coarse_for_trl_we_take_the_steps_of_a_plain_loop_i
         assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=6e-5)
         assert ours["rewards/margins"] == pytest.approx(plain["rewards/margins"], abs=2e-5)
         for name, value in plain.items():
-            assert FLOAT64.get((case, ours["step"], name), value) == pytest.approx(value, rel=1e-6)
+            key = (case, ours["step"], name)
+            if key not in FLOAT64:
+                continue
+            assert FLOAT64[key] == pytest.approx(value, rel=1e-6)
+            trl = expected[ours["step"] - 1][name]
+            assert abs(ours[name] - value) < abs(trl - value) / 5, key  # or nothing would excuse us
