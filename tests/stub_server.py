@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -37,16 +38,9 @@ def serving(stub: Stub) -> Iterator[Stub]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with stub.lock:
                 stub.requests.append({"path": self.path, "key": self.headers.get("Authorization"), **body})
-                stub.num_under_way += 1
-                stub.most_under_way = max(stub.most_under_way, stub.num_under_way)
                 fault = stub.faults.pop(0) if stub.faults else "none"
-            try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client has given up
                 self._answer(fault, body)
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # the client has given up, as it should
-            finally:
-                with stub.lock:
-                    stub.num_under_way -= 1
 
         def _answer(self, fault: str, body: dict[str, Any]) -> None:
             if fault.isdigit():
@@ -65,9 +59,20 @@ def serving(stub: Stub) -> Iterator[Stub]:
             elif fault == "nonsense":
                 self._send(200, b'{"choices": [{"text": 7}]}')
             elif fault == "none":
-                self._send(200, json.dumps(stub.reply(self.path, body)).encode())
+                self._send(200, self._reply(body))
             else:
                 assert fault == "hang up"
+
+        def _reply(self, body: dict[str, Any]) -> bytes:
+            """Under way until it is sent: a client that has its answer may ask again before we know it."""
+            with stub.lock:
+                stub.num_under_way += 1
+                stub.most_under_way = max(stub.most_under_way, stub.num_under_way)
+            try:
+                return json.dumps(stub.reply(self.path, body)).encode()
+            finally:
+                with stub.lock:
+                    stub.num_under_way -= 1
 
         def _send(self, status: int, content: bytes) -> None:
             self.send_response(status)
