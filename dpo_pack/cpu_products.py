@@ -1,8 +1,8 @@
 """fp32 matrix products on the CPU through oneDNN, which torch itself uses there for bf16 only.
 
 torch hands fp32 products to MKL. On AMD processors with AVX-512 oneDNN computes `x @ weight.T` and
-`grad @ weight` faster for the shapes of small models' layers and head, on Intel's a little more slowly;
-`grad.T @ x` is slower on both and stays MKL's (`scripts/measure_settings.py products`).
+`grad @ weight` faster; on Intel's only the head's, whose chunks have few tokens: the layers' are faster
+through MKL. So is `grad.T @ x` on both (`scripts/measure_settings.py products`).
 Both are plain fp32: they differ by rounding.
 
 Legend: T tokens, D features in, O features out.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +31,11 @@ def times_transposed(features: Tensor, weight: Tensor) -> Tensor:
 def speed_up_linears(model: nn.Module) -> None:
     """Let the model's linear layers compute through oneDNN, where it is the faster; changes them in place.
 
+    Not on Intel's processors.
+
     Layers whose inputs turn out not to be fp32 on the CPU, as under autocast, compute as they always did.
     """
-    if _kernel() is None:
+    if _kernel() is None or _is_intel():
         return
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -70,6 +73,15 @@ class _Linear(torch.autograd.Function):
             grad.T @ features if needs_weight else None,
             grad.sum(dim=0) if needs_bias else None,
         )
+
+
+@functools.cache
+def _is_intel() -> bool:
+    """Whether MKL is its maker's own. Linux says who made the processor; elsewhere this is False."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def _fits(features: Tensor) -> bool:

@@ -73,7 +73,6 @@ def load_model(
     adapter: LoraSettings | Path | None = None,
     weights_on: torch.device | None = None,
     asked: Asked | None = None,
-    trims_last_layer: bool = True,
     kernels: str = "none",
 ) -> LoadedModel:
     """Load a causal LM for packed rows or padded batches, with nothing random in it.
@@ -131,7 +130,7 @@ def load_model(
         apply_liger(model)
     if device.type == "cpu":
         speed_up_linears(model)
-    if packed and trims_last_layer:
+    if packed:
         trim_last_layer(model)
     scorer.eval()
     if reads_weights:

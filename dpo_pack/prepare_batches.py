@@ -86,7 +86,7 @@ def policy_shape(recipe: Recipe) -> ModelShape:
     """What of the policy decides its FLOPs; loads its config, no weights."""
     config = source_config(recipe, policy_model(recipe))
     shape = model_shape(config, trust_remote_code=recipe.model.trust_remote_code)
-    return shape if recipe.trims_last_layer else replace(shape, last_block_weights=0.0)
+    return shape if recipe.packing.mode == "packed" else replace(shape, last_block_weights=0.0)
 
 
 def recipe_pair_flops(recipe: Recipe, table: PairTable) -> FloatArray:

@@ -208,7 +208,6 @@ def _load(
         adapter=source.adapter,
         weights_on=weights_on,
         asked=Asked(squares=recipe.loss.weighting == "wpo"),
-        trims_last_layer=recipe.trims_last_layer,
         kernels=recipe.model.kernels,
     )
     if recipe.model.compile:

@@ -494,11 +494,3 @@ class Recipe(Section):
         Never under LoRA dropout, which draws for each sequence anew.
         """
         return self.packing.share_prompt and (self.model.lora is None or self.model.lora.dropout == 0.0)
-
-    @property
-    def trims_last_layer(self) -> bool:
-        """Whether the last layer leaves out positions that are not scored.
-
-        Their number is another in each row, for which a compiled layer would be compiled again.
-        """
-        return self.packing.mode == "packed" and not self.model.compile

@@ -25,6 +25,7 @@ from dpo_pack.attention import register_attention
 from dpo_pack.compiling import check_compiler, compile_layers
 from dpo_pack.doctor import prove_recipe
 from dpo_pack.errors import RecipeError, UnsupportedModelError
+from dpo_pack.last_layer import last_feed_forward
 from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
 from dpo_pack.models import CompletionLogps
 from dpo_pack.proofs import prove
@@ -97,6 +98,9 @@ def test_compiled_layers_give_the_same_and_are_compiled_once_for_all_lengths(
     scorer = load_scorer(model_path, packed=is_packed)
     rows = [make_row(seed, is_packed=is_packed) for seed in range(5)]
     assert len({row.input_ids.shape for row in rows}) == 5
+    block = last_feed_forward(scorer.model)
+    assert block is not None
+    assert is_packed == ("forward" in vars(block))  # of packed rows it computes what is read
     assert_as_before(scorer, rows)
     # A checkpoint of a compiled model is one of the model.
     assert all("forward" not in name for name in scorer.state_dict())

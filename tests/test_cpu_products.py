@@ -14,6 +14,12 @@ needs_kernel = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are sped up whoever made this machine's processor."""
+    monkeypatch.setattr(cpu_products, "_is_intel", lambda: False)
+
+
 def run(layer: nn.Linear, features: Tensor, weights: Tensor) -> list[Tensor]:
     """Output, and gradients of features, weight and bias where they have one."""
     inputs = [features, *layer.parameters()]
@@ -81,3 +87,11 @@ def test_without_the_kernel_a_model_is_left_alone(monkeypatch: pytest.MonkeyPatc
     assert "forward" not in vars(model[0])
     features, weight = torch.randn(5, 3), torch.randn(4, 3)
     assert torch.equal(times_transposed(features, weight), features @ weight.T)
+
+
+def test_on_intel_layers_stay_with_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "_kernel", lambda: pytest.fail)
+    monkeypatch.setattr(cpu_products, "_is_intel", lambda: True)
+    model = nn.Sequential(nn.Linear(3, 4))
+    speed_up_linears(model)
+    assert "forward" not in vars(model[0])
