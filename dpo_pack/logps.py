@@ -32,7 +32,7 @@ class HeadBounds:
 # takes longer than the products. On a CPU more than 256 tokens gain nothing and leave the caches
 # (`scripts/measure_settings.py head-chunks`). What is kept there saves the fourth of the head's products.
 HEAD_BOUNDS = {
-    "cpu": HeadBounds(chunk_tokens=256, chunk_bytes=256 * 2**20, kept_bytes=256 * 2**20),
+    "cpu": HeadBounds(chunk_tokens=256, chunk_bytes=256 * 2**20, kept_bytes=512 * 2**20),
     "cuda": HeadBounds(chunk_tokens=8192, chunk_bytes=256 * 2**20, kept_bytes=0),
 }
 

@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from dpo_pack.checkpoint import Identity, Place, TrainState, checkpoint_content
 from dpo_pack.checkpoint_writer import CheckpointWriter
 from dpo_pack.cpu_products import times_transposed
 from dpo_pack.host_memory import keep_freed_memory
-from dpo_pack.logps import Asked, HeadBounds, HeadTransform, token_logps
+from dpo_pack.logps import HEAD_BOUNDS, Asked, HeadTransform, token_logps
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
 
@@ -75,7 +76,7 @@ def head_chunks(num_tokens: int = 2048, repeats: int = 5) -> None:
         seconds: dict[int, list[float]] = {tokens: [] for tokens in tokens_of_chunk}
         for _ in range(1 + repeats):  # in turns: a slow moment of the machine meets them all
             for tokens in tokens_of_chunk:
-                bounds = HeadBounds(chunk_tokens=tokens, chunk_bytes=2**40, kept_bytes=256 * 2**20)
+                bounds = replace(HEAD_BOUNDS["cpu"], chunk_tokens=tokens, chunk_bytes=2**40)
                 begun = time.perf_counter()
                 logps, _ = token_logps(
                     hidden,
