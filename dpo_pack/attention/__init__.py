@@ -89,10 +89,12 @@ def row_attention(
         )
     if seam_calls is not None:
         seam_calls.count += 1
+    # Not `states[0]`, whose backward pass writes zeros and copies over them; a squeeze's is a view.
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     out = row_backend(
-        query[0].transpose(0, 1),
-        row_segments.gather(key[0].transpose(0, 1)),
-        row_segments.gather(value[0].transpose(0, 1)),
+        query,
+        row_segments.gather(key),
+        row_segments.gather(value),
         row_segments,
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
         window=sliding_window,
