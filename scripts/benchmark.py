@@ -190,7 +190,8 @@ def best_of_trl(plan: Plan) -> Contender | None:
     if rates:
         failed = [contender for contender in sweep if contender not in rates]
         best = max(rates, key=lambda contender: rates[contender])
-        rates |= _sweep(plan, list(trl_variants(best, failed)))
+        compiled = "model.compile=true" in plan.also
+        rates |= _sweep(plan, list(trl_variants(best, failed, compiled=compiled)))
     return max(rates, key=lambda contender: rates[contender]) if rates else None
 
 

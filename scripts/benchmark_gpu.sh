@@ -63,12 +63,14 @@ END
 }
 
 budgets=8192,16384,32768,65536
+also=(--also model.compile=true)
+"$python" -c 'import liger_kernel' 2>/dev/null && also+=(--also model.kernels=liger)
 measure hh-0.5b "${hh[@]}" --model 0.5b --num-pairs 1024 --sweep-pairs 512 --repeats 3 \
-    --microbatches 4,16 --token-budgets $budgets
+    --microbatches 4,16 --token-budgets $budgets "${also[@]}"
 measure tulu3-0.5b --workload tulu3 --model 0.5b --num-pairs 512 --sweep-pairs 256 --repeats 3 \
     --microbatches 4,16 --token-budgets $budgets
 measure tulu3-1.5b --workload tulu3 --model 1.5b --num-pairs 384 --sweep-pairs 192 --repeats 3 \
-    --microbatches 4,16 --token-budgets $budgets --no-ablations
+    --microbatches 4,16 --token-budgets $budgets --no-ablations "${also[@]}"
 measure hh-1.5b "${hh[@]}" --model 1.5b --num-pairs 768 --sweep-pairs 256 --repeats 3 \
     --microbatches 4,16 --token-budgets $budgets --no-ablations
 measure tulu3-8b-lora --workload tulu3 --model 8b --parameters bfloat16 --lora --num-pairs 256 \

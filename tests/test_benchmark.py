@@ -164,11 +164,14 @@ def test_the_sweep_tries_every_setting_once_under_its_own_name() -> None:
 def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "flash_attn" else None)
     best = trl(4, precompute=True)
-    variants = list(trl_variants(best, [trl(16), trl(16, gradient_checkpointing=True)]))
-    assert variants == [
+    out_of_memory = [trl(16), trl(16, gradient_checkpointing=True)]
+    expected = [
         trl(16, gradient_checkpointing=True),
         trl(4, precompute=True, attention="flash_attention_2"),
     ]
+    assert list(trl_variants(best, out_of_memory, compiled=False)) == expected
+    compiled = trl(4, precompute=True, compiled=True)
+    assert list(trl_variants(best, out_of_memory, compiled=True)) == [*expected, compiled]
 
 
 def test_a_contender_survives_json() -> None:

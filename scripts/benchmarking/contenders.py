@@ -26,6 +26,7 @@ class Contender:
     gradient_checkpointing: bool = False
     attention: str = "sdpa"
     liger: bool = False
+    compiled: bool = False
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Contender:
@@ -109,6 +110,7 @@ def trl(microbatch_pairs: int, **options: Any) -> Contender:
     parts += ["gradient checkpointing"] if contender.gradient_checkpointing else []
     parts += [contender.attention] if contender.attention != "sdpa" else []
     parts += ["liger kernels"] if contender.liger else []
+    parts += ["torch.compile"] if contender.compiled else []
     return replace(contender, name=", ".join(parts))
 
 
@@ -127,8 +129,13 @@ def trl_sweep(microbatches: Sequence[int], *, gradient_checkpointing: bool) -> I
                 )
 
 
-def trl_variants(best: Contender, out_of_memory: Sequence[Contender]) -> Iterator[Contender]:
-    """What else could be its best: kernels that are installed here, checkpointing where memory ran out."""
+def trl_variants(
+    best: Contender, out_of_memory: Sequence[Contender], *, compiled: bool
+) -> Iterator[Contender]:
+    """What else could be its best: kernels that are installed here, checkpointing where memory ran out.
+
+    Compiled too, where we are: it takes minutes of compiling anew for batches of other lengths.
+    """
     for contender in out_of_memory:
         if not contender.gradient_checkpointing:
             yield trl(
@@ -144,3 +151,5 @@ def trl_variants(best: Contender, out_of_memory: Sequence[Contender]) -> Iterato
         yield trl(best.microbatch_pairs, **{**options, "attention": "flash_attention_2"})
     if importlib.util.find_spec("liger_kernel") is not None:
         yield trl(best.microbatch_pairs, **{**options, "liger": True})
+    if compiled:
+        yield trl(best.microbatch_pairs, **{**options, "compiled": True})

@@ -157,6 +157,7 @@ def trl_config(contender: Contender, setting: Setting, scratch: Path) -> Any:
         remove_unused_columns=False,  # it would remove the lengths
         gradient_checkpointing=contender.gradient_checkpointing,
         use_liger_kernel=contender.liger,
+        torch_compile=contender.compiled,
         bf16=on_cuda,
         use_cpu=not on_cuda,
         dataloader_num_workers=2 if on_cuda else 0,
