@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from dpo_pack.cpu_features import is_intel
 
 
 def times_transposed(features: Tensor, weight: Tensor) -> Tensor:
@@ -29,13 +30,12 @@ def times_transposed(features: Tensor, weight: Tensor) -> Tensor:
 
 
 def speed_up_linears(model: nn.Module) -> None:
-    """Let the model's linear layers compute through oneDNN, where it is the faster; changes them in place.
+    """Let the model's linear layers compute through oneDNN where it is the faster: not on Intel's CPUs.
 
-    Not on Intel's processors.
-
-    Layers whose inputs turn out not to be fp32 on the CPU, as under autocast, compute as they always did.
+    Changes them in place. Layers whose inputs turn out not to be fp32 on the CPU, as under autocast, compute
+    as they always did.
     """
-    if _kernel() is None or _is_intel():
+    if _kernel() is None or is_intel():
         return
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -73,15 +73,6 @@ class _Linear(torch.autograd.Function):
             grad.T @ features if needs_weight else None,
             grad.sum(dim=0) if needs_bias else None,
         )
-
-
-@functools.cache
-def _is_intel() -> bool:
-    """Whether MKL is its maker's own. Linux says who made the processor; elsewhere this is False."""
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
 
 
 def _fits(features: Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from rich.table import Table
 import dpo_pack
 from dpo_pack.attention import BACKENDS
 from dpo_pack.attention.select import AttentionNeeds, backend_obstacle
-from dpo_pack.cpu_features import bfloat16_instructions
+from dpo_pack.cpu_features import bfloat16_instructions, cpu_name
 from dpo_pack.host_memory import machine_memory_bytes
 from dpo_pack.models import resolve_precision
 from dpo_pack.recipe import Recipe
@@ -107,16 +106,8 @@ def _devices() -> list[dict[str, Any]]:
             for number, p in enumerate(properties)
         ]
     num_threads = torch.get_num_threads()
-    name = f"{_cpu_name()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+    name = f"{cpu_name()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
     instructions = bfloat16_instructions()
     if instructions is not None:
         name += f", bf16 by {' and '.join(instructions)}" if instructions else ", no bf16 instructions"
     return [{"device": "cpu", "name": name, "memory_bytes": machine_memory_bytes()}]
-
-
-def _cpu_name() -> str:
-    """What /proc/cpuinfo says on Linux, which platform.processor() leaves empty; elsewhere what that says."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(names), platform.processor()) or platform.machine()

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from tiny_run import tiny_run
 
-from dpo_pack.cpu_features import bfloat16_instructions
+from dpo_pack.cpu_features import bfloat16_instructions, is_intel
 from dpo_pack.doctor import describe_environment, render_environment
 from dpo_pack.recipe import load_recipe
 from dpo_pack.train import train
@@ -31,7 +31,15 @@ def test_the_flags_say_how_bfloat16_is_multiplied(
     assert bfloat16_instructions(cpuinfo) == instructions
 
 
+@pytest.mark.parametrize(("maker", "intel"), [("GenuineIntel", True), ("AuthenticAMD", False)])
+def test_the_maker_is_known(maker: str, intel: bool, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {maker}\nmodel name\t: GenuineIntel or so\n")
+    assert is_intel(cpuinfo) == intel
+
+
 def test_of_a_system_without_such_a_file_nothing_is_known(tmp_path: Path) -> None:
+    assert not is_intel(tmp_path / "cpuinfo")
     assert bfloat16_instructions(tmp_path / "cpuinfo") is None
 
 

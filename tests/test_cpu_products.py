@@ -17,7 +17,7 @@ needs_kernel = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are sped up whoever made this machine's processor."""
-    monkeypatch.setattr(cpu_products, "_is_intel", lambda: False)
+    monkeypatch.setattr(cpu_products, "is_intel", lambda: False)
 
 
 def run(layer: nn.Linear, features: Tensor, weights: Tensor) -> list[Tensor]:
@@ -91,7 +91,7 @@ def test_without_the_kernel_a_model_is_left_alone(monkeypatch: pytest.MonkeyPatc
 
 def test_on_intel_layers_stay_with_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products, "_kernel", lambda: pytest.fail)
-    monkeypatch.setattr(cpu_products, "_is_intel", lambda: True)
+    monkeypatch.setattr(cpu_products, "is_intel", lambda: True)
     model = nn.Sequential(nn.Linear(3, 4))
     speed_up_linears(model)
     assert "forward" not in vars(model[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,18 +99,10 @@ def require_same_work(found: dict[str, float], tolerance: Tolerance, *, who: str
             )
 
 
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def machine() -> dict[str, Any]:
     """Versions, devices and commit."""
+    from dpo_pack.cpu_features import cpu_name
     from dpo_pack.doctor import describe_environment
     from dpo_pack.run_dir import git_commit
 
-    return {**describe_environment(), "git_commit": git_commit(), "processor": processor()}
+    return {**describe_environment(), "git_commit": git_commit(), "processor": cpu_name()}
