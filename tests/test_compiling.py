@@ -25,7 +25,6 @@ from dpo_pack.attention import register_attention
 from dpo_pack.compiling import check_compiler, compile_layers
 from dpo_pack.doctor import prove_recipe
 from dpo_pack.errors import RecipeError, UnsupportedModelError
-from dpo_pack.last_layer import last_feed_forward
 from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
 from dpo_pack.models import CompletionLogps
 from dpo_pack.proofs import prove
@@ -98,12 +97,32 @@ def test_compiled_layers_give_the_same_and_are_compiled_once_for_all_lengths(
     scorer = load_scorer(model_path, packed=is_packed)
     rows = [make_row(seed, is_packed=is_packed) for seed in range(5)]
     assert len({row.input_ids.shape for row in rows}) == 5
-    block = last_feed_forward(scorer.model)
-    assert block is not None
-    assert is_packed == ("forward" in vars(block))  # of packed rows it computes what is read
     assert_as_before(scorer, rows)
     # A checkpoint of a compiled model is one of the model.
     assert all("forward" not in name for name in scorer.state_dict())
+
+
+def test_compiled_code_computes_the_last_feed_forward_block_where_it_is_read(model_path: Path) -> None:
+    scorer, row = load_scorer(model_path), make_row(0)
+    inner = scorer.model.config.intermediate_size
+    tokens: list[int] = []
+
+    class Watching(torch.fx.Interpreter):
+        def run_node(self, node: torch.fx.Node) -> Any:
+            result = super().run_node(node)
+            if node.target is torch._C._nn.linear and result.shape[-1] == inner:
+                tokens.append(result.shape[1])
+            return result
+
+    backend: Any = lambda graph, _: Watching(graph).run  # noqa: E731
+    compile_layers(scorer.model, backend=backend)
+    scorer(row)
+    assert row.segments is not None and row.segments.scored_positions is not None
+    read = len(row.segments.scored_positions)
+    whole = row.input_ids.shape[1]
+    assert read < whole
+    num_layers = scorer.model.config.num_hidden_layers
+    assert tokens == 2 * (num_layers - 1) * [whole] + 2 * [read]  # gate and up
 
 
 @pytest.mark.slow
