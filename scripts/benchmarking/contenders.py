@@ -134,7 +134,7 @@ def trl_variants(
 ) -> Iterator[Contender]:
     """What else could be its best: kernels that are installed here, checkpointing where memory ran out.
 
-    Compiled too, where we are: it takes minutes of compiling anew for batches of other lengths.
+    Compiled too, if asked for: compiling takes it minutes.
     """
     for contender in out_of_memory:
         if not contender.gradient_checkpointing:
