@@ -2,6 +2,8 @@
 #
 #   PYTHON         the interpreter to make the environment with (default: the first suitable python3)
 #   DPO_PACK_VENV  the virtual environment (default: .venv in the repository)
+#
+# A script may set before: `constraints`, another file than constraints.txt, and `default_venv`.
 
 fail() {
     echo "error: $*" >&2
@@ -41,9 +43,9 @@ make_venv() {
 
 # What an installation depends on: metadata, pins, the interpreter, and where the repository is.
 install_stamp() {
-    "$venv/bin/python" - "$repo" <<'END'
+    "$venv/bin/python" - "$repo" "$constraints" <<'END'
 import hashlib, pathlib, sys
-parts = [sys.version, sys.argv[1]] + [pathlib.Path(f).read_text() for f in ("pyproject.toml", "constraints.txt")]
+parts = [sys.version, sys.argv[1]] + [pathlib.Path(f).read_text() for f in ("pyproject.toml", sys.argv[2])]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 END
 }
@@ -57,7 +59,7 @@ setup_env() {
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
     is_suitable "$venv/bin/python" || fail "$venv is no environment of Python 3.11, 3.12 or 3.13; remove it and run again"
     echo "Installing dpo-pack$extras and what it needs; the first time takes a few minutes"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$extras" ||
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e ".$extras" ||
         fail "pip could not install dpo-pack$extras; its messages are above"
     install_stamp >"$stamp_file"
 }
@@ -65,4 +67,5 @@ setup_env() {
 [[ ${DPO_PACK_VENV:-/} == /* ]] || DPO_PACK_VENV=$PWD/$DPO_PACK_VENV
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$repo"
-venv=${DPO_PACK_VENV:-$repo/.venv}
+venv=${DPO_PACK_VENV:-$repo/${default_venv:-.venv}}
+constraints=${constraints:-constraints.txt}

@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
 # Installs the development environment and runs every check: ruff, mypy, pytest.
-#   scripts/test.sh [--quick] [pytest arguments]
-#   --quick  leaves out the slow tests
+#   scripts/test.sh [--quick] [--oldest] [pytest arguments]
+#   --quick   leaves out the slow tests
+#   --oldest  tests with the oldest supported releases (constraints-oldest.txt) in .venv-oldest; no lint, no types
 set -euo pipefail
+quick="" oldest=""
+while [[ ${1:-} == --quick || ${1:-} == --oldest ]]; do
+    [[ $1 == --quick ]] && quick=1 || oldest=1
+    shift
+done
+extras="[dev,benchmark]"
+if [[ -n $oldest ]]; then
+    constraints=constraints-oldest.txt default_venv=.venv-oldest
+    extras="[dev]" # TRL needs newer ones
+fi
 # shellcheck source=scripts/setup_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
-quick=""
-if [[ ${1:-} == --quick ]]; then
-    quick=1
-    shift
-fi
-setup_env "[dev,benchmark]"
+setup_env "$extras"
 device=""
 if ! "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "No CUDA device: tests that need one are left out"
@@ -23,9 +29,13 @@ run_pytest() {
     "$venv/bin/python" -m pytest "$@" || [[ $? == 5 ]]
 }
 
-"$venv/bin/ruff" check
-"$venv/bin/ruff" format --check
-"$venv/bin/mypy"
+if [[ -z $oldest ]]; then
+    "$venv/bin/ruff" check
+    "$venv/bin/ruff" format --check
+    "$venv/bin/mypy"
+else
+    set -- -o filterwarnings=default "$@" # older releases warn of each other
+fi
 run_pytest -n auto --dist loadfile -m "not slow$device" "$@"
 # One at a time: these measure memory and time, and kill processes at moments of their own.
 [[ -n $quick ]] || run_pytest -m "slow$device" "$@"

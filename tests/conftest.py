@@ -10,6 +10,9 @@ import torch
 from family_errors import BFLOAT16_COLUMNS, TABLE_COLUMNS
 from hypothesis import settings
 from rich.console import Console
+from tiny_models import FAMILIES
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 settings.register_profile("default", deadline=None)  # shared machines stall
 settings.load_profile("default")
@@ -41,10 +44,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        callspec = getattr(item, "callspec", None)
+        family = callspec.params.get("family") if callspec else None
+        if family in FAMILIES and family not in CONFIG_MAPPING:
+            item.add_marker(pytest.mark.skip(reason=f"transformers {transformers_version} has no {family}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

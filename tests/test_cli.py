@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import resource
@@ -590,7 +591,7 @@ def test_doctor_names_versions_devices_and_backends(dpopack: Dpopack) -> None:
     outcome = dpopack("doctor", "--json")
     assert (outcome.status, outcome.err) == (0, "")
     environment = json.loads(outcome.out)
-    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["versions"]["torch"] == importlib.metadata.version("torch")
     assert environment["devices"][0]["memory_bytes"] > 2**28
     assert set(environment["attention"]) == {"flash_attn", "torch_varlen", "sdpa"}
     assert environment["attention"][environment["auto"]] is None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import completion_logps_one_by_one
@@ -77,15 +78,17 @@ RUNS = [
     for case in CASES
     if case in IN_EVERY_LAYOUT or layout.startswith("shared")
 ]
-# (case, step, metric) of a plain loop in float64, where TRL is further from the loop than the tolerance. TRL
-# sums log-probs and takes logratios in float32, which rounds them by 3e-5 nats. discopop and forward_kl
-# multiply that by 1 / tau or exp(-logratio), and AdamW adds to it; rewards multiply it by beta.
+# (case, step, metric) of a plain loop in float64, where TRL is further from the loop than the tolerance, or
+# so near to it that a CPU's rounding decides. TRL sums log-probs and takes logratios in float32, which rounds
+# them by 3e-5 nats. discopop and forward_kl multiply that by 1 / tau or exp(-logratio), and AdamW adds to it;
+# rewards multiply it by beta.
 FLOAT64 = {
     ("discopop", 6, "grad_norm"): 2.23067097,
     ("forward_kl", 6, "grad_norm"): 2.60839998,
     ("sigmoid_norm", 1, "rewards/margins"): -0.41511874,
     ("sigmoid_norm", 5, "rewards/margins"): 4.13766976,
     ("sigmoid_norm", 6, "rewards/margins"): 1.83349812,
+    ("sigmoid_norm", 6, "rewards/rejected"): -4.93733487,
 }
 TOLERANCES = {
     "rewards/chosen": 1e-4,
@@ -182,7 +185,8 @@ def plain_loop(
     )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-4, weight_decay=0.0)
     for first in range(0, pairs.num_pairs, 16):
-        total = margin = 0.0
+        total = 0.0
+        rewards = np.zeros(2)
         for index in range(first, first + 16):
             prompt = pairs.prompt(index).tolist()
             completions = [pairs.chosen(index).tolist(), pairs.rejected(index).tolist()]
@@ -195,11 +199,17 @@ def plain_loop(
             value = loss(pair) / 16
             value.backward()
             total += value.item()
-            margin += beta * (chosen - rejected).item() / 16
+            rewards += beta * np.array([chosen.item(), rejected.item()]) / 16
         grad_norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad()
-        yield {"loss": total, "grad_norm": grad_norm, "rewards/margins": margin}
+        yield {
+            "loss": total,
+            "grad_norm": grad_norm,
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
+            "rewards/margins": rewards[0] - rewards[1],
+        }
 
 
 @pytest.mark.slow

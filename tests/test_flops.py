@@ -98,7 +98,10 @@ def test_the_shape_of_a_model_agrees_with_its_own_matrix_products(family: str) -
         model(input_ids=torch.randint(3, 90, (1, num_tokens)), use_cache=False)
     square = sum(2 * kind.num_layers * kind.width * num_tokens**2 for kind in shape.attention)
     expected = 2 * (shape.token_weights + shape.head_weights) * num_tokens + square
-    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-6)
+    # Older releases of transformers multiply positions by frequencies as matrices.
+    rotary = [ops for name, ops in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
+    counted = counter.get_total_flops() - sum(sum(ops.values()) for ops in rotary)
+    assert counted == pytest.approx(expected, rel=1e-6)
 
 
 def test_windows_are_counted_by_layer_and_state_space_models_have_no_area() -> None:
