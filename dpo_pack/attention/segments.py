@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Never changed, but not frozen: torch.compile before 2.12 would take every field of a frozen dataclass for a
+# constant of the code, and compile each layer anew for each number of segments.
+@dataclass(eq=False, slots=True, kw_only=True)
 class RowSegments:
     """Variable-length attention metadata of one row; travels as a keyword argument through `model(...)`.
 
