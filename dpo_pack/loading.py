@@ -17,10 +17,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from dpo_pack.attention import ATTENTION_NAME, BACKENDS, register_attention
@@ -31,7 +33,7 @@ from dpo_pack.kernels import apply_liger
 from dpo_pack.last_layer import trim_last_layer
 from dpo_pack.logps import Asked
 from dpo_pack.lora import LoraSettings, attach_adapter
-from dpo_pack.model_config import attention_needs, check_packs, dropout_settings
+from dpo_pack.model_config import attention_needs, check_packs, dropout_settings, own_attention
 from dpo_pack.models import CompletionLogps, LoadedModel, Precision
 
 
@@ -85,7 +87,9 @@ def load_model(
     weights_on = weights_on or device
     reads_weights = weights_on.type != "meta"
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, recipe_key=recipe_key)
-    choice = BackendChoice(name="model's own", reason="padded batches need no layout")
+    own = own_attention(config)
+    name = "model's own" if own is None else f"model's own, {own}"  # a key of cached log-probs
+    choice = BackendChoice(name=name, reason="padded batches need no layout")
     if packed:
         check_packs(config)
         register_attention()
@@ -97,7 +101,7 @@ def load_model(
     options: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
         "dtype": precision.parameters,
-        "attn_implementation": ATTENTION_NAME if packed else None,
+        "attn_implementation": ATTENTION_NAME if packed else own,
     }
     if reads_weights:
         # On a CUDA device at once, so that not every process of a machine holds a copy on the CPU.
@@ -196,12 +200,29 @@ def save_model(
             loaded.adapter.save(target, state)
             tokenizer.save_pretrained(target)
             return
-        loaded.model.save_pretrained(target, state_dict=state)
+        with _default_generation_config(loaded.model) as generation_config:
+            loaded.model.save_pretrained(target, state_dict=state)
+        generation_config.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         # Training switched dropout off; whoever fine-tunes further gets the family's own settings back.
         config = copy.deepcopy(loaded.model.config)
         config.get_text_config().update(loaded.dropout)
         config.save_pretrained(target)
         tokenizer.save_pretrained(target)
+
+
+@contextlib.contextmanager
+def _default_generation_config(model: PreTrainedModel) -> Iterator[GenerationConfig]:
+    """Yields the model's own settings, and they are not there meanwhile.
+
+    Published ones may contradict themselves (a `top_p` without sampling); transformers loads them with a
+    warning, and some of its releases then refuse to save them, which would lose a trained model.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield own
+    finally:
+        model.generation_config = own
 
 
 @contextlib.contextmanager

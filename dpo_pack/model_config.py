@@ -48,10 +48,23 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
         head_dim=head_dim,
         value_head_dim=int(values.get("v_head_dim") or head_dim),
         has_window=bool(values.get("sliding_window")),
-        has_softcap=values.get("attn_logit_softcapping") is not None,
+        has_softcap=_has_softcap(config),
         has_sinks=values.get("model_type") in _SINK_FAMILIES,
         has_custom_scale=_has_custom_scale(values),
     )
+
+
+def own_attention(config: PretrainedConfig) -> str | None:
+    """What transformers is to compute attention with where rows are not packed; None lets it choose.
+
+    For families with a softcap on attention some of its releases choose sdpa, which drops the softcap without
+    a word.
+    """
+    return "eager" if _has_softcap(config) else None
+
+
+def _has_softcap(config: PretrainedConfig) -> bool:
+    return config.get_text_config().to_dict().get("attn_logit_softcapping") is not None
 
 
 _SINK_FAMILIES = frozenset(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dpo_pack.attention import ATTENTION_NAME
 from dpo_pack.export import export_model, model_card
-from dpo_pack.loading import load_model
+from dpo_pack.loading import load_model, save_model
 from dpo_pack.models import LoadedModel, Precision
 from dpo_pack.recipe import Recipe, parse_recipe
 
@@ -99,6 +99,21 @@ def test_dropout_is_off_in_training_and_back_in_the_exported_config(
 def test_the_generation_config_is_kept(exported: tuple[LoadedModel, Path]) -> None:
     kept = GenerationConfig.from_pretrained(exported[1])
     assert {name: getattr(kept, name) for name in GENERATION} == GENERATION
+
+
+def test_settings_that_contradict_themselves_lose_no_model(
+    exported: tuple[LoadedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate = GenerationConfig.validate
+    # As transformers before 5.23 saves.
+    monkeypatch.setattr(GenerationConfig, "validate", lambda self, **_: validate(self, strict=True))
+    loaded, before = exported
+    with pytest.raises(ValueError, match="top_p"):
+        loaded.model.generation_config.save_pretrained(tmp_path / "plain")
+    save_model(loaded, tiny_tokenizer(), tmp_path / "again")
+    name = "generation_config.json"
+    assert json.loads((tmp_path / "again" / name).read_text()) == json.loads((before / name).read_text())
+    assert loaded.model.generation_config.top_p == 0.9
 
 
 def test_whoever_may_read_the_config_may_read_the_weights(exported: tuple[LoadedModel, Path]) -> None:

@@ -25,7 +25,7 @@ from dpo_pack.data.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.errors import ModelError
 from dpo_pack.layout import Group, Row, common_prefix_length, layout_row, packed_row, padded_row
 from dpo_pack.loading import load_config, load_errors, quiet_transformers
-from dpo_pack.model_config import attention_needs, check_packs, dropout_settings
+from dpo_pack.model_config import attention_needs, check_packs, dropout_settings, own_attention
 from dpo_pack.models import CompletionLogps, Precision
 from dpo_pack.online.interface import Completion, Failure, Rollout, Scores
 
@@ -161,7 +161,7 @@ def load_reward_model(
             config=config,
             trust_remote_code=trust_remote_code,
             dtype=precision.parameters,
-            attn_implementation=ATTENTION_NAME if packed else None,
+            attn_implementation=ATTENTION_NAME if packed else own_attention(config),
             output_loading_info=True,
         )
     model, loading = loaded

@@ -23,6 +23,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from dpo_pack.attention import ATTENTION_NAME
 from dpo_pack.kernels import stock_layers
+from dpo_pack.model_config import own_attention
 from dpo_pack.models import CompletionLogps
 from dpo_pack.online.completions import completion_of, end_tokens
 from dpo_pack.online.interface import Completion, Draw, Failure
@@ -140,12 +141,8 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _use_stock_attention(model: PreTrainedModel) -> None:
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        # Some releases of transformers take sdpa for these families, and drop the softcap without a word.
-        model.set_attn_implementation("eager")
-        return
     try:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(own_attention(model.config) or "sdpa")
     except (ValueError, ImportError):  # transformers' way to say that this family's code has no sdpa
         model.set_attn_implementation("eager")
 
