@@ -181,7 +181,7 @@ def default_in_yaml(field: FieldInfo) -> str:
     """A key's default as one line of YAML; an instance of a required key."""
     if field.is_required():
         return str((field.examples or [""])[0])
-    default = field.get_default(call_default_factory=True)
+    default = field.get_default(call_default_factory=True, validated_data={})
     return to_yaml(default.model_dump() if isinstance(default, BaseModel) else default, one_line=True)
 
 

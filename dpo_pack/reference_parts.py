@@ -145,7 +145,9 @@ def parse_part(part: Path, content: bytes, columns: Sequence[str]) -> pa.Table:
     """Those of `columns` that the part has. Raises CacheError for a file that is none of ours."""
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
-        return file.read(columns=[name for name in columns if name in file.schema_arrow.names])
+        known = [name for name in columns if name in file.schema_arrow.names]
+        # Arrow's threads would let go of `content` when they like, and while Python ends that aborts it.
+        return file.read(columns=known, use_threads=False)
     except pa.ArrowException as error:
         raise CacheError(f"{part} is no part of a reference cache; move it elsewhere") from error
 
@@ -162,9 +164,15 @@ def number_column(values: npt.NDArray[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
 
 
+# Of Arrow's types of numbers, those that numpy calls otherwise.
+_NUMPY_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
+
+
 def numbers_of(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
-    """[n] numbers of an Arrow column without nulls. `to_numpy` would import pandas, too."""
-    dtype = np.dtype(column.type.to_pandas_dtype())
+    """[n] numbers of an Arrow column without nulls. `to_numpy` would import pandas, too, and so would
+    `to_pandas_dtype` in older releases."""
+    name = str(column.type)
+    dtype = np.dtype(_NUMPY_NAMES.get(name, name))
     chunks = [column] if isinstance(column, pa.Array) else column.chunks
     values = [np.zeros(0, dtype=dtype)]
     for chunk in chunks:
