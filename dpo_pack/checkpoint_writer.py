@@ -21,9 +21,9 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -60,7 +60,7 @@ class CheckpointWriter:
         self.in_background = in_background
         self._pending: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._stager: DefaultStager | None = None
+        self._stager: StateDictStager | None = None
         self._group: Any = None
 
     def write(self, content: CheckpointContent, *, export: Callable[[Path], None] | None = None) -> Path:
@@ -102,17 +102,13 @@ class CheckpointWriter:
 
     def _in_host_memory(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A copy; its memory, pinned where there is a GPU, is used again for the next one."""
+        has_gpu = torch.cuda.is_available()
         if self._stager is None:
-            has_gpu = torch.cuda.is_available()
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=has_gpu,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=has_gpu,
-                )
-            )
-        staged = self._stager.stage(tensors)
+            # Without the public DefaultStager around it, which in torch 2.11 closes it after the first copy.
+            self._stager = StateDictStager(pin_memory=has_gpu)
+        staged = self._stager.stage(tensors, non_blocking=has_gpu)
+        if has_gpu:
+            torch.cuda.synchronize()
         assert isinstance(staged, dict)
         return staged
 
