@@ -1,0 +1,108 @@
+"""A CUDA build of torch without a GPU: what a row and a model's forward do there, but for the numbers.
+
+A fake tensor has no values: whoever asks for one, as a wait for the device does, gets an error, and so does
+who mixes devices. Backward passes need a device (tests marked gpu), those written here by hand do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCABULARY, tiny_config
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+from dpo_pack.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.attention.segments import _GatherSegments
+from dpo_pack.attention.torch_varlen import supports_window_and_scale
+from dpo_pack.last_layer import trim_last_layer
+from dpo_pack.layout import Group, Row, layout_row, packed_row
+from dpo_pack.logps import HEAD_BOUNDS, Asked, HeadTransform, _ChunkedLogps
+from dpo_pack.models import CompletionLogps
+
+pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="no CUDA build of torch")
+CUDA = torch.device("cuda")
+FAMILIES = ["llama", "qwen3", "olmo2", "gpt2"]
+WITH_WINDOWS = ["mistral", "gemma3_text", "phi3"]
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)  # fake tensors have none
+    register_attention()
+    with FakeTensorMode():
+        yield
+
+
+def make_row() -> Row:
+    random = np.random.default_rng(0)
+
+    def ids(length: int) -> np.ndarray:
+        drawn: np.ndarray = random.integers(3, VOCABULARY, length)
+        return drawn
+
+    groups = [Group(context=ids(9), completions=(ids(5), ids(7))) for _ in range(3)]
+    return packed_row(layout_row(groups, share_prompt=True), CUDA)
+
+
+def make_scorer(family: str) -> CompletionLogps:
+    with CUDA:
+        model = AutoModelForCausalLM.from_config(
+            tiny_config(family), attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
+        )
+    trim_last_layer(model)
+    return CompletionLogps(model, backend=BACKENDS["torch_varlen"], autocast=None).eval()
+
+
+def test_waiting_for_the_device_is_noticed() -> None:
+    with pytest.raises(DataDependentOutputException):
+        make_row().input_ids.sum().item()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_WINDOWS])
+def test_log_probs_of_a_row_wait_for_nothing(family: str, trains: bool) -> None:
+    if family in WITH_WINDOWS and not supports_window_and_scale():
+        pytest.skip("this torch's kernel takes no window")
+    with torch.set_grad_enabled(trains):
+        said = make_scorer(family)(make_row())
+    assert said.sums.shape == (6,) and said.sums.requires_grad == trains
+    assert all(tensor.device.type == "cuda" for tensor in said)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("trains_head", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_pass_of_the_head_waits_for_nothing(
+    dtype: torch.dtype, trains_head: bool, softcap: float | None
+) -> None:
+    hidden, weight = torch.zeros(7, 8, device=CUDA), torch.zeros(40, 8, device=CUDA)
+    targets = torch.zeros(7, dtype=torch.int64, device=CUDA)
+    ctx: Any = SimpleNamespace(
+        needs_input_grad=(True, trains_head, False),
+        save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors),
+        mark_non_differentiable=lambda *tensors: None,
+    )
+    transform = HeadTransform(scale=0.5, softcap=softcap)
+    kept = HEAD_BOUNDS["cuda"].kept_bytes
+    outputs = _ChunkedLogps.forward(ctx, hidden, weight, None, targets, transform, dtype, 3, kept, Asked())
+    grad_hidden, grad_weight, *_ = _ChunkedLogps.backward(ctx, *outputs)
+    assert grad_hidden is not None and grad_hidden.shape == hidden.shape and grad_hidden.is_cuda
+    assert (grad_weight is not None) == trains_head
+    assert grad_weight is None or (grad_weight.shape == weight.shape and grad_weight.is_cuda)
+
+
+def test_the_backward_pass_of_gathered_keys_waits_for_nothing() -> None:
+    row = make_row()
+    assert row.segments is not None
+    ctx: Any = SimpleNamespace()
+    states = torch.zeros(row.num_tokens, 2, 8, device=CUDA, dtype=torch.bfloat16)
+    gathered = _GatherSegments.forward(ctx, states, row.segments)
+    grad, _ = _GatherSegments.backward(ctx, gathered)
+    assert len(gathered) > row.num_tokens and grad.shape == states.shape and grad.dtype == states.dtype
