@@ -27,7 +27,7 @@ import numpy.typing as npt
 import typer
 from benchmarking.contenders import Setting, ours, trl
 from benchmarking.process import save_model
-from benchmarking.results import machine
+from benchmarking.results import hardware, machine
 from benchmarking.shapes import SHAPES
 from benchmarking.workloads import make_workload
 
@@ -182,7 +182,6 @@ def markdown(report: dict[str, Any]) -> str:
     rates: dict[str, list[float]] = report["pairs_per_second"]
     machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    devices = ", ".join(device["name"] for device in machine["devices"])
 
     def row(name: str) -> str:
         ratios = [ours / theirs for ours, theirs in zip(rates[OURS], rates[name], strict=True)]
@@ -198,7 +197,7 @@ def markdown(report: dict[str, Any]) -> str:
             f"{report['workload']['model']} model",
             "",
             f"`{report['command']}`, {report['date']}, commit {machine['git_commit']}, "
-            f"{machine['processor']}, {devices}; {versions}.",
+            f"{hardware(machine)}; {versions}.",
             "",
             "| | pairs/s, median | spread | ours is so many times as fast, run by run |",
             "|---|---|---|---|",

@@ -38,7 +38,7 @@ from benchmarking.kinds import (
 from benchmarking.memory import peak_memory_bytes
 from benchmarking.profiling import profile_steps
 from benchmarking.report import Report, markdown
-from benchmarking.results import TOLERANCES, Results, differences, require_same_work
+from benchmarking.results import TOLERANCES, Results, differences, hardware, require_same_work
 from benchmarking.shapes import SHAPES, flops_shape, save_model
 from benchmarking.work import Work, work_of
 from benchmarking.workloads import (
@@ -418,3 +418,15 @@ def test_a_peer_with_another_learning_rate_is_found_out(
     other = run_trl.run_trl(trl(2), tiny, tmp_path / "other", None)
     with pytest.raises(SystemExit, match="TRL does not do the same work"):
         require_same_work(differences(base, other, lora=False), TOLERANCES["fp32"], who="TRL")
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [
+        (["Some CPU, 2 threads"], "Some CPU, 2 threads"),
+        (["Some GPU", "Some GPU"], "Some CPU, Some GPU, Some GPU"),
+    ],
+)
+def test_a_page_names_the_processor_once(devices: list[str], told: str) -> None:
+    machine = {"processor": "Some CPU", "devices": [{"name": name} for name in devices]}
+    assert hardware(machine) == told

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarking.contenders import Measurement
 from benchmarking.kinds import PRODUCTIVE_KINDS
+from benchmarking.results import hardware
 from benchmarking.work import Work
 
 GIB = 2**30
@@ -80,15 +81,14 @@ def markdown(report: Report) -> str:
 def _heading(report: Report) -> str:
     machine, work, setting = report.machine, report.work, report.setting
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    devices = ", ".join(device["name"] for device in machine["devices"])
     trained = "LoRA" if setting["lora"] else "all weights"
     warmup = (
         f" The first {report.warmup_steps} steps of each run are not timed." if report.warmup_steps else ""
     )
     return (
         f"# {report.title}\n\n<!-- Written by scripts/benchmark.py. -->\n\n"
-        f"`{report.command}`, {report.date}, commit {machine['git_commit']}, {machine['processor']}, "
-        f"{devices}; {versions}.\n\n"
+        f"`{report.command}`, {report.date}, commit {machine['git_commit']}, {hardware(machine)}; "
+        f"{versions}.\n\n"
         f"{setting['num_pairs']} pairs in steps of {setting['pairs_per_step']}, {trained} trained, "
         f"{setting['parameters']} parameters"
         f"{', bf16 autocast' if setting['device'] == 'cuda' and setting['parameters'] == 'float32' else ''}. "

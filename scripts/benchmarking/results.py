@@ -106,3 +106,10 @@ def machine() -> dict[str, Any]:
     from dpo_pack.run_dir import git_commit
 
     return {**describe_environment(), "git_commit": git_commit(), "processor": cpu_name()}
+
+
+def hardware(machine: dict[str, Any]) -> str:
+    """Devices in words, and the processor where it is none of them."""
+    devices = [device["name"] for device in machine["devices"]]
+    is_named = any(name.startswith(machine["processor"]) for name in devices)
+    return ", ".join(devices if is_named else [machine["processor"], *devices])
