@@ -170,6 +170,8 @@ def _save_tensors(tensors: dict[str, Tensor], directory: Path, group: Any) -> No
     is_alone = ranks.num_ranks() == 1
     # That one process saves alone is what we want.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
+    # What torch 2.10 says of its own code.
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", module="torch")
     try:
         save(tensors, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=is_alone)
     except CheckpointException as wrapped:

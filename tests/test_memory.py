@@ -368,10 +368,11 @@ def test_the_measurement_runs_the_row_beside_the_optimizer_s_state_and_trains_no
 ) -> None:
     from dpo_pack.strategy import ALONE, rank_policy
 
+    path = models("llama")  # made with torch's own
     monkeypatch.setattr(memory_report, "release_memory", lambda: None)
     fake = FakeCuda()
     monkeypatch.setattr(torch, "cuda", fake)
-    loaded, row = load("bfloat16", models("llama")), build_row(96, num_pairs=2, length=5)
+    loaded, row = load("bfloat16", path), build_row(96, num_pairs=2, length=5)
     before = [parameter.detach().clone() for parameter in loaded.scorer.parameters()]
     optimizer = build_optimizer(
         "adamw", loaded.scorer, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1

@@ -15,6 +15,7 @@ from tiny_models import VOCABULARY, tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from two_ranks import run_on_ranks
 
 from dpo_pack import ranks
@@ -272,7 +273,7 @@ def _check_families(directory: Path, families: list[str]) -> dict[str, dict[str,
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_family_can_be_copied_and_sharded(tmp_path: Path) -> None:
-    families = sorted(TINY)
+    families = sorted(TINY.keys() & CONFIG_MAPPING.keys())  # an older transformers lacks the newest
     for family in families:
         tiny_model(family).save_pretrained(tmp_path / family)
     for errors in run_on_ranks(_check_families, tmp_path, families):
