@@ -39,7 +39,7 @@ def trim_last_layer(model: PreTrainedModel) -> None:
     block.forward = trimmed.forward
     layer.register_forward_pre_hook(trimmed.before_layer, with_kwargs=True)
     for part in layer.children():
-        if part is not block:
+        if part is not block and any(part.children()):  # a norm is told nothing
             part.register_forward_pre_hook(trimmed.before_part, with_kwargs=True)
 
 
