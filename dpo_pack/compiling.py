@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dpo_pack.attention import ATTENTION_NAME, row_attention
 from dpo_pack.errors import RecipeError, UnsupportedModelError
+from dpo_pack.head_logits import HeadPasses
 
 # Variants of one function: with and without gradients, autocast or an adapter, and layers of several kinds.
 # torch's own limit is 8, beyond which it goes on uncompiled.
@@ -66,6 +67,15 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
         if plain not in compiled:
             compiled[plain] = torch.compile(plain, backend=backend, dynamic=True)
         layer.forward = functools.partial(_compute, layer, compiled[plain])
+
+
+def compile_head(*, backend: str = "inductor") -> HeadPasses:
+    """The head's passes over logits, compiled: they read a chunk's logits twice forward, once backward."""
+    plain = HeadPasses()
+    return HeadPasses(
+        forward=torch.compile(plain.forward, backend=backend, fullgraph=True),
+        backward=torch.compile(plain.backward, backend=backend, fullgraph=True),
+    )
 
 
 def _outermost_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:

@@ -29,9 +29,9 @@ from dpo_pack.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.attention.select import BackendChoice, select_backend
 from dpo_pack.cpu_products import speed_up_linears
 from dpo_pack.errors import ModelError
+from dpo_pack.head_logits import Asked
 from dpo_pack.kernels import apply_liger
 from dpo_pack.last_layer import trim_last_layer
-from dpo_pack.logps import Asked
 from dpo_pack.lora import LoraSettings, attach_adapter
 from dpo_pack.model_config import attention_needs, check_packs, dropout_settings, own_attention
 from dpo_pack.models import CompletionLogps, LoadedModel, Precision

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dpo_pack.cpu_products import times_transposed
+from dpo_pack.head_logits import Asked, HeadPasses, HeadTransform, logit_grad, softmax_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +32,12 @@ class HeadBounds:
 # A chunk reads the whole head and, in the backward pass, reads and writes its gradient: with few tokens that
 # takes longer than the products. On a CPU more than 256 tokens gain nothing and leave the caches
 # (`scripts/measure_settings.py head-chunks`). What is kept there saves the fourth of the head's products.
+# On an H200 the gradient takes as long as the products with about 200 tokens (computed: 12 bytes a weight at
+# 4 TB/s, 8 FLOPs a weight and token at 500 TFLOP/s); the bound leaves 882 at a vocabulary of 152,064.
 HEAD_BOUNDS = {
     "cpu": HeadBounds(chunk_tokens=256, chunk_bytes=256 * 2**20, kept_bytes=512 * 2**20),
-    "cuda": HeadBounds(chunk_tokens=8192, chunk_bytes=256 * 2**20, kept_bytes=0),
+    "cuda": HeadBounds(chunk_tokens=8192, chunk_bytes=2**30, kept_bytes=0),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """Which statistics a pass over the logits takes along. Each is another reading of all of them."""
-
-    metrics: bool = True  # entropy, is_top1, mean_logit
-    squares: bool = False  # log_sum_squares
 
 
 class TokenStatistics(NamedTuple):
@@ -57,18 +52,6 @@ class TokenStatistics(NamedTuple):
     log_sum_squares: Tensor  # log sum_v p(v)^2, nats: the expected probability of a sampled token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadTransform:
-    """What a model does to its head's output: `logits = cap(scale * (hidden @ weight.T + bias))`.
-
-    `scale` is Cohere's `logit_scale` or the inverse of Granite's `logits_scaling`; `softcap` is Gemma 2's
-    `cap(z) = softcap * tanh(z / softcap)`.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-
 def token_logps(
     hidden: Tensor,
     weight: Tensor,
@@ -79,13 +62,15 @@ def token_logps(
     compute_dtype: torch.dtype,
     bounds: HeadBounds,
     asked: Asked,
+    passes: HeadPasses | None = None,
 ) -> tuple[Tensor, TokenStatistics]:
     """Log-prob of each target under the head's softmax.
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] int64 -> ([N] fp32 log-probs, statistics).
     Differentiable in hidden, weight and bias. Matrix products are in `compute_dtype` (autocast does not
     reach into an autograd Function's backward, so the dtype is spelled out), the log-softmax in fp32
-    (float64 for float64 products). `asked` says which statistics are wanted.
+    (float64 for float64 products). `asked` says which statistics are wanted; `passes` are the functions
+    between the products, None: as they are in head_logits.py.
 
     Per-token log-probs come out, so autograd delivers each token's weight and any loss can follow. The
     backward pass recomputes a chunk's logits unless its softmax was kept; when the head is frozen nothing
@@ -101,7 +86,16 @@ def token_logps(
     kept_chunks = bounds.kept_bytes // (chunk_tokens * vocabulary_bytes * buffers_per_chunk)
     with torch.autocast(hidden.device.type, enabled=False):
         logps, *statistics = _ChunkedLogps.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, transform, compute_dtype, chunk_tokens, kept_chunks, asked
+            hidden,
+            weight,
+            bias,
+            targets,
+            transform,
+            compute_dtype,
+            chunk_tokens,
+            kept_chunks,
+            asked,
+            passes or HeadPasses(),
         )
     return logps, TokenStatistics(*statistics)
 
@@ -130,6 +124,7 @@ class _ChunkedLogps(torch.autograd.Function):
         chunk_tokens: int,
         kept_chunks: int,
         asked: Asked,
+        passes: HeadPasses,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         trains_head = needs_weight or needs_bias
@@ -139,37 +134,38 @@ class _ChunkedLogps(torch.autograd.Function):
         hidden, head_weight = hidden.to(dtype), weight.to(dtype)
         num_tokens = len(targets)
         # Memory of its own: what hooks sharding into the backward pass must not be a view.
-        logps = torch.empty(num_tokens, dtype=_softmax_dtype(hidden), device=hidden.device)
-        entropy, is_top1, mean_logit, log_sum_squares, log_normalizer = logps.new_full(
-            (5, num_tokens), torch.nan
-        ).unbind()
+        logps = torch.empty(num_tokens, dtype=softmax_dtype(dtype), device=hidden.device)
+        statistics = logps.new_full((4, num_tokens), torch.nan)
+        log_normalizer = torch.empty_like(logps)
         # d logp / d hidden, all that a frozen head leaves to know.
         direction = torch.empty_like(hidden) if needs_hidden and not trains_head else None
         kept: list[tuple[Tensor, Tensor | None]] = []
         for number, chunk in enumerate(_chunks(num_tokens, chunk_tokens)):
-            logits, slope = _head(hidden[chunk], head_weight, bias, transform)
-            target_logit = logits.gather(1, targets[chunk, None]).squeeze(1)
-            if asked.metrics:
-                mean_logit[chunk] = logits.mean(dim=1)
-            peak = logits.amax(dim=1)
-            centered = logits.sub_(peak[:, None])
-            softmax = centered.exp() if asked.metrics else centered.exp_()
-            total = softmax.sum(dim=1)
-            log_normalizer[chunk] = peak + total.log()
-            logps[chunk] = target_logit - log_normalizer[chunk]
-            if asked.metrics:
-                entropy[chunk] = total.log() - centered.mul_(softmax).sum(dim=1) / total
-                is_top1[chunk] = target_logit >= peak
-            if asked.squares:
-                log_sum_squares[chunk] = (torch.linalg.vecdot(softmax, softmax) / total.square()).log()
+            keeps = trains_head and number < kept_chunks
+            product = times_transposed(hidden[chunk], head_weight)
+            said = passes.forward(
+                product,
+                bias,
+                targets[chunk],
+                transform,
+                asked,
+                wants_softmax=keeps,
+                wants_gradient=direction is not None,
+            )
+            logps[chunk], log_normalizer[chunk] = said.logps, said.log_normalizer
+            for values, of_chunk in zip(statistics, said.statistics, strict=True):
+                if of_chunk is not None:
+                    values[chunk] = of_chunk
             if direction is not None:
-                one = torch.ones_like(total)
-                grad_logits = _logit_grad(softmax.div_(total[:, None]), targets[chunk], one, slope)
-                direction[chunk] = grad_logits.to(dtype) @ head_weight * transform.scale
-            elif trains_head and number < kept_chunks:
-                kept.append((softmax.div_(total[:, None]), slope))
+                assert said.gradient is not None
+                direction[chunk] = said.gradient @ head_weight * transform.scale
+            elif keeps:
+                assert said.softmax is not None
+                kept.append((said.softmax, said.slope))
         ctx.transform, ctx.chunk_tokens, ctx.trains_head = transform, chunk_tokens, trains_head
         ctx.kept, ctx.log_normalizer, ctx.direction = kept, log_normalizer, direction
+        ctx.passes = passes
+        entropy, is_top1, mean_logit, log_sum_squares = statistics.unbind()
         ctx.mark_non_differentiable(entropy, is_top1, mean_logit, log_sum_squares)
         return logps, entropy, is_top1, mean_logit, log_sum_squares
 
@@ -179,27 +175,37 @@ class _ChunkedLogps(torch.autograd.Function):
         grad_logps = grads[0]
         if not ctx.trains_head:
             grad_direction = ctx.direction * grad_logps[:, None].to(ctx.dtype)
-            return (grad_direction.to(ctx.hidden_dtype), *[None] * 8)
+            return (grad_direction.to(ctx.hidden_dtype), *[None] * 9)
         hidden, weight, bias, targets = ctx.saved_tensors
         hidden, head_weight = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         log_normalizer: Tensor = ctx.log_normalizer
         transform: HeadTransform = ctx.transform
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = _softmax_dtype(hidden)
+        wide = softmax_dtype(ctx.dtype)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Chunks add up in fp32: in bf16 the sum over many chunks would lose its small terms.
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         for number, chunk in enumerate(_chunks(len(targets), ctx.chunk_tokens)):
+            grad = grad_logps[chunk] * transform.scale
             if number < len(ctx.kept):
                 softmax, slope = ctx.kept[number]
+                grad_logits = logit_grad(softmax, targets[chunk], grad, slope)
+                bias_part = grad_logits.sum(dim=0) if grad_bias is not None else None
+                grad_logits = grad_logits.to(ctx.dtype)
             else:
-                logits, slope = _head(hidden[chunk], head_weight, bias, transform)
-                softmax = logits.sub_(log_normalizer[chunk, None]).exp_()
-            grad_logits = _logit_grad(softmax, targets[chunk], grad_logps[chunk] * transform.scale, slope)
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(dim=0)
-            grad_logits = grad_logits.to(ctx.dtype)
+                product = times_transposed(hidden[chunk], head_weight)
+                grad_logits, bias_part = ctx.passes.backward(
+                    product,
+                    bias,
+                    targets[chunk],
+                    transform,
+                    log_normalizer[chunk],
+                    grad,
+                    sums=grad_bias is not None,
+                )
+            if grad_bias is not None and bias_part is not None:
+                grad_bias += bias_part
             if grad_hidden is not None:
                 grad_hidden[chunk] = times_transposed(grad_logits, head_weight.T)
             if grad_weight is not None and wide == ctx.dtype:
@@ -210,35 +216,8 @@ class _ChunkedLogps(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 6,
+            *[None] * 7,
         )
-
-
-def _head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: HeadTransform
-) -> tuple[Tensor, Tensor | None]:
-    """[C, D] -> logits [C, V] in fp32 or wider, and the softcap's derivative [C, V] where it has one."""
-    logits = times_transposed(hidden, weight).to(_softmax_dtype(hidden))
-    if bias is not None:
-        logits += bias
-    if transform.scale != 1.0:
-        logits *= transform.scale
-    if transform.softcap is None:
-        return logits, None
-    bent = logits.div_(transform.softcap).tanh_()
-    slope = 1 - bent.square()
-    return bent.mul_(transform.softcap), slope
-
-
-def _logit_grad(softmax: Tensor, targets: Tensor, grad_logps: Tensor, slope: Tensor | None) -> Tensor:
-    """`g * (onehot - softmax) * slope`: [C, V], [C], [C], [C, V] -> [C, V]."""
-    grad = softmax * -grad_logps[:, None]
-    grad.scatter_add_(1, targets[:, None], grad_logps[:, None])
-    return grad if slope is None else grad.mul_(slope)
-
-
-def _softmax_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from dpo_pack.attention.select import AttentionNeeds
 from dpo_pack.errors import ModelError, UnsupportedModelError
 from dpo_pack.families import packing_obstacle
-from dpo_pack.logps import HeadTransform
+from dpo_pack.head_logits import HeadTransform
 
 
 def head_transform(config: PretrainedConfig) -> HeadTransform:

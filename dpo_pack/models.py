@@ -19,8 +19,9 @@ from transformers import (
 from dpo_pack.attention import AttentionBackend, SeamCalls
 from dpo_pack.attention.select import BackendChoice
 from dpo_pack.errors import UnsupportedModelError
+from dpo_pack.head_logits import Asked, HeadPasses
 from dpo_pack.layout import Row
-from dpo_pack.logps import HEAD_BOUNDS, Asked, sequence_sums, token_logps
+from dpo_pack.logps import HEAD_BOUNDS, sequence_sums, token_logps
 from dpo_pack.lora import Adapter
 from dpo_pack.model_config import head_transform
 
@@ -108,6 +109,7 @@ class CompletionLogps(nn.Module):
         self.autocast = autocast
         self.gather_dtype = gather_dtype
         self.asked = asked or Asked()
+        self.head_passes = HeadPasses()
         self.transform = head_transform(model.config)
         self.num_attention_layers: int = model.config.get_text_config().num_hidden_layers
         self.is_wired = False
@@ -130,6 +132,7 @@ class CompletionLogps(nn.Module):
             compute_dtype=self.compute_dtype,
             bounds=HEAD_BOUNDS[device.type],
             asked=self.asked,
+            passes=self.head_passes,
         )
         lengths = row.completion_lengths
         return RowLogps(

@@ -13,13 +13,13 @@ from transformers import PretrainedConfig
 
 import dpo_pack
 from dpo_pack import ranks
-from dpo_pack.compiling import check_compiler, compile_layers
+from dpo_pack.compiling import check_compiler, compile_head, compile_layers
 from dpo_pack.errors import ModelError, UnsupportedModelError
 from dpo_pack.files import read_json, write_json_atomically
 from dpo_pack.fingerprint import model_directory, reference_namespace, weight_files, weights_fingerprint
+from dpo_pack.head_logits import Asked
 from dpo_pack.kernels import check_kernels
 from dpo_pack.loading import load_config, load_model
-from dpo_pack.logps import Asked
 from dpo_pack.lora import LoraSettings, is_adapter, read_adapter, require_peft
 from dpo_pack.models import LoadedModel, Precision
 from dpo_pack.proofs import PROOF_VERSION, Proof, prove
@@ -212,6 +212,7 @@ def _load(
     )
     if recipe.model.compile:
         compile_layers(loaded.model)
+        loaded.scorer.head_passes = compile_head()
     return loaded
 
 

@@ -98,7 +98,8 @@ class ModelRecipe(Section):
     )
     compile: bool = Field(
         default=False,
-        description="torch.compile the layers, for rows of any length; the start takes a minute or more.",
+        description="torch.compile the layers, for rows of any length, and the passes over logits; the start "
+        "takes a minute or more.",
     )
     kernels: Literal["none", "liger"] = Field(
         default="none",

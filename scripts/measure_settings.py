@@ -24,9 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dpo_pack.checkpoint import Identity, Place, TrainState, checkpoint_content
 from dpo_pack.checkpoint_writer import CheckpointWriter
+from dpo_pack.compiling import compile_head
 from dpo_pack.cpu_products import times_transposed
+from dpo_pack.head_logits import Asked, HeadPasses, HeadTransform
 from dpo_pack.host_memory import keep_freed_memory
-from dpo_pack.logps import HEAD_BOUNDS, Asked, HeadTransform, token_logps
+from dpo_pack.logps import HEAD_BOUNDS, token_logps
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
 
@@ -60,6 +62,45 @@ def products() -> None:
             )
             rates = " | ".join(f"{2e-9 * tokens * inputs * outputs / each:.0f}" for each in seconds)
             print(f"| {tokens} x {inputs} x {outputs} | {name} | {rates} |")
+
+
+@app.command("head-passes")
+def head_passes(num_tokens: int = 1024, repeats: int = 9, backend: str = "inductor") -> None:
+    """What compiled passes over the logits buy: milliseconds of the trained head, forward and backward."""
+    keep_freed_memory()
+    print("| hidden x vocabulary | products | milliseconds | compiled | times as fast, turn by turn |")
+    print("|---|---|---|---|---|")
+    for hidden_size, vocabulary in HEADS:
+        hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
+        weight = (0.02 * torch.randn(vocabulary, hidden_size)).requires_grad_()
+        targets = torch.randint(vocabulary, (num_tokens,))
+        for dtype in (torch.float32, torch.bfloat16):
+            seconds: dict[str, list[float]] = {"plain": [], "compiled": []}
+            contenders = {"plain": HeadPasses(), "compiled": compile_head(backend=backend)}
+            for _ in range(2 + repeats):  # the first two compile
+                for name, passes in contenders.items():
+                    begun = time.perf_counter()
+                    logps, _ = token_logps(
+                        hidden,
+                        weight,
+                        None,
+                        targets,
+                        transform=HeadTransform(),
+                        compute_dtype=dtype,
+                        bounds=HEAD_BOUNDS["cpu"],
+                        asked=Asked(),
+                        passes=passes,
+                    )
+                    logps.sum().backward()
+                    hidden.grad = weight.grad = None
+                    seconds[name].append(time.perf_counter() - begun)
+            plain, compiled = (each[2:] for each in seconds.values())
+            ratios = sorted(one / other for one, other in zip(plain, compiled, strict=True))
+            print(
+                f"| {hidden_size} x {vocabulary} | {str(dtype).removeprefix('torch.')} | "
+                f"{1e3 * statistics.median(plain):.0f} | {1e3 * statistics.median(compiled):.0f} | "
+                f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+            )
 
 
 @app.command("head-chunks")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from dpo_pack.logps import HEAD_BOUNDS, Asked, HeadTransform, token_logps
+from dpo_pack.head_logits import Asked, HeadTransform
+from dpo_pack.logps import HEAD_BOUNDS, token_logps
 
 HIDDEN_SIZE = 16
 

@@ -17,8 +17,8 @@ import dpo_pack.proofs as proofs_module
 from dpo_pack.attention import ATTENTION_NAME, row_attention
 from dpo_pack.attention.sdpa import sdpa_attention
 from dpo_pack.attention.segments import RowSegments
+from dpo_pack.head_logits import HeadTransform
 from dpo_pack.layout import Row, RowLayout, layout_row, packed_row
-from dpo_pack.logps import HeadTransform
 from dpo_pack.models import CompletionLogps
 
 Break = Callable[[pytest.MonkeyPatch, CompletionLogps], None]

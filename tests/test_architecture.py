@@ -60,7 +60,7 @@ LAYERS = (
     {"model_config"},
     {"families"},
     {"logps", "layout", "divergences", "host_copies"},
-    {"attention", "cpu_products"},
+    {"attention", "cpu_products", "head_logits"},
     {"reference_cache"},
     {"reference_parts"},
     {"key_index"},

@@ -22,7 +22,7 @@ import dpo_pack.compiling as compiling
 import dpo_pack.loading as loading
 import dpo_pack.recipe_models as recipe_models
 from dpo_pack.attention import register_attention
-from dpo_pack.compiling import check_compiler, compile_layers
+from dpo_pack.compiling import check_compiler, compile_head, compile_layers
 from dpo_pack.doctor import prove_recipe
 from dpo_pack.errors import RecipeError, UnsupportedModelError
 from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
@@ -209,6 +209,7 @@ def test_a_compiled_run_takes_the_steps_of_a_plain_one(
 ) -> None:
     """With an adapter, gradient checkpointing and evaluation: all that calls the layers otherwise."""
     monkeypatch.setattr(recipe_models, "compile_layers", compile_quickly)
+    monkeypatch.setattr(recipe_models, "compile_head", functools.partial(compile_head, backend="aot_eager"))
     recipe, lines = tiny_run(tmp_path), []
     for compiles in ("false", "true"):
         overrides = [f"model.compile={compiles}", f"output_dir={tmp_path / compiles}"]

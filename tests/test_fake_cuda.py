@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 from dpo_pack.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.attention.segments import _GatherSegments
 from dpo_pack.attention.torch_varlen import supports_window_and_scale
+from dpo_pack.head_logits import Asked, HeadPasses, HeadTransform
 from dpo_pack.last_layer import trim_last_layer
 from dpo_pack.layout import Group, Row, layout_row, packed_row
-from dpo_pack.logps import HEAD_BOUNDS, Asked, HeadTransform, _ChunkedLogps
+from dpo_pack.logps import HEAD_BOUNDS, _ChunkedLogps
 from dpo_pack.models import CompletionLogps
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="no CUDA build of torch")
@@ -91,7 +92,9 @@ def test_the_backward_pass_of_the_head_waits_for_nothing(
     )
     transform = HeadTransform(scale=0.5, softcap=softcap)
     kept = HEAD_BOUNDS["cuda"].kept_bytes
-    outputs = _ChunkedLogps.forward(ctx, hidden, weight, None, targets, transform, dtype, 3, kept, Asked())
+    outputs = _ChunkedLogps.forward(
+        ctx, hidden, weight, None, targets, transform, dtype, 3, kept, Asked(), HeadPasses()
+    )
     grad_hidden, grad_weight, *_ = _ChunkedLogps.backward(ctx, *outputs)
     assert grad_hidden is not None and grad_hidden.shape == hidden.shape and grad_hidden.is_cuda
     assert (grad_weight is not None) == trains_head

@@ -14,6 +14,10 @@ from typer.testing import CliRunner
     [
         (["products"], r"\| 8 x 4 x 6 \| grad\.T @ features \| \d+ \| \d+ \| \d+ \|"),
         (["head-chunks", "--num-tokens", "8", "--repeats", "1"], r"\| 4 x 16 (\| \d+ ){5}\|"),
+        (
+            ["head-passes", "--num-tokens", "8", "--repeats", "1", "--backend", "aot_eager"],
+            r"\| 4 x 16 \| bfloat16 \| \d+ \| \d+ \| \d+\.\d\d \(",
+        ),
         (["gradient-sums", "--num-rows", "1"], r"\| 1 (\| \d\.\d\d% ){3}\|"),
         (
             ["checkpoints", "--num-parameters", "2400", "--repeats", "1"],
