@@ -38,9 +38,7 @@ class ChunkSays(NamedTuple):
 
     logps: Tensor  # [C]
     log_normalizer: Tensor  # [C]
-    statistics: tuple[
-        Tensor | None, Tensor | None, Tensor | None, Tensor | None
-    ]  # [C] each, see TokenStatistics
+    statistics: tuple[Tensor | None, ...]  # [C] each, in the order of TokenStatistics
     softmax: Tensor | None  # [C, V]
     slope: Tensor | None  # [C, V], a softcap's derivative
     gradient: Tensor | None  # [C, V] of the log-probs by the scaled logits, in the dtype of products
@@ -57,7 +55,9 @@ def _chunk_forward(
     wants_gradient: bool,
 ) -> ChunkSays:
     """From a chunk's product [C, V] of hidden states and head, which it may overwrite."""
+    dtype = product.dtype
     logits, slope = _logits(product, bias, transform)
+    del product  # in low precision the logits are a copy
     target_logit = logits.gather(1, targets[:, None]).squeeze(1)
     mean_logit = logits.mean(dim=1) if asked.metrics else None
     peak = logits.amax(dim=1)
@@ -71,10 +71,11 @@ def _chunk_forward(
         is_top1 = (target_logit >= peak).to(total.dtype)
     if asked.squares:
         log_sum_squares = (torch.linalg.vecdot(softmax, softmax) / total.square()).log()
+    del logits, centered
     if wants_softmax or wants_gradient:
         softmax = softmax.div_(total[:, None])
     if wants_gradient:
-        gradient = logit_grad(softmax, targets, torch.ones_like(total), slope).to(product.dtype)
+        gradient = logit_grad(softmax, targets, torch.ones_like(total), slope).to(dtype)
     return ChunkSays(
         logps=target_logit - log_normalizer,
         log_normalizer=log_normalizer,
@@ -99,10 +100,13 @@ def _chunk_backward(
 
     `product` is that of the forward pass, computed again.
     """
+    dtype = product.dtype
     logits, slope = _logits(product, bias, transform)
+    del product
     softmax = logits.sub_(log_normalizer[:, None]).exp_()
     grad = logit_grad(softmax, targets, grad_logps, slope)
-    return grad.to(product.dtype), grad.sum(dim=0) if sums else None
+    del logits, softmax
+    return grad.to(dtype), grad.sum(dim=0) if sums else None
 
 
 def _logits(product: Tensor, bias: Tensor | None, transform: HeadTransform) -> tuple[Tensor, Tensor | None]:

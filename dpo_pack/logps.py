@@ -142,9 +142,8 @@ class _ChunkedLogps(torch.autograd.Function):
         kept: list[tuple[Tensor, Tensor | None]] = []
         for number, chunk in enumerate(_chunks(num_tokens, chunk_tokens)):
             keeps = trains_head and number < kept_chunks
-            product = times_transposed(hidden[chunk], head_weight)
             said = passes.forward(
-                product,
+                times_transposed(hidden[chunk], head_weight),
                 bias,
                 targets[chunk],
                 transform,
@@ -162,6 +161,7 @@ class _ChunkedLogps(torch.autograd.Function):
             elif keeps:
                 assert said.softmax is not None
                 kept.append((said.softmax, said.slope))
+            del said  # before there is another chunk's
         ctx.transform, ctx.chunk_tokens, ctx.trains_head = transform, chunk_tokens, trains_head
         ctx.kept, ctx.log_normalizer, ctx.direction = kept, log_normalizer, direction
         ctx.passes = passes
@@ -194,9 +194,8 @@ class _ChunkedLogps(torch.autograd.Function):
                 bias_part = grad_logits.sum(dim=0) if grad_bias is not None else None
                 grad_logits = grad_logits.to(ctx.dtype)
             else:
-                product = times_transposed(hidden[chunk], head_weight)
                 grad_logits, bias_part = ctx.passes.backward(
-                    product,
+                    times_transposed(hidden[chunk], head_weight),
                     bias,
                     targets[chunk],
                     transform,
@@ -212,6 +211,7 @@ class _ChunkedLogps(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.T, hidden[chunk])
             elif grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[chunk]
+            del grad_logits
         return (
             None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -248,6 +248,27 @@ def test_without_gradients_nothing_is_kept_for_a_backward_pass() -> None:
     assert without == peak_bytes(num_tokens=500, kept_chunks=0, has_gradients=False) < logits_bytes / 2
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_in_bf16_a_chunk_s_product_goes_before_its_logits_are_worked_on(is_frozen: bool) -> None:
+    num_tokens, vocabulary = 200, 20_000
+    hidden = torch.randn(num_tokens, 2, requires_grad=True)
+    weight = torch.randn(vocabulary, 2, requires_grad=not is_frozen)
+    with LiveBytes() as live:
+        logps, _ = token_logps(
+            hidden,
+            weight,
+            None,
+            torch.zeros(num_tokens, dtype=torch.int64),
+            transform=PLAIN,
+            compute_dtype=torch.bfloat16,
+            bounds=HeadBounds(chunk_tokens=100, chunk_bytes=2**40, kept_bytes=0),
+            asked=Asked(),
+        )
+        logps.sum().backward()
+    # Two buffers in fp32; a frozen head's gradient is made at once, and cast.
+    assert 8 < live.peak / (100 * vocabulary) < (11 if is_frozen else 9)
+
+
 def test_only_as_many_chunks_are_kept_as_the_bound_allows() -> None:
     chunk_bytes = CHUNK_TOKENS * V * 8
     peaks = [peak_bytes(num_tokens=500, kept_chunks=kept) for kept in (0, 10, 20)]
