@@ -214,7 +214,7 @@ def head_bytes(setting: MemorySetting) -> float:
     bounds = HEAD_BOUNDS[setting.device]
     kept = min(float(bounds.kept_bytes), logits) if setting.trains_head else 0.0
     chunk_tokens = min(bounds.tokens_in_chunk(4 * shape.vocabulary), num_tokens)
-    chunk = 8.0 * chunk_tokens * shape.vocabulary * (1.5 if product == 2 else 1.0)
+    chunk = 8.0 * chunk_tokens * shape.vocabulary * (1.25 if product == 2 else 1.0)
     hidden = 3.0 * num_tokens * shape.hidden * product
     weight = shape.head_parameters * (2.0 if setting.autocasts else 0.0)  # its cast
     if setting.trains_head:
