@@ -200,9 +200,10 @@ def save_model(
             loaded.adapter.save(target, state)
             tokenizer.save_pretrained(target)
             return
-        with _default_generation_config(loaded.model) as generation_config:
+        with _default_generation_config(loaded.model) as own:
             loaded.model.save_pretrained(target, state_dict=state)
-        generation_config.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+        if own is not None:
+            own.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         # Training switched dropout off; whoever fine-tunes further gets the family's own settings back.
         config = copy.deepcopy(loaded.model.config)
         config.get_text_config().update(loaded.dropout)
@@ -211,13 +212,16 @@ def save_model(
 
 
 @contextlib.contextmanager
-def _default_generation_config(model: PreTrainedModel) -> Iterator[GenerationConfig]:
-    """Yields the model's own settings, and they are not there meanwhile.
+def _default_generation_config(model: PreTrainedModel) -> Iterator[GenerationConfig | None]:
+    """Yields the model's own settings, which are not there meanwhile; None of a model that cannot generate.
 
     Published ones may contradict themselves (a `top_p` without sampling); transformers loads them with a
     warning, and some of its releases then refuse to save them, which would lose a trained model.
     """
-    own = model.generation_config
+    own: GenerationConfig | None = model.generation_config if model.can_generate() else None
+    if own is None:
+        yield None
+        return
     model.generation_config = GenerationConfig()
     try:
         yield own

@@ -116,6 +116,17 @@ def test_settings_that_contradict_themselves_lose_no_model(
     assert loaded.model.generation_config.top_p == 0.9
 
 
+def test_a_model_that_cannot_generate_is_saved_without_such_settings(
+    exported: tuple[LoadedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, _ = exported
+    monkeypatch.setattr(type(loaded.model), "can_generate", classmethod(lambda cls: False))
+    loaded.model.generation_config = None  # type: ignore[assignment]
+    save_model(loaded, tiny_tokenizer(), tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").is_file()
+    assert not (tmp_path / "again" / "generation_config.json").exists()
+
+
 def test_whoever_may_read_the_config_may_read_the_weights(exported: tuple[LoadedModel, Path]) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in exported[1].iterdir()}
     assert "model.safetensors" in modes and len(set(modes.values())) == 1, modes

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-# Never changed, but not frozen: torch.compile before 2.12 would take every field of a frozen dataclass for a
-# constant of the code, and compile each layer anew for each number of segments.
+# Never changed, but not frozen: torch.compile of torch 2.10 takes every field of a frozen dataclass for a
+# constant of the code, and would compile each layer anew for each number of segments.
 @dataclass(eq=False, slots=True, kw_only=True)
 class RowSegments:
     """Variable-length attention metadata of one row; travels as a keyword argument through `model(...)`.
