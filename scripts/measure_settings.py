@@ -71,29 +71,14 @@ def head_passes(num_tokens: int = 1024, repeats: int = 9, backend: str = "induct
     print("| hidden x vocabulary | products | milliseconds | compiled | times as fast, turn by turn |")
     print("|---|---|---|---|---|")
     for hidden_size, vocabulary in HEADS:
-        hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
-        weight = (0.02 * torch.randn(vocabulary, hidden_size)).requires_grad_()
-        targets = torch.randint(vocabulary, (num_tokens,))
+        head = _random_head(num_tokens, hidden_size, vocabulary)
         for dtype in (torch.float32, torch.bfloat16):
             seconds: dict[str, list[float]] = {"plain": [], "compiled": []}
             contenders = {"plain": HeadPasses(), "compiled": compile_head(backend=backend)}
             for _ in range(2 + repeats):  # the first two compile
                 for name, passes in contenders.items():
-                    begun = time.perf_counter()
-                    logps, _ = token_logps(
-                        hidden,
-                        weight,
-                        None,
-                        targets,
-                        transform=HeadTransform(),
-                        compute_dtype=dtype,
-                        bounds=HEAD_BOUNDS["cpu"],
-                        asked=Asked(),
-                        passes=passes,
-                    )
-                    logps.sum().backward()
-                    hidden.grad = weight.grad = None
-                    seconds[name].append(time.perf_counter() - begun)
+                    settings = {"compute_dtype": dtype, "bounds": HEAD_BOUNDS["cpu"], "passes": passes}
+                    seconds[name].append(_head_seconds(head, asked=Asked(), **settings))
             plain, compiled = (each[2:] for each in seconds.values())
             ratios = sorted(one / other for one, other in zip(plain, compiled, strict=True))
             print(
@@ -111,30 +96,33 @@ def head_chunks(num_tokens: int = 2048, repeats: int = 5) -> None:
     print(" | ".join(("| hidden x vocabulary", *map(str, tokens_of_chunk))) + " |")
     print("|---" * (1 + len(tokens_of_chunk)) + "|")
     for hidden_size, vocabulary in HEADS:
-        hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
-        weight = (0.02 * torch.randn(vocabulary, hidden_size)).requires_grad_()
-        targets = torch.randint(vocabulary, (num_tokens,))
+        head = _random_head(num_tokens, hidden_size, vocabulary)
         seconds: dict[int, list[float]] = {tokens: [] for tokens in tokens_of_chunk}
         for _ in range(1 + repeats):  # in turns: a slow moment of the machine meets them all
             for tokens in tokens_of_chunk:
                 bounds = replace(HEAD_BOUNDS["cpu"], chunk_tokens=tokens, chunk_bytes=2**40)
-                begun = time.perf_counter()
-                logps, _ = token_logps(
-                    hidden,
-                    weight,
-                    None,
-                    targets,
-                    transform=HeadTransform(),
-                    compute_dtype=torch.float32,
-                    bounds=bounds,
-                    asked=Asked(metrics=False),
-                )
-                logps.sum().backward()
-                hidden.grad = weight.grad = None
-                seconds[tokens].append(time.perf_counter() - begun)
+                settings = {"compute_dtype": torch.float32, "bounds": bounds}
+                seconds[tokens].append(_head_seconds(head, asked=Asked(metrics=False), **settings))
         work = 3 * 2e-9 * num_tokens * hidden_size * vocabulary
         rates = " | ".join(f"{work / statistics.median(each[1:]):.0f}" for each in seconds.values())
         print(f"| {hidden_size} x {vocabulary} | {rates} |")
+
+
+def _random_head(num_tokens: int, hidden_size: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, the head's weight and targets."""
+    hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
+    weight = (0.02 * torch.randn(vocabulary, hidden_size)).requires_grad_()
+    return hidden, weight, torch.randint(vocabulary, (num_tokens,))
+
+
+def _head_seconds(head: tuple[Tensor, Tensor, Tensor], **settings: Any) -> float:
+    """Of log-probs and their gradients."""
+    hidden, weight, targets = head
+    begun = time.perf_counter()
+    logps, _ = token_logps(hidden, weight, None, targets, transform=HeadTransform(), **settings)
+    logps.sum().backward()
+    hidden.grad = weight.grad = None
+    return time.perf_counter() - begun
 
 
 def _times_transposed_by_torch(left: Tensor, right: Tensor) -> Tensor:

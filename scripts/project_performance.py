@@ -21,6 +21,7 @@ from benchmarking.projection import (
     TERA,
     TRAINED_BYTES,
     Cluster,
+    HeadOnGpu,
     ablation,
     forward_parts,
     num_weights,
@@ -48,6 +49,7 @@ def page(cluster: Cluster) -> str:
         *_ablation_section(),
         *_length_section(),
         *_vocabulary_section(),
+        *_head_section(HeadOnGpu()),
         *_projection_section(cluster),
     ]
     return "\n\n".join(sections) + "\n"
@@ -142,6 +144,32 @@ def _vocabulary_section() -> Iterator[str]:
             [f"{vocabulary:,}", f"{parts.head / parts.total:.1%}", f"{everywhere / (everywhere + other):.1%}"]
         )
     yield _table(["vocabulary", "head at completions only", "head at every position"], rows)
+
+
+def _head_section(gpu: HeadOnGpu, num_tokens: int = 8192, num_scored: int = 3700) -> Iterator[str]:
+    yield "## The head on a GPU"
+    yield (
+        f"Milliseconds of a training step's row of {num_tokens:,} tokens, {num_scored:,} of them scored, as "
+        f"on HH. Assumed: {gpu.bytes_a_second / TERA:g} TB/s, {gpu.head_flops / TERA:g} TFLOP/s in the "
+        f"head's products and {gpu.layer_flops / TERA:g} in the layers'; bf16 products, fp32 gradients; a "
+        "chunk's two buffers of fp32 logits in 256 MiB or 1 GiB. The logits' passes one by one or compiled."
+    )
+    rows = []
+    for model in ("0.5b", "1.5b", "8b"):
+        shape, vocabulary = flops_shape(model), int(SHAPES[model]["vocab_size"])
+        fixed = gpu.layers(shape, num_tokens), gpu.products(shape, num_scored)
+        for mebibytes, how in ((256, "one by one"), (1024, "one by one"), (1024, "compiled")):
+            chunk_tokens = mebibytes * 2**20 // (8 * vocabulary)
+            parts = (
+                *fixed,
+                gpu.passes(num_scored * vocabulary, how),
+                gpu.gradient(shape, -(-num_scored // chunk_tokens)),
+            )
+            rows.append(
+                [model, f"{chunk_tokens:,}", how, *(f"{1e3 * part:.1f}" for part in (*parts, sum(parts)))]
+            )
+    columns = ["layers", "head's products", "passes over logits", "head's gradient", "together"]
+    yield _table(["model", "tokens a chunk", "passes", *columns], rows)
 
 
 def _projection_section(cluster: Cluster) -> Iterator[str]:

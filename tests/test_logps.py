@@ -269,6 +269,46 @@ def test_in_bf16_a_chunk_s_product_goes_before_its_logits_are_worked_on(is_froze
     assert 8 < live.peak / (100 * vocabulary) < (11 if is_frozen else 9)
 
 
+class LogitTraffic(TorchDispatchMode):
+    """Counts what reads or writes all logits of a chunk, products left out, and its bytes."""
+
+    def __init__(self, num_logits: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_logits, self.num_operations, self.num_bytes = num_logits, 0, 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func).split(".")[1]
+        if name in ("mm", "permute", "t", "transpose", "gather", "scatter_add_"):
+            return result  # products, views, a column's worth
+        leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        moved = sum(leaf.nbytes for leaf in leaves if leaf.numel() == self.num_logits)
+        self.num_operations += moved > 0
+        self.num_bytes += moved
+        return result
+
+
+def test_the_passes_over_logits_are_those_that_the_docs_count() -> None:
+    num_tokens, vocabulary = 64, 500
+    hidden = torch.randn(num_tokens, 8, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, requires_grad=True)
+    with LogitTraffic(num_tokens * vocabulary) as traffic:
+        logps, _ = token_logps(
+            hidden,
+            weight,
+            None,
+            torch.zeros(num_tokens, dtype=torch.int64),
+            transform=PLAIN,
+            compute_dtype=torch.bfloat16,
+            bounds=HeadBounds(chunk_tokens=num_tokens, chunk_bytes=2**40, kept_bytes=0),
+            asked=Asked(),
+        )
+        logps.sum().backward()
+    assert (traffic.num_operations, traffic.num_bytes / (num_tokens * vocabulary)) == (13, 86)
+
+
 def test_only_as_many_chunks_are_kept_as_the_bound_allows() -> None:
     chunk_bytes = CHUNK_TOKENS * V * 8
     peaks = [peak_bytes(num_tokens=500, kept_chunks=kept) for kept in (0, 10, 20)]

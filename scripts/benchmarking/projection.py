@@ -169,6 +169,39 @@ def project(
     )
 
 
+# Bytes a logit that the head moves in bf16, forward and backward. One by one: operations on logits, counted
+# by tests/test_logps.py, and the two products' bf16 logits written and their gradient read twice. Compiled:
+# logits written twice and read three times, their gradient written once and read twice.
+BYTES_A_LOGIT = {"one by one": 86 + 8, "compiled": 16}
+# A chunk's product written and read in bf16, and added to the fp32 gradient of the head.
+GRADIENT_BYTES_A_WEIGHT = 2 + 2 + 4 + 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOnGpu:
+    """A GPU's bandwidth, and what its products reach; assumed."""
+
+    bytes_a_second: float = 4.0 * TERA
+    head_flops: float = 500.0 * TERA
+    layer_flops: float = 400.0 * TERA
+
+    def products(self, shape: ModelShape, num_scored: int) -> float:
+        """Seconds of the head's four products, of which the logits' is made twice."""
+        return 4 * 2 * num_scored * shape.head_weights / self.head_flops
+
+    def passes(self, num_logits: float, how: str) -> float:
+        """Seconds of moving the logits."""
+        return num_logits * BYTES_A_LOGIT[how] / self.bytes_a_second
+
+    def gradient(self, shape: ModelShape, num_chunks: int) -> float:
+        """Seconds of adding every chunk's part to the head's gradient."""
+        return num_chunks * GRADIENT_BYTES_A_WEIGHT * shape.head_weights / self.bytes_a_second
+
+    def layers(self, shape: ModelShape, num_tokens: int) -> float:
+        """Seconds of the layers' products, attention left out."""
+        return TRAINING_PASSES * 2 * num_tokens * shape.token_weights / self.layer_flops
+
+
 def num_weights(name: str) -> float:
     """All weights of a shape that is dense and not tied: layers, head and embedding."""
     shape = flops_shape(name)
