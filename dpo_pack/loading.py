@@ -30,6 +30,7 @@ from dpo_pack.attention.select import BackendChoice, select_backend
 from dpo_pack.cpu_products import speed_up_linears
 from dpo_pack.errors import ModelError
 from dpo_pack.head_logits import Asked
+from dpo_pack.hub import check_model
 from dpo_pack.kernels import apply_liger
 from dpo_pack.last_layer import trim_last_layer
 from dpo_pack.lora import LoraSettings, attach_adapter
@@ -41,6 +42,7 @@ def load_config(
     path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str
 ) -> PretrainedConfig:
     """A model's config.json. Raises ModelError."""
+    check_model(path, revision, recipe_key)
     with load_errors(path, recipe_key):
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     assert isinstance(config, PretrainedConfig)
@@ -51,6 +53,7 @@ def load_tokenizer(
     path: str, *, revision: str | None, trust_remote_code: bool, chat_template: Path | None, recipe_key: str
 ) -> PreTrainedTokenizerBase:
     """A tokenizer, its chat template replaced by a file's if one is given. Raises ModelError."""
+    check_model(path, revision, recipe_key)
     with load_errors(path, recipe_key):
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code

@@ -16,6 +16,7 @@ from dpo_pack.data.readers import (
     open_file,
 )
 from dpo_pack.errors import DataError, RecipeError
+from dpo_pack.hub import check_dataset
 
 if TYPE_CHECKING:
     from dpo_pack.recipe_schema import SourceRecipe
@@ -54,6 +55,7 @@ def locate_source(
         raise DataError(f"{label}: {error.strerror or error}; check the path and its permissions") from error
     if _looks_like_path(label):
         raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
+    check_dataset(label, f"{key}.path")
     dataset = _load_dataset(label, source.split, names)
     return _located_dataset(lambda: dataset, str(dataset._fingerprint), names)
 
