@@ -1,4 +1,4 @@
-"""The Hugging Face hub, asked once before anything waits for it.
+"""The Hugging Face hub, asked before anything waits for it.
 
 A mistyped path looks like a hub id, and where the hub cannot be reached its clients would try again and
 again, for half a minute. What the hub itself has to say about an id is left to them.
@@ -6,6 +6,7 @@ again, for half a minute. What the hub itself has to say about an id is left to 
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -48,14 +49,18 @@ def _obstacle(kind: Literal["model", "dataset"], path: str) -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return None
-    try:
-        HfApi().repo_info(path, repo_type=kind, timeout=_TIMEOUT_SECONDS)
-    except HfHubHTTPError:
-        return None
-    except Exception as error:  # of whichever HTTP library the hub's client has
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        return f"the hub, which may have it, cannot be reached ({reason})"
-    return None
+    reason = ""
+    for seconds_before in (0.0, 1.0):  # a network may miss once
+        time.sleep(seconds_before)
+        try:
+            HfApi().repo_info(path, repo_type=kind, timeout=_TIMEOUT_SECONDS)
+        except HfHubHTTPError:
+            return None
+        except Exception as error:  # of whichever HTTP library the hub's client has
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        else:
+            return None
+    return f"the hub, which may have it, cannot be reached ({reason})"
 
 
 def _remedy(recipe_key: str) -> str:

@@ -104,3 +104,16 @@ def test_what_the_hub_answers_is_left_to_its_clients(monkeypatch: pytest.MonkeyP
     hub.check_dataset("owner/nothing", "data.train.0.path")
     hub.check_model("not/an/id", None, "model.path")
     assert asked == [("model", "owner/nothing"), ("dataset", "owner/nothing")]
+
+
+def test_a_network_may_miss_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [TimeoutError("timed out"), None]
+
+    def answer(api: HfApi, path: str, *, repo_type: str, timeout: float) -> None:
+        said = answers.pop(0)
+        if said is not None:
+            raise said
+
+    monkeypatch.setattr(HfApi, "repo_info", answer)
+    hub.check_model("owner/tiny", None, "model.path")
+    assert not answers
