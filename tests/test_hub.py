@@ -52,7 +52,7 @@ def test_a_model_of_an_unreachable_hub_is_one_line_at_once(load: Callable[..., o
     )
     assert message.startswith("model.path: no directory models/tinny here, and the hub")
     assert message.endswith("correct model.path, or connect, or download it first")
-    assert time.perf_counter() - started < 5.0  # the client's own attempts take longer than 20 s
+    assert time.perf_counter() - started < 15.0  # the client's own attempts take longer than 20 s
 
 
 @pytest.mark.usefixtures("unreachable")
@@ -62,7 +62,7 @@ def test_data_of_an_unreachable_hub_are_one_line_at_once(tmp_path: Path) -> None
     message = one_line(lambda: locate_source(source, "data.train.0", tmp_path / "hashes"), DataError)
     assert message.startswith("owner/pears: no such file here, and the hub")
     assert "correct data.train.0.path" in message
-    assert time.perf_counter() - started < 5.0
+    assert time.perf_counter() - started < 15.0
 
 
 @pytest.mark.usefixtures("unreachable")
