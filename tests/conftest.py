@@ -41,6 +41,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     """Never the user's cache, and never the network."""
     monkeypatch.setenv("DPO_PACK_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # which was read before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

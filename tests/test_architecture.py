@@ -65,6 +65,7 @@ LAYERS = (
     {"reference_parts"},
     {"key_index"},
     {"data"},
+    {"hub"},
     {
         "recipe",
         "recipe_checkpoint",
