@@ -5,10 +5,11 @@
 
 Every measurement is a process of its own. What is counted is the work: the reference log-probs (TRL runs
 them in its trainer's constructor or live in each step, both are tried) and the training steps. What is not:
-imports, model loading, tokenisation. TRL first runs at every micro-batch size, live and precomputed, in the
-given order and grouped by length; its best is what we compare with. All contenders must agree in every
-step's loss, gradient norm and log-probs. Results are kept after every measurement: run the same command
-again and it goes on. Needs `pip install -e '.[benchmark]'`.
+imports, model loading, tokenisation. TRL first runs shortly at every micro-batch size, live and precomputed,
+in the given order and grouped by length; the fastest of these take turns with us, and the fastest in the
+turns is its best, which we compare with. All contenders must agree in every step's loss, gradient norm and
+log-probs, but those that group by length: their steps hold other pairs. Results are kept after every
+measurement: run the same command again and it goes on. Needs `pip install -e '.[benchmark]'`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Plan:
     sweep_pairs: int
     token_budgets: Sequence[int]
     microbatches: Sequence[int]
+    finalists: int  # of TRL's settings, the fastest of the sweep, that are measured with ours
     with_ablations: bool
     also: Sequence[str]  # settings of ours that are measured too
 
@@ -80,6 +82,9 @@ def main(
     microbatches: Annotated[
         str, typer.Option(help="TRL's sweep, pairs; empty: TRL is left out.")
     ] = "1,2,4,8",
+    finalists: Annotated[
+        int, typer.Option(min=1, help="So many of TRL's fastest settings of the sweep take turns with ours.")
+    ] = 2,
     token_budgets: Annotated[str, typer.Option(help="Ours; the best of several is used.")] = "8192",
     warmup_steps: Annotated[int, typer.Option(help="Steps at the start that are not timed.")] = 0,
     with_ablations: Annotated[bool, typer.Option("--ablations/--no-ablations")] = True,
@@ -122,6 +127,7 @@ def main(
             sweep_pairs=sweep_pairs,
             token_budgets=_numbers(token_budgets),
             microbatches=_numbers(microbatches),
+            finalists=finalists,
             with_ablations=with_ablations,
             also=also or (),
         )
@@ -133,9 +139,9 @@ def main(
 def run_plan(plan: Plan, model: str, *, with_profile: bool) -> Report:
     """Measure what the results lack, and put the report together. Exits when contenders disagree."""
     best_budget = best_own_budget(plan)
-    best_trl = best_of_trl(plan)
-    contenders = [ours(best_budget), *(ablations(best_budget) if plan.with_ablations else ())]
-    contenders[1:1] = [best_trl] if best_trl is not None else []
+    finalists = fastest_of_trl(plan)
+    contenders = [ours(best_budget), *finalists]
+    contenders += ablations(best_budget) if plan.with_ablations else ()
     contenders += [ours(best_budget, setting, name=f"dpo-pack, {setting}") for setting in plan.also]
     peaks = []
     for repeat in range(plan.repeats):
@@ -166,7 +172,7 @@ def run_plan(plan: Plan, model: str, *, with_profile: bool) -> Report:
         peaks=peaks,
         sweep=list(_sweeps(plan)),
         runs=runs,
-        best_trl=None if best_trl is None else best_trl.name,
+        finalists=[contender.name for contender in finalists],
         differences=check_same_work(plan, contenders, runs),
         profile=plan.results.get("profile"),
     )
@@ -183,8 +189,8 @@ def best_own_budget(plan: Plan) -> int:
     return tried[max(rates, key=lambda contender: rates[contender])]
 
 
-def best_of_trl(plan: Plan) -> Contender | None:
-    """TRL at the fastest setting there is; None where it ran at none, or was not asked for."""
+def fastest_of_trl(plan: Plan) -> list[Contender]:
+    """TRL at its fastest settings in a short run; empty where it ran at none, or was not asked for."""
     sweep = list(trl_sweep(plan.microbatches, gradient_checkpointing=plan.setting.gradient_checkpointing))
     rates = _sweep(plan, sweep)
     if rates:
@@ -192,7 +198,7 @@ def best_of_trl(plan: Plan) -> Contender | None:
         best = max(rates, key=lambda contender: rates[contender])
         compiled = "model.compile=true" in plan.also
         rates |= _sweep(plan, list(trl_variants(best, failed, compiled=compiled)))
-    return max(rates, key=lambda contender: rates[contender]) if rates else None
+    return sorted(rates, key=lambda contender: -rates[contender])[: plan.finalists]
 
 
 def check_same_work(

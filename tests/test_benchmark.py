@@ -310,6 +310,7 @@ def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
         "sweep_pairs": 4,
         "token_budgets": [1024],
         "microbatches": [2],
+        "finalists": 2,
         "with_ablations": False,
         "also": [],
     }
@@ -343,6 +344,7 @@ def run_of(name: str, seconds: float, *, reference: float = 0.0) -> Measurement:
 
 def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
     trl_name = "TRL, micro-batch 1, live reference"
+    slower, grouped = "TRL, micro-batch 4, live reference", "TRL, micro-batch 2, grouped by length"
     report = Report(
         title="hh, 7m model, cpu",
         command="python scripts/benchmark.py",
@@ -363,10 +365,12 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
         sweep=[run_of(trl_name, 16.0), Measurement(contender="TRL, micro-batch 8", failure="out of memory")],
         runs={
             "dpo-pack": [run_of("dpo-pack", seconds, reference=1.0) for seconds in (3.0, 1.0, 7.0)],
+            slower: [run_of(slower, seconds) for seconds in (17.0, 1.0, 17.0)],
+            grouped: [run_of(grouped, seconds) for seconds in (17.0, 17.0, 17.0)],
             trl_name: [run_of(trl_name, seconds) for seconds in (16.0, 8.0, 16.0)],
         },
-        best_trl=trl_name,
-        differences={trl_name: {"loss": 1e-6}},
+        finalists=[slower, grouped, trl_name],
+        differences={slower: {"loss": 1e-6}, trl_name: {"loss": 1e-6}},
         profile=dict.fromkeys(KINDS, 1.0),
     )  # fmt: skip
     text = markdown(report)
@@ -374,6 +378,8 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
     assert "| dpo-pack | 16.00 | 8.00 to 32.00 | 4.00x (2.00 to 4.00) | 800 | 1,600 | 64.0% |" in text
     assert "| 64.0% | 64.0% | 25% | 2.00 | 3.0 |" in text
     assert "| 4.00 | 4.00 to 8.00 | 1.00x (1.00 to 1.00) | 200 | 400 | 16.0% |  | in the steps |" in text
+    assert report.best_trl == trl_name  # by the median of the turns, neither the best turn nor the sweep
+    assert f"- {grouped}: not compared" in text and f"- {trl_name}: not compared" not in text
     assert "loss, nats: 1.0e-06" in text and "- TRL, micro-batch 8: out of memory" in text
     assert "43% of the time is inside matrix products and attention" in text  # 3 of 7 kinds
     assert "reference 21.4%; forward 19.6%; backward 39.3%" in text  # of 14 seconds
@@ -390,7 +396,8 @@ def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
     also = ["packing.token_budget=512"]
     report = run_plan(plan_of(tiny, tmp_path, also=also), "tiny", with_profile=True)
     assert report.best_trl is not None and "micro-batch 2" in report.best_trl
-    assert set(report.runs) == {"dpo-pack", report.best_trl, "dpo-pack, packing.token_budget=512"}
+    assert set(report.runs) == {"dpo-pack", *report.finalists, "dpo-pack, packing.token_budget=512"}
+    assert len(report.finalists) == 2 and report.best_trl in report.finalists
     assert len(report.sweep) == 4 and not any(run.failure for run in report.sweep)
     assert all(seconds > 0 for runs in report.runs.values() for seconds in runs[0].step_seconds)
     assert "against TRL's best" in markdown(report)

@@ -29,7 +29,7 @@ class Report:
     peaks: Sequence[dict[str, float]]  # FLOPs a second, a measurement a repeat
     sweep: Sequence[Measurement]
     runs: dict[str, Sequence[Measurement]]  # by contender, ours first, in the order of the repeats
-    best_trl: str | None  # None: it ran at no setting
+    finalists: Sequence[str]  # TRL's; empty: it ran at no setting
     differences: dict[str, dict[str, float]]  # by contender, from ours
     profile: dict[str, float] | None
 
@@ -41,6 +41,12 @@ class Report:
     def peak_flops(self) -> float:
         """Median over the repeats of the best product of each."""
         return statistics.median(peak["best"] for peak in self.peaks)
+
+    @property
+    def best_trl(self) -> str | None:
+        """The finalist with the highest median rate; None where each failed, or there is none."""
+        whole = [name for name in self.finalists if not any(run.failure for run in self.runs[name])]
+        return max(whole, key=lambda name: statistics.median(self.rates(name)), default=None)
 
     def rates(self, contender: str) -> list[float]:
         """Pairs a second of each repeat."""
@@ -137,7 +143,7 @@ def _table(report: Report) -> str:
 
 
 def _ratio(report: Report, name: str) -> str:
-    if report.best_trl is None or any(run.failure for run in report.runs[report.best_trl]):
+    if report.best_trl is None:
         return ""
     ratios = report.ratios(name)
     return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
@@ -155,7 +161,7 @@ def _startup(runs: Sequence[Measurement]) -> str:
 
 
 def _same_work(report: Report) -> str:
-    if not report.differences:
+    if len(report.runs) == 1:
         return ""
     lines = [
         "Every contender trained on the same token ids (a digest of them is compared). Largest differences"
@@ -169,6 +175,11 @@ def _same_work(report: Report) -> str:
     for contender, found in report.differences.items():
         parts = ", ".join(f"{names[name]}: {value:.1e}" for name, value in found.items())
         lines.append(f"- {contender}: {parts}")
+    lines += [
+        f"- {name}: not compared; grouped by length its steps hold other pairs"
+        for name, runs in list(report.runs.items())[1:]
+        if name not in report.differences and not any(run.failure for run in runs)
+    ]
     return "\n".join([*lines, ""])
 
 
