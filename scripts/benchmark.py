@@ -195,9 +195,9 @@ def fastest_of_trl(plan: Plan) -> list[Contender]:
     rates = _sweep(plan, sweep)
     if rates:
         failed = [contender for contender in sweep if contender not in rates]
-        best = max(rates, key=lambda contender: rates[contender])
         compiled = "model.compile=true" in plan.also
-        rates |= _sweep(plan, list(trl_variants(best, failed, compiled=compiled)))
+        fastest = sorted(rates, key=lambda contender: -rates[contender])[: plan.finalists]
+        rates |= _sweep(plan, list(trl_variants(fastest, failed, compiled=compiled)))
     return sorted(rates, key=lambda contender: -rates[contender])[: plan.finalists]
 
 

@@ -169,9 +169,10 @@ def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyP
         trl(16, gradient_checkpointing=True),
         trl(4, precompute=True, attention="flash_attention_2"),
     ]
-    assert list(trl_variants(best, out_of_memory, compiled=False)) == expected
-    compiled = trl(4, precompute=True, compiled=True)
-    assert list(trl_variants(best, out_of_memory, compiled=True)) == [*expected, compiled]
+    assert list(trl_variants([best], out_of_memory, compiled=False)) == expected
+    compiled = [trl(4, precompute=True, compiled=True), trl(1, compiled=True)]  # of every finalist
+    found = trl_variants([best, trl(1)], out_of_memory, compiled=True)
+    assert [contender for contender in found if contender.compiled] == compiled
 
 
 def test_a_contender_survives_json() -> None:

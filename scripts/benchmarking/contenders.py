@@ -130,7 +130,7 @@ def trl_sweep(microbatches: Sequence[int], *, gradient_checkpointing: bool) -> I
 
 
 def trl_variants(
-    best: Contender, out_of_memory: Sequence[Contender], *, compiled: bool
+    fastest: Sequence[Contender], out_of_memory: Sequence[Contender], *, compiled: bool
 ) -> Iterator[Contender]:
     """What else could be its best: kernels that are installed here, checkpointing where memory ran out.
 
@@ -144,12 +144,13 @@ def trl_variants(
                 grouped=contender.grouped,
                 gradient_checkpointing=True,
             )
-    options = asdict(best)
-    for name in ("name", "trainer", "settings", "microbatch_pairs"):
-        del options[name]
-    if importlib.util.find_spec("flash_attn") is not None:
-        yield trl(best.microbatch_pairs, **{**options, "attention": "flash_attention_2"})
-    if importlib.util.find_spec("liger_kernel") is not None:
-        yield trl(best.microbatch_pairs, **{**options, "liger": True})
-    if compiled:
-        yield trl(best.microbatch_pairs, **{**options, "compiled": True})
+    for contender in fastest:
+        options = asdict(contender)
+        for name in ("name", "trainer", "settings", "microbatch_pairs"):
+            del options[name]
+        if importlib.util.find_spec("flash_attn") is not None:
+            yield trl(contender.microbatch_pairs, **{**options, "attention": "flash_attention_2"})
+        if importlib.util.find_spec("liger_kernel") is not None:
+            yield trl(contender.microbatch_pairs, **{**options, "liger": True})
+        if compiled:
+            yield trl(contender.microbatch_pairs, **{**options, "compiled": True})
