@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dpo_pack.files import read_json, remove_directory, write_json_atomically
+from dpo_pack.files import remove_directory, write_json_atomically
 
 COUNTERS = "checkpoint.json"
 _CHUNK_BYTES = 2**24
@@ -64,8 +64,14 @@ def write_counters(path: Path, counters: dict[str, Any]) -> None:
 
 
 def read_counters(path: Path) -> dict[str, Any] | None:
-    """What `write_counters` was given; None when there is none, or it is damaged."""
-    counters = read_json(path / COUNTERS)
+    """What `write_counters` was given; None when there is none, or it is damaged.
+
+    Raises OSError when the disk does not say.
+    """
+    try:
+        counters = json.loads((path / COUNTERS).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
     if not isinstance(counters, dict):
         return None
     checksum = counters.pop("crc32", None)
@@ -78,7 +84,10 @@ def _crc32_of(counters: dict[str, Any]) -> int:
 
 
 def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
-    """What is wrong with a checkpoint's files, or None; each rank looks at a part of them."""
+    """What is wrong with a checkpoint's files, or None; each rank looks at a part of them.
+
+    Raises OSError where they cannot be read: a disk that is away for a moment has damaged nothing.
+    """
     counters = read_counters(path)
     if counters is None:
         return f"{COUNTERS} is missing or damaged"
@@ -96,8 +105,6 @@ def _damage_of_file(file: Path, expected: dict[str, Any]) -> str | None:
         return None if _crc32(file) == expected["crc32"] else "has other content than was written"
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
 
 
 def _crc32(file: Path) -> int:

@@ -40,22 +40,24 @@ def put_in_place(temporary: Path, path: Path) -> None:
     """Sync a file or directory and rename it to `path`, which is replaced. Raises OSError."""
     for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
         sync(part)
+    replaced = path_aside(path)
     if temporary.is_dir() and path.is_dir():
-        remove_directory(path)
+        path.rename(replaced)  # no rename replaces a directory that has files
     temporary.replace(path)
     sync(path.parent)
+    discard(replaced)  # takes minutes where it is large, and the new one is in its place
 
 
 def remove_directory(path: Path) -> None:
     """Whoever is killed meanwhile leaves all of it or nothing under its name."""
     aside = path_aside(path)
     path.rename(aside)
-    shutil.rmtree(aside)
+    discard(aside)
 
 
 def discard(temporary: Path) -> None:
-    """Remove what was not put in place, if it is there."""
-    if temporary.is_dir():
+    """Remove what was not put in place, if it is there; what a file system holds on to is left."""
+    if temporary.is_dir() and not temporary.is_symlink():
         shutil.rmtree(temporary, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):  # already renamed, or its folder never came to be

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import subprocess
 from collections.abc import Callable
@@ -24,16 +23,15 @@ from dpo_pack.files import (
 )
 from dpo_pack.recipe import Recipe, changed_values, dump_recipe, load_recipe
 from dpo_pack.recipe_errors import show
-
-_OUR_FILES = (
-    "recipe.yaml",
-    "run.json",
-    "metrics.jsonl",
-    "data_report.json",
-    "packing_report.json",
-    "reference.parquet",
+from dpo_pack.run_safety import (
+    INFO_FILE,
+    RECIPE_FILE,
+    RUN_DIRECTORIES,
+    RUN_FILES,
+    refuse_to_replace_inputs,
+    refuse_to_replace_strangers,
 )
-_OUR_DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet")
+
 _MOST_SHOWN = 30  # characters of a recipe's value
 _PACKAGES = (
     "torch",
@@ -94,7 +92,7 @@ class RunDir:
         """Set keys of `run.json` and write it; ranks other than 0 write nothing."""
         self.info.update(changes)
         if ranks.is_first():
-            write_json_atomically(self.root / "run.json", self.info)
+            write_json_atomically(self.root / INFO_FILE, self.info)
 
 
 def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
@@ -104,11 +102,13 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     """
     root = recipe.output_dir
     resume = recipe.checkpoint.resume
-    _refuse_to_replace_inputs(recipe)
-    info = read_json(root / "run.json")
+    refuse_to_replace_inputs(recipe)
+    info = _read_info(root)
+    checkpoint = None if resume in ("auto", "never") else Path(resume)
+    if info is None and (checkpoint is None or root.resolve() not in checkpoint.resolve().parents):
+        refuse_to_replace_strangers(recipe, overwrite=overwrite)
     ways_out = "start again with checkpoint.resume=never and --overwrite, or use another output_dir"
-    if resume not in ("auto", "never"):
-        checkpoint = Path(resume)
+    if checkpoint is not None:
         if not (checkpoint / "checkpoint.json").is_file():
             raise RunError(f"checkpoint.resume: {checkpoint} is not a checkpoint; give a step-... directory")
         owner = checkpoint.resolve().parents[1]
@@ -141,32 +141,25 @@ def _stopped_before_it_began(root: Path, info: dict[str, Any]) -> bool:
     )
 
 
-def _refuse_to_replace_inputs(recipe: Recipe) -> None:
-    # The export, `--overwrite` and `checkpoint.keep` would each destroy a model where the run writes.
-    inputs = {
-        "model.path": recipe.model.path,
-        "tokenizer.path": recipe.tokenizer.path,
-        "reference.path": recipe.reference.path,
-    }
-    for key, path in inputs.items():
-        if path is None or not os.path.isdir(path):
-            continue
-        for name in _OUR_DIRECTORIES:
-            if Path(path).resolve().is_relative_to((recipe.output_dir / name).resolve()):
-                raise RunError(
-                    f"output_dir: this run would replace {path}, which {key} names; use another output_dir"
-                )
+def _read_info(root: Path) -> dict[str, Any] | None:
+    """What run.json says; None where there is none, or none that a run wrote."""
+    info = read_json(root / INFO_FILE)
+    return info if isinstance(info, dict) and "status" in info else None
 
 
 def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -> None:
     """Go on from the newest checkpoint whose files are as they were written; every rank calls.
 
-    Raises RunError when the recipe names a checkpoint and it is damaged.
+    Raises RunError when the recipe names a checkpoint and it is damaged, or where a rank cannot look at it.
     """
+    if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
+        raise RunError(
+            f"output_dir: not every node sees {run.checkpoint}; use a directory on a file system that all "
+            "nodes share"
+        )
     while run.checkpoint is not None:
         path = run.checkpoint
-        own = find_damage(path, rank=ranks.rank(), num_ranks=ranks.num_ranks())
-        damage = next((told for told in ranks.every_rank_says(own) if told is not None), None)
+        damage = damage_of(path)
         if damage is None:
             return
         if recipe.checkpoint.resume != "auto":
@@ -179,8 +172,27 @@ def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -
         say(f"Warning: {path} is damaged: {damage}; {instead}")
 
 
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None; every rank calls and looks at a part of them.
+
+    Raises RunError, on every rank, where one of them cannot read: that is no reason to begin anew.
+    """
+    damage = unreadable = None
+    try:
+        damage = find_damage(checkpoint, rank=ranks.rank(), num_ranks=ranks.num_ranks())
+    except OSError as error:
+        unreadable = f"{error.filename or checkpoint}: {error.strerror or error}"
+    told = ranks.every_rank_says((damage, unreadable))
+    for _, unreadable in told:
+        if unreadable is not None:
+            raise RunError(
+                f"{checkpoint} cannot be read ({unreadable}); run the same command when the disk is back"
+            )
+    return next((damage for damage, _ in told if damage is not None), None)
+
+
 def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
-    changed = changed_values(load_recipe(root / "recipe.yaml"), recipe)
+    changed = changed_values(load_recipe(root / RECIPE_FILE), recipe)
     if changed:
         told = ", ".join(f"{key}{_then_and_now(*values)}" for key, values in changed.items())
         raise RunError(f"output_dir: {root} holds a run with another {told}; {ways_out}")
@@ -199,7 +211,7 @@ def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
     for directory in (run.root, run.checkpoints, run.rollouts):
         for leftover in directory.glob(".*.tmp"):  # of a killed process
             discard(leftover)
-    write_text_atomically(run.root / "recipe.yaml", dump_recipe(recipe))
+    write_text_atomically(run.root / RECIPE_FILE, dump_recipe(recipe))
     run.update(
         status="running",
         dpo_pack=dpo_pack.__version__,
@@ -221,13 +233,13 @@ def package_versions() -> dict[str, str]:
 
 
 def _clear(root: Path) -> None:
-    for name in _OUR_FILES:
-        (root / name).unlink(missing_ok=True)
-    for dump in root.glob("nonfinite-step-*.json"):
-        dump.unlink()
-    for name in _OUR_DIRECTORIES:
+    for name in RUN_DIRECTORIES:
         if (root / name).is_dir():
             remove_directory(root / name)
+    for dump in root.glob("nonfinite-step-*.json"):
+        dump.unlink()
+    for name in RUN_FILES:
+        (root / name).unlink(missing_ok=True)
 
 
 def git_commit() -> str | None:

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from dpo_pack.errors import CacheError
-from dpo_pack.files import read_json, write_json_atomically, write_text_atomically, written_aside
+from dpo_pack.files import (
+    read_json,
+    remove_directory,
+    write_json_atomically,
+    write_text_atomically,
+    written_aside,
+)
 
 
 def names(directory: Path) -> list[str]:
@@ -36,6 +42,32 @@ def test_a_directory_replaces_the_earlier_one_as_a_whole(tmp_path: Path) -> None
             (temporary / "below" / name).write_text(name)
     assert names(target / "below") == ["new"]
     assert names(tmp_path) == ["directory"]
+
+
+def test_the_new_directory_is_in_place_before_the_old_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing takes minutes where it is large, and a process may be killed meanwhile."""
+    target = tmp_path / "directory"
+    (target / "old").mkdir(parents=True)
+    seen: list[list[str]] = []
+    monkeypatch.setattr("shutil.rmtree", lambda path, **options: seen.append(names(target)))
+    with written_aside(target) as temporary:
+        (temporary / "new").mkdir(parents=True)
+    assert seen == [["new"]] and names(target) == ["new"]
+
+
+def test_a_directory_that_will_not_go_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system keeps files that somebody has open."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "file").touch()
+
+    def held(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr("os.rmdir", lambda path, **options: held(path))
+    remove_directory(tmp_path / "old")
+    assert not (tmp_path / "old").exists()
 
 
 @pytest.mark.parametrize("is_directory", [False, True])
