@@ -14,8 +14,13 @@ def gather_over_ranks(rows: Tensor) -> Tensor:
 
     rows: [n, ...] -> [sum of n over ranks, ...]. Waits for the device, to know how many each rank has.
     """
+    return gather_and_place(rows)[0]
+
+
+def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
+    """`gather_over_ranks`, and where this rank's own rows are in it."""
     if ranks.num_ranks() == 1:
-        return rows
+        return rows, slice(0, len(rows))
     counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(ranks.num_ranks())]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
     sizes: list[int] = torch.cat(counts).tolist()
@@ -23,7 +28,9 @@ def gather_over_ranks(rows: Tensor) -> Tensor:
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded)
-    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+    first = sum(sizes[: ranks.rank()])
+    together = torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+    return together, slice(first, first + len(rows))
 
 
 def largest_over_ranks(values: Tensor) -> Tensor:

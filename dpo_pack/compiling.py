@@ -14,15 +14,15 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dpo_pack.attention import ATTENTION_NAME, row_attention
 from dpo_pack.errors import RecipeError, UnsupportedModelError
 from dpo_pack.head_logits import HeadPasses
 
@@ -53,11 +53,11 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
             f"model.compile: {type(model).__name__} does not say what its layers are, so they cannot be "
             "compiled one by one; set model.compile: false"
         )
-    seam = torch.compiler.disable(row_attention, reason="a row's layout is not compiled")
-    AttentionInterface.register(ATTENTION_NAME, seam)
     torch._dynamo.config.recompile_limit = _MOST_VARIANTS
     # DDP reduces gradients layer by layer as it is; cutting a layer's code at its buckets gains nothing.
     torch._dynamo.config.optimize_ddp = False
+    # On CUDA inductor advises TF32: with it proofs in fp32 would fail, and autocast's products are in bf16.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     for module in model.modules():
         if type(module) is nn.Linear:
             vars(module).pop("forward", None)  # of cpu_products.py: compiled code has products of its own

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpo_pack import ranks
-from dpo_pack.collectives import gather_over_ranks
+from dpo_pack.collectives import gather_and_place
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, concatenate_pairs, weighted_losses
 
 
@@ -42,36 +41,35 @@ def row_tangents(
 
     A collective operation where there are several ranks; one of them may have no rows.
     """
-    pairs, is_own = _gather_pairs(rows, device)
+    pairs, own = _gather_pairs(rows, device)
     leaves = (pairs.policy.chosen.requires_grad_(), pairs.policy.rejected.requires_grad_())
     with torch.enable_grad():
         losses = weighted_losses(objective, pairs, mean_chosen_tokens=mean_chosen_tokens)
         slopes = torch.autograd.grad(losses.sum(), leaves)
-    columns = torch.stack((losses.detach(), *slopes), dim=1)[is_own]
+    columns = torch.stack((losses.detach(), *slopes), dim=1)[own]
     return [
         Tangent(values=part[:, 0], chosen_slopes=part[:, 1], rejected_slopes=part[:, 2])
         for part in columns.split([len(row) for row in rows])
     ]
 
 
-def _gather_pairs(rows: Sequence[ScoredPairs], device: torch.device) -> tuple[ScoredPairs, Tensor]:
-    """[A] the pairs of all ranks, and [A] which of them are this rank's."""
-    none = torch.zeros((0, 8), dtype=torch.float64, device=device)
-    own = _columns(concatenate_pairs(rows)) if rows else none
-    gathered = gather_over_ranks(own)
+def _gather_pairs(rows: Sequence[ScoredPairs], device: torch.device) -> tuple[ScoredPairs, slice]:
+    """[A] the pairs of all ranks, and where this rank's are among them."""
+    none = torch.zeros((0, 7), dtype=torch.float64, device=device)
+    gathered, own = gather_and_place(_columns(concatenate_pairs(rows)) if rows else none)
     policy_chosen, policy_rejected, chosen_tokens, rejected_tokens, *others = gathered.unbind(dim=1)
-    reference_chosen, reference_rejected, weights, owners = others
+    reference_chosen, reference_rejected, weights = others
     tokens = {"chosen_tokens": chosen_tokens.long(), "rejected_tokens": rejected_tokens.long()}
     pairs = ScoredPairs(
         policy=PairLogps(chosen=policy_chosen.clone(), rejected=policy_rejected.clone(), **tokens),
         reference=PairLogps(chosen=reference_chosen, rejected=reference_rejected, **tokens),
         weights=weights,
     )
-    return pairs, owners == ranks.rank()
+    return pairs, own
 
 
 def _columns(pairs: ScoredPairs) -> Tensor:
-    """[P, 8] float64: everything about the pairs that a loss may look at, and that they are this rank's."""
+    """[P, 7] float64: everything about the pairs that a loss may look at."""
     columns = (
         pairs.policy.chosen,
         pairs.policy.rejected,
@@ -80,6 +78,5 @@ def _columns(pairs: ScoredPairs) -> Tensor:
         pairs.reference.chosen,
         pairs.reference.rejected,
         pairs.weights,
-        torch.full_like(pairs.weights, ranks.rank()),
     )
     return torch.stack(columns, dim=1).detach()

@@ -10,6 +10,10 @@ from dpo_pack.files import read_json, write_json_atomically
 # On CPU: longer rows gain nothing, and their activations, each too large for the allocator to keep, are
 # mapped anew by every operation: a row of 32,768 tokens takes 1.25 times as long a token as one of 4,096.
 CPU_TOKEN_BUDGET = 4096
+# The search stops here, whatever fits. FlashAttention numbers segments in a dimension of CUDA's grid that has
+# 65,535: a row of so many tokens has more segments only if its pairs have fewer than 16 tokens on average.
+# Rows that long have nothing left to gain.
+LARGEST_TOKEN_BUDGET = 2**19
 # On an accelerator, before anything is measured: without gradients no activation outlives its layer, so a
 # row may be this much longer than in training.
 START_FACTOR = 4

@@ -11,7 +11,12 @@ from rich.console import Console
 
 from dpo_pack.collectives import largest_over_ranks
 from dpo_pack.models import CompletionLogps
-from dpo_pack.reference_budget import largest_token_budget, remember_budget, remembered_budget
+from dpo_pack.reference_budget import (
+    LARGEST_TOKEN_BUDGET,
+    largest_token_budget,
+    remember_budget,
+    remembered_budget,
+)
 from dpo_pack.reference_cache import ReferenceCache
 from dpo_pack.reference_pass import PassSettings, compute_missing, plan_pass, probe_row
 from dpo_pack.reference_progress import pass_progress
@@ -67,12 +72,13 @@ def _found_budget(
         return known
     # One row of everything that is missing is as much as can be tried.
     whole = plan_pass(work, scorer, replace(settings, rank=0, num_ranks=1))
-    most = int(whole.row_tokens[work.missing.any(axis=1)].sum())
+    everything = int(whole.row_tokens[work.missing.any(axis=1)].sum())
+    most = min(everything, LARGEST_TOKEN_BUDGET)
 
     def fits(token_budget: int) -> bool:
         return search.is_exact(token_budget) and probe_row(whole, scorer, settings, token_budget)
 
     found = largest_token_budget(fits, start=settings.token_budget, most=most)
-    if found < most:  # else memory has set no bound, and another pass may be longer
+    if found < everything:  # else nothing has set a bound, and another pass may be longer
         remember_budget(search.memo_path, search.key, found)
     return found

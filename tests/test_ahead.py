@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device_reads import waiting_is_an_error
 from reference_pairs import (
     CPU,
     NAMESPACE,
@@ -131,12 +132,12 @@ def test_the_next_batch_is_made_before_the_host_waits_for_the_step(
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(train_module, "train_step")
+    note(train_module, "accumulate_gradients")
     note(train_module, "step_record")
     note(OfflineSource, "_batch")
     train(load_recipe(tiny_run(tmp_path), ["train.epochs=2"]), console)
-    one_step = ["train_step", "_batch", "step_record"]
-    assert events == ["_batch", *3 * one_step, "train_step", "step_record"]
+    one_step = ["accumulate_gradients", "_batch", "step_record"]
+    assert events == ["_batch", *3 * one_step, "accumulate_gradients", "step_record"]
 
 
 def test_on_the_cpu_an_array_becomes_a_tensor_as_it_is() -> None:
@@ -223,13 +224,17 @@ def test_behind_as_well_a_log_prob_that_is_not_finite_stops_the_pass(
 # ---- On a device
 
 
-@contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def test_where_waiting_was_an_error_it_is_none_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with pytest.raises(ZeroDivisionError), waiting_is_an_error():
+        raise ZeroDivisionError
+    assert modes == ["error", "default"]
 
 
 @pytest.mark.gpu
@@ -242,17 +247,16 @@ def test_copies_are_read_without_waiting_for_what_was_queued_later() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["packed", "padded"])
 @pytest.mark.parametrize(
     "loss", ["loss.type=sigmoid", "loss.weighting=wpo", "loss.ld_alpha=0.5", "loss.type=aot"]
 )
-def test_on_cuda_a_step_and_the_next_batch_wait_for_nothing(
-    mode: str, loss: str, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+def test_on_cuda_a_step_of_packed_rows_and_the_next_batch_wait_for_nothing(
+    loss: str, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, prepare = train_module.optimizer_step, OfflineSource.prepare_next
+    step, prepare = train_module.train_step, OfflineSource.prepare_next
     watched: list[int] = []
 
-    def optimizer_step(session: Any, batch: GlobalBatch) -> Any:
+    def train_step(session: Any, batch: GlobalBatch) -> Any:
         if session.state.step < 2:  # kernels are loaded and memory is reserved by the first steps
             return step(session, batch)
         watched.append(session.state.step)
@@ -263,9 +267,9 @@ def test_on_cuda_a_step_and_the_next_batch_wait_for_nothing(
         with waiting_is_an_error() if watched else contextlib.nullcontext():
             prepare(source)
 
-    monkeypatch.setattr(train_module, "optimizer_step", optimizer_step)
+    monkeypatch.setattr(train_module, "train_step", train_step)
     monkeypatch.setattr(OfflineSource, "prepare_next", prepare_next)
-    overrides = [f"packing.mode={mode}", loss, "train.epochs=3", "model.autocast=bfloat16"]
+    overrides = [loss, "train.epochs=3", "model.autocast=bfloat16"]
     train(load_recipe(tiny_run(tmp_path), overrides), console)
     assert watched == [2, 3, 4, 5]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dpo_pack.attention.select as select
 import dpo_pack.attention.torch_varlen as torch_varlen
 from dpo_pack.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.attention.flash_attn import flash_attn_attention
@@ -130,6 +131,7 @@ def test_auto_takes_the_first_backend_without_an_obstacle_and_says_why() -> None
         ({"has_sinks": True}, torch.bfloat16, "sinks"),
         ({"value_head_dim": 32}, torch.bfloat16, "differ"),
         ({"head_dim": 512, "value_head_dim": 512}, torch.bfloat16, "above 256"),
+        ({"head_dim": 100, "value_head_dim": 100}, torch.bfloat16, "100 is no multiple of 8"),  # OpenLLaMA 3B
     ],
 )
 def test_a_kernel_that_cannot_be_exact_is_refused_with_the_reason(
@@ -141,8 +143,29 @@ def test_a_kernel_that_cannot_be_exact_is_refused_with_the_reason(
         select_backend("torch_varlen", needs, device=CUDA, dtype=dtype)
 
 
-def test_torch_varlen_is_usable_on_cuda_in_bf16() -> None:
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (12, 0)])
+def test_torch_varlen_is_usable_on_cuda_in_bf16(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "_compute_capability", lambda device: capability)
     assert backend_obstacle("torch_varlen", PLAIN, device=CUDA, dtype=torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
+def test_a_device_too_old_for_flash_attention_gets_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_compute_capability", lambda device: (7, 5))
+    asked: dict[str, Any] = {"device": CUDA, "dtype": torch.float16}
+    why = "FlashAttention needs compute capability 8.0, and the device has 7.5"
+    choice = select_backend("auto", PLAIN, **asked)
+    assert choice.name == "sdpa" and f"not {name}: {why}" in choice.reason
+    with pytest.raises(UnsupportedModelError, match=f"model.attention: {name} cannot be used here: {why}"):
+        select_backend(name, PLAIN, **asked)
+
+
+def test_the_flash_attn_package_pads_odd_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    needs = replace(PLAIN, head_dim=100, value_head_dim=100)
+    assert backend_obstacle("flash_attn", needs, device=CUDA, dtype=torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(

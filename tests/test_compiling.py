@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarking.run_dpo_pack import train_without_export
 from reference_pairs import load_scorer
 from rich.console import Console
 from tiny_models import VOCABULARY, tiny_model
@@ -20,6 +21,7 @@ from torch._dynamo.utils import counters
 
 import dpo_pack.compiling as compiling
 import dpo_pack.loading as loading
+import dpo_pack.prepare_reference as prepare_reference
 import dpo_pack.recipe_models as recipe_models
 from dpo_pack.attention import register_attention
 from dpo_pack.compiling import check_compiler, compile_head, compile_layers
@@ -29,6 +31,7 @@ from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
 from dpo_pack.models import CompletionLogps
 from dpo_pack.proofs import prove
 from dpo_pack.recipe import load_recipe
+from dpo_pack.reference_fill import fill_cache
 from dpo_pack.train import train
 
 CPU = torch.device("cpu")
@@ -102,6 +105,17 @@ def test_compiled_layers_give_the_same_and_are_compiled_once_for_all_lengths(
     assert all("forward" not in name for name in scorer.state_dict())
 
 
+def test_a_model_that_is_loaded_later_leaves_attention_outside_of_compiled_code(model_path: Path) -> None:
+    """As an online run's reward model is, behind the policy."""
+    scorer = load_scorer(model_path)
+    assert_as_before(scorer, [make_row(seed) for seed in range(2)])
+    num_compiled = counters["stats"]["unique_graphs"]
+    load_scorer(model_path)
+    for seed in range(2, 5):
+        logps_and_gradient(scorer, make_row(seed))
+    assert counters["stats"]["unique_graphs"] == num_compiled
+
+
 def test_compiled_code_computes_the_last_feed_forward_block_where_it_is_read(model_path: Path) -> None:
     scorer, row = load_scorer(model_path), make_row(0)
     inner = scorer.model.config.intermediate_size
@@ -168,7 +182,7 @@ def test_the_seam_is_counted_and_the_proofs_hold_on_compiled_layers(model_path: 
     compile_quickly(scorer.model)
     proofs = prove(scorer, CPU)
     assert [proof.name for proof in proofs if proof.passed] == [
-        "wiring", "kernel", "isolation", "equivalence", "head"
+        "wiring", "kernel", "isolation", "causality", "equivalence", "head"
     ]  # fmt: skip
     assert proofs[0].numbers["seam calls"] == scorer.num_attention_layers
     assert counters["stats"]["unique_graphs"] > 0
@@ -222,6 +236,28 @@ def test_a_compiled_run_takes_the_steps_of_a_plain_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lora", ["null", "{r: 2}"])
+def test_the_clock_of_a_benchmark_s_reference_pass_starts_when_everything_is_compiled(
+    lora: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_models, "compile_layers", compile_quickly)
+    monkeypatch.setattr(recipe_models, "compile_head", functools.partial(compile_head, backend="aot_eager"))
+    num_compiled = []
+
+    def watched(*arguments: Any, **options: Any) -> None:
+        num_compiled.append(counters["stats"]["unique_graphs"])
+        fill_cache(*arguments, **options)
+        num_compiled.append(counters["stats"]["unique_graphs"])
+        raise KeyboardInterrupt  # the steps have code of their own
+
+    monkeypatch.setattr(prepare_reference, "fill_cache", watched)
+    with pytest.raises(KeyboardInterrupt):
+        train_without_export(load_recipe(tiny_run(tmp_path), ["model.compile=true", f"model.lora={lora}"]))
+    before, after = num_compiled
+    assert before == after > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["qwen3", "gemma2", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "gemma4_text"]
 )
@@ -236,7 +272,24 @@ def test_generated_code_gives_the_same(model_path: Path) -> None:
     assert_as_before(load_scorer(model_path), [make_row(seed) for seed in range(4)], backend="inductor")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_advice_that_would_round_products_in_fp32_is_not_passed_on(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's, on devices that have TF32."""
+    from torch._inductor import compile_fx
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    advise = compile_fx._warn_tf32_disabled.__wrapped__
+    with pytest.warns(UserWarning, match="set_float32_matmul_precision"):
+        advise()
+    compile_quickly(load_scorer(model_path).model)
+    advise()
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_on_cuda_compiled_rows_are_exact(tmp_path: Path) -> None:
     recipe = load_recipe(tiny_run(tmp_path), ["model.compile=true"])
     outcome = prove_recipe(recipe)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from device_reads import no_reads
 from torch import Tensor
 
 from dpo_pack.coupling import row_tangents
@@ -70,6 +71,15 @@ def test_tangents_of_rows_have_the_value_and_gradient_of_the_whole_step() -> Non
     assert len(tangents) == 3 and not tangents[0].values.requires_grad
     for ours, expected in zip(by_rows(rows), whole_step(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-14)
+
+
+def test_tangents_of_rows_wait_for_nothing() -> None:
+    rows = [pairs_of(row) for row in step_values().split(SIZES)]
+    with no_reads():
+        row_tangents(OBJECTIVE, rows, mean_chosen_tokens=2.0, device=CPU)
+    mask = torch.ones(3, dtype=torch.bool)
+    with pytest.raises(AssertionError, match="waits"), no_reads():
+        mask[mask]
 
 
 def _on_a_rank(rank: int, port: int, directory: str) -> None:

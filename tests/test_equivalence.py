@@ -180,4 +180,4 @@ def test_dropout_and_routers_noise_are_off_in_training(
     loaded: LoadedModel = load(tmp_path, packed=True, gradient_checkpointing=checkpointing)
     row = make_row(GROUPS, "shared")
     assert torch.equal(loaded.scorer(row).sums, loaded.scorer(row).sums)
-    assert loaded.dropout == dropout
+    assert loaded.replaced == dropout

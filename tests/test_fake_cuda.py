@@ -6,6 +6,7 @@ who mixes devices. Backward passes need a device (tests marked gpu), those writt
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from tiny_models import VOCABULARY, tiny_config
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM
 
 from dpo_pack.attention import ATTENTION_NAME, BACKENDS, register_attention
@@ -36,6 +38,9 @@ WITH_WINDOWS = ["mistral", "gemma3_text", "phi3"]
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)  # fake tensors have none
+    # Without a device torch.autocast switches itself off.
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     register_attention()
     with FakeTensorMode():
         yield
@@ -52,13 +57,30 @@ def make_row() -> Row:
     return packed_row(layout_row(groups, share_prompt=True), CUDA)
 
 
-def make_scorer(family: str) -> CompletionLogps:
+def make_scorer(family: str, *, autocast: torch.dtype | None = None) -> CompletionLogps:
+    """Weights in bf16, or in fp32 under autocast."""
+    dtype = torch.bfloat16 if autocast is None else torch.float32
     with CUDA:
         model = AutoModelForCausalLM.from_config(
-            tiny_config(family), attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
+            tiny_config(family), attn_implementation=ATTENTION_NAME, dtype=dtype
         )
     trim_last_layer(model)
-    return CompletionLogps(model, backend=BACKENDS["torch_varlen"], autocast=None).eval()
+    return CompletionLogps(model, backend=BACKENDS["torch_varlen"], autocast=autocast).eval()
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes of the kernel's calls; a fake kernel takes any, the real one takes one and no fp32."""
+    calls: list[torch.dtype] = []
+
+    @functools.wraps(varlen_attn)
+    def checked(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
+        assert query.dtype == key.dtype == value.dtype
+        calls.append(query.dtype)
+        return varlen_attn(query, key, value, *arguments, **options)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", checked)
+    return calls
 
 
 def test_waiting_for_the_device_is_noticed() -> None:
@@ -66,15 +88,20 @@ def test_waiting_for_the_device_is_noticed() -> None:
         make_row().input_ids.sum().item()
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("family", [*FAMILIES, *WITH_WINDOWS])
-def test_log_probs_of_a_row_wait_for_nothing(family: str, trains: bool) -> None:
+def test_log_probs_of_a_row_wait_for_nothing(
+    family: str, trains: bool, autocast: torch.dtype | None, kernel_calls: list[torch.dtype]
+) -> None:
     if family in WITH_WINDOWS and not supports_window_and_scale():
         pytest.skip("this torch's kernel takes no window")
+    scorer = make_scorer(family, autocast=autocast)
     with torch.set_grad_enabled(trains):
-        said = make_scorer(family)(make_row())
+        said = scorer(make_row())
     assert said.sums.shape == (6,) and said.sums.requires_grad == trains
     assert all(tensor.device.type == "cuda" for tensor in said)
+    assert kernel_calls == [torch.bfloat16] * scorer.num_attention_layers
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])

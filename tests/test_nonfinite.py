@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from device_reads import no_reads
+from device_reads import no_reads, waiting_is_an_error
 from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
 
@@ -44,7 +44,7 @@ def take_step(network: nn.Module, guard: NonfiniteGuard, number: int, *, bad: st
         next(network.parameters()).grad.view(-1)[1] = torch.nan  # type: ignore[union-attr]
     loss = torch.inf if bad == "loss" else 0.5
     device = next(network.parameters()).device
-    guard.step(number, values(0.5, loss, device=device), clip_gradients(network, 1.0), PAIRS)
+    guard.step_if_finite(number, values(0.5, loss, device=device), clip_gradients(network, 1.0), PAIRS)
     guard.optimizer.zero_grad()
 
 
@@ -111,11 +111,8 @@ def test_a_step_on_cuda_waits_for_nothing() -> None:
     losses, norm = values(0.5, torch.nan, device=device), torch.tensor(1.0, device=device)
     for parameter in network.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        guard.step(2, losses, norm, PAIRS)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with waiting_is_an_error():
+        guard.step_if_finite(2, losses, norm, PAIRS)
     assert_equal(state(network, optimizer), before)
     assert [found.step for found in guard.read()] == [2]
 

@@ -12,6 +12,7 @@ from reference_pairs import NAMESPACE, SETTINGS, SmallMemory, load_scorer, make_
 from rich.console import Console
 from tiny_models import tiny_model
 
+import dpo_pack.reference_fill as reference_fill
 from dpo_pack.models import CompletionLogps
 from dpo_pack.reference_budget import remembered_budget
 from dpo_pack.reference_cache import ReferenceCache
@@ -74,6 +75,16 @@ def test_the_search_stays_within_what_the_model_is_exact_for(
     scorer = SmallMemory(load_scorer(model_path), most_tokens=10_000)
     fill(tmp_path, scorer, console, is_exact=lambda token_budget: token_budget <= 110)
     assert 50 < max(scorer.rows) <= 100
+
+
+def test_rows_grow_no_further_than_the_largest_that_attention_takes(
+    model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_fill, "LARGEST_TOKEN_BUDGET", 120)
+    scorer = SmallMemory(load_scorer(model_path), most_tokens=10_000)
+    fill(tmp_path, scorer, console)
+    assert 100 < max(scorer.rows) <= 120
+    assert remembered_budget(tmp_path / "memo.json", "model on device") == 120
 
 
 def test_memory_that_runs_out_later_is_told_and_remembered(

@@ -11,10 +11,12 @@ packed-sequence detection altogether.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpo_pack.attention.flash_attn import flash_attn_attention
@@ -40,7 +42,15 @@ def register_attention() -> None:
     """Make transformers know `ATTENTION_NAME`. Safe to call again."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, row_attention)
+    AttentionInterface.register(ATTENTION_NAME, _seam())
+
+
+@functools.cache
+def _seam() -> Callable[..., Any]:
+    """`row_attention`, outside of what is compiled: see compiling.py. One object, because compiled code
+    that met another would be compiled anew."""
+    seam: Callable[..., Any] = torch.compiler.disable(row_attention, reason="a row's layout is not compiled")
+    return seam
 
 
 def row_attention(
@@ -71,6 +81,11 @@ def row_attention(
         raise UnsupportedModelError(
             f"{type(module).__name__} does not pass keyword arguments on to its attention, so rows cannot "
             "be kept apart; use packing.mode: padded"
+        )
+    if getattr(module, "is_causal", True) is False:  # not every family's attention says
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to later tokens as well, which no packed row can have; use a "
+            "causal model"
         )
     if dropout > 0.0:
         raise UnsupportedModelError(
@@ -104,6 +119,7 @@ def row_attention(
     return out.unsqueeze(0), None
 
 
+# Each obeys autocast, by a rule of torch's or by autocast.py.
 BACKENDS: dict[str, AttentionBackend] = {
     "flash_attn": flash_attn_attention,
     "torch_varlen": torch_varlen_attention,

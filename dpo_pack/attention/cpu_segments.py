@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dpo_pack.attention.autocast import as_autocast
 from dpo_pack.attention.segments import RowSegments
 
 
@@ -34,10 +35,8 @@ def cpu_segments_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, *, scale: float, window: int | None
 ) -> Tensor:
     """[T, H, D], [K, H, D], [K, H, D] -> [T, H, D]. Obeys autocast as `scaled_dot_product_attention` does."""
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    out: Tensor = _CpuSegments.apply(query, key, value, segments, scale, window)  # type: ignore[no-untyped-call]
+    states = as_autocast(query, key, value)
+    out: Tensor = _CpuSegments.apply(*states, segments, scale, window)  # type: ignore[no-untyped-call]
     return out
 
 

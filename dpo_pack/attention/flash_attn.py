@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dpo_pack.attention.autocast import as_autocast
 from dpo_pack.attention.segments import RowSegments
 
 
@@ -18,14 +19,12 @@ def flash_attn_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[T, H, D], [K, H_kv, D], [K, H_kv, D] -> [T, H, D], bf16 or fp16."""
+    """[T, H, D], [K, H_kv, D], [K, H_kv, D] -> [T, H, D], bf16 or fp16; obeys autocast."""
     from flash_attn import flash_attn_varlen_func
 
     assert sinks is None  # select_backend refuses these models
     out: Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        value,
+        *as_autocast(query, key, value),
         segments.cu_seqlens_q,
         segments.cu_seqlens_k,
         segments.max_seqlen_q,

@@ -63,6 +63,9 @@ def backend_obstacle(
         return None
     if device.type != "cuda":
         return "it needs a CUDA device"
+    capability = _compute_capability(device)
+    if capability is not None and capability < (8, 0):  # V100 and T4
+        return "FlashAttention needs compute capability 8.0, and the device has {}.{}".format(*capability)
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its kernel takes bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
     if needs.has_sinks:
@@ -75,8 +78,15 @@ def backend_obstacle(
         if importlib.util.find_spec("flash_attn") is None:
             return "package flash-attn is not installed"
         return None
+    if needs.head_dim % 8 != 0:  # the package pads
+        return f"head dimension {needs.head_dim} is no multiple of 8"
     if needs.has_softcap:
         return "the model caps attention logits"
     if (needs.has_window or needs.has_custom_scale) and not supports_window_and_scale():
         return f"torch {torch.__version__}'s kernel has no sliding window or scale"
     return None
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """(major, minor) of a CUDA device; None where there is none to ask."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dpo_pack.attention.autocast import as_autocast
 from dpo_pack.attention.segments import RowSegments
 
 
@@ -22,14 +23,12 @@ def torch_varlen_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[T, H, D], [K, H_kv, D], [K, H_kv, D] -> [T, H, D], bf16 or fp16."""
+    """[T, H, D], [K, H_kv, D], [K, H_kv, D] -> [T, H, D], bf16 or fp16; obeys autocast."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert softcap is None and sinks is None  # select_backend refuses these models
     out = varlen_attn(
-        query,
-        key,
-        value,
+        *as_autocast(query, key, value),
         segments.cu_seqlens_q,
         segments.cu_seqlens_k,
         segments.max_seqlen_q,
