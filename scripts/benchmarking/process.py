@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,7 @@ def measure_peak(device: str, dtype: str) -> dict[str, float]:
 
 
 def profile(contender: Contender, setting: Setting) -> dict[str, float]:
-    """Seconds of a few steps by kind of operation, see profiling.py."""
+    """Seconds of a few steps by kind of operation, see profiling.py; empty where the profiler failed."""
     job = {"kind": "profile", "contenders": [asdict(contender)], "setting": asdict(setting)}
     return next(_run(job, setting.device))
 
@@ -56,6 +57,11 @@ def save_model(name: str, target: Path, *, parameters: str, device: str) -> None
         pass
 
 
+def visible_devices(device: str) -> str:
+    """CUDA_VISIBLE_DEVICES: none for the CPU, else one. On several TRL's trainer would take other steps."""
+    return "" if device == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
 def _run(job: dict[str, Any], device: str) -> Iterator[dict[str, Any]]:
     """Results as the process left them. Exits with its last lines unless it ran out of memory."""
     environment = {
@@ -64,9 +70,10 @@ def _run(job: dict[str, Any], device: str) -> Iterator[dict[str, Any]]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
+        "CUDA_VISIBLE_DEVICES": visible_devices(device),
+        # For every contender: rows and batches of many lengths leave less memory unusable between them.
+        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
     }
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="dpo-pack-measurement-") as scratch:
         environment["HF_DATASETS_CACHE"] = f"{scratch}/datasets"
         path, errors = Path(scratch, "job.json"), Path(scratch, "errors.txt")
@@ -82,6 +89,7 @@ def _run(job: dict[str, Any], device: str) -> Iterator[dict[str, Any]]:
             for line in process.stdout:  # libraries print there too
                 if line.startswith(RESULT_MARK):
                     yield json.loads(line.removeprefix(RESULT_MARK))
+        sys.stderr.write(errors.read_text()[-4000:] if "Traceback" in errors.read_text() else "")
         if process.returncode not in (0, -9):  # -9: the kernel killed what took too much memory
             sys.exit(f"a measurement failed ({job['kind']}):\n{errors.read_text()[-4000:]}")
 
@@ -103,7 +111,11 @@ def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
     if job["kind"] == "profile":
         from benchmarking.profiling import profile_steps
 
-        yield profile_steps(contenders[0], setting, scratch)
+        try:
+            yield profile_steps(contenders[0], setting, scratch)
+        except Exception:  # a page without a profile is better than none
+            traceback.print_exc()
+            yield {}
         return
     spawned_at = job["spawned_at"] if len(contenders) == 1 else None  # the others start in a warm process
     for number, contender in enumerate(contenders):
@@ -125,8 +137,12 @@ def _measure_here(
     run = run_dpo_pack if contender.trainer == "dpo-pack" else run_trl
     try:
         measurement = run(contender, setting, scratch, spawned_at)
-    except torch.OutOfMemoryError:
-        return Measurement(contender=contender.name, failure=OUT_OF_MEMORY)
+    except Exception as error:  # one that cannot run here must not cost the others their page
+        traceback.print_exc()
+        first_line = str(error).strip().partition("\n")[0]
+        ran_out = isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in first_line
+        failure = OUT_OF_MEMORY if ran_out else f"{type(error).__name__}: {first_line}"
+        return Measurement(contender=contender.name, failure=failure)
     measurement.peak_memory_bytes = peak_memory_bytes(setting.device)
     return measurement
 

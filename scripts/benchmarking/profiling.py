@@ -27,7 +27,7 @@ def profile_steps(contender: Contender, setting: Setting, scratch: Path) -> dict
     settings = (*contender.settings, f"train.max_steps={min(first + PROFILED_STEPS, num_steps)}")
     recipe = make_recipe(replace(contender, settings=settings), setting, scratch)
     steps = ProfiledSteps(first=first, on_cuda=setting.device == "cuda")
-    with patch.object(dpo_pack.train, "optimizer_step", steps.around(dpo_pack.train.optimizer_step)):
+    with patch.object(dpo_pack.train, "train_step", steps.around(dpo_pack.train.train_step)):
         train_without_export(recipe)
     return steps.seconds
 
@@ -40,16 +40,16 @@ class ProfiledSteps:
         self._steps_left = first
         self._on_cuda = on_cuda
 
-    def around(self, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         def profiled(*arguments: Any) -> Any:
             if self._steps_left > 0:
                 self._steps_left -= 1
-                return optimizer_step(*arguments)
+                return train_step(*arguments)
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if self._on_cuda else []
             with torch.profiler.profile(activities=activities) as profiler:
                 begun = self._now()
-                outcome = optimizer_step(*arguments)
+                outcome = train_step(*arguments)
                 wall_seconds = self._now() - begun
             inside = 0.0
             for kind, duration in kinds_of(profiler.events(), on_cuda=self._on_cuda):

@@ -13,6 +13,7 @@ from benchmarking.results import hardware
 from benchmarking.work import Work
 
 GIB = 2**30
+NOT_COMPARABLE = "**These times cannot be compared:**"  # benchmark_gpu.sh looks for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Report:
     runs: dict[str, Sequence[Measurement]]  # by contender, ours first, in the order of the repeats
     finalists: Sequence[str]  # TRL's; empty: it ran at no setting
     differences: dict[str, dict[str, float]]  # by contender, from ours
+    disagreements: Sequence[str]  # who did other work, and what shows it
     profile: dict[str, float] | None
 
     @property
@@ -75,6 +77,7 @@ def markdown(report: Report) -> str:
     """The page."""
     sections = [
         _heading(report),
+        _disagreements(report),
         _table(report),
         _same_work(report),
         _phases(report),
@@ -106,7 +109,24 @@ def _heading(report: Report) -> str:
         f"{min(peak['best'] for peak in report.peaks) / 1e12:,.3g} to "
         f"{max(peak['best'] for peak in report.peaks) / 1e12:,.3g}). MFU is the FLOPs above over time and "
         "this peak, for every contender the same FLOPs: what it computes beyond them earns nothing.\n"
+        f"{_unlike(report)}"
     )
+
+
+def _unlike(report: Report) -> str:
+    """What contenders do not have in common, where that is not the point."""
+    setting, notes = report.setting, []
+    if setting["parameters"] == "bfloat16" and not setting["lora"]:
+        notes.append("TRL's AdamW has bf16 moments of bf16 weights; ours works in fp32, 14 bytes a weight.")
+    if setting["device"] == "cuda" and "flash-attn" not in report.machine["versions"]:
+        notes.append("TRL runs without FlashAttention: the package flash-attn is not installed.")
+    return "".join(f"\n{note}\n" for note in notes)
+
+
+def _disagreements(report: Report) -> str:
+    if not report.disagreements:
+        return ""
+    return "\n".join([f"{NOT_COMPARABLE}\n", *(f"- {line}" for line in report.disagreements), ""])
 
 
 def _table(report: Report) -> str:
@@ -163,10 +183,10 @@ def _startup(runs: Sequence[Measurement]) -> str:
 def _same_work(report: Report) -> str:
     if len(report.runs) == 1:
         return ""
-    lines = [
-        "Every contender trained on the same token ids (a digest of them is compared). Largest differences"
-    ]
-    lines[0] += " from dpo-pack over all steps:\n"
+    same_ids = "A digest of the token ids that each contender trained on is compared"
+    if not report.disagreements:
+        same_ids = "Every contender trained on the same token ids (a digest of them is compared)"
+    lines = [f"{same_ids}. Largest differences from dpo-pack over all steps:\n"]
     names = {
         "loss": "loss, nats",
         "grad_norm": "gradient norm, relative",
@@ -178,7 +198,7 @@ def _same_work(report: Report) -> str:
     lines += [
         f"- {name}: not compared; grouped by length its steps hold other pairs"
         for name, runs in list(report.runs.items())[1:]
-        if name not in report.differences and not any(run.failure for run in runs)
+        if "grouped by length" in name and not any(run.failure for run in runs)
     ]
     return "\n".join([*lines, ""])
 

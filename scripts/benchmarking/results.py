@@ -69,34 +69,36 @@ TOLERANCES = {
 }
 
 
-def differences(ours: Measurement, theirs: Measurement, *, lora: bool) -> dict[str, float]:
+def largest_differences(
+    ours: Measurement, theirs: Measurement, *, first_step_only: bool = False
+) -> dict[str, float]:
     """The largest of all steps: `loss` (nats), `grad_norm` and `logps` (relative).
 
-    Adapters begin at random values that depend on the library's order of drawing, so with LoRA only the
-    log-probs of the first step must agree, where adapters do nothing yet.
+    `first_step_only`: of the first step's log-probs, where nothing is trained yet. Adapters begin at random
+    values that depend on a library's order of drawing.
     """
-    last = 1 if lora else None
+    last = 1 if first_step_only else None
 
     def relative(name: str) -> float:
         left, right = (np.array(getattr(side, name)[:last]) for side in (ours, theirs))
         return float(np.abs(left / right - 1).max())
 
     found = {"logps": max(relative("chosen_logps"), relative("rejected_logps"))}
-    if not lora:
+    if not first_step_only:
         found["loss"] = float(np.abs(np.array(ours.losses) - np.array(theirs.losses)).max())
         found["grad_norm"] = relative("grad_norms")
     return found
 
 
-def require_same_work(found: dict[str, float], tolerance: Tolerance, *, who: str) -> None:
-    """Exit when two contenders did not do the same: their times could not be compared."""
+def other_work(found: dict[str, float], tolerance: Tolerance, *, who: str) -> list[str]:
+    """What shows that two contenders did not do the same, a line each; empty: their times can be compared."""
     limits = {"loss": tolerance.loss, "grad_norm": tolerance.grad_norm, "logps": tolerance.logps}
-    for name, difference in found.items():
-        if not difference <= limits[name]:  # not: NaN is no agreement
-            raise SystemExit(
-                f"{who} does not do the same work: {name} differs by {difference:.3g}, "
-                f"at most {limits[name]:.3g} is rounding"
-            )
+    return [
+        f"{who} does not do the same work: {name} differs by {difference:.3g}, "
+        f"at most {limits[name]:.3g} is rounding"
+        for name, difference in found.items()
+        if not difference <= limits[name]  # not: NaN is no agreement
+    ]
 
 
 def machine() -> dict[str, Any]:

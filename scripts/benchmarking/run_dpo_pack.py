@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
+import dpo_pack.session
 import dpo_pack.train
 from benchmarking.contenders import (
     BETA,
@@ -21,7 +24,11 @@ from benchmarking.contenders import (
 from benchmarking.workloads import digest_of
 from dpo_pack.console import make_console
 from dpo_pack.data.store import PairTable
+from dpo_pack.models import LoadedModel
 from dpo_pack.offline import OfflineSource
+from dpo_pack.prepare import Prepared
+from dpo_pack.prepare_reference import ReferencePass, prepare_reference
+from dpo_pack.proofs import proof_groups, proof_row
 from dpo_pack.recipe import Recipe, parse_recipe
 from dpo_pack.session import Session
 from dpo_pack.throughput import PHASES
@@ -59,11 +66,33 @@ def run_dpo_pack(
 
 
 def train_without_export(recipe: Recipe) -> Session:
-    """Train as `dpopack train` does, but leave the model where it is; the session when it is over."""
+    """Train as `dpopack train` does, but leave the model where it is; the session when it is over.
+
+    A compiled model makes its code for the reference pass before the pass begins, so that this counts as
+    start-up, where `dpopack train` makes it on the first rows. That of the steps is in the warm-up steps.
+    """
     finished: list[Session] = []
-    with patch.object(dpo_pack.train, "finish", finished.append):
+
+    def prepare_warmed(prepared: Prepared, policy: LoadedModel | None, **options: Any) -> ReferencePass:
+        if policy is not None:
+            warm_up_reference(policy, prepared.device)
+        return prepare_reference(prepared, policy, **options)
+
+    with (
+        patch.object(dpo_pack.train, "finish", finished.append),
+        patch.object(dpo_pack.session, "prepare_reference", prepare_warmed),
+    ):
         dpo_pack.train.train(recipe, make_console(quiet=True))
     return finished[0]
+
+
+@torch.no_grad()
+def warm_up_reference(policy: LoadedModel, device: torch.device) -> None:
+    """Rows of two sizes as the reference, which takes no statistics: the second makes code for all sizes."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), policy.as_reference():
+        groups = proof_groups(int(policy.model.config.get_text_config().vocab_size))
+        for some in (groups[:2], groups):
+            policy.scorer(proof_row(policy.scorer, some, device))
 
 
 def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe:
@@ -73,6 +102,8 @@ def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe
         "dtype": setting.parameters,
         "gradient_checkpointing": setting.gradient_checkpointing,
     }
+    if setting.device == "cuda":  # as TRL's bf16=True, of bf16 parameters too
+        model["autocast"] = "bfloat16"
     if setting.lora:
         model["lora"] = {"r": LORA_RANK, "alpha": float(LORA_ALPHA)}
     reference: dict[str, Any] = {"cache_dir": f"{scratch}/cache"}
