@@ -63,7 +63,7 @@ def export_recipe(recipe: Recipe, target: Path, console: Console) -> int:
     Texts are named by the sha256 of what their token ids decode to, special tokens included. Raises
     CacheError when the cache lacks some.
     """
-    prepared = prepare(recipe, console)
+    prepared = prepare(recipe, console, runs_models=False)
     namespace = prepared_namespace(prepared)
     cache = ReferenceCache(prepared.cache_dir, namespace)
     work = find_work(cache, prepared.tables)
@@ -93,7 +93,7 @@ def import_into(recipe: Recipe, file: Path, console: Console) -> None:
     Raises CacheError naming file and row.
     """
     table = read_file(file)
-    prepared = prepare(recipe, console)
+    prepared = prepare(recipe, console, runs_models=False)
     namespace = prepared_namespace(prepared)
     names = set(table.column_names)
     cache = ReferenceCache(prepared.cache_dir, namespace)
@@ -227,7 +227,7 @@ def _pairs_by_place(prepared: Prepared) -> dict[tuple[str, int], tuple[PairTable
                 raise CacheError(f"two sources of the recipe are called {name!r}; give one another name")
         for pair in range(table.num_pairs):
             place = (names[table.source_indices[pair]], int(table.row_numbers[pair]))
-            pairs[place] = (table, pair)
+            pairs.setdefault(place, (table, pair))  # a training file may be held-out too; training is first
     return pairs
 
 

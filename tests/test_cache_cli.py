@@ -193,7 +193,8 @@ def test_what_is_exported_imports_elsewhere_bitwise(recipe: Path, tmp_path: Path
     told = cache("export", tmp_path / "all.parquet", "--cache-dir", cache_dir)
     assert told.startswith("44 sequences")
     elsewhere = f"reference.cache_dir={tmp_path / 'elsewhere'}"
-    told = cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+    # These commands are one process, whatever number of them the recipe trains on.
+    told = cache("import", tmp_path / "all.parquet", recipe, elsewhere, "distributed.num_processes=8")
     assert "44 sequences added, 0 were there" in told and "44 of the recipe's 44" in told
     imported = fill_by(recipe, elsewhere)
     assert imported.num_computed == 0
@@ -225,6 +226,16 @@ def test_a_recipe_s_export_says_where_each_sequence_is_and_hashes_its_texts(
     chosen = next(row for row in rows if row["row_number"] == 3 and row["side"] == "chosen")
     assert chosen["prompt_sha256"] == first["prompt_sha256"]
     assert chosen["completion_sha256"] != first["completion_sha256"]
+
+
+def test_an_export_of_a_recipe_that_is_evaluated_on_its_training_file_says_the_training_rows(
+    recipe: Path, tmp_path: Path
+) -> None:
+    recipe.write_text(recipe.read_text().replace("heldout.jsonl", "pairs.jsonl"))
+    fill_by(recipe)
+    cache("export", tmp_path / "x.parquet", "--recipe", recipe)
+    rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert len(rows) == 32 and {row["source"] for row in rows} == {"pairs"}
 
 
 def test_log_probs_of_another_model_are_refused(recipe: Path, tmp_path: Path) -> None:

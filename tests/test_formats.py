@@ -1,12 +1,13 @@
 """Rows become pairs, or are refused with the reason."""
 
+import functools
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpo_pack.data.formats import FORMATS, BadRow, Pair, detect_format, with_system_prompt
+from dpo_pack.data.formats import FORMATS, BadRow, Pair, detect_format, prompt_of, with_system_prompt
 
 
 def user(content: str) -> dict[str, Any]:
@@ -103,6 +104,52 @@ def test_a_tool_call_without_content_is_a_completion() -> None:
     assert FORMATS["conversational"](row).chosen == [call]
 
 
+def test_keys_that_hold_null_are_as_good_as_absent_at_any_depth() -> None:
+    call = {"function": {"name": "f", "arguments": {"city": "Paris", "expr": None, "days": [1, None]}}}
+    row: dict[str, Any] = {
+        "prompt": [{**user("hi"), "tool_calls": None}],
+        "chosen": [user("hi"), {"role": "assistant", "content": None, "name": None, "tool_calls": [call]}],
+        "rejected": [{"role": "user", "content": [{"type": "text", "text": "hi", "image": None}]}],
+        "tools": [{"name": "f", "parameters": {"city": {"type": "string", "enum": None}}}],
+        "chat_template_kwargs": {"thinking": None, "documents": [{"title": "t", "text": None}]},
+    }
+    pair = FORMATS["conversational"](row)
+    plain = {"function": {"name": "f", "arguments": {"city": "Paris", "days": [1, None]}}}
+    assert pair.prompt == [user("hi")]
+    assert pair.chosen == [user("hi"), {"role": "assistant", "content": None, "tool_calls": [plain]}]
+    assert pair.rejected == [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert pair.template_options == {
+        "tools": [{"name": "f", "parameters": {"city": {"type": "string"}}}],
+        "documents": [{"title": "t"}],
+    }
+    assert row["chosen"][1]["tool_calls"] == [call]  # the row is as it was
+
+
+def test_nulls_beside_it_do_not_hide_that_a_conversation_repeats_the_prompt() -> None:
+    reasoning = {"reasoning_content": None}
+    row = {
+        "prompt": [user("a")],
+        "chosen": [{**user("a"), **reasoning}, {**assistant("yes"), "reasoning_content": "because"}],
+        "rejected": [{**user("a"), **reasoning}, {**assistant("no"), **reasoning}],
+    }
+    completions = [{**assistant("yes"), "reasoning_content": "because"}], [assistant("no")]
+    assert parts(FORMATS["conversational"](row)) == ([user("a")], *completions)
+    without = {column: row[column] for column in ("chosen", "rejected")}
+    assert parts(FORMATS["conversational"](without)) == ([user("a")], *completions)
+    assert prompt_of(row, "conversational")[0] == [user("a")]
+
+
+def test_a_message_without_content_has_none() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    row = {"prompt": [user("hi")], "chosen": [call], "rejected": [assistant("no")]}
+    assert FORMATS["conversational"](row).chosen == [{**call, "content": None}]
+
+
+def test_nulls_in_json_text_stay() -> None:
+    row = {**MESSAGES, "tools": '[{"default": null}]', "chat_template_kwargs": '{"thinking": null}'}
+    assert FORMATS["conversational"](row).template_options == {"tools": [{"default": None}], "thinking": None}
+
+
 @pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
 def test_tools_and_template_arguments_travel_with_the_pair(tools: object) -> None:
     row = {
@@ -132,6 +179,7 @@ def test_a_weight_column_weighs_the_pair(value: object, weight: float) -> None:
 
 MESSAGES = {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
 IDS = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
+NESTED: list[Any] = functools.reduce(lambda inner, _: [inner], range(2000), [])
 TURNS = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
 
 BAD_ROWS = [
@@ -155,6 +203,8 @@ BAD_ROWS = [
     ("conversational", {**MESSAGES, "chosen": ["a"]}, "wrong_type"),
     ("conversational", {**MESSAGES, "chosen": [{"content": "a"}]}, "wrong_type"),
     ("conversational", {**MESSAGES, "chosen": [{"role": "assistant", "content": 3}]}, "wrong_type"),
+    ("conversational", {**MESSAGES, "chosen": [{"role": "assistant", "content": NESTED}]}, "wrong_type"),
+    ("conversational", {**MESSAGES, "tools": NESTED}, "wrong_type"),
     ("conversational", {**MESSAGES, "prompt": None}, "wrong_type"),
     ("conversational", {**MESSAGES, "prompt": []}, "empty_prompt"),
     ("conversational", {**MESSAGES, "chosen": []}, "empty_completion"),

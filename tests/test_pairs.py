@@ -48,6 +48,17 @@ def refused(tmp_path: Path, train: Any, **settings: Any) -> str:
     return message
 
 
+def test_weights_that_leave_no_pair_of_an_epoch_are_refused_when_data_is_read(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{number}.jsonl", rows(number)) for number in range(2)]
+    light = [{"path": path, "weight": 0.4} for path in paths]
+    assert refused(tmp_path, light) == (
+        "data.train: the sources' weights leave no pair of an epoch; raise data.train.*.weight"
+    )
+    assert load(tmp_path, [light[0], paths[1]]).train.num_pairs == 2
+    heavy_held_out = [{"path": write(tmp_path / "three.jsonl", rows(1, 2, 3)), "weight": 0.1}]
+    assert "weights leave no pair" in refused(tmp_path, heavy_held_out, eval={"fraction": 0.5})
+
+
 def test_pairs_of_all_sources_are_in_order_with_source_row_and_weight(tmp_path: Path) -> None:
     first = write(tmp_path / "first.jsonl", rows(0, 1))
     second = write(tmp_path / "second.jsonl", [{**rows(2)[0], "weight": 0.25}])
@@ -224,14 +235,15 @@ def test_a_column_that_a_whole_file_lacks_always_stops(tmp_path: Path, on_bad_ro
     (tmp_path / "a.csv").write_text("prompt,chosen,rejected\nq,a,b\n")
     source = {"path": str(tmp_path / "a.csv"), "format": "tokenized"}
     message = refused(tmp_path, source, on_bad_row=on_bad_row)
-    assert "row 1: no column 'prompt_ids'" in message and "data.train.0.columns" in message
+    assert "row 1: no column 'prompt_ids'" in message
+    assert message.endswith("; name the column in data.train.0.columns")  # skip would stop, too
 
 
 def test_missing_columns_of_json_rows_name_the_key_that_maps_them(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": "q", "better": "a", "worse": "b"}])
     message = refused(tmp_path, path)
     assert "line 1: no column 'chosen' (there are: question, better, worse); " in message
-    assert "name the column in data.train.0.columns" in message
+    assert message.endswith("; name the column in data.train.0.columns, or set data.on_bad_row: skip")
     columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}
     assert load(tmp_path, {"path": path, "columns": columns}).train.num_pairs == 1
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dpo_pack.data import readers
-from dpo_pack.data.formats import BadRow
+from dpo_pack.data.formats import FORMATS, BadRow, Pair
 from dpo_pack.data.locating import LocatedSource, locate_source
 from dpo_pack.data.readers import ColumnNames, NumberedRow, OpenRows, open_file
 from dpo_pack.errors import DataError, RecipeError
@@ -34,9 +34,9 @@ def write_csv(path: Path) -> None:
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
 
-def write_ipc(path: Path, new_writer: Callable[..., Any]) -> None:
-    with new_writer(str(path), TABLE.schema) as writer:
-        writer.write_table(TABLE, max_chunksize=2)
+def write_ipc(path: Path, new_writer: Callable[..., Any], table: pa.Table = TABLE) -> None:
+    with new_writer(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
 
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
@@ -302,6 +302,86 @@ def test_a_saved_datasets_directory_gives_the_rows_of_a_split(tmp_path: Path, sa
     assert test.open().num_rows == 2
     assert train.fingerprint != test.fingerprint
     assert list(locate(saved_splits / "test", tmp_path).open().rows) == list(enumerate(ROWS[:2], start=1))
+
+
+# Each row has keys that the others lack; in JSON some hold null.
+CONVERSATIONS: list[dict[str, Any]] = [
+    {
+        "prompt": [{"role": "user", "content": "weather?", "name": "Ann"}],
+        "chosen": [
+            {"role": "user", "content": "weather?", "name": "Ann"},
+            {
+                "role": "assistant",
+                "reasoning_content": "ask",
+                "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}],
+            },
+        ],
+        "rejected": [
+            {"role": "user", "content": "weather?", "name": "Ann"},
+            {"role": "assistant", "content": "no"},
+        ],
+        "tools": [{"name": "weather", "parameters": {"city": {"type": "string", "enum": ["Paris"]}}}],
+        "chat_template_kwargs": {"enable_thinking": True, "language": None},
+    },
+    {
+        "prompt": [{"role": "user", "content": "1+1?", "name": None}],
+        "chosen": [
+            {"role": "user", "content": "1+1?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "sum", "arguments": {"expr": "1+1", "base": None}}}],
+            },
+        ],
+        "rejected": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "3"}],
+        "tools": [{"name": "sum", "parameters": {"expr": {"type": "string"}}}],
+        "chat_template_kwargs": {"language": "en"},
+    },
+    {
+        "prompt": [{"role": "user", "content": "hi"}],
+        "chosen": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
+        "rejected": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "what"}],
+    },
+]
+
+
+def write_dataset_files(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.mkdir()
+    (path / "train.jsonl").write_bytes(json_lines(rows))
+
+
+CONVERSATION_WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
+    "a.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "a.parquet": lambda path, rows: pq.write_table(pa.Table.from_pylist(rows), path),
+    "file.arrow": lambda path, rows: write_ipc(path, pa.ipc.new_file, pa.Table.from_pylist(rows)),
+    "stream.arrow": lambda path, rows: write_ipc(path, pa.ipc.new_stream, pa.Table.from_pylist(rows)),
+    "saved": lambda path, rows: datasets.Dataset.from_list(rows).save_to_disk(path),
+    "files": write_dataset_files,
+}
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("prompt", ["explicit", "implicit"])
+@pytest.mark.parametrize("name", CONVERSATION_WRITERS)
+def test_conversations_of_unlike_keys_are_the_same_pairs_in_every_kind_of_file(
+    tmp_path: Path, name: str, prompt: str
+) -> None:
+    rows = CONVERSATIONS
+    if prompt == "implicit":
+        rows = [{column: row[column] for column in row if column != "prompt"} for row in rows]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(rows))
+    CONVERSATION_WRITERS[name](tmp_path / name, rows)
+    pairs = conversations(tmp_path / "a.jsonl", tmp_path)
+    assert conversations(tmp_path / name, tmp_path) == pairs
+    assert [len(pair.prompt) + len(pair.chosen) for pair in pairs] == [2, 2, 2]
+    assert pairs[0].template_options == {"tools": CONVERSATIONS[0]["tools"], "enable_thinking": True}
+    calling: Any = pairs[1].chosen[0]
+    assert calling["tool_calls"][0]["function"]["arguments"] == {"expr": "1+1"}
+
+
+def conversations(path: Path, tmp_path: Path) -> list[Pair]:
+    rows = [row for _, row in locate(path, tmp_path).open().rows]
+    return [FORMATS["conversational"](row) for row in rows if not isinstance(row, BadRow)]
 
 
 def test_an_unknown_split_is_refused_with_those_there_are(tmp_path: Path, saved_splits: Path) -> None:

@@ -1,8 +1,9 @@
 """One dataset row -> one Pair: the formats a source can be in.
 
 A format is a function from a row (a mapping from column name to value, `data.*.columns` already
-applied) to a Pair; it raises BadRow for a row that cannot become one. A new format is one function and
-one line in FORMATS.
+applied) to a Pair; it raises BadRow for a row that cannot become one. A new format is a function, a line in
+FORMATS, a case of `detect_format`, its name in the `format` of recipe_schema.py, its fields in
+FIELDS_OF_FORMAT of recipe_checks.py, and for a new column ROW_COLUMNS and recipe_schema.py's RowField.
 """
 
 import json
@@ -229,6 +230,7 @@ def _text(row: Row, column: str) -> str:
 
 
 def _messages(row: Row, column: str) -> list[Message]:
+    """The column's messages. All have `content`: templates ask whether it is null, as a tool call's is."""
     value = _value(row, column)
     if not isinstance(value, list):
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, not a list of messages")
@@ -241,7 +243,28 @@ def _messages(row: Row, column: str) -> list[Message]:
         content = message.get("content")
         if not (content is None or isinstance(content, str | list)):
             raise BadRow("wrong_type", f"the content of message {number} of {column} is {_kind(content)}")
-    return value
+    messages: list[Message] = _without_nulls(value, column)
+    for message in messages:
+        message.setdefault("content", None)
+    return messages
+
+
+def _without_nulls(value: Any, column: str) -> Any:
+    """The value without the keys that hold null, at any depth. Raises BadRow for one that has no end.
+
+    In Parquet, Arrow and `datasets` all rows have the keys of all rows, null where a row lacks one. Nothing
+    tells such a null from one that was written, so no kind of file has any.
+    """
+    try:
+        return _drop_nulls(value)
+    except RecursionError:
+        raise BadRow("wrong_type", f"{column} is nested too deeply") from None
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _token_ids(row: Row, column: str) -> list[int]:
@@ -275,9 +298,11 @@ def _object_or_json(row: Row, column: str, kind: type) -> Any:
     value = row.get(column)
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value)  # whose nulls somebody wrote
         except (ValueError, RecursionError):
             raise BadRow("wrong_type", f"{column} is text but not JSON") from None
+    else:
+        value = _without_nulls(value, column)
     if value is not None and not isinstance(value, kind):
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, not {_KINDS[kind]}")
     return value

@@ -164,13 +164,13 @@ class _Ingestion:
             except BadRow as bad:
                 row = bad
             if self.data.on_bad_row == "error":
-                self._stop(DroppedRow(row_number=number, reason=row.reason, detail=row.detail))
+                self._stop(DroppedRow(row_number=number, reason=row.reason, detail=row.detail), opened)
         return "preference", chain(seen, opened.rows)  # whose errors are the plainest
 
     def _count(self, batch: TokenizedBatch, opened: OpenRows) -> None:
         for row in batch.dropped:
             if self._stops_run(row, opened):
-                self._stop(row)
+                self._stop(row, opened)
             self.first_dropped = self.first_dropped or row
             self.dropped_counts[row.reason] += 1
             listed = self.dropped_rows.setdefault(row.reason, [])
@@ -183,13 +183,11 @@ class _Ingestion:
     def _stops_run(self, row: DroppedRow, opened: OpenRows) -> bool:
         if row.reason in _TRUNCATION_REASONS:
             return self.data.truncation == "error"
-        # A columnar source that lacks a column lacks it in every row.
-        is_in_all_rows = row.reason == "missing_column" and opened.columns is not None
-        return is_in_all_rows or self.data.on_bad_row == "error"
+        return _is_in_all_rows(row, opened) or self.data.on_bad_row == "error"
 
-    def _stop(self, row: DroppedRow) -> None:
+    def _stop(self, row: DroppedRow, opened: OpenRows) -> None:
         remedy = self._remedy(row) or "mend the row, or set data.on_bad_row: skip"
-        if row.reason == "missing_column":
+        if row.reason == "missing_column" and not _is_in_all_rows(row, opened):
             remedy += ", or set data.on_bad_row: skip"
         raise DataError(f"{self.located.label} {self.row_word} {row.row_number}: {row.detail}; {remedy}")
 
@@ -212,3 +210,8 @@ class _Ingestion:
                 f"{self.located.label}: no pairs left of {self.num_rows} rows ({reasons}); the first: "
                 f"{self.row_word} {self.first_dropped.row_number}: {self.first_dropped.detail}; {remedy}"
             )
+
+
+def _is_in_all_rows(row: DroppedRow, opened: OpenRows) -> bool:
+    """A columnar source that lacks a column lacks it in every row."""
+    return row.reason == "missing_column" and opened.columns is not None

@@ -3,6 +3,7 @@
 They decide what the caches may reuse, so they name content only: never a path, a time or an order.
 """
 
+import contextlib
 import hashlib
 import json
 import tempfile
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from dpo_pack.errors import CacheError
 from dpo_pack.files import read_json, write_json_atomically
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ def file_hash(path: Path, memo_path: Path) -> str:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     # Read again before writing: other processes add to the same file. A lost entry costs one hash.
     memo = {**(read_json(memo_path) or {}), name: {"stamp": stamp, "sha256": digest}}
-    write_json_atomically(memo_path, memo)
+    with contextlib.suppress(CacheError):  # a cache that may only be read serves as well
+        write_json_atomically(memo_path, memo)
     return digest
 
 

@@ -18,7 +18,7 @@ from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, truncate
 from dpo_pack.errors import ModelError, RecipeError
 
 # Raised whenever a change of ours gives other token ids for the same rows.
-TOKENIZATION_VERSION = 1
+TOKENIZATION_VERSION = 2
 
 # Texts handed to the tokenizer at once. Its encodings take some hundred bytes per token.
 _ENCODE_CHARS = 1 << 21
