@@ -49,7 +49,7 @@ def advice(setting: MemorySetting, limits: Limits) -> list[Change]:
 
 
 def _make(setting: MemorySetting, limits: Limits, steps: Sequence[_ChangeOf]) -> Change | None:
-    """All of `steps` one after another; None where one of them changes nothing."""
+    """All of `steps` one after another; None where one of them changes nothing, or the recipe is refused."""
     overrides = []
     for step in steps:
         change = step(setting, limits)
@@ -57,7 +57,15 @@ def _make(setting: MemorySetting, limits: Limits, steps: Sequence[_ChangeOf]) ->
             return None
         overrides.append(change.override)
         setting = change.setting
-    return Change(override=" ".join(overrides), setting=setting)
+    return None if _rounds_updates(setting) else Change(override=" ".join(overrides), setting=setting)
+
+
+def _rounds_updates(setting: MemorySetting) -> bool:
+    """Whether bfloat16 would lose most of the updates, which recipe_checks refuses."""
+    if setting.frozen_bytes != 2:
+        return False
+    is_full, mixup = setting.lora_rank is None, setting.reference_mixup
+    return (is_full and setting.optimizer != "adamw") or (mixup is not None and (mixup < 1 or not is_full))
 
 
 def _recompute(setting: MemorySetting, limits: Limits) -> Change | None:
@@ -78,7 +86,10 @@ def _shorten_rows(setting: MemorySetting, limits: Limits) -> Change | None:
         shorter = replace(setting, row=scaled_row(setting.row, tokens))
         if limits.fit(shorter):
             break
-    return Change(override=f"packing.token_budget={tokens}", setting=shorter)
+    override = f"packing.token_budget={tokens}"
+    if setting.rows_per_step is not None:  # rows are nearly full: a step keeps about as many pairs
+        override += f" packing.rows_per_step={round(setting.rows_per_step * setting.row.tokens / tokens)}"
+    return Change(override=override, setting=shorter)
 
 
 def scaled_row(row: RowSize, tokens: int) -> RowSize:
@@ -90,7 +101,7 @@ def scaled_row(row: RowSize, tokens: int) -> RowSize:
 def _use_bfloat16(setting: MemorySetting, limits: Limits) -> Change | None:
     is_full = setting.lora_rank is None
     is_fp32 = (setting.trained_bytes if is_full else setting.frozen_bytes) == 4
-    if not is_fp32 or (is_full and setting.optimizer != "adamw"):
+    if not is_fp32:
         return None
     return Change(
         override="model.dtype=bfloat16",
@@ -106,7 +117,7 @@ def _use_bfloat16(setting: MemorySetting, limits: Limits) -> Change | None:
 
 def _shard(setting: MemorySetting, limits: Limits) -> Change | None:
     """The fewest devices, by doubling, in whose shards the run fits; on the CPU they share one memory."""
-    if setting.device == "cpu":
+    if setting.device == "cpu" or not setting.can_shard or setting.optimizer != "adamw":
         return None
     num_shards = 2 * setting.num_shards
     while num_shards < _MOST_PROCESSES and not limits.fit(replace(setting, num_shards=num_shards)):
@@ -118,7 +129,7 @@ def _shard(setting: MemorySetting, limits: Limits) -> Change | None:
 
 
 def _adapt(setting: MemorySetting, limits: Limits) -> Change | None:
-    if setting.lora_rank is not None:
+    if setting.lora_rank is not None or not setting.can_adapt:
         return None
     return Change(
         override=f"'model.lora={{r: {LORA_RANK}}}'",

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dpo_pack.data.flops import ADAPTER_PASSES, TRAINING_PASSES, pair_flops
-from dpo_pack.data.merging import PairSizes
+from dpo_pack.data.merging import PairSizes, prompt_merging
 from dpo_pack.data.store import PairTable
 from dpo_pack.errors import RunError
 from dpo_pack.health import RunFacts
@@ -58,13 +58,17 @@ def _pair_sizes(prepared: Prepared, source: OfflineSource | OnlineSource, *, ada
     if isinstance(source, OnlineSource):
         zeros = np.zeros(prepared.data.train.num_pairs)
         return PairSizes(tokens=zeros.astype(np.int64), costs=zeros, merging=None)
+    shape, passes = policy_shape(recipe), ADAPTER_PASSES if adapts else TRAINING_PASSES
     flops = pair_flops(
-        policy_shape(recipe),
+        shape,
         pair_lengths(prepared.data.train),
         share_prompt=prepared.is_packed and recipe.shares_prompts,
-        passes=ADAPTER_PASSES if adapts else TRAINING_PASSES,
+        passes=passes,
     )
-    return PairSizes(tokens=source.real_tokens, costs=flops, merging=source.builder.merging)
+    merging = source.builder.merging
+    if merging is not None and adapts:  # the planner's counts those of full training
+        merging = prompt_merging(prepared.data.train, shape, passes=passes)
+    return PairSizes(tokens=source.real_tokens, costs=flops, merging=merging)
 
 
 def report_nonfinite(guard: NonfiniteGuard, prepared: Prepared, directory: Path) -> None:

@@ -20,7 +20,7 @@ def render_packing(report: PackingReport, console: Console) -> None:
     """Print the report as tables that fit 80 columns; plain ASCII where the console cannot print more."""
     ours = report.statistics
     is_ascii = console.options.ascii_only
-    console.print(f"[bold]{headline(report)}[/bold]; {layout_sentence(report)}")
+    console.print(Text.assemble((headline(report), "bold"), f"; {layout_sentence(report)}"))
     console.print(_lengths_table(report, bars=_ASCII_BARS if is_ascii else _BARS))
     console.print(_rows_table(ours))
     _draw_rows(report.drawn_rows, console)
@@ -72,7 +72,7 @@ def recommendation_sentence(report: PackingReport) -> str:
     """The budget to take and why."""
     advice = report.recommendation
     assert advice is not None
-    return f"Recommended: packing.token_budget={advice.token_budget}. {'; '.join(advice.reasons)}."
+    return f"Recommended: {advice.overrides}. {'; '.join(advice.reasons)}."
 
 
 def format_flops(flops: float) -> str:

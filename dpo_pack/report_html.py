@@ -276,12 +276,14 @@ def _budgets(report: PackingReport) -> str:
     columns = ("budget", "rows a step", "longest row", "fill", "too long", "row overhead", "relative time")
     picked = [outcome.token_budget for outcome in report.sweep].index(advice.token_budget)
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in advice.reasons)
+    unchanged = "never what is trained on"
+    if advice.rows_per_step is not None:
+        unchanged = "and in scope epoch which pairs are in a step, but not which an epoch has"
     return _section(
         "Token budgets",
-        "The budget changes memory and the number of rows, never what is trained on.",
+        f"The budget changes memory and the number of rows, {unchanged}.",
         _table(columns, rows, picked),
-        f'<div class="advice">Take <code>packing.token_budget={advice.token_budget}</code>:'
-        f"<ul>{reasons}</ul></div>",
+        f'<div class="advice">Take <code>{advice.overrides}</code>:<ul>{reasons}</ul></div>',
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -116,10 +117,10 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
     """`name` as CUDA gives it. A MIG slice has a part of the device, which its name does not say."""
-    if "MIG" in name:
+    if "MIG" in name or "Laptop" in name:  # a laptop's chip is another one, at a power of its maker's choice
         return None
     for part, teraflops in PEAK_TERAFLOPS.items():
-        if part in name:
+        if re.search(rf"(?<!\w){part}(?!\w)(?! (Ti|D)\b)", name):  # not A100 in RTX A1000, nor T4 in T400
             half, single = teraflops
             known = {torch.bfloat16: half, torch.float16: half, torch.float32: single}.get(dtype)
             return None if known is None else known * 1e12
@@ -142,8 +143,9 @@ def _measured_cpu_peak(dtype: torch.dtype, num_threads: int) -> float:
 
 
 # Dense matrix products by part of a GPU's name, bf16 (and fp16) and fp32 (not TF32, which is off unless
-# asked for), teraFLOPs a second, from the makers' data sheets. The first name that fits counts.
+# asked for), teraFLOPs a second, from the makers' data sheets. The first that is in the name as words counts.
 PEAK_TERAFLOPS: dict[str, tuple[float | None, float]] = {
+    "GB200": (2500.0, 80.0),
     "B200": (2250.0, 75.0),
     "H200 NVL": (835.5, 60.0),
     "H200": (989.4, 66.9),
@@ -151,6 +153,7 @@ PEAK_TERAFLOPS: dict[str, tuple[float | None, float]] = {
     "H100 NVL": (835.5, 60.0),
     "H100 PCIe": (756.0, 51.2),
     "H100": (989.4, 66.9),
+    "H800 PCIe": (756.0, 51.2),
     "H800": (989.4, 66.9),
     "H20": (148.0, 44.0),
     "A100": (312.0, 19.5),
@@ -169,5 +172,5 @@ PEAK_TERAFLOPS: dict[str, tuple[float | None, float]] = {
     "RTX 3090": (71.0, 35.6),
     "T4": (None, 8.1),  # no bf16 units
     "MI300X": (1307.4, 163.4),
-    "MI250X": (383.0, 95.7),
+    "MI250X": (191.5, 47.9),  # of either half: a card is two devices
 }

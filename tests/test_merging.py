@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_pairs import make_table
 from rich.console import Console
 from test_train import make_recipe, metrics
 from tiny_models import tiny_model
@@ -17,13 +23,16 @@ from tiny_recipe import load, message_of
 from tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.flops import AttentionKind, ModelShape, pair_flops
-from dpo_pack.data.merging import PairSizes, merge_group, number_prompts, prompt_merging
+from dpo_pack.data.merging import MergedGroup, PairSizes, merge_group, number_prompts, prompt_merging
 from dpo_pack.data.packing import plan_epoch, plan_epoch_rows
 from dpo_pack.data.store import PairTable
 from dpo_pack.layout import Group, layout_row
-from dpo_pack.prepare import prepare_data, prepare_tokenizer
+from dpo_pack.monitoring import training_meter
+from dpo_pack.prepare import prepare, prepare_data, prepare_tokenizer
+from dpo_pack.prepare_batches import offline_source
 from dpo_pack.recipe import Recipe
 from dpo_pack.reference import pair_lengths
+from dpo_pack.sources import RowBuilder
 from dpo_pack.train import train
 
 SHAPE = ModelShape(
@@ -122,6 +131,112 @@ def test_a_group_above_the_budget_is_cut_into_groups_that_fit(table: PairTable) 
     assert sorted(itertools.chain(*(item.tolist() for item in items))) == pairs.tolist()
 
 
+def two_long_pairs() -> PairTable:
+    """A prompt of 20 tokens; two pairs of completions of 400, of which 350 are the pair's own beginning."""
+    prompt = [3] * 20
+    return make_table(
+        [(prompt, [*begun, *[7] * 50], [*begun, *[8] * 50]) for begun in ([5] * 350, [6] * 350)]
+    )
+
+
+def test_pairs_that_take_fewer_tokens_apart_stay_apart_in_plan_and_row() -> None:
+    table = two_long_pairs()
+    merging = prompt_merging(table, SHAPE)
+    alone = pair_lengths(table).row_tokens(share_prompt=True)
+    assert merging.measure(np.arange(2)).tokens == 20 + 4 * 400 > alone.sum() == 2 * (20 + 350 + 2 * 50)
+    plan = plan_epoch(
+        alone, order=np.arange(2), token_budget=1000, pairs_per_step=2,
+        algorithm="best_fit_decreasing", merging=merging,
+    )  # fmt: skip
+    ((row,),) = plan[0]
+    assert plan.tokens_in(row) == alone.sum()
+    builder = RowBuilder(
+        table=table, reference=None, is_packed=True, share_prompt=True, pad_token_id=0,
+        device=torch.device("cpu"), merging=merging,
+    )  # fmt: skip
+    assert builder.build(row).row.num_tokens == alone.sum()
+
+
+def test_parts_of_a_cut_group_meet_in_a_row_only_if_it_holds_them_as_one_group_again() -> None:
+    prompt, begun = [3] * 100, [5] * 40
+    ends = itertools.count(10)
+    pairs = [(prompt, [*begun, *[next(ends)] * 60], [*begun, *[next(ends)] * 60]) for _ in range(2)]
+    table = make_table([*pairs, (prompt, [8] * 100, [9] * 100)])
+    merging = prompt_merging(table, SHAPE)
+    sizes = [merging.measure(np.array(group)).tokens for group in ([0, 1], [2], [0, 1, 2])]
+    assert sizes == [380, 300, 700]  # two of them are 680, were they not one again
+    plan = plan_epoch(
+        merging.tokens, order=np.arange(3), token_budget=690, pairs_per_step=3,
+        algorithm="best_fit_decreasing", merging=merging,
+    )  # fmt: skip
+    assert sorted(plan.tokens_in(row) for row in plan[0][0]) == [300, 380]
+
+
+completions = st.builds(
+    lambda begin, length, end, more: [10 + begin] * length + [20 + end] * more,
+    st.integers(0, 2), st.integers(0, 60), st.integers(0, 4), st.integers(1, 30),
+)  # fmt: skip
+pairs_of_prompts = st.tuples(st.sampled_from([[3] * 2, [4] * 30]), completions, completions)
+
+
+@settings(deadline=None)
+@given(
+    pairs=st.lists(pairs_of_prompts, min_size=1, max_size=14),
+    token_budget=st.integers(20, 400),
+    scope=st.sampled_from(["step", "epoch"]),
+    algorithm=st.sampled_from(["best_fit_decreasing", "next_fit"]),
+    num_ranks=st.integers(1, 3),
+    equal_rows=st.booleans(),
+)
+def test_whatever_pairs_share_merged_rows_keep_to_the_budget_and_take_no_more_than_unmerged_ones(
+    pairs: list[Any], token_budget: int, scope: str, **settings: Any
+) -> None:
+    table = make_table(pairs)
+    alone = pair_lengths(table).row_tokens(share_prompt=True)
+    order = np.append(np.random.default_rng(0).permutation(len(pairs)), 0)  # with a copy
+    settings |= {"order": order, "token_budget": token_budget, "merging": prompt_merging(table, SHAPE)}
+    if scope == "step":
+        plan = plan_epoch(alone, pairs_per_step=10, **settings)
+    else:
+        plan = plan_epoch_rows(alone, rows_per_step=2, window_pairs=9, **settings)
+    rows = [row for step in plan for rows in step for row in rows]
+    assert sorted(itertools.chain(*(row.tolist() for row in rows))) == sorted(order.tolist())
+    for row in rows:
+        assert len(row) == 1 or plan.tokens_in(row) <= token_budget
+        assert plan.tokens_in(row) <= alone[row].sum()
+
+
+def test_cutting_many_pairs_of_a_prompt_looks_at_each_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make_table([([3] * 4, [10, number], [11, number]) for number in range(300)])
+    looked_at: list[int] = []
+
+    def counting(table: PairTable, pairs: Sequence[int]) -> MergedGroup:
+        looked_at.append(len(pairs))
+        return merge_group(table, pairs)
+
+    monkeypatch.setattr("dpo_pack.data.merging.merge_group", counting)
+    merging = prompt_merging(table, SHAPE)
+    sizes = PairSizes(tokens=merging.tokens, costs=np.ones(300), merging=merging)
+    items, tokens, _ = sizes.items_of(np.arange(300), 50)
+    assert len(items) == 300 // 11 + 1 and max(tokens) <= 50  # 4 tokens, and 4 a pair
+    assert sum(looked_at) <= 4 * 300
+
+
+def test_under_an_adapter_merged_groups_cost_two_passes_as_single_pairs_do(
+    assets: Path, tmp_path: Path
+) -> None:
+    recipe = ranking_recipe(assets, tmp_path / "run", "packing.merge_prompts=true")
+    prepared = prepare(recipe, Console(quiet=True))
+    source = offline_source(prepared, None)
+    rows = [np.arange(6), np.array([6, 12])]  # a whole ranking, and pairs of different prompts
+    flops = []
+    for adapter in (None, "an adapter"):
+        policy: Any = SimpleNamespace(adapter=adapter, scorer=SimpleNamespace(compute_dtype=torch.float32))
+        meter = training_meter(prepared, policy, source)
+        flops.append([meter.add([row], pairs=len(row), tokens=1, seconds=1.0) for row in rows])
+    assert np.array(flops[1]) / flops[0] == pytest.approx(2 / 3)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("scope", ["step", "epoch"])
 def test_a_merging_plan_trains_every_pair_once_within_the_budget(
@@ -153,7 +268,7 @@ def test_a_merging_plan_trains_every_pair_once_within_the_budget(
 def test_merged_prompts_give_the_numbers_of_unmerged_ones_and_compute_fewer_tokens(
     assets: Path, tmp_path: Path, loss: str
 ) -> None:
-    """Through train_step: losses, gradients, rewards and token averages of every step."""
+    """Through accumulate_gradients: losses, gradients, rewards and token averages of every step."""
     records = {}
     for merge in ("false", "true"):
         overrides = (f"packing.merge_prompts={merge}", f"loss.type={loss}")

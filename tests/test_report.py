@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from dpo_pack.data.bin_packing import ROW_OVERHEAD_TOKENS
 from dpo_pack.data.epoch_order import epoch_order
 from dpo_pack.data.flops import AttentionKind, ModelShape
 from dpo_pack.data.lengths import IntArray, PairLengths
@@ -19,6 +20,7 @@ from dpo_pack.data.packing_report import PackingReport, inspect_packing, to_json
 from dpo_pack.data.step_rows import PADDED
 from dpo_pack.errors import DataError, RecipeError
 from dpo_pack.report import draw_bars, format_flops, parse_numbers, render_packing
+from dpo_pack.report_html import packing_page
 
 
 def ints(values: list[int]) -> IntArray:
@@ -243,9 +245,12 @@ def test_the_fingerprint_is_that_of_the_plan_that_is_trained() -> None:
 
 
 def test_without_pairs_the_error_says_where_they_went() -> None:
+    nothing = LENGTHS.select(ints([]))
     with pytest.raises(DataError, match=r"no pair is left to pack \(too_long: 12\)"):
-        inspect(order=ints([]), removed_pairs={"too_long": 12})
+        inspect(nothing, removed_pairs={"too_long": 12})
     with pytest.raises(DataError, match="none was read"):
+        inspect(nothing)
+    with pytest.raises(DataError, match=r"weights leave no pair of an epoch; raise data\.train\.\*\.weight"):
         inspect(order=ints([]))
 
 
@@ -341,6 +346,34 @@ def test_scope_epoch_says_rows_a_step_and_how_many_pairs_that_is() -> None:
     assert report.pairs_per_step is None and report.rows_per_step == 2
     assert "steps of 2 rows, 2.0 pairs on average" in rendered(report)
     assert report.statistics.pairs_per_step.mean == 2.0
+
+
+def test_in_scope_epoch_padded_training_has_the_order_of_the_epoch_not_that_of_the_rows() -> None:
+    random = np.random.default_rng(0)
+    prompt, chosen, rejected = (random.integers(1, 40, 30) for _ in range(3))
+    lengths = PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=prompt)
+    in_steps = inspect(lengths, token_budget=200).statistics
+    in_epoch = inspect(lengths, token_budget=200, rows_per_step=1, window_pairs=30).statistics
+    assert [each.tokens for each in in_epoch.padded] == [each.tokens for each in in_steps.padded]
+
+
+def test_in_scope_epoch_budgets_are_compared_by_the_time_of_a_pair_and_come_with_their_rows() -> None:
+    tokens = np.full(960, 100)
+    lengths = PairLengths(prompt=tokens, chosen=tokens, rejected=tokens, shared=tokens)
+    # Rows of 2, 3 and 4 pairs. A step has whole rows, so that of the second budget has 3 pairs instead of 4.
+    report = inspect(
+        lengths, token_budget=600, rows_per_step=2, window_pairs=960, budgets=(900, 1200), ranks=(1,)
+    )
+    assert [outcome.full_step_rows for outcome in report.sweep] == [2, 1, 1]
+    times = [(300 * pairs + ROW_OVERHEAD_TOKENS) / pairs for pairs in (2, 3, 4)]
+    assert [outcome.relative_time for outcome in report.sweep] == pytest.approx(
+        [time / times[-1] for time in times]
+    )
+    assert report.recommendation is not None and report.recommendation.rows_per_step == 1
+    text, page = " ".join(rendered(report).split()), packing_page(report)
+    for said in (text, page):
+        assert "packing.token_budget=1200 packing.rows_per_step=1" in said
+        assert "makes other steps" in said and "never what is trained on" not in said
 
 
 def test_what_was_truncated_is_shown_beside_what_was_dropped() -> None:

@@ -94,6 +94,8 @@ def test_without_a_known_peak_there_is_no_mfu() -> None:
 def test_merged_pairs_cost_what_their_group_costs() -> None:
     merging = PromptMerging(
         prompts=np.array([5, 5, 6, 7]),
+        tokens=np.full(4, 9),
+        cut=lambda pairs, token_budget: [],
         measure=lambda pairs: GroupSize(tokens=1, scored_tokens=1, unread_positions=0, cost=7.0 * len(pairs)),
     )
     # Pairs 0 and 1 are one group of 14; pairs 2 and 3 are alone.
@@ -115,6 +117,13 @@ def test_merged_pairs_cost_what_their_group_costs() -> None:
         ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
         ("NVIDIA RTX A6000", torch.bfloat16, 154.8),
         ("NVIDIA B200", torch.bfloat16, 2250.0),
+        ("NVIDIA GB200", torch.bfloat16, 2500.0),
+        ("NVIDIA GH200 480GB", torch.bfloat16, 989.4),
+        ("NVIDIA H100 NVL", torch.bfloat16, 835.5),
+        ("NVIDIA H800 PCIe", torch.bfloat16, 756.0),
+        ("NVIDIA H20-3e", torch.bfloat16, 148.0),
+        ("NVIDIA RTX 6000 Ada Generation", torch.bfloat16, 364.2),
+        ("AMD Instinct MI250X", torch.bfloat16, 191.5),  # a device is one of two halves
     ],
 )
 def test_peaks_of_gpus_by_the_names_cuda_gives(name: str, dtype: torch.dtype, teraflops: float) -> None:
@@ -125,8 +134,21 @@ def test_a_device_or_type_that_is_not_known_has_no_peak() -> None:
     assert gpu_peak("NVIDIA Something 9000", torch.bfloat16) is None
     assert gpu_peak("NVIDIA H200 MIG 1g.18gb", torch.bfloat16) is None  # a part of the device
     assert gpu_peak("Tesla T4", torch.bfloat16) is None
+    assert gpu_peak("Tesla T4", torch.float32) == 8.1e12
     assert gpu_peak("NVIDIA H100 80GB HBM3", torch.float64) is None
     assert device_peak(torch.device("meta"), torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA RTX A1000", "NVIDIA RTX A3000 Laptop GPU", "NVIDIA RTX A4000", "NVIDIA RTX A400",
+        "NVIDIA T400 4GB", "NVIDIA T4G", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+    ],
+)  # fmt: skip
+def test_a_gpu_whose_name_holds_another_s_has_no_peak(name: str) -> None:
+    assert gpu_peak(name, torch.bfloat16) is gpu_peak(name, torch.float32) is None
 
 
 def test_a_cpu_s_peak_is_measured_once_and_no_product_is_faster() -> None:

@@ -3,10 +3,12 @@
 import numpy as np
 
 from dpo_pack.data.lengths import AnyIntArray, FloatArray, IntArray
+from dpo_pack.errors import DataError
 
 # Streams of the epoch's random numbers: one never repeats another, whatever seed and epoch.
 _SHUFFLE_STREAM = 0
 _MIXTURE_STREAM = 1
+NO_PAIR = "data.train: the sources' weights leave no pair of an epoch; raise data.train.*.weight"
 
 
 def epoch_order(
@@ -37,6 +39,19 @@ def epoch_order(
     return order
 
 
+def check_weights(source_indices: AnyIntArray, source_weights: FloatArray) -> None:
+    """Raises DataError where a mixture of at least one pair leaves none to an epoch."""
+    num_pairs = np.bincount(source_indices, minlength=len(source_weights))
+    num_extra = [_num_extra(count, weight) for count, weight in zip(num_pairs, source_weights, strict=True)]
+    if not (np.floor(source_weights) * num_pairs + num_extra).any():
+        raise DataError(NO_PAIR)
+
+
+def _num_extra(num_pairs: int, weight: float) -> int:
+    """How many of a source's pairs come once more than floor(weight) times."""
+    return int(np.floor(num_pairs * (weight - np.floor(weight)) + 0.5))
+
+
 def _copies(source_indices: AnyIntArray, source_weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
     """How often each pair comes in the epoch, [P]."""
     assert len(source_weights) and np.all(np.asarray(source_weights) >= 0), source_weights
@@ -44,8 +59,8 @@ def _copies(source_indices: AnyIntArray, source_weights: FloatArray, *, seed: in
     keys = _random_stream(seed, epoch, _MIXTURE_STREAM).random_raw(len(source_indices))
     for source, weight in enumerate(source_weights):
         pairs = np.flatnonzero(source_indices == source)
-        num_extra = int(np.floor(len(pairs) * (weight - np.floor(weight)) + 0.5))
-        copies[pairs[np.argsort(keys[pairs], kind="stable")[:num_extra]]] += 1
+        drawn = np.argsort(keys[pairs], kind="stable")[: _num_extra(len(pairs), weight)]
+        copies[pairs[drawn]] += 1
     return copies
 
 

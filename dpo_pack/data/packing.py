@@ -18,7 +18,7 @@ from dpo_pack.data.merging import PairSizes, PromptMerging
 from dpo_pack.data.step_rows import PADDED, ROW_BUILDERS, plan_step_rows
 
 # Part of every plan's fingerprint: raise it whenever the same arguments give other steps or rows.
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -126,10 +126,14 @@ def packing_statistics(
     lengths: PairLengths,
     shape: ModelShape,
     *,
+    order: IntArray,
     share_prompt: bool,
     describe_pair: Callable[[int], str] = "pair {}".format,
 ) -> PackingStatistics:
-    """Measure every row of a plan, on one rank, made from `lengths`; at least one pair."""
+    """Measure every row of a plan, on one rank, made from `lengths` and `order`; at least one pair.
+
+    Padded micro-batches are cut from `order`: scope epoch has put `plan.order` into that of its rows.
+    """
     steps = [[row for rows in step for row in rows] for step in plan]
     row_tokens = [[plan.tokens_in(row) for row in rows] for rows in steps]
     tokens = np.array([count for step in row_tokens for count in step])
@@ -171,7 +175,7 @@ def packing_statistics(
             attention_part=1.0 - sum(parts) / flops,
         ),
         padded=tuple(
-            _padded_comparison(lengths, plan.order, pairs, shape, computed, by_sharing, flops)
+            _padded_comparison(lengths, order, pairs, shape, computed, by_sharing, flops)
             for pairs in PADDED_MICROBATCH_PAIRS
         ),
         oversize_pairs=tuple(

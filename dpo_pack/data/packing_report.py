@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dpo_pack.data.budget_advice import BudgetOutcome, Recommendation, recommend, sweep_budgets
+from dpo_pack.data.epoch_order import NO_PAIR
 from dpo_pack.data.flops import ModelShape, pair_flops
 from dpo_pack.data.lengths import IntArray, PairLengths
 from dpo_pack.data.merging import PromptMerging
@@ -90,6 +91,8 @@ def inspect_packing(
     """
     removed_pairs = dict(removed_pairs or {})
     if len(order) == 0:
+        if len(lengths.prompt):
+            raise DataError(NO_PAIR)
         reasons = ", ".join(f"{reason}: {count}" for reason, count in removed_pairs.items())
         raise DataError(
             f"data.train: no pair is left to pack ({reasons or 'none was read'}); "
@@ -123,7 +126,7 @@ def inspect_packing(
         merge_prompts=merging is not None,
         plan_fingerprint=plan.fingerprint,
         statistics=packing_statistics(
-            plan, lengths, shape, share_prompt=share_prompt, describe_pair=describe_pair
+            plan, lengths, shape, order=order, share_prompt=share_prompt, describe_pair=describe_pair
         ),
         lengths=(
             summarize_lengths("prompt", lengths.prompt[order]),
