@@ -31,7 +31,7 @@ from dpo_pack import ranks
 from dpo_pack.checkpoint_dir import checkpoint_path, file_sums, prune, write_counters
 from dpo_pack.errors import CacheError
 from dpo_pack.files import cannot_write, discard, path_aside, put_in_place
-from dpo_pack.host_memory import machine_memory_bytes
+from dpo_pack.host_memory import free_memory_bytes
 from dpo_pack.interrupts import Interrupted
 
 TENSORS, HOST_STATE, MODEL = "tensors", "host.pt", "model"
@@ -83,7 +83,7 @@ class CheckpointWriter:
             if self.in_background:
                 content = replace(content, tensors=self._in_host_memory(content.tensors))
         if self.in_background:
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._thread = self._thread or _one_thread()
             self._pending = self._thread.submit(_write, content, temporary, path, self._group)
         else:
             _write(content, temporary, path, self._group)
@@ -118,22 +118,40 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What is on its way arrives; on a second signal nobody waits for it."""
+        """What is on its way arrives; on a second signal nobody waits for it.
+
+        An interrupted run says that it goes on from what is saved, so it must tell if that is not.
+        """
         if isinstance(error, Interrupted) and error.is_urgent:
             return
-        with contextlib.suppress(*(() if error is None else (CacheError,))):  # the first error is the cause
-            self.wait()
-        if self._thread is not None:
-            self._thread.shutdown()
-        if self._stager is not None:
-            self._stager.close()
+        has_cause = error is not None and not isinstance(error, Interrupted)
+        try:
+            with contextlib.suppress(*((CacheError,) if has_cause else ())):
+                self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            if self._stager is not None:
+                self._stager.close()
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    """On the device of this thread: torch's saving makes streams there, and a new thread is on GPU 0."""
+    if not torch.cuda.is_available():
+        return ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    return ThreadPoolExecutor(
+        1,
+        thread_name_prefix="checkpoint",
+        initializer=torch.cuda.set_device,
+        initargs=(torch.cuda.current_device(),),
+    )
 
 
 def _has_room_for_copy(tensors: dict[str, Tensor]) -> bool:
-    """Whether this node's ranks can keep a copy in half of its memory, and the state is not there anyway."""
+    """Whether copies of this node's ranks take half of its free memory, and the state is not there anyway."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
     num_bytes = sum(tensor.nbytes for tensor in local) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return any(tensor.is_cuda for tensor in local) and 2 * num_bytes <= machine_memory_bytes()
+    return any(tensor.is_cuda for tensor in local) and 2 * num_bytes <= free_memory_bytes()
 
 
 def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) -> None:

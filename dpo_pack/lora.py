@@ -67,7 +67,13 @@ class Adapter:
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
         """The model before training meanwhile: its base, or base and adapter where that was saved."""
-        with self.peft_model.disable_adapter() if self.is_new else contextlib.nullcontext():
+        if not self.is_new:
+            yield
+            return
+        trained = [parameter for parameter in self.peft_model.parameters() if parameter.requires_grad]
+        with self.peft_model.disable_adapter():
+            for parameter in trained:  # which peft has frozen; FSDP2's first forward settles what is reduced
+                parameter.requires_grad_(True)
             yield
 
     def set_dropout(self, is_on: bool) -> None:
@@ -207,7 +213,9 @@ def _attach_saved(model: PreTrainedModel, directory: Path, *, reads_weights: boo
     peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
     if not reads_weights:
         return peft_model
-    loading: Any = peft_model.load_adapter(str(directory), _NAME, is_trainable=True)
+    # Unless it is told, peft reads on the first GPU, on every rank.
+    device = str(next(model.parameters()).device)
+    loading: Any = peft_model.load_adapter(str(directory), _NAME, is_trainable=True, torch_device=device)
     missing = [key for key in loading.missing_keys if _NAME in key.split(".")]
     if missing or loading.unexpected_keys:
         odd = "lack" if missing else "have no place for"

@@ -67,6 +67,13 @@ class MemorySetting:
     reference_row: RowSize | None  # of the reference pass; None: there is none, or it measures for itself
     num_shards: int = 1
     holds_whole_gradients: bool = False  # distributed.accumulate_unsharded
+    offloads_state: bool = False  # distributed.cpu_offload
+    num_gradients: int = 1  # of a copy: 2 where DDP's buckets hold another one
+    # What of the recipe decides which changes it would take.
+    rows_per_step: int | None = None  # packing.rows_per_step, of scope epoch
+    reference_mixup: float | None = None  # reference.sync.mixup
+    can_shard: bool = True  # the optimizer aside
+    can_adapt: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,7 @@ class MemoryEstimate:
     """Bytes on one device at the peak of a step."""
 
     state: StateBytes
+    host: float  # of that, what is in the host's memory instead
     gathered: float  # weights of the layers at work, whole, where the model is in shards
     casts: float  # of weights, to the type of matrix products
     activations: float  # of the largest row, kept for its backward
@@ -114,16 +122,7 @@ def training_bytes(
 
 def estimate_memory(setting: MemorySetting) -> MemoryEstimate:
     """The peak of a training step and of the reference pass before it."""
-    state = training_bytes(
-        num_trained=setting.num_trained,
-        num_frozen=setting.num_frozen,
-        trained_bytes=setting.trained_bytes,
-        frozen_bytes=setting.frozen_bytes,
-        optimizer=setting.optimizer,
-        num_shards=setting.num_shards,
-    )
-    if setting.holds_whole_gradients:
-        state = replace(state, gradients=state.gradients * setting.num_shards)
+    state, host = _held(setting)
     gathered = _gathered_bytes(setting)
     overhead = float(OVERHEAD_BYTES[setting.device])
     kept = kept_bytes(setting)
@@ -138,6 +137,7 @@ def estimate_memory(setting: MemorySetting) -> MemoryEstimate:
         reference = state.parameters + gathered + overhead + forward_bytes(forward)
     return MemoryEstimate(
         state=state,
+        host=host,
         gathered=gathered,
         casts=casts,
         activations=kept,
@@ -145,6 +145,29 @@ def estimate_memory(setting: MemorySetting) -> MemoryEstimate:
         overhead=overhead,
         reference_pass=reference,
     )
+
+
+def _held(setting: MemorySetting) -> tuple[StateBytes, float]:
+    """What a run holds all the time: on the device, and in bytes in the host's memory."""
+    state = training_bytes(
+        num_trained=setting.num_trained,
+        num_frozen=setting.num_frozen,
+        trained_bytes=setting.trained_bytes,
+        frozen_bytes=setting.frozen_bytes,
+        optimizer=setting.optimizer,
+        num_shards=setting.num_shards,
+    )
+    host = state.total if setting.offloads_state else 0.0
+    gradients = state.gradients
+    if setting.num_shards == 1:
+        gradients *= setting.num_gradients
+    if setting.holds_whole_gradients:
+        gradients *= setting.num_shards
+    elif setting.offloads_state:
+        gradients = 0.0
+    if setting.offloads_state:
+        return StateBytes(parameters=0.0, gradients=gradients, optimizer=0.0), host
+    return replace(state, gradients=gradients), host
 
 
 def kept_bytes(setting: MemorySetting) -> float:

@@ -6,8 +6,6 @@ Both are of the largest row, which is the most that a step holds at once.
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch.optim import Optimizer
+from transformers import PretrainedConfig
 
 from dpo_pack import ranks
 from dpo_pack.attention.select import select_backend
@@ -23,31 +22,31 @@ from dpo_pack.data.lengths import IntArray
 from dpo_pack.data.packing import PackingPlan
 from dpo_pack.errors import RunError
 from dpo_pack.files import read_json
+from dpo_pack.host_memory import AvailableMemory, host_memory
 from dpo_pack.layout import Row
 from dpo_pack.lora import ADAPTER_CONFIG, LoraSettings
 from dpo_pack.losses import Objective
 from dpo_pack.memory import MemorySetting, RowSize, estimate_memory
 from dpo_pack.memory_advice import Limits, advice, scaled_row
-from dpo_pack.memory_shape import memory_shape
+from dpo_pack.memory_shape import MemoryShape, memory_shape
 from dpo_pack.model_config import attention_needs
 from dpo_pack.model_shape import without_weights
 from dpo_pack.prepare import Prepared, longest_sequence
 from dpo_pack.prepare_batches import offline_source
-from dpo_pack.recipe_models import ModelSource, policy_model, reference_token_budget, source_config
+from dpo_pack.recipe_models import (
+    ModelSource,
+    policy_model,
+    reference_model,
+    reference_token_budget,
+    source_config,
+)
+from dpo_pack.recipe_online_checks import why_not_sharded
 from dpo_pack.reference import pair_lengths
 from dpo_pack.reference_pass import release_memory
-from dpo_pack.strategy import RankedPolicy
+from dpo_pack.strategy import DistributedPolicy, num_gradients
 
 # Rows of a plan are looked at in so many of its steps: packed rows are near the budget in each of them.
 _STEPS_SEARCHED = 500
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AvailableMemory:
-    """Bytes of one device, those in use by others already left out."""
-
-    free: int
-    total: int
 
 
 def print_memory_estimate(prepared: Prepared, objective: Objective) -> None:
@@ -71,6 +70,7 @@ def print_memory_estimate(prepared: Prepared, objective: Objective) -> None:
         ("overhead", estimate.overhead, "of the allocator and the device's context"),
         ("a step", estimate.step, ""),
         ("reference pass", estimate.reference_pass, "before the first step, by itself"),
+        ("in host memory", estimate.host, "parameters, gradients and optimizer state"),
     ]
     for name, num_bytes, text in lines:
         if num_bytes:
@@ -81,6 +81,10 @@ def print_memory_estimate(prepared: Prepared, objective: Objective) -> None:
         console.print("How much there is cannot be told on this system")
     else:
         _print_verdict(console, setting, longest_pair, available)
+    host = available_memory(torch.device("cpu"))
+    if host is not None and estimate.host > host.free:
+        there = f"{format_bytes(host.free)} of {format_bytes(host.total)} are free for each process"
+        console.print(f"It does not fit in the host's memory: {there}. Leave distributed.cpu_offload out")
 
 
 def _print_verdict(
@@ -120,15 +124,18 @@ def recipe_memory(prepared: Prepared, objective: Objective) -> tuple[MemorySetti
     mesh = prepared.strategy.mesh
     budget = reference_token_budget(recipe, device)
     measures_for_itself = mesh is None and device.type == "cuda" and recipe.reference.token_budget == "auto"
+    configs = (config, source_config(recipe, reference_model(recipe)))
+    is_quantised = any(each.to_dict().get("quantization_config") is not None for each in configs)
+    offloads_reference = recipe.online is not None and recipe.online.offload_reference
     caches = objective.needs_reference and not recipe.reference.sync and recipe.online is None
     setting = MemorySetting(
         shape=shape,
         num_trained=num_trained,
         num_frozen=num_second + (0 if rank is None else shape.num_parameters),
         trained_bytes=parameter_bytes,
-        frozen_bytes=precision.parameters.itemsize,
+        frozen_bytes=frozen_bytes(config, shape, precision.parameters),
         activation_bytes=precision.activations.itemsize,
-        autocasts=precision.autocast is not None and precision.autocast != precision.parameters,
+        autocasts=precision.casts_weights,
         lora_rank=rank,
         trains_head=rank is None,
         optimizer=recipe.optim.name,
@@ -139,8 +146,26 @@ def recipe_memory(prepared: Prepared, objective: Objective) -> tuple[MemorySetti
         reference_row=None if measures_for_itself or not caches else _row_of(prepared, budget, like=row),
         num_shards=1 if mesh is None else mesh.size(mesh.ndim - 1),
         holds_whole_gradients=prepared.strategy.accumulate_unsharded,
+        offloads_state=prepared.strategy.cpu_offload,
+        num_gradients=num_gradients(config) if prepared.strategy.name == "ddp" else 1,
+        rows_per_step=recipe.packing.rows_per_step,
+        reference_mixup=recipe.reference.sync.mixup if recipe.reference.sync else None,
+        can_shard=why_not_sharded(recipe) is None and not is_quantised,
+        can_adapt=not offloads_reference or recipe.reference.path is not None,
     )
     return setting, longest_pair
+
+
+def frozen_bytes(config: PretrainedConfig, shape: MemoryShape, dtype: torch.dtype) -> float:
+    """Of one frozen parameter, on average. bitsandbytes quantises layers, not embeddings and head.
+
+    In 4 bits it keeps an fp32 scale for each 64 of them.
+    """
+    settings = config.to_dict().get("quantization_config")
+    if settings is None:
+        return dtype.itemsize
+    part = shape.num_layers * shape.layer_parameters / shape.num_parameters
+    return part * (0.5 + 4 / 64 if settings.get("load_in_4bit") else 1.0) + (1 - part) * dtype.itemsize
 
 
 def _lora_rank(source: ModelSource) -> int | None:
@@ -196,30 +221,15 @@ def available_memory(device: torch.device) -> AvailableMemory | None:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return AvailableMemory(free=free + torch.cuda.memory_reserved(device), total=total)
-    machine = _numbers_in("/proc/meminfo")
-    if not machine:
+    machine = host_memory()
+    if machine is None:
         return None
-    free, total = 1024 * machine["MemAvailable"], 1024 * machine["MemTotal"]
-    limit = _numbers_in("/sys/fs/cgroup/memory.max").get("")
-    if limit is not None:  # of a container; what it caches of files is given back
-        used = _numbers_in("/sys/fs/cgroup/memory.stat").get("anon", 0)
-        free, total = min(free, limit - used), min(total, limit)
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
-    return AvailableMemory(free=max(0, free) // num_here, total=total // num_here)
-
-
-def _numbers_in(path: str) -> dict[str, int]:
-    """A system file's lines of a name and a number, or of a number alone, under ""; none where it is not."""
-    try:
-        text = Path(path).read_text(encoding="ascii")
-    except OSError:
-        return {}
-    found = re.findall(r"^(?:(\w+):?\s+)?(\d+)", text, re.MULTILINE)
-    return {name: int(number) for name, number in found}
+    return AvailableMemory(free=machine.free // num_here, total=machine.total // num_here)
 
 
 def print_measured_memory(
-    policy: RankedPolicy, optimizer: Optimizer, row: Row, device: torch.device, console: Console
+    policy: DistributedPolicy, optimizer: Optimizer, row: Row, device: torch.device, console: Console
 ) -> None:
     """Run the largest row forward and backward on CUDA, beside the optimizer's state, and say the peak.
 
@@ -248,23 +258,27 @@ def print_measured_memory(
 
 
 def hold_optimizer_state(optimizer: Optimizer) -> None:
-    """Make optimizer state and gradients exist, as from the first step on; weights stay as they are."""
+    """Make optimizer state and gradients exist, as from the first step on; weights stay as they are.
+
+    Gradients that exist already are zeros, see strategy.py.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 
 def _parameters_text(setting: MemorySetting) -> str:
-    names = {4: "float32", 2: "bfloat16"}
+    names = {4.0: "float32", 2.0: "bfloat16"}
     trained = f"{format_count(setting.num_trained)} in {names[setting.trained_bytes]}"
     if not setting.num_frozen:
         return trained
-    frozen = names.get(round(setting.frozen_bytes), "low precision")
+    frozen = names.get(setting.frozen_bytes, "low precision")
     return f"{trained}, and {format_count(setting.num_frozen)} frozen in {frozen}"
 
 

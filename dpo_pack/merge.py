@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dpo_pack
 from dpo_pack.errors import ModelError, RunError
@@ -24,7 +25,8 @@ def merge_adapter(
     """Write the merged model and the tokenizer into `target`, whole or not at all; returns what was merged.
 
     `source` is an adapter's directory or that of a run. `base` replaces the base that the adapter names. The
-    sum is computed in float32 and rounded once, to `dtype`: auto is the type of the base's own weights.
+    sum is computed in float32 and rounded once, to `dtype`: auto is the type of the base's own weights. What
+    transformers reads in float32 whatever that is, stays so.
     Raises ModelError when the adapter or its base cannot be loaded, RunError when `target` exists.
     """
     adapter = find_adapter(source)
@@ -96,5 +98,13 @@ def _merged(adapter: SavedAdapter, dtype: str, trust_remote_code: bool) -> Loade
     assert loaded.adapter is not None
     model = loaded.adapter.merge()
     own = config.dtype or torch.float32
-    model.to(own if dtype == "auto" else getattr(torch, dtype))  # type: ignore[arg-type]
+    _round(model, own if dtype == "auto" else getattr(torch, dtype))  # type: ignore[arg-type]
     return replace(loaded, scorer=CompletionLogps(model, backend=None, autocast=None))
+
+
+def _round(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Every tensor to `dtype`, but those that the family is read with in fp32 even then (some routers')."""
+    kept = [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(dtype)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not any(pattern.search(name) for pattern in kept):
+            tensor.data = tensor.data.to(dtype)

@@ -43,7 +43,7 @@ class CheckpointRecipe(Section):
     asynchronous: Literal["auto"] | bool = Field(
         default="auto",
         description="Write from a copy in the memory of the CPU while training goes on; auto: on CUDA, if "
-        "the copy takes at most half of that memory.",
+        "the copy takes at most half of what is free of that memory.",
     )
     resume: Annotated[str, BeforeValidator(expand_path), Allowed("auto, never or a path")] = Field(
         default="auto",

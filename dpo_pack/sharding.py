@@ -39,7 +39,8 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
     has no layers we know, or that is built otherwise without its weights.
     """
     assert strategy.mesh is not None
-    _check_same_parameters(scorer.model)
+    _check_same_tensors(scorer.model)
+    _check_one_type(scorer.model)
     options: dict[str, Any] = {
         "mesh": strategy.mesh,
         "mp_policy": _mixed_precision(scorer),
@@ -108,21 +109,34 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def _check_same_parameters(model: nn.Module) -> None:
+def _check_same_tensors(model: nn.Module) -> None:
     """Ranks that build the model without weights must build the same one.
 
-    Of parameters' types, and which are trained, reading weights may have its own opinion: rank 0's.
+    Of parameters' types, and which are trained, reading weights may have its own opinion: rank 0's. So it may
+    of buffers, see `_fill_buffers`.
     """
     mine = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    mine += [(name, ()) for name, _ in model.named_buffers(remove_duplicate=False)]
     if any(theirs != mine for theirs in ranks.every_rank_says(mine)):
         raise UnsupportedModelError(
-            f"distributed.strategy: {type(model).__name__} has other parameters when it is built without its "
+            f"distributed.strategy: {type(model).__name__} has other tensors when it is built without its "
             "weights, so it cannot be sharded; set distributed.strategy: ddp"
         )
     kinds = ranks.first_says([(parameter.dtype, parameter.requires_grad) for parameter in model.parameters()])
     for parameter, (dtype, is_trained) in zip(model.parameters(), kinds, strict=True):
         parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(is_trained)
+
+
+def _check_one_type(model: nn.Module) -> None:
+    """A layer's gradients are reduced as one tensor; some families keep a part of their weights in fp32."""
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    wide = [name for name, dtype in trained if dtype.itemsize >= 4]
+    if wide and len(wide) < len(trained):
+        raise UnsupportedModelError(
+            f"model.dtype: {type(model).__name__} keeps {wide[0]} in float32 beside weights of a lower "
+            "precision, and shards must be of one type; set model.dtype: float32 or distributed.strategy: ddp"
+        )
 
 
 @torch.no_grad()
@@ -144,9 +158,14 @@ def _fill(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill_buffers(module: nn.Module, device: torch.device) -> None:
-    for part in module.modules():
-        for name, buffer in list(part.named_buffers(recurse=False)):
-            setattr(part, name, _from_first(buffer, device))
+    """Rank 0's buffers in its shapes and types: those read with the weights may be in fp32 always."""
+    named = dict(module.named_buffers(remove_duplicate=False))
+    kinds = ranks.first_says({name: (buffer.shape, buffer.dtype) for name, buffer in named.items()})
+    for name, buffer in named.items():
+        shape, dtype = kinds[name]
+        same = buffer if ranks.is_first() else torch.empty(shape, dtype=dtype, device="meta")
+        path, _, own = name.rpartition(".")
+        setattr(module.get_submodule(path), own, _from_first(same, device))
 
 
 def _from_first(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
 """How ranks share the training of one model: whole copies (DDP), or shards of one (FSDP2).
 
-Either way a step takes the same gradient, the mean over its pairs: both average over ranks, so `train_step`
-multiplies by their number. docs/distributed.md says which to choose, and what each costs.
+Either way a step takes the same gradient, the mean over its pairs: both average over ranks, so
+`accumulate_gradients` multiplies by their number. docs/distributed.md says which to choose, and what each
+costs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dpo_pack.lora import is_adapter
 from dpo_pack.memory import training_bytes
 from dpo_pack.model_config import routes_tokens
 from dpo_pack.model_shape import num_parameters
-from dpo_pack.models import CompletionLogps, RowLogps
+from dpo_pack.models import CompletionLogps, RowLogps, resolve_precision
 from dpo_pack.recipe import Recipe
 from dpo_pack.recipe_online_checks import why_not_sharded
 
@@ -61,11 +62,12 @@ ALONE = Strategy(name="none", reason="one process")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankedPolicy:
+class DistributedPolicy:
     """The policy as all ranks train it: calls whose gradients are wanted go through it."""
 
     forward: Callable[[Row], RowLogps]
     without_reduction: Callable[[], AbstractContextManager[Any]]  # gradients add up, and stay where they are
+    keeps_gradients: bool = False  # from step to step, as zeros: they are where they are reduced
 
     def __call__(self, row: Row) -> RowLogps:
         return self.forward(row)
@@ -83,7 +85,7 @@ class RankedPolicy:
         sums.backward(gradient=torch.zeros_like(sums))
 
 
-def rank_policy(scorer: CompletionLogps, strategy: Strategy) -> RankedPolicy:
+def distribute_policy(scorer: CompletionLogps, strategy: Strategy) -> DistributedPolicy:
     """`scorer` on each rank -> one policy that they train together; collective.
 
     A sharded scorer reduces after each row, so that no rank ever holds a whole gradient, unless the strategy
@@ -91,14 +93,18 @@ def rank_policy(scorer: CompletionLogps, strategy: Strategy) -> RankedPolicy:
     """
     match strategy.name:
         case "none":
-            return RankedPolicy(forward=scorer, without_reduction=contextlib.nullcontext)
+            return DistributedPolicy(forward=scorer, without_reduction=contextlib.nullcontext)
         case "ddp":
             copies = _copies(scorer)
-            return RankedPolicy(forward=copies, without_reduction=copies.no_sync)
+            return DistributedPolicy(
+                forward=copies,
+                without_reduction=copies.no_sync,
+                keeps_gradients=not copies.find_unused_parameters,
+            )
         case "fsdp2":
             # While weights are gathered, an optimizer would be given what is thrown away soon.
             assert all(isinstance(parameter, DTensor) for parameter in scorer.parameters())
-            return RankedPolicy(
+            return DistributedPolicy(
                 forward=scorer,
                 without_reduction=(
                     (lambda: _unsharded_gradients(scorer))
@@ -109,7 +115,17 @@ def rank_policy(scorer: CompletionLogps, strategy: Strategy) -> RankedPolicy:
 
 
 def _copies(scorer: CompletionLogps) -> DistributedDataParallel:
-    """DDP around it. Buffers never change, so they are not told before each forward."""
+    """DDP around it. Buffers never change, so they are not told before each forward.
+
+    DDP's buckets are as large as the gradient and there all the time. Gradients that exist before them become
+    views of them, and stay that while they are zeroed in place; else rows would add up in a second gradient.
+    """
+    # Some routers choose experts by a parameter that gets no gradient, and an optimizer must not see zeros.
+    leaves_some_out = routes_tokens(scorer.model.config)
+    if not leaves_some_out:
+        for parameter in scorer.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
     with warnings.catch_warnings():
         # Newer torch calls it forward_sync_buffers, older ones only know this name.
         warnings.simplefilter("ignore", FutureWarning)
@@ -117,8 +133,7 @@ def _copies(scorer: CompletionLogps) -> DistributedDataParallel:
             scorer,
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
-            # Some routers choose experts by a parameter that gets no gradient.
-            find_unused_parameters=routes_tokens(scorer.model.config),
+            find_unused_parameters=leaves_some_out,
         )
 
 
@@ -134,8 +149,8 @@ def _unsharded_gradients(scorer: Any) -> Iterator[None]:
 def choose_strategy(recipe: Recipe, config: PretrainedConfig, device: torch.device) -> Strategy:
     """The recipe's strategy for the ranks that are here; collective. Raises RecipeError.
 
-    `config` is the policy's. `auto` shards a model whose weights, gradients and optimizer state leave too
-    little of a device's memory to activations.
+    `config` is the policy's. `auto` shards a model of which training holds so much that too little of a
+    device's memory is left to activations.
     """
     settings, num_ranks = recipe.distributed, ranks.num_ranks()
     if num_ranks == 1:
@@ -175,29 +190,37 @@ def _alone(recipe: Recipe) -> Strategy:
 def _by_size(
     recipe: Recipe, config: PretrainedConfig, device: torch.device
 ) -> tuple[Literal["ddp", "fsdp2"], str]:
-    """ddp where a copy's state leaves room on every device, and why."""
+    """ddp where a copy, with all that is held of it, leaves room on every device, and why."""
     if config.to_dict().get("quantization_config") is not None:
         return "ddp", "quantised weights are not sharded"
     count = num_parameters(config, trust_remote_code=recipe.model.trust_remote_code)
     is_adapted = recipe.model.lora is not None or is_adapter(recipe.model.path)
-    parameter_bytes = 2 if recipe.model.dtype in ("bfloat16", "float16") else 4
-    needed = training_bytes(
+    precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, device)
+    state = training_bytes(
         num_trained=0 if is_adapted else count,  # an adapter is next to nothing
-        num_frozen=count if is_adapted else 0,
-        trained_bytes=parameter_bytes,
-        frozen_bytes=parameter_bytes,
+        num_frozen=count * (is_adapted + (recipe.reference.sync is not None)),
+        trained_bytes=precision.parameters.itemsize,
+        frozen_bytes=precision.parameters.itemsize,
         optimizer=recipe.optim.name,
-    ).total
+    )
+    needed = state.total + state.gradients * (num_gradients(config) - 1)
+    if precision.casts_weights and not recipe.model.gradient_checkpointing:
+        needed += 2.0 * count
     memory = -ranks.largest_number(-device_memory(device))  # of the smallest device
     what = (
-        f"weights, gradients and optimizer state of {format_count(count)} parameters take {needed / 1e9:.3g} "
-        f"GB, a device has {memory / 1e9:.3g} GB"
+        f"what training holds of {format_count(count)} parameters takes {needed / 1e9:.3g} GB, "
+        f"a device has {memory / 1e9:.3g} GB"
     )
     return ("ddp" if needed <= STATE_SHARE * memory else "fsdp2"), what
 
 
+def num_gradients(config: PretrainedConfig) -> int:
+    """How often ddp holds the gradient: where it is not kept in DDP's buckets, rows add up beside them."""
+    return 2 if routes_tokens(config) else 1
+
+
 def device_memory(device: torch.device) -> int:
-    """Bytes of memory that a rank may count on: of a CPU, its share of the machine's."""
+    """Bytes of memory that a rank may count on: of a CPU, its share of what there is for all of them."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))

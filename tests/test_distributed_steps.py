@@ -24,14 +24,21 @@ Run = tuple[str, str, str]  # strategy, case, layout
 def _steps_of_runs(directory: Path, tmp_path: Path, runs: list[Run]) -> dict[Run, list[dict[str, Any]]]:
     """metrics.jsonl of each run, by two processes; their caches are one, so proofs and reference are too."""
     steps: dict[Run, list[dict[str, Any]]] = {}
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
     kinds: set[type] = set()
 
     def watched(session: Any, batch: Any) -> Any:
-        kinds.update(type(parameter.data) for parameter in session.state.policy.parameters())
-        return one_step(session, batch)
+        parameters = list(session.state.policy.parameters())
+        kinds.update(type(parameter.data) for parameter in parameters)
+        outcome = one_step(session, batch)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if session.prepared.strategy.name == "ddp":  # they stay in its buckets
+            assert len(grads) == len(parameters) and not any(grad.any() for grad in grads)
+        else:
+            assert grads == []
+        return outcome
 
-    train_module.optimizer_step = watched
+    train_module.train_step = watched
     for number, run in enumerate(runs):
         strategy, case, layout = run
         tree = conformance_recipe(directory, tmp_path, case, layout).model_dump(mode="json")

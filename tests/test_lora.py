@@ -27,6 +27,26 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 CPU = torch.device("cpu")
 
 
+# -------------------------------------------------------------------------------------------------- attaching
+
+
+def test_a_saved_adapter_is_read_onto_the_device_of_its_model(
+    bases: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft would take the first GPU, on every rank."""
+    monkeypatch.setattr("peft.peft_model.infer_device", lambda: pytest.fail("peft chose the device"))
+    load(bases("llama"), saved_adapter(tmp_path, bases("llama")))
+
+
+def test_an_adapter_stays_trainable_while_its_base_is_the_reference(bases: Callable[[str], Path]) -> None:
+    loaded = load(bases("llama"), settings())
+    trained = [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
+    assert trained
+    with loaded.as_reference():
+        assert trained == [name for name, p in loaded.model.named_parameters() if p.requires_grad]
+    assert trained == [name for name, p in loaded.model.named_parameters() if p.requires_grad]
+
+
 # ------------------------------------------------------------------------------------------------- the head
 
 

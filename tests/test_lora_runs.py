@@ -176,7 +176,7 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
     lora = f"model.lora={{r: 4, alpha: 8, dropout: {dropout}}}"
     recipes = [recipe_in(copy, lora, at(tmp_path / name)) for name in ("straight", "stopped")]
     train(recipes[0], Console(quiet=True))
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
 
     def step_then_signal(session: Any, batch: Any) -> Any:
         outcome = one_step(session, batch)
@@ -184,10 +184,10 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
             signal.raise_signal(signal.SIGTERM)
         return outcome
 
-    monkeypatch.setattr(train_module, "optimizer_step", step_then_signal)
+    monkeypatch.setattr(train_module, "train_step", step_then_signal)
     with pytest.raises(Interrupted):
         train(recipes[1], Console(quiet=True))
-    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    monkeypatch.setattr(train_module, "train_step", one_step)
     train(recipes[1], Console(quiet=True))
     assert metrics(tmp_path / "straight") == metrics(tmp_path / "stopped")
     ours, theirs = adapter_weights(tmp_path / "straight"), adapter_weights(tmp_path / "stopped")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,12 +19,14 @@ import torch
 from rich.console import Console
 from row_memory import SETTINGS, build_row, load, memory_setting
 from tiny_models import tiny_config, tiny_model
+from tiny_online import online_recipe
 from tiny_run import tiny_run
 from torch import Tensor, nn
 
 import dpo_pack.memory_report as memory_report
 from dpo_pack.data.packing import plan_epoch
 from dpo_pack.errors import RunError
+from dpo_pack.host_memory import AvailableMemory
 from dpo_pack.memory import (
     GIB,
     MemorySetting,
@@ -33,11 +37,12 @@ from dpo_pack.memory import (
     training_bytes,
 )
 from dpo_pack.memory_advice import Limits, advice
-from dpo_pack.memory_report import AvailableMemory, available_memory, format_bytes, largest_row
+from dpo_pack.memory_report import available_memory, format_bytes, frozen_bytes, largest_row
 from dpo_pack.memory_shape import MemoryShape, memory_shape
 from dpo_pack.model_shape import without_weights
 from dpo_pack.models import LoadedModel
 from dpo_pack.optim import build_optimizer
+from dpo_pack.prepare import prepare, prepare_prompts, recipe_objective
 from dpo_pack.recipe import load_recipe
 from dpo_pack.train import train
 
@@ -219,6 +224,22 @@ def test_eight_billion_parameters_fit_one_device_of_140_gib_in_bfloat16_only(
     assert needed(num_shards=8, checkpoints_activations=True) < 40
 
 
+def test_offloaded_state_is_in_the_host_s_memory(eight_billion: MemoryShape) -> None:
+    shards = estimate_memory(plain(eight_billion, num_shards=8))
+    offloaded = estimate_memory(plain(eight_billion, num_shards=8, offloads_state=True))
+    assert shards.host == 0 and offloaded.state.total == 0
+    assert offloaded.host == shards.state.total == pytest.approx(2 * eight_billion.num_parameters)
+    assert shards.total - offloaded.total == pytest.approx(shards.state.total)
+    whole = plain(eight_billion, num_shards=8, offloads_state=True, holds_whole_gradients=True)
+    assert estimate_memory(whole).state.total == 4 * eight_billion.num_parameters
+
+
+def test_a_gradient_beside_ddp_s_buckets_counts_twice(eight_billion: MemoryShape) -> None:
+    once, twice = (estimate_memory(plain(eight_billion, num_gradients=number)) for number in (1, 2))
+    assert twice.total - once.total == pytest.approx(4 * eight_billion.num_parameters)
+    assert estimate_memory(plain(eight_billion, num_gradients=2, num_shards=2)).total < once.total
+
+
 # ----------------------------------------------------------------------------------------------------- advice
 
 
@@ -255,6 +276,52 @@ def test_rows_are_shortened_no_further_than_needed_or_to_the_longest_pair(
     assert "packing.token_budget=4096" in [change.override for change in advice(setting, limits)]
     unhelpful = Limits(available_bytes=140 * GIB, longest_pair=8192)
     assert not any("token_budget" in change.override for change in advice(setting, unhelpful))
+
+
+@pytest.mark.parametrize(
+    ("refusing", "key"),
+    [
+        ({"optimizer": "adafactor"}, "distributed.strategy"),
+        ({"optimizer": "adamw_8bit"}, "distributed.strategy"),
+        ({"can_shard": False}, "distributed.strategy"),
+        ({"optimizer": "adafactor"}, "model.dtype"),
+        ({"reference_mixup": 0.6}, "model.dtype"),
+        ({"can_adapt": False}, "model.lora"),
+    ],
+)
+def test_what_the_recipe_s_other_settings_refuse_is_not_advised(
+    eight_billion: MemoryShape, refusing: dict[str, Any], key: str
+) -> None:
+    def advised(**changes: Any) -> set[str]:
+        limits = [Limits(available_bytes=GIB * gib, longest_pair=8192) for gib in range(10, 200, 10)]
+        found = [advice(plain(eight_billion, **changes), limit) for limit in limits]
+        overrides = {change.override for changes in found for change in changes}
+        # With an adapter a bfloat16 base has an optimizer that the whole model must not have.
+        return {override for override in overrides if key == "model.lora" or "lora" not in override}
+
+    assert any(key in override for override in advised())
+    assert not any(key in override for override in advised(**refusing))
+
+
+def test_a_moving_reference_that_copies_takes_bfloat16_or_an_adapter_and_not_both(
+    eight_billion: MemoryShape,
+) -> None:
+    def advised(mixup: float | None) -> list[str]:
+        setting = plain(eight_billion, reference_mixup=mixup, can_shard=False)
+        limits = [Limits(available_bytes=GIB * gib, longest_pair=8192) for gib in range(10, 200, 5)]
+        return [change.override for limit in limits for change in advice(setting, limit)]
+
+    both = [["model.dtype" in override, "model.lora" in override] for override in advised(1.0)]
+    assert [True, False] in both and [False, True] in both and [True, True] not in both
+    assert any("model.dtype" in override and "model.lora" in override for override in advised(None))
+
+
+def test_in_scope_epoch_shorter_rows_come_with_more_of_them(eight_billion: MemoryShape) -> None:
+    setting = plain(eight_billion, trained_bytes=2, autocasts=False, rows_per_step=6)
+    limits = Limits(available_bytes=140 * GIB, longest_pair=1000)
+    assert "packing.token_budget=4096 packing.rows_per_step=12" in [
+        change.override for change in advice(setting, limits)
+    ]
 
 
 def test_where_nothing_fits_nothing_is_advised(eight_billion: MemoryShape) -> None:
@@ -299,6 +366,47 @@ def test_a_dry_run_that_does_not_fit_says_so_first_and_what_would(
     assert "packing.token_budget=" in said
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), (None, None, True, True)),
+        (("reference.sync.mixup=0.5",), (None, 0.5, True, True)),
+        (
+            ("packing.scope=epoch", "packing.rows_per_step=3", "packing.pairs_per_step=64"),
+            (3, None, True, True),
+        ),
+        (("model.lora={}", "model.path=quantised"), (None, None, False, True)),
+        (("reference.path=quantised",), (None, None, False, True)),
+    ],
+)
+def test_what_can_be_advised_is_read_off_the_recipe(
+    overrides: tuple[str, ...],
+    expected: tuple[Any, ...],
+    recipe_path: Path,
+    tmp_path: Path,
+) -> None:
+    """ "quantised" stands for a model whose config says so."""
+    quantised = tmp_path / "quantised"
+    shutil.copytree(recipe_path.parent / "model", quantised)
+    recipe = load_recipe(recipe_path, [each.replace("quantised", str(quantised)) for each in overrides])
+    prepared = prepare(recipe, Console(quiet=True))
+    config = json.loads((quantised / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantised / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    setting, _ = memory_report.recipe_memory(prepared, recipe_objective(recipe))
+    found = (setting.rows_per_step, setting.reference_mixup, setting.can_shard, setting.can_adapt)
+    assert found == expected
+
+
+def test_an_online_run_whose_policy_answers_is_not_sharded_nor_adapted_with_an_offloaded_reference(
+    tmp_path: Path,
+) -> None:
+    recipe = online_recipe(tmp_path / "assets", tmp_path / "run", offload_reference=True)
+    prepared = prepare(recipe, Console(quiet=True), prepare_prompts)
+    setting, _ = memory_report.recipe_memory(prepared, recipe_objective(recipe))
+    assert not setting.can_shard and not setting.can_adapt
+
+
 def test_the_largest_row_is_searched_in_every_step_and_among_pairs_longer_than_a_row() -> None:
     tokens = np.array([10, 20, 30, 10, 25, 90])
     settings: dict[str, Any] = {
@@ -318,16 +426,21 @@ def test_memory_of_the_cpu_is_what_the_system_has_left(monkeypatch: pytest.Monke
     assert shared is not None and shared.total == found.total // 2
 
 
-def test_a_container_s_limit_counts_and_its_file_cache_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "/proc/meminfo": {"MemTotal": 64 * 2**20, "MemAvailable": 60 * 2**20},
-        "/sys/fs/cgroup/memory.max": {"": 8 * GIB},
-        "/sys/fs/cgroup/memory.stat": {"anon": 3 * GIB, "file": 4 * GIB},
-    }
-    monkeypatch.setattr(memory_report, "_numbers_in", lambda path: files[path])
-    assert available_memory(CPU) == AvailableMemory(free=5 * GIB, total=8 * GIB)
-    monkeypatch.setattr(memory_report, "_numbers_in", lambda path: {})
+def test_a_system_that_does_not_say_how_much_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_report, "host_memory", lambda: None)
     assert available_memory(CPU) is None
+
+
+def test_quantised_layers_count_with_their_scales() -> None:
+    shape = shape_of("llama")
+    layers = shape.num_layers * shape.layer_parameters / shape.num_parameters
+    for settings, expected in (
+        (None, 4.0),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, layers + 4 * (1 - layers)),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, layers * 9 / 16 + 4 * (1 - layers)),
+    ):
+        config = tiny_config("llama", **({} if settings is None else {"quantization_config": settings}))
+        assert frozen_bytes(config, shape, torch.float32) == pytest.approx(expected)
 
 
 def test_sizes_are_told_in_units_that_fit() -> None:
@@ -366,7 +479,7 @@ class FakeCuda:
 def test_the_measurement_runs_the_row_beside_the_optimizer_s_state_and_trains_nothing(
     models: Callable[[str], Path], console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dpo_pack.strategy import ALONE, rank_policy
+    from dpo_pack.strategy import ALONE, distribute_policy
 
     path = models("llama")  # made with torch's own
     monkeypatch.setattr(memory_report, "release_memory", lambda: None)
@@ -377,7 +490,7 @@ def test_the_measurement_runs_the_row_beside_the_optimizer_s_state_and_trains_no
     optimizer = build_optimizer(
         "adamw", loaded.scorer, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
     )
-    policy = rank_policy(loaded.scorer, ALONE)
+    policy = distribute_policy(loaded.scorer, ALONE)
     memory_report.print_measured_memory(policy, optimizer, row, CPU, console)
     assert "30 tokens: 3.00 GiB at the peak; torch held 4.00 GiB, and 5.00 GiB" in text_of(console)
     assert fake.resets == 1 and optimizer.param_groups[0]["lr"] == 1e-3

@@ -11,6 +11,9 @@ import pytest
 import torch
 from peft import PeftModel
 from rich.console import Console
+from safetensors.torch import load_file
+from tiny_adapters import saved_adapter
+from tiny_models import tiny_model
 from tiny_run import tiny_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -92,6 +95,23 @@ def test_auto_is_the_type_of_the_base(trained: Path, tmp_path: Path) -> None:
     base.save_pretrained(tmp_path / "base")
     merge(trained / "run", tmp_path / "merged", base=str(tmp_path / "base"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == torch.bfloat16
+
+
+def test_what_a_family_keeps_in_fp32_is_not_rounded(trained: Path, tmp_path: Path) -> None:
+    base: Any = tiny_model("deepseek_v3")
+    bias = base.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    bias.normal_(generator=torch.Generator().manual_seed(0))
+    base.to(torch.bfloat16)
+    base.get_submodule("model.layers.1.mlp.gate").e_score_correction_bias = bias = bias.float() + 2**-20
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(trained / "model").save_pretrained(tmp_path / "base")
+    adapter = saved_adapter(tmp_path / "adapter", tmp_path / "base", target_modules=["o_proj"])
+    merge(adapter, tmp_path / "merged")
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert merged.dtype == torch.bfloat16
+    assert torch.equal(merged.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias"), bias)
+    kinds = {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()}
+    assert kinds == {torch.bfloat16, torch.float32}
 
 
 def test_what_cannot_be_merged_is_one_line_and_writes_nothing(

@@ -20,6 +20,7 @@ from two_ranks import run_on_ranks
 
 from dpo_pack import ranks
 from dpo_pack.coupling import row_tangents
+from dpo_pack.errors import UnsupportedModelError
 from dpo_pack.families import FAMILIES
 from dpo_pack.layout import Group, Row, layout_row, packed_row, padded_row
 from dpo_pack.losses import LOSSES, LossOptions, Objective, PairLogps, ScoredPairs, weighted_losses
@@ -31,7 +32,7 @@ from dpo_pack.proofs import prove
 from dpo_pack.recipe import Recipe, parse_recipe
 from dpo_pack.recipe_models import load_source_model, policy_model
 from dpo_pack.sharding import full_state, is_sharded, shard_model
-from dpo_pack.strategy import ALONE, Strategy, rank_policy
+from dpo_pack.strategy import ALONE, Strategy, distribute_policy
 
 # peft reads an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -113,10 +114,10 @@ def compare(
     for row in rows:
         expected.append(alone.scorer(row).sums)
         backward(expected[-1] / ranks.num_ranks())
-    policy = rank_policy(shared.scorer, strategy)
+    policy = distribute_policy(shared.scorer, strategy)
     mine = [0, 1] if ranks.is_first() else [2]
     for _ in range(2):
-        shared.scorer.zero_grad()
+        shared.scorer.zero_grad(set_to_none=not policy.keeps_gradients)
         error = 0.0
         for number in mine:
             with policy.accumulating(is_last=number == 1):
@@ -134,6 +135,12 @@ def compare(
 
 
 def write_models(directory: Path) -> None:
+    for family in ("deepseek_v3", "ernie4_5_moe"):
+        model = tiny_model(family)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-0.1, 0.1, buffer.numel()))
+        model.save_pretrained(directory / family)
     tiny_model("llama").save_pretrained(directory / "llama")
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(directory / "tied")
     saved_adapter(directory / "adapter", directory / "llama")
@@ -149,6 +156,9 @@ def _check_settings(directory: Path) -> dict[str, tuple[float, float]]:
     adapted = recipe_of(directory / "adapter", {})
     errors["adapter of bf16"] = compare(adapted, strategy_of({}), make_rows(), precision=BFLOAT16)
     _check_loading(directory)
+    _check_types(directory)
+    _check_first_pass_of_a_reference(directory)
+    _check_gradients_stay_in_buckets(recipe)
     for options in (None, {}, {"mesh": (2, 1)}):
         _check_nonfinite(recipe, strategy_of(options))
     _check_coupling()
@@ -183,8 +193,67 @@ def _check_loading(directory: Path) -> None:
         head, embeddings = loaded.model.get_output_embeddings(), loaded.model.get_input_embeddings()
         assert (head.weight is embeddings.weight) == (model == "tied")
         proofs = prove(loaded.scorer, CPU)
-        assert len(proofs) == 5 and all(proof.passed for proof in proofs)
+        assert len(proofs) == 6 and all(proof.passed for proof in proofs)
         assert all(isinstance(p, DTensor) for p in loaded.scorer.parameters())
+
+
+def _check_types(directory: Path) -> None:
+    """Buffers that a family keeps in fp32 are so on all ranks; trained weights of two types are refused."""
+    recipe, strategy = recipe_of(directory / "deepseek_v3", {}), strategy_of({})
+    alone = load_source_model(recipe, policy_model(recipe), precision=BFLOAT16, device=CPU)
+    shared = load_source_model(
+        recipe, policy_model(recipe), precision=BFLOAT16, device=CPU, strategy=strategy
+    )
+    buffers, expected = dict(shared.model.named_buffers()), dict(alone.model.named_buffers())
+    assert buffers.keys() == expected.keys()
+    assert all(buffers[name].dtype == tensor.dtype for name, tensor in expected.items())
+    assert all(map(torch.equal, buffers.values(), expected.values()))
+    (bias,) = (name for name in buffers if name.endswith("e_score_correction_bias"))
+    assert buffers[bias].dtype == torch.float32 and buffers[bias].any()
+    row = make_rows()[0]
+    assert torch.equal(shared.scorer(row).sums, alone.scorer(row).sums)
+    recipe = recipe_of(directory / "ernie4_5_moe", {})
+    with pytest.raises(UnsupportedModelError, match=r"^model\.dtype: .*gate\.weight in float32 .*: float32"):
+        load_source_model(recipe, policy_model(recipe), precision=BFLOAT16, device=CPU, strategy=strategy)
+
+
+def _check_first_pass_of_a_reference(directory: Path) -> None:
+    """Where proofs are remembered, the first forward is the base's: its adapter is trained all the same."""
+    recipe = recipe_of(directory / "llama", LORA)
+    loaded = load_source_model(
+        recipe, policy_model(recipe), precision=GATHERED, device=CPU, strategy=strategy_of({})
+    )
+    row = make_rows()[0]
+    with loaded.as_reference(), torch.no_grad():
+        loaded.scorer(row)
+    backward(loaded.scorer(row).sums)
+    assert any(grad.any() for grad in gradients(loaded).values())
+
+
+def _check_gradients_stay_in_buckets(recipe: Recipe) -> None:
+    """From the first row on; in the second round DDP makes its buckets anew.
+
+    Before the fourth they are dropped, as where an optimizer that is not fused must leave a step out.
+    """
+    strategy = strategy_of(None)
+    loaded = load_source_model(recipe, policy_model(recipe), precision=FLOAT32, device=CPU, strategy=strategy)
+    policy, rows = distribute_policy(loaded.scorer, strategy), make_rows()
+    assert policy.keeps_gradients
+
+    def places() -> list[int]:
+        return [p.grad.data_ptr() for p in loaded.scorer.parameters() if p.grad is not None]
+
+    before, found = places(), []
+    for number in range(4):
+        for row, is_last in zip(rows[:2], (False, True), strict=True):
+            with policy.accumulating(is_last=is_last):
+                backward(policy(row).sums)
+        assert places() == before or number in (1, 3)
+        before = places()
+        found.append(gradients(loaded))
+        assert found[-1].keys() == found[0].keys() and len(before) == len(list(loaded.scorer.parameters()))
+        assert all(torch.equal(grad, found[0][name]) for name, grad in found[-1].items())
+        loaded.scorer.zero_grad(set_to_none=number == 2)
 
 
 def _check_nonfinite(recipe: Recipe, strategy: Strategy) -> None:
@@ -216,7 +285,7 @@ def _check_nonfinite(recipe: Recipe, strategy: Strategy) -> None:
             table = values.table.new_tensor(losses)[:, None].expand(-1, values.table.shape[1])
             norms.append(clip_gradients(scorer, 0.5))
             if poison is None or guard is guards[0]:
-                guard.step(1, PairValues(table=table), norms[-1], pairs)
+                guard.step_if_finite(1, PairValues(table=table), norms[-1], pairs)
             guard.optimizer.zero_grad()
             moved = [not torch.equal(p, old) for p, old in zip(scorer.parameters(), before, strict=True)]
             assert any(moved) == (poison is None)

@@ -69,12 +69,37 @@ def test_auto_copies_what_fits_and_shards_what_does_not(
     needed = 16 * num_parameters
     monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / strategies.STATE_SHARE) + 9)
     copies = chosen(directory)
-    assert copies.name == "ddp" and not copies.shards and "parameters take" in copies.sentence()
+    assert copies.name == "ddp" and not copies.shards and "parameters takes" in copies.sentence()
     monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / strategies.STATE_SHARE) - 9)
     shards = chosen(directory)
     assert shards.name == "fsdp2" and shards.mesh == ("cpu", (2,)) and "a device has" in shards.reason
     assert chosen(directory, "model.lora={r: 4, alpha: 8}").name == "ddp"
     assert chosen(directory, "distributed.strategy=ddp").reason == "distributed.strategy"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parameter_bytes"),
+    [
+        (("reference.sync={every_steps: 2, mixup: 0.5}",), 20),
+        (("reference.sync={every_steps: 2, mixup: 0.5}", "model.lora={r: 4, alpha: 8}"), 8),
+        (("model.autocast=bfloat16",), 18),
+        (("model.autocast=bfloat16", "model.gradient_checkpointing=true"), 16),
+        (("model.dtype=bfloat16",), 14),
+    ],
+)
+def test_auto_counts_a_reference_that_moves_and_the_casts_of_weights(
+    overrides: tuple[str, ...],
+    parameter_bytes: int,
+    two: None,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = _shapes(directory / "model" / "model.safetensors")
+    needed = parameter_bytes * sum(np.prod(shape) for shape in shapes.values())
+    for spare, name in ((9, "ddp"), (-9, "fsdp2")):
+        memory = int(needed / strategies.STATE_SHARE) + spare
+        monkeypatch.setattr(strategies, "device_memory", lambda device: memory)  # noqa: B023
+        assert chosen(directory, *overrides).name == name
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
