@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -34,7 +35,7 @@ from dpo_pack.hub import check_model
 from dpo_pack.kernels import apply_liger
 from dpo_pack.last_layer import trim_last_layer
 from dpo_pack.lora import LoraSettings, attach_adapter
-from dpo_pack.model_config import attention_needs, check_packs, dropout_settings, own_attention
+from dpo_pack.model_config import attention_needs, check_packs, own_attention, training_settings
 from dpo_pack.models import CompletionLogps, LoadedModel, Precision
 
 
@@ -59,7 +60,11 @@ def load_tokenizer(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
     if chat_template is not None:
-        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ModelError(f"tokenizer.chat_template: cannot read {chat_template}: {reason}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 
@@ -99,8 +104,7 @@ def load_model(
         choice = select_backend(
             attention, attention_needs(config), device=device, dtype=precision.activations
         )
-    dropout = dropout_settings(config)
-    config.get_text_config().update(dict.fromkeys(dropout, 0.0))
+    replaced = replace_settings(config)
     options: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
         "dtype": precision.parameters,
@@ -144,7 +148,15 @@ def load_model(
         scorer.to(weights_on)
     if gradient_checkpointing:
         _checkpoint_activations(model)
-    return LoadedModel(scorer=scorer, attention=choice, dropout=dropout)
+    return LoadedModel(scorer=scorer, attention=choice, replaced=replaced)
+
+
+def replace_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """Set the config to what training computes with; returns what it had there instead, by key."""
+    text, settings = config.get_text_config(), training_settings(config)
+    replaced = {key: text.to_dict()[key] for key in settings}
+    text.update(settings)
+    return replaced
 
 
 def _read_model(path: str, config: PretrainedConfig, *, recipe_key: str, **options: Any) -> PreTrainedModel:
@@ -207,9 +219,9 @@ def save_model(
             loaded.model.save_pretrained(target, state_dict=state)
         if own is not None:
             own.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
-        # Training switched dropout off; whoever fine-tunes further gets the family's own settings back.
+        # Training switched dropout off; whoever uses the model or trains it on gets its own settings back.
         config = copy.deepcopy(loaded.model.config)
-        config.get_text_config().update(loaded.dropout)
+        config.get_text_config().update(loaded.replaced)
         config.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
@@ -232,13 +244,26 @@ def _default_generation_config(model: PreTrainedModel) -> Iterator[GenerationCon
         model.generation_config = own
 
 
+# StrictDataclassError: a value in config.json of a wrong type; the last two: config.json that is not one.
+_LOAD_ERRORS = (
+    *(OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError),
+    StrictDataclassError,
+    *(TypeError, AttributeError),
+)
+
+
 @contextlib.contextmanager
 def load_errors(path: str, recipe_key: str) -> Iterator[None]:
     """What transformers raises for a bad directory or hub id -> one line naming the recipe key."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except _LOAD_ERRORS as error:
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        if isinstance(error, RuntimeError) and "out of memory" in str(error):
+            raise ModelError(
+                f"{recipe_key}: {path} does not fit in memory ({first_line.rstrip('.')}); set "
+                "model.dtype=bfloat16, train an adapter (model.lora), or shard it over several devices"
+            ) from error
         raise ModelError(
             f"{recipe_key}: cannot load {path}: {first_line.rstrip('.')}; it must be a hub id or a directory "
             "with config.json, safetensors weights and tokenizer files"

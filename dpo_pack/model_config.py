@@ -108,8 +108,7 @@ def effective_window(window: int | None, config: PretrainedConfig) -> int | None
 def routes_tokens(config: PretrainedConfig) -> bool:
     """Whether the model is a mixture of experts, whose grouped products depend on which tokens meet."""
     values = config.get_text_config().to_dict()
-    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any((values.get(key) or 0) > 1 for key in keys)
+    return any(_mean(values.get(key) or 0) > 1 for key in _NUM_EXPERTS_KEYS)
 
 
 def check_packs(config: PretrainedConfig) -> None:
@@ -123,8 +122,21 @@ def check_packs(config: PretrainedConfig) -> None:
 def check_positions(config: PretrainedConfig, longest_sequence: int) -> None:
     """Refuse sequences beyond the positions a model knows. `longest_sequence` is in tokens.
 
-    Raises ModelError. Rotary variants whose frequencies depend on the longest position in a batch are
-    exact within the original maximum only, which is their `max_position_embeddings` here as well.
+    Raises ModelError.
+    """
+    known = known_positions(config)
+    if known is not None and longest_sequence > known:
+        raise ModelError(
+            f"data.max_length: the longest sequence has {longest_sequence} tokens, but this model is exact "
+            f"for {known} positions only; set data.max_length: {known}"
+        )
+
+
+def known_positions(config: PretrainedConfig) -> int | None:
+    """For how many positions a model is exact; None where its config does not say.
+
+    Rotary variants whose frequencies depend on the longest position in a batch are exact within the original
+    maximum only, which is their `max_position_embeddings` here as well.
     """
     values = config.get_text_config().to_dict()
     names = ("max_position_embeddings", "n_positions", "max_seq_len")  # GPT-2's and MPT's the latter
@@ -133,11 +145,7 @@ def check_positions(config: PretrainedConfig, longest_sequence: int) -> None:
     for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # Gemma 3: by layer type
         if kind.get("rope_type") in ("dynamic", "longrope"):
             known = kind.get("original_max_position_embeddings") or known
-    if known is not None and longest_sequence > int(known):
-        raise ModelError(
-            f"data.max_length: the longest sequence has {longest_sequence} tokens, but this model is exact "
-            f"for {known} positions only; set data.max_length: {known}"
-        )
+    return None if known is None else int(known)
 
 
 def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: int) -> None:
@@ -185,18 +193,29 @@ _DROPOUT_KEYS = frozenset(
 )
 
 
-def dropout_settings(config: PretrainedConfig) -> dict[str, float]:
-    """What a config sets to other than zero of dropout, by key."""
+# What families do in evaluation mode, in which models are trained here, and what to have in its place. RWKV
+# halves weights every so many layers, in place; xLSTM computes longer batches in blocks, without gradients.
+_INFERENCE_SETTINGS = {"rescale_every": 0, "max_inference_chunksize": 2**31 - 1}
+
+
+def training_settings(config: PretrainedConfig) -> dict[str, float]:
+    """What to compute with in place of a config's own values, by key: no dropout, nothing of inference."""
     values = config.get_text_config().to_dict()
-    return {key: values[key] for key in sorted(_DROPOUT_KEYS & values.keys()) if values[key]}
+    dropout = dict.fromkeys((key for key in sorted(_DROPOUT_KEYS) if values.get(key)), 0.0)
+    return dropout | {key: value for key, value in _INFERENCE_SETTINGS.items() if values.get(key)}
 
 
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
-def count_experts(values: dict[str, Any]) -> tuple[int, int]:
+def count_experts(values: dict[str, Any]) -> tuple[float, float]:
     """(routed experts, those active for a token) of a layer, from a config's values; (1, 1) without any."""
-    num_experts = next((int(values[key]) for key in _NUM_EXPERTS_KEYS if values.get(key)), 1)
-    num_active = next((int(values[key]) for key in _ACTIVE_EXPERTS_KEYS if values.get(key)), num_experts)
+    num_experts = next((_mean(values[key]) for key in _NUM_EXPERTS_KEYS if values.get(key)), 1.0)
+    num_active = next((_mean(values[key]) for key in _ACTIVE_EXPERTS_KEYS if values.get(key)), num_experts)
     return num_experts, num_active
+
+
+def _mean(value: float | list[float]) -> float:
+    """Of a number, or of one for each layer, which Hunyuan's configs may have."""
+    return sum(value) / len(value) if isinstance(value, list) else float(value)

@@ -53,6 +53,11 @@ class Precision:
     def activations(self) -> torch.dtype:
         return self.autocast or self.gathered or self.parameters
 
+    @property
+    def casts_weights(self) -> bool:
+        """Whether matrix products take casts of weights, which a backward pass needs again."""
+        return self.autocast is not None and self.autocast != self.parameters
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
@@ -60,7 +65,7 @@ class LoadedModel:
 
     scorer: CompletionLogps
     attention: BackendChoice
-    dropout: dict[str, float]  # config values that training set to zero
+    replaced: dict[str, Any]  # the config's own values where training has others, see training_settings
 
     @property
     def model(self) -> PreTrainedModel:

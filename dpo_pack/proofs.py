@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from dpo_pack.models import CompletionLogps
 from dpo_pack.stock import rounding_noise, stock_sums
 
 # Raised whenever a proof changes, so that what was remembered of an earlier one is proved again.
-PROOF_VERSION = 3
+PROOF_VERSION = 4
 
 # What a sequence's log-prob may differ by in fp32, in nats.
 FLOAT32_BOUND = 1e-4
@@ -50,7 +50,8 @@ class Proof:
 def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
     """All proofs, in the order in which a failure explains later ones.
 
-    Padded batches have no seam; that padding is invisible and the head is understood must hold for them too.
+    Padded batches have no seam; that no token sees a later one, padding among them, and that the head is
+    understood must hold for them too.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -61,7 +62,8 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
             if not wiring.passed:
                 return [wiring]
             proofs = [wiring, prove_kernel(scorer, calls, device), prove_isolation(scorer, groups, device)]
-        return [*proofs, prove_equivalence(scorer, groups, device), prove_head(scorer, groups, device)]
+        in_every_mode = (prove_causality, prove_equivalence, prove_head)
+        return [*proofs, *(prove_one(scorer, groups, device) for prove_one in in_every_mode)]
 
 
 def proof_groups(vocabulary: int) -> list[Group]:
@@ -86,12 +88,16 @@ def proof_groups(vocabulary: int) -> list[Group]:
 
 @torch.no_grad()
 def prove_wiring(
-    scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
+    scorer: CompletionLogps,
+    groups: Sequence[Group],
+    device: torch.device,
+    *,
+    compute: Callable[[Row], object] | None = None,
 ) -> tuple[list[SeamCall], Proof]:
     """The seam is called once per layer, with the window, softcap and sinks that the config says.
 
     Log-probs of short rows cannot show a window that is missing, and rounding may hide a sink, so they are
-    read off the calls.
+    read off the calls. `compute` runs a row through `scorer`, where that is not its own forward.
     """
     calls: list[SeamCall] = []
     backend = scorer.backend
@@ -104,7 +110,7 @@ def prove_wiring(
     scorer.backend = recording
     remedy = PADDED_REMEDY
     try:
-        scorer(_row(scorer, groups, device))
+        (compute or scorer)(proof_row(scorer, groups, device))
     except UnsupportedModelError as error:
         remedy = str(error)
     finally:
@@ -158,24 +164,80 @@ _PARTS = {"chosen": [0], "rejected": [1], "context": [0, 1]}
 
 @torch.no_grad()
 def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
-    """A pair's log-probs depend on its own tokens only; and they do depend on those."""
-    before = _pair_sums(scorer, groups, device)
-    leaks, moves = 0.0, {part: torch.zeros(2, device=device) for part in _PARTS}
-    for pair in range(len(groups)):
-        for part, own in _PARTS.items():
-            change = (_pair_sums(scorer, _with_change(groups, pair, part), device) - before).abs()
-            # In one pair at least: bf16 gives two tokens of one place the same logit now and then.
-            moves[part] = torch.maximum(moves[part], change[pair])
-            change[pair, own] = 0.0
-            leaks = max(leaks, float(change.max()))
-    moved = min(float(moves[part][own].min()) for part, own in _PARTS.items())
-    noise = _order_noise(scorer, groups, device) if routes_tokens(scorer.model.config) else 0.0
+    """A pair's log-probs depend on its own tokens only; and they do depend on those.
+
+    In a mixture of experts other neighbours change the last bits. What leaks in a causal row leaks to what is
+    behind, so what changes before the changed tokens is noise. With the pairs in both orders, the same
+    sequences are looked at on either side.
+    """
+    routes = routes_tokens(scorer.model.config)
+    moved, before, behind = _changes_around(scorer, groups, device)
+    if routes:
+        _, *others = _changes_around(scorer, groups[::-1], device)
+        before, behind = torch.cat((before, others[0])), torch.cat((behind, others[1]))
+    leaks = _typical(behind) if routes else float(torch.cat((before, behind)).max())
+    bound = _noise_bound(scorer, before) if routes else 0.0
     return Proof(
         name="isolation",
-        passed=leaks <= noise and moved > 0.0,
+        passed=leaks <= bound and moved > 0.0,
         numbers={"change of others": leaks, "change of its own": moved},
-        bound=f"others change by {'nothing' if noise == 0.0 else f'<= {noise:.0e}'}, its own by more than 0",
+        bound=f"others change by {_at_most(bound)}, its own by more than 0",
         remedy=PADDED_REMEDY,
+    )
+
+
+def _changes_around(
+    scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
+) -> tuple[float, Tensor, Tensor]:
+    """One token changes at a time: the least that its own sequences do, and what others do on either side.
+
+    (nats, those before it in the row, those behind it)
+    """
+    whole = _pair_sums(scorer, groups, device)
+    moves = {part: torch.zeros(2, device=device) for part in _PARTS}
+    before, behind = [], []
+    for pair in range(len(groups)):
+        for part, own in _PARTS.items():
+            change = (_pair_sums(scorer, _with_change(groups, pair, part), device) - whole).abs()
+            # In one pair at least: bf16 gives two tokens of one place the same logit now and then.
+            moves[part] = torch.maximum(moves[part], change[pair])
+            before.append(change.flatten()[: 2 * pair + own[0]])
+            behind.append(change.flatten()[2 * pair + own[-1] + 1 :])
+    moved = torch.cat([moves[part][own] for part, own in _PARTS.items()]).min()
+    return float(moved), torch.cat(before), torch.cat(behind)
+
+
+@torch.no_grad()
+def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
+    """No token sees a later one: with another last token, log-probs of a completion's others stay.
+
+    Half of the pairs are changed at a time; a mixture's noise is what that changes in the other half.
+    """
+    lengths = [len(completion) for group in groups for completion in group.completions]
+    whole = scorer(proof_row(scorer, groups, device)).token_logps
+    lasts, earlier, others = [], [], []
+    for half in (range(len(groups) // 2), range(len(groups) // 2, len(groups))):
+        changed = list(groups)
+        for pair in half:
+            for part in ("chosen", "rejected"):
+                changed = _with_change(changed, pair, part)
+        change = (scorer(proof_row(scorer, changed, device)).token_logps - whole).abs()
+        for sequence, tokens in enumerate(change.split(lengths)):
+            if sequence // 2 in half:
+                earlier.append(tokens[:-1])
+                lasts.append(tokens[-1:])
+            else:
+                others.append(tokens)
+    moved = float(torch.cat(lasts).max())
+    routes = routes_tokens(scorer.model.config)
+    leaks = _typical(torch.cat(earlier)) if routes else float(torch.cat(earlier + others).max())
+    bound = _noise_bound(scorer, torch.cat(others)) if routes else 0.0
+    return Proof(
+        name="causality",
+        passed=leaks <= bound and moved > 0.0,
+        numbers={"change of earlier tokens": leaks, "change of the last": moved},
+        bound=f"earlier tokens change by {_at_most(bound)}, the last by more than 0",
+        remedy="its tokens see later ones, so it is no causal language model: train one that is",
     )
 
 
@@ -204,17 +266,23 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
 def _distance_from_stock(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[dict[str, float], bool]:
-    """(what was measured, whether it is small enough).
+    sequences = [(group.context, completion) for group in groups for completion in group.completions]
+    tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
+    in_row = _pair_sums(scorer, groups, device).flatten()
+    return distance_from_stock(scorer, in_row, lambda: stock_sums(scorer, sequences, device), tokens)
+
+
+def distance_from_stock(
+    scorer: CompletionLogps, ours: Tensor, stock: Callable[[], Tensor], tokens: Tensor
+) -> tuple[dict[str, float], bool]:
+    """(what was measured, whether it is small enough); [S] each, `stock` computes each sequence alone.
 
     The mean error a token may be three times what rounding does to the stock computation; in a mixture of
     experts without the worst sequence, which may have met another expert at a near tie. Rounding is measured
     in fp32 only where errors above `FLOAT32_BOUND` ask for it, which takes a deep network of wide weights.
     """
-    in_row = _pair_sums(scorer, groups, device).flatten()
-    sequences = [(group.context, completion) for group in groups for completion in group.completions]
-    tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
-    alone = stock_sums(scorer, sequences, device)
-    errors = (in_row - alone).abs()
+    alone = stock()
+    errors = (ours - alone).abs()
     by_token = (errors / tokens).sort().values
     if routes_tokens(scorer.model.config):
         by_token = by_token[:-1]
@@ -222,8 +290,9 @@ def _distance_from_stock(
     numbers = {"max error": largest, "mean error a token": mean}
     if scorer.compute_dtype == torch.float32 and largest <= FLOAT32_BOUND:
         return numbers, True
-    noise = rounding_noise(scorer, sequences, alone, device)
-    return {**numbers, "rounding a token": noise}, math.isfinite(largest) and mean <= 3 * noise
+    by_rounding = rounding_noise(scorer, lambda: stock() / tokens, alone / tokens)
+    is_rounding = math.isfinite(largest) and mean <= 3 * by_rounding
+    return {**numbers, "rounding a token": by_rounding}, is_rounding
 
 
 @contextlib.contextmanager
@@ -244,7 +313,7 @@ def prove_head(scorer: CompletionLogps, groups: Sequence[Group], device: torch.d
     In low precision the model rounds its logits, so the mean error a token may be the rounding of its
     largest logits.
     """
-    row = _row(scorer, groups, device)
+    row = proof_row(scorer, groups, device)
     ours = scorer(row).sums
     arguments: dict[str, Any] = {"attention_mask": row.attention_mask}
     if row.segments is not None:
@@ -266,11 +335,11 @@ def prove_head(scorer: CompletionLogps, groups: Sequence[Group], device: torch.d
 
 def _pair_sums(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Tensor:
     """[pairs, 2]: log-probs of chosen and rejected, all pairs in one row."""
-    sums: Tensor = scorer(_row(scorer, groups, device)).sums
+    sums: Tensor = scorer(proof_row(scorer, groups, device)).sums
     return sums.view(-1, 2)
 
 
-def _row(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Row:
+def proof_row(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Row:
     """Packed with shared prompts, or padded where the scorer has no backend."""
     if scorer.backend is None:
         return padded_row(groups, pad_token_id=0, device=device)
@@ -299,8 +368,17 @@ def _another(token: int, avoided: int) -> int:
     return next(candidate for candidate in range(3) if candidate not in (int(token), int(avoided)))
 
 
-def _order_noise(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> float:
-    """What another order of the pairs in the row changes: experts group their products by it."""
-    turned = _pair_sums(scorer, groups[::-1], device).flip(0)
-    change = float((turned - _pair_sums(scorer, groups, device)).abs().max())
-    return 3 * max(change, 10 * torch.finfo(scorer.compute_dtype).eps)
+def _typical(changes: Tensor) -> float:
+    """The mean, without the tenth that may have met other experts at near ties; not finite if one is not."""
+    if not bool(changes.isfinite().all()):
+        return float(changes.max())
+    return float(changes.sort().values[: math.ceil(0.9 * len(changes))].mean())
+
+
+def _noise_bound(scorer: CompletionLogps, noise: Tensor) -> float:
+    """What may typically change in a mixture of experts, by what changes where no change can arrive."""
+    return max(3 * float(noise.mean()), 4 * torch.finfo(scorer.compute_dtype).eps)
+
+
+def _at_most(bound: float) -> str:
+    return "nothing" if bound == 0.0 else f"<= {bound:.0e}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import importlib.util
 import time
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +17,8 @@ from transformers import PretrainedConfig
 import dpo_pack
 from dpo_pack import ranks
 from dpo_pack.compiling import check_compiler, compile_head, compile_layers
-from dpo_pack.errors import ModelError, UnsupportedModelError
+from dpo_pack.cpu_features import cpu_name
+from dpo_pack.errors import CacheError, ModelError, UnsupportedModelError
 from dpo_pack.files import read_json, write_json_atomically
 from dpo_pack.fingerprint import model_directory, reference_namespace, weight_files, weights_fingerprint
 from dpo_pack.head_logits import Asked
@@ -258,7 +262,10 @@ def prove_remembered(
         "model": model_namespace(recipe, source, precision=precision, cache_dir=cache_dir),
         "lora": asdict(source.adapter) if isinstance(source.adapter, LoraSettings) else None,
         "attention": loaded.attention.name,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+        "code": _computing_code(),
         "layers": [recipe.model.kernels, "compiled" if recipe.model.compile else "eager"],
         "versions": {**package_versions(), "dpo_pack": dpo_pack.__version__, "proofs": PROOF_VERSION},
     }
@@ -273,9 +280,18 @@ def prove_remembered(
     proofs = tuple(prove(loaded.scorer, device))
     if all(proof.passed for proof in proofs) and ranks.is_first():
         memo = {**(read_json(memo_path) or {}), key: [asdict(proof) for proof in proofs]}
-        write_json_atomically(memo_path, memo)
+        with contextlib.suppress(CacheError):  # a cache that may only be read serves as well
+            write_json_atomically(memo_path, memo)
     seconds = time.monotonic() - begun
     return ProofOutcome(what=what, proofs=proofs, seconds=seconds, is_remembered=False)
+
+
+@functools.cache
+def _computing_code() -> str:
+    """sha256 of this package's own code: any of it may be what a proof was of, or the proof."""
+    files = sorted(Path(dpo_pack.__file__).parent.rglob("*.py"))
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def needs_token_logps(recipe: Recipe) -> bool:

@@ -6,7 +6,7 @@ Legend: S sequences, each a (context, completion) of token ids.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ _NUM_DRAWS = 4
 def stock_sums(scorer: CompletionLogps, sequences: Sequences, device: torch.device) -> Tensor:
     """[S] float64 log-probs of each sequence alone, in a batch of one, from the model's own full logits."""
     sums = []
-    with _eager_attention(scorer.model), stock_layers(scorer.model):
+    with eager_attention(scorer.model), stock_layers(scorer.model):
         for context, completion in sequences:
             ids = torch.from_numpy(np.concatenate((context, completion)))[None].to(device)
             logits = scorer.full_logits(input_ids=ids)[0, len(context) - 1 : -1].float()
@@ -37,24 +37,18 @@ def stock_sums(scorer: CompletionLogps, sequences: Sequences, device: torch.devi
     return torch.stack(sums)
 
 
-def rounding_noise(
-    scorer: CompletionLogps,
-    sequences: Sequences,
-    alone: Tensor,
-    device: torch.device,
-) -> float:
-    """Mean change a token of `alone`, their stock sums, when activations are rounded in another way.
+def rounding_noise(scorer: CompletionLogps, compute: Callable[[], Tensor], alone: Tensor) -> float:
+    """Mean change of `alone`, what `compute` gives by stock layers, when activations are rounded otherwise.
 
     Two kernels of the same thing differ by rounding, which now and then picks another expert. Stock sdpa
     against stock eager would show that too, but families with softcaps or sinks have no sdpa, and a single
     comparison may happen to meet no near tie. The largest of a few random draws.
     """
-    tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
     changes = []
     for _ in range(_NUM_DRAWS):
         with _rounded_otherwise(scorer.model, torch.finfo(scorer.compute_dtype).eps):
-            changes.append((stock_sums(scorer, sequences, device) - alone).abs() / tokens)
-    return max(float(change.mean()) for change in changes)
+            changes.append((compute() - alone).abs().mean())
+    return float(torch.stack(changes).max())
 
 
 @contextlib.contextmanager
@@ -76,7 +70,7 @@ def _rounded_otherwise(model: PreTrainedModel, eps: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     ours = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

@@ -90,6 +90,9 @@ NOTES = """
   original maximum, which is checked.
 - A sliding window that a family keeps to its mask and does not pass on (`phimoe`) is refused, unless it is
   wider than any sequence.
+- `rwkv` and `xlstm`: what their code does in evaluation mode for inference (weights halved in place every
+  `rescale_every` layers; blocks of `max_inference_chunksize` tokens without gradients) is off in training,
+  and back in the exported config.
 - `dbrx` is not listed: it packs exactly in fp32, but transformers' own code for it fails under autocast.
 """
 

@@ -108,6 +108,11 @@ def whole_row(
     return sdpa_attention(query, key, value, one, window=None, **options)
 
 
+def later_keys(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> Tensor:
+    """Each token sees the next one too, and the first no longer."""
+    return sdpa_attention(query, key.roll(-1, dims=0), value.roll(-1, dims=0), *inputs, **options)
+
+
 def without_softcap(*inputs: Any, softcap: float | None, **options: Any) -> Tensor:
     return sdpa_attention(*inputs, softcap=None, **options)
 
@@ -185,6 +190,18 @@ def answers_from_memory(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> N
     patch.setattr(scorer, "forward", remembering)
 
 
+def no_number(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """One sequence's log-prob is NaN, whatever changes."""
+    forward = scorer.forward
+    last = [0.0] * 7 + [float("nan")]
+
+    def with_one(row: Row) -> Any:
+        output = forward(row)
+        return output._replace(sums=output.sums + torch.tensor(last))
+
+    patch.setattr(scorer, "forward", with_one)
+
+
 def leak_by_a_hair(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """A millionth of the row's mean value comes along with every token."""
 
@@ -225,6 +242,8 @@ SABOTAGES: dict[str, Sabotage] = {
     "row's metadata ignored, by a kernel": _breaks("llama", "kernel", change_backend(whole_row)),
     "row's metadata ignored": _breaks("llama", "isolation", change_backend(whole_row)),
     "a small leak": _breaks("llama", "isolation", leak_by_a_hair, hidden_in=LOW),
+    "a log-prob that is no number": _breaks("llama", "isolation", no_number),
+    "later keys seen": _breaks("llama", "causality", change_backend(later_keys)),
     "an answer from memory": _breaks("llama", "isolation", answers_from_memory),
     "window too wide in the seam": _breaks("mistral", "wiring", change_seam(sliding_window=8)),
     "window forgotten in the seam": _breaks("mistral", "wiring", change_seam(sliding_window=None)),

@@ -78,7 +78,7 @@ def test_an_interrupted_run_in_bfloat16_goes_on_bitwise(
     straight: Path, recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of updates that no parameter shows yet: the masters' low halves are part of the checkpoint."""
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
 
     def step_then_signal(session: Any, batch: Any) -> Any:
         outcome = one_step(session, batch)
@@ -86,10 +86,10 @@ def test_an_interrupted_run_in_bfloat16_goes_on_bitwise(
             signal.raise_signal(signal.SIGTERM)
         return outcome
 
-    monkeypatch.setattr(train_module, "optimizer_step", step_then_signal)
+    monkeypatch.setattr(train_module, "train_step", step_then_signal)
     with pytest.raises(Interrupted):
         run_of(recipe_path, tmp_path / "run", "model.dtype=bfloat16")
-    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    monkeypatch.setattr(train_module, "train_step", one_step)
     run_of(recipe_path, tmp_path / "run", "model.dtype=bfloat16")
     assert losses(tmp_path / "run", "train") == losses(straight, "train")
     ours, theirs = weights(tmp_path / "run"), weights(straight)

@@ -22,10 +22,11 @@ from dpo_pack.errors import UnsupportedModelError
 from dpo_pack.families import FAMILIES
 from dpo_pack.proofs import PROOF_VERSION, prove
 from dpo_pack.recipe import load_recipe
+from dpo_pack.recipe_models import _computing_code
 from dpo_pack.run_dir import package_versions
 from dpo_pack.train import train
 
-NAMES = ["wiring", "kernel", "isolation", "equivalence", "head"]
+NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence", "head"]
 
 # Runs a command: (exit status, stdout, stderr).
 Dpopack = Callable[..., tuple[int, str, str]]
@@ -147,6 +148,32 @@ def test_the_same_model_is_proved_once_and_by_doctor_again(
     assert text.count("(remembered)") == 1
     assert dpopack("doctor", recipe)[0] == 0
     assert len(num_proved) == 2
+
+
+@pytest.mark.parametrize("what", ["code", "cpu"])
+def test_other_code_of_ours_or_another_cpu_is_proved_again(
+    what: str, recipe: Path, console: Console, num_proved: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editable install keeps its version; nodes of a cluster share a cache."""
+    start(recipe, console)
+    if what == "code":
+        monkeypatch.setattr("dpo_pack.recipe_models._computing_code", lambda: "changed")
+    else:
+        monkeypatch.setattr("dpo_pack.recipe_models.cpu_name", lambda: "another")
+    start(recipe, console)
+    assert len(num_proved) == 2
+
+
+def test_every_module_of_the_package_counts_as_its_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "__init__.py").touch()
+    (tmp_path / "data" / "layout.py").write_text("one")
+    monkeypatch.setattr("dpo_pack.__file__", str(tmp_path / "__init__.py"))
+    before = _computing_code.__wrapped__()
+    (tmp_path / "data" / "layout.py").write_text("two")
+    assert _computing_code.__wrapped__() != before
 
 
 @pytest.mark.parametrize("overrides", [("model.autocast=bfloat16",), ("packing.mode=padded",)])

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from family_errors import GROUPS, make_row
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -35,14 +37,14 @@ def make_recipe(directory: Path, **sections: Any) -> Recipe:
     return parse_recipe(tree | sections)
 
 
-def load(path: Path) -> LoadedModel:
+def load(path: Path, *, packed: bool = True) -> LoadedModel:
     return load_model(
         str(path),
         revision=None,
         trust_remote_code=False,
         precision=Precision(parameters=torch.float32, autocast=None),
         attention="auto",
-        packed=True,
+        packed=packed,
         gradient_checkpointing=False,
         device=torch.device("cpu"),
         recipe_key="model.path",
@@ -94,6 +96,27 @@ def test_dropout_is_off_in_training_and_back_in_the_exported_config(
     config = json.loads((directory / "config.json").read_text())
     assert (config["attn_pdrop"], config["resid_pdrop"], config["embd_pdrop"]) == (0.25, 0.125, 0.0)
     assert ATTENTION_NAME not in (directory / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"), [("rwkv", "rescale_every", 1), ("xlstm", "max_inference_chunksize", 8)]
+)
+def test_what_a_family_does_for_inference_is_off_in_training_and_back_in_the_exported_config(
+    family: str, key: str, value: int, tmp_path: Path
+) -> None:
+    """In evaluation mode RWKV halves its weights, in place, and xLSTM's long batches have no gradients."""
+    changes: dict[str, Any] = {key: value}
+    tiny_model(family, **changes).save_pretrained(tmp_path / "model")
+    loaded, row = load(tmp_path / "model", packed=False), make_row(GROUPS, "padded")
+    sums = loaded.scorer(row).sums
+    sums.sum().backward()
+    assert all(parameter.grad is not None for parameter in loaded.model.parameters())
+    save_model(loaded, tiny_tokenizer(), tmp_path / "saved")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "saved"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())[key] == value
+    assert torch.equal(load(tmp_path / "saved", packed=False).scorer(row).sums, sums)
 
 
 def test_the_generation_config_is_kept(exported: tuple[LoadedModel, Path]) -> None:

@@ -20,6 +20,7 @@ from dpo_pack.data.flops import (
     step_flops,
 )
 from dpo_pack.data.lengths import IntArray, PairLengths
+from dpo_pack.model_config import count_experts
 from dpo_pack.model_shape import model_shape
 
 SHAPE = ModelShape(
@@ -108,6 +109,12 @@ def test_windows_are_counted_by_layer_and_state_space_models_have_no_area() -> N
     kinds = {kind.window: kind.num_layers for kind in model_shape(tiny_config("gemma2")).attention}
     assert kinds == {7: 1, None: 1}
     assert model_shape(tiny_config("mamba")).attention == ()
+
+
+def test_of_experts_numbered_layer_by_layer_the_mean_counts() -> None:
+    shape = model_shape(tiny_config("hunyuan_v1_moe", moe_topk=2))
+    assert model_shape(tiny_config("hunyuan_v1_moe", moe_topk=[2, 2])) == shape
+    assert count_experts({"num_experts": [4, 8], "moe_topk": [1, 2]}) == (6.0, 1.5)
 
 
 def test_only_active_experts_count() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import online_judges
@@ -15,6 +16,7 @@ from tiny_recipe import message_of
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
+from dpo_pack.attention.segments import RowSegments
 from dpo_pack.data.formats import Message
 from dpo_pack.data.prompts import Prompt
 from dpo_pack.errors import ModelError, RunError
@@ -22,6 +24,7 @@ from dpo_pack.models import Precision
 from dpo_pack.online.function_judge import FunctionJudge, load_function
 from dpo_pack.online.interface import Completion, Draw, Failure, Rollout, Scores
 from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model
+from dpo_pack.online.reward_proof import prove_reward_model
 from dpo_pack.online.weighted_judges import WeightedJudges
 
 
@@ -149,11 +152,13 @@ def test_scores_add_up_by_weight_and_a_failed_prompt_costs_no_more_judging() -> 
 # ------------------------------------------------------------------------------------------ reward models
 
 
-def save_reward_model(directory: Path, family: str, *, num_labels: int = 1, chat: bool = False) -> Path:
+def save_reward_model(
+    directory: Path, family: str, *, num_labels: int = 1, chat: bool = False, **changes: Any
+) -> Path:
     tokenizer = tiny_tokenizer(chat_template=chat)
     tokenizer.save_pretrained(directory)
     torch.manual_seed(3)
-    config = tiny_config(family, vocab_size=len(tokenizer), num_labels=num_labels)
+    config = tiny_config(family, vocab_size=len(tokenizer), num_labels=num_labels, **changes)
     model = AutoModelForSequenceClassification.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -164,19 +169,26 @@ def save_reward_model(directory: Path, family: str, *, num_labels: int = 1, chat
 
 
 def reward_model(
-    path: Path, *, packed: bool = True, token_budget: int = 64, chat: bool = False
+    path: Path,
+    *,
+    packed: bool = True,
+    token_budget: int = 64,
+    chat: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> RewardModelJudge:
-    return load_reward_model(
+    judge = load_reward_model(
         str(path),
         tiny_tokenizer(chat_template=chat),
         trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
+        precision=Precision(parameters=torch.float32, autocast=autocast),
         attention="auto",
         packed=packed,
         token_budget=token_budget,
         device=torch.device("cpu"),
         recipe_key="online.judges.0.path",
     )
+    prove_reward_model(judge, "online.judges.0.path")
+    return judge
 
 
 def alone(path: Path, texts: list[str], *, add_special_tokens: bool = True) -> list[float]:
@@ -219,11 +231,81 @@ def test_a_conversation_is_rendered_by_the_reward_model_s_own_template(tmp_path:
     assert scores == pytest.approx(alone(path, texts, add_special_tokens=False), abs=1e-5)
 
 
+def test_a_conversation_that_the_template_refuses_is_set_aside(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, "llama", chat=True)
+    fine = rollout("unused", "fine", "bad", messages=({"role": "user", "content": "how are you"},))
+    refused = rollout("unused", "fine", "bad", messages=({"role": "critic", "content": "hm"},))
+    first, failed, last = reward_model(path, chat=True).score([fine, refused, ROLLOUTS[0]])
+    assert failed == Failure(
+        reason="reward model: its chat template cannot render the conversation (unknown role)"
+    )
+    expected = reward_model(path, chat=True).score([fine, ROLLOUTS[0]])
+    assert first == pytest.approx(expected[0], abs=1e-6) and last == pytest.approx(expected[1], abs=1e-6)
+
+
 def test_what_is_too_long_for_the_reward_model_is_set_aside(tmp_path: Path) -> None:
     path = save_reward_model(tmp_path, "llama")
     long, short = reward_model(path).score([rollout("x " * 200, "a", "b"), ROLLOUTS[0]])
     assert isinstance(long, Failure) and "it knows 256 positions" in long.reason
     assert not isinstance(short, Failure)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_where_positions_depend_on_the_longest_nothing_longer_meets_the_others(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    judge = reward_model(path, token_budget=4096)
+    long, short = judge.score([rollout("x " * 80, "a", "b"), ROLLOUTS[0]])
+    assert isinstance(long, Failure) and "it knows 64 positions" in long.reason
+    assert not isinstance(short, Failure)
+    assert short == pytest.approx(judge.score([ROLLOUTS[0]])[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "exaone4", "hunyuan_v1_moe"])
+def test_honest_reward_models_pass_their_proofs(
+    family: str, packed: bool, autocast: torch.dtype | None, tmp_path: Path
+) -> None:
+    reward_model(save_reward_model(tmp_path, family), packed=packed, autocast=autocast)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "packed", "message"),
+    [
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            True,
+            "wiring proof .* attends to later tokens",
+        ),
+        ("gemma3_text", {"use_bidirectional_attention": True}, False, "scores proof .* causal model"),
+        ("phimoe", {"sliding_window": 7}, True, "wiring proof .*windows.* use packing.mode: padded"),
+        ("llama", {"pooling": "mean"}, True, "pools scores over tokens .mean."),
+    ],
+)
+def test_a_reward_model_whose_scores_would_be_others_is_refused(
+    family: str, changes: dict[str, Any], packed: bool, message: str, tmp_path: Path
+) -> None:
+    path = save_reward_model(tmp_path, family, **changes)
+    with pytest.raises(ModelError, match=rf"^online\.judges\.0\.path: .*{message}") as refused:
+        reward_model(path, packed=packed)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_gather_that_is_wrong_shows_in_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_reward_model(tmp_path, "llama")
+    gather = RowSegments.gather
+    monkeypatch.setattr(RowSegments, "gather", lambda *arguments: gather(*arguments).roll(1, dims=0))
+    with pytest.raises(ModelError, match=r"packed rows are not exact on this model: the scores proof"):
+        reward_model(path)
 
 
 def test_a_classifier_of_several_classes_and_a_language_model_are_no_reward_models(tmp_path: Path) -> None:

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from family_errors import CPU
+from family_errors import CPU, GROUPS, make_row
+from flash_stand_ins import use_stand_ins
 from sabotages import SABOTAGES
 from tiny_models import tiny_model
 
-from dpo_pack.attention import ATTENTION_NAME, register_attention
+from dpo_pack.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.attention.sdpa import sdpa_attention
+from dpo_pack.layout import Row
+from dpo_pack.logps import sequence_sums
+from dpo_pack.model_config import routes_tokens
 from dpo_pack.models import CompletionLogps
 from dpo_pack.proofs import FLOAT32_BOUND, Proof, prove
 
@@ -22,7 +26,7 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "float16 autocast": (torch.float32, torch.float16),
     "bfloat16": (torch.bfloat16, None),
 }
-NAMES = ["wiring", "kernel", "isolation", "equivalence", "head"]
+NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence", "head"]
 
 
 def make_scorer(
@@ -52,12 +56,50 @@ def test_an_honest_model_passes_every_proof(family: str, precision: str) -> None
     assert torch.equal(torch.get_rng_state(), before)  # a run's randomness does not depend on them
 
 
+@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
+@pytest.mark.parametrize("precision", ["bfloat16 autocast", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
+def test_a_kernel_that_takes_one_low_precision_and_no_fp32_passes_as_well(
+    family: str, precision: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under autocast rotary embeddings and norms leave queries and keys in fp32, beside values in bf16."""
+    dtypes = use_stand_ins(monkeypatch)
+    scorer = make_scorer(family, precision=precision)
+    scorer.backend = BACKENDS[name]
+    assert failures(scorer) == set()
+    assert len(dtypes) > scorer.num_attention_layers and set(dtypes) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
+def test_its_gradients_under_autocast_are_those_of_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_stand_ins(monkeypatch)
+    row, gradients = make_row(GROUPS, "shared"), []
+    for backend in ("sdpa", name):
+        scorer = make_scorer("llama", precision="bfloat16 autocast")
+        scorer.backend = BACKENDS[backend]
+        scorer(row).sums.sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in scorer.parameters())
+        gradients.append(torch.cat([p.grad.flatten() for p in scorer.parameters() if p.grad is not None]))
+    assert (gradients[1] - gradients[0]).norm() <= 0.02 * gradients[0].norm()
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16 autocast"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "mamba", "rwkv", "bloom"])
 def test_padded_batches_are_proved_too(family: str, precision: str) -> None:
     proofs = prove(make_scorer(family, precision=precision, packed=False), CPU)
-    assert [proof.name for proof in proofs] == ["equivalence", "head"]
+    assert [proof.name for proof in proofs] == ["causality", "equivalence", "head"]
     assert all(proof.passed for proof in proofs), proofs
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_model_that_looks_ahead_is_no_causal_one_however_it_is_padded(precision: str) -> None:
+    changes = {"use_bidirectional_attention": True}
+    assert failures(make_scorer("gemma3_text", precision=precision, packed=False, **changes)) == {"causality"}
+
+
+def test_a_model_that_looks_ahead_is_refused_in_rows() -> None:
+    (wiring,) = prove(make_scorer("gemma3_text", use_bidirectional_attention=True), CPU)
+    assert not wiring.passed and "attends to later tokens as well" in wiring.remedy
 
 
 def test_proving_again_measures_the_same_and_leaves_the_model_as_it_was() -> None:
@@ -112,6 +154,40 @@ def test_sabotage_shows_in_a_mixture_of_experts_under_autocast(
     scorer = make_scorer("qwen3_moe", precision="bfloat16 autocast")
     SABOTAGES[name].break_it(monkeypatch, scorer)
     assert "equivalence" in failures(scorer)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_noise_of_a_mixture_of_experts_hides_no_leak(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = make_scorer("qwen3_moe", precision=precision)
+    SABOTAGES["row's metadata ignored"].break_it(monkeypatch, scorer)
+    assert "isolation" in failures(scorer)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_nor_a_mixture_that_looks_ahead(precision: str) -> None:
+    scorer = make_scorer("qwen3_moe", precision=precision, packed=False, is_causal=False)
+    assert failures(scorer) == {"causality"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_experts_that_flip_at_near_ties_are_the_noise_of_a_mixture_alone(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = make_scorer(family, precision="bfloat16 autocast")
+    forward = scorer.forward
+
+    def flipping(row: Row) -> Any:
+        """One token in thirty meets another expert, otherwise in each row."""
+        output, random = forward(row), torch.Generator().manual_seed(int(row.input_ids.sum()))
+        logps = output.token_logps
+        logps = logps + 0.3 * (torch.rand(logps.shape, generator=random) < 1 / 30)
+        return output._replace(token_logps=logps, sums=sequence_sums(logps, row.completion_lengths))
+
+    monkeypatch.setattr(scorer, "forward", flipping)
+    is_noise = routes_tokens(scorer.model.config)
+    assert failures(scorer).isdisjoint({"isolation", "causality"}) == is_noise
 
 
 def test_every_proof_has_a_sabotage() -> None:

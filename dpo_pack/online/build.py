@@ -18,6 +18,7 @@ from dpo_pack.online.llm_judge import INSTRUCTIONS, LlmJudge
 from dpo_pack.online.pairing import PairingSettings
 from dpo_pack.online.reference import LiveReference
 from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model
+from dpo_pack.online.reward_proof import prove_reward_model
 from dpo_pack.online.rollout_log import RolloutLog
 from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.online.source import OnlineSettings, OnlineSource, RowSettings
@@ -115,6 +116,7 @@ def build_generator(prepared: Prepared, policy: LoadedModel) -> Generator:
             tokenizer=prepared.tokenizer,
             sampling=sampling_settings(online),
             seed=prepared.recipe.seed,
+            console=prepared.console,
         )
     return policy_generator(prepared, policy, completions_per_prompt=online.completions_per_prompt)
 
@@ -215,7 +217,7 @@ def _reward_model(prepared: Prepared, path: str, key: str) -> RewardModelJudge:
         chat_template=None,
         recipe_key=key,
     )
-    return load_reward_model(
+    judge = load_reward_model(
         path,
         tokenizer,
         trust_remote_code=recipe.model.trust_remote_code,
@@ -226,6 +228,8 @@ def _reward_model(prepared: Prepared, path: str, key: str) -> RewardModelJudge:
         device=prepared.device,
         recipe_key=key,
     )
+    prove_reward_model(judge, key)
+    return judge
 
 
 def _endpoint(endpoint: EndpointRecipe, key: str) -> Endpoint:

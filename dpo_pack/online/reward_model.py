@@ -24,8 +24,8 @@ from dpo_pack.attention.select import select_backend
 from dpo_pack.data.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.errors import ModelError
 from dpo_pack.layout import Group, Row, common_prefix_length, layout_row, packed_row, padded_row
-from dpo_pack.loading import load_config, load_errors, quiet_transformers
-from dpo_pack.model_config import attention_needs, check_packs, dropout_settings, own_attention
+from dpo_pack.loading import load_config, load_errors, quiet_transformers, replace_settings
+from dpo_pack.model_config import attention_needs, check_packs, known_positions, own_attention
 from dpo_pack.models import CompletionLogps, Precision
 from dpo_pack.online.interface import Completion, Failure, Rollout, Scores
 
@@ -45,13 +45,16 @@ class RewardModelJudge:
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
-        sequences = [self._sequences(rollout) for rollout in rollouts]
-        results: list[Scores | Failure] = [self._failure(ids) or np.zeros(len(ids)) for ids in sequences]
-        places = [place for place, result in enumerate(results) if not isinstance(result, Failure)]
-        groups = [_groups(sequences[place]) for place in places]
+        tokenized = [self._sequences(rollout) for rollout in rollouts]
+        results: list[Scores | Failure] = [
+            ids if isinstance(ids, Failure) else np.zeros(len(ids)) for ids in tokenized
+        ]
+        sequences = {place: ids for place, ids in enumerate(tokenized) if not isinstance(ids, Failure)}
+        places = list(sequences)
+        groups = [as_groups(ids) for ids in sequences.values()]
         for members in self._rows(groups):
-            row = self._row([group for member in members for group in groups[member]])
-            scores = self._scores(row)
+            row = self.row([group for member in members for group in groups[member]])
+            scores = self.row_scores(row)
             for member in members:
                 place = places[member]
                 num_sequences = len(sequences[place])
@@ -59,14 +62,22 @@ class RewardModelJudge:
         not_finite = Failure(reason="reward model: a score is not finite")
         return [r if isinstance(r, Failure) or np.isfinite(r).all() else not_finite for r in results]
 
-    def _sequences(self, rollout: Rollout) -> list[TokenIds]:
-        """[n] prompt and completion in the classifier's own tokens."""
-        texts = [self._text(rollout, completion) for completion in rollout.completions]
+    def _sequences(self, rollout: Rollout) -> list[TokenIds] | Failure:
+        """[n] prompt and completion in the classifier's own tokens; why not, if it cannot take them."""
+        try:
+            texts = [self._text(rollout, completion) for completion in rollout.completions]
+        except Exception as error:  # a template is a program that came with the model: it may raise anything
+            what = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return Failure(reason=f"reward model: its chat template cannot render the conversation ({what})")
         encoded: Any = self.tokenizer(
             texts, add_special_tokens=rollout.draw.prompt.messages is None, return_attention_mask=False
         )
         pad = self.backbone.model.config.get_text_config().pad_token_id
-        return [_without_padding(np.array(ids, dtype=np.int32), pad) for ids in encoded["input_ids"]]
+        sequences = [without_padding(np.array(ids, dtype=np.int32), pad) for ids in encoded["input_ids"]]
+        longest = max(len(ids) for ids in sequences)
+        if self.max_tokens is not None and longest >= self.max_tokens:
+            return Failure(reason=f"reward model: {longest} tokens, it knows {self.max_tokens} positions")
+        return sequences
 
     def _text(self, rollout: Rollout, completion: Completion) -> str:
         prompt = rollout.draw.prompt
@@ -76,12 +87,6 @@ class RewardModelJudge:
         end = str(self.tokenizer.eos_token or "") if completion.is_finished else ""
         return prompt.text + completion.text + end
 
-    def _failure(self, sequences: Sequence[TokenIds]) -> Failure | None:
-        longest = max(len(ids) for ids in sequences)
-        if self.max_tokens is None or longest < self.max_tokens:
-            return None
-        return Failure(reason=f"reward model: {longest} tokens, it knows {self.max_tokens} positions")
-
     def _rows(self, groups: Sequence[Sequence[Group]]) -> list[npt.NDArray[np.int64]]:
         """Which prompts share a row."""
         if self.backbone.backend is not None:
@@ -90,12 +95,12 @@ class RewardModelJudge:
         widest = [_padded_tokens(group) for group in groups]
         return padded_rows(np.array(widest, dtype=np.int64), self.token_budget)
 
-    def _row(self, groups: Sequence[Group]) -> Row:
+    def row(self, groups: Sequence[Group]) -> Row:
         if self.backbone.backend is not None:
             return packed_row(layout_row(groups, share_prompt=True), self.device)
         return padded_row(groups, pad_token_id=0, device=self.device)
 
-    def _scores(self, row: Row) -> Scores:
+    def row_scores(self, row: Row) -> Scores:
         """[S] of the row's sequences."""
         with self.backbone.autocasting(self.device):
             hidden = self.backbone.hidden_states(row)  # [B, L, D]
@@ -105,7 +110,7 @@ class RewardModelJudge:
         return scores
 
 
-def _groups(sequences: Sequence[TokenIds]) -> list[Group]:
+def as_groups(sequences: Sequence[TokenIds]) -> list[Group]:
     """A prompt's sequences, one token longer, as one group; where they begin differently, as several."""
     shared = min(common_prefix_length(sequences), min(len(ids) for ids in sequences))
     more = np.zeros(1, dtype=np.int32)
@@ -120,7 +125,7 @@ def _padded_tokens(groups: Sequence[Group]) -> int:
     return len(lengths) * max(lengths)
 
 
-def _without_padding(ids: TokenIds, pad: int | None) -> TokenIds:
+def without_padding(ids: TokenIds, pad: int | None) -> TokenIds:
     """transformers reads the score at the last token that is no padding, also where text ends in it."""
     places = np.flatnonzero(ids != pad) if pad is not None else np.arange(len(ids))
     return ids[: int(places[-1]) + 1] if len(places) else ids[:1]
@@ -140,13 +145,19 @@ def load_reward_model(
 ) -> RewardModelJudge:
     """A classifier for packed rows or padded batches.
 
-    Raises ModelError when it cannot be loaded or has not one output, UnsupportedModelError when its family
-    cannot be packed.
+    Raises ModelError when it cannot be loaded or has not one output at the last token, UnsupportedModelError
+    when its family cannot be packed.
     """
     config = load_config(path, revision=None, trust_remote_code=trust_remote_code, recipe_key=recipe_key)
     if config.num_labels != 1:
         raise ModelError(
             f"{recipe_key}: {path} has {config.num_labels} outputs, and a reward model has one; give another"
+        )
+    pooling = config.get_text_config().to_dict().get("pooling")
+    if pooling not in (None, "eos"):
+        raise ModelError(
+            f"{recipe_key}: {path} pools scores over tokens ({pooling}), and a reward model's is of the last "
+            "token; give another"
         )
     backend = None
     if packed:
@@ -154,7 +165,7 @@ def load_reward_model(
         register_attention()
         needs = attention_needs(config)
         backend = BACKENDS[select_backend(attention, needs, device=device, dtype=precision.activations).name]
-    config.get_text_config().update(dict.fromkeys(dropout_settings(config), 0.0))
+    replace_settings(config)
     with load_errors(path, recipe_key), quiet_transformers():
         loaded: tuple[Any, dict[str, Any]] = AutoModelForSequenceClassification.from_pretrained(
             path,
@@ -174,12 +185,11 @@ def load_reward_model(
             "point at a trained reward model with a linear `score` head"
         )
     backbone = CompletionLogps(model, backend=backend, autocast=precision.autocast).to(device).eval()
-    positions = config.get_text_config().to_dict().get("max_position_embeddings")
     return RewardModelJudge(
         backbone=backbone.requires_grad_(False),
         head=heads[0],
         tokenizer=tokenizer,
         token_budget=token_budget,
-        max_tokens=positions,
+        max_tokens=known_positions(config),
         device=device,
     )
