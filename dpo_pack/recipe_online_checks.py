@@ -43,6 +43,7 @@ def broken_online_rules(recipe: Recipe) -> Iterator[Problem]:
             f"online.generator.type vllm takes {limit}, not {recipe.online.temperature:g}",
         )
     yield from _broken_generator_rules(recipe.online.generator)
+    yield from _broken_staleness_rule(recipe.online, recipe.train.max_steps)
     for number, judge in enumerate(recipe.online.judges):
         yield from _broken_judge_rules(judge, f"online.judges.{number}")
     yield from _unused_options(recipe.online)
@@ -73,6 +74,18 @@ def _broken_generator_rules(generator: GeneratorRecipe) -> Iterator[Problem]:
             yield from _broken_url(generator.endpoint.url, "online.generator.endpoint.url")
     elif generator.endpoint is not None:
         yield "online.generator.endpoint", f"not used by type {generator.type}, only by http"
+
+
+def _broken_staleness_rule(online: OnlineRecipe, max_steps: int | None) -> Iterator[Problem]:
+    """A server answers with the weights of the start: a pair is as many steps old as have been taken."""
+    bound = online.max_staleness_steps
+    if online.generator.type != "http" or bound is None or max_steps is None or max_steps <= bound + 1:
+        return
+    yield (
+        "online.max_staleness_steps",
+        f"a server's weights are not updated, so from step {bound + 2} of {max_steps} on every pair would be "
+        "older; leave it out, or set online.generator.type: transformers or vllm",
+    )
 
 
 def _broken_judge_rules(judge: JudgeRecipe, key: str) -> Iterator[Problem]:

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Reply = Callable[[str, dict[str, Any]], Any]  # path and body of a request -> the answer, as JSON
+Reply = Callable[[str, dict[str, Any]], Any]  # path and body of a request -> the answer, for JSON, or Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer that is none."""
+
+    status: int
+    text: str
 
 
 @dataclass(slots=True)
@@ -43,8 +51,15 @@ def serving(stub: Stub) -> Iterator[Stub]:
                 self._answer(fault, body)
 
         def _answer(self, fault: str, body: dict[str, Any]) -> None:
+            status, _, then = fault.partition(" ")
             if fault.isdigit():
                 self._send(int(fault), b'{"error": "as told\\nin two lines"}')
+            elif status.isdigit():  # the body of the error is cut off, or never comes
+                self.send_response(int(status))
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.wfile.write(b"40\r\nso far")
+                time.sleep(stub.stall_seconds if then == "stall" else 0.0)
             elif fault == "stall":
                 time.sleep(stub.stall_seconds)
             elif fault == "trickle":
@@ -59,17 +74,20 @@ def serving(stub: Stub) -> Iterator[Stub]:
             elif fault == "nonsense":
                 self._send(200, b'{"choices": [{"text": 7}]}')
             elif fault == "none":
-                self._send(200, self._reply(body))
+                self._send(*self._reply(body))
             else:
                 assert fault == "hang up"
 
-        def _reply(self, body: dict[str, Any]) -> bytes:
+        def _reply(self, body: dict[str, Any]) -> tuple[int, bytes]:
             """Under way until it is sent: a client that has its answer may ask again before we know it."""
             with stub.lock:
                 stub.num_under_way += 1
                 stub.most_under_way = max(stub.most_under_way, stub.num_under_way)
             try:
-                return json.dumps(stub.reply(self.path, body)).encode()
+                answer = stub.reply(self.path, body)
+                if isinstance(answer, Refusal):
+                    return answer.status, answer.text.encode()
+                return 200, json.dumps(answer).encode()
             finally:
                 with stub.lock:
                     stub.num_under_way -= 1
@@ -94,6 +112,16 @@ def serving(stub: Stub) -> Iterator[Stub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def hanging(released: threading.Event) -> Reply:
+    """Says nothing until it is released."""
+
+    def reply(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        released.wait(60.0)
+        return {}
+
+    return reply
 
 
 def completions(texts: Callable[[int, int], str]) -> Reply:

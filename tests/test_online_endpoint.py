@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +18,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from stub_server import Stub, completions, serving, verdicts
+from stub_server import Stub, completions, hanging, serving, verdicts
 from test_online_judges import ROLLOUTS, rollout
 from tiny_online import online_recipe
 from tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.errors import RunError
+from dpo_pack.interrupts import Interrupted, interruptible
 from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.http_generator import HttpGenerator
 from dpo_pack.online.interface import Completion, Failure
@@ -46,9 +53,15 @@ def endpoint(stub: Stub, *, timeout_seconds: float = 5.0, retries: int = 3, conc
     )
 
 
-def generator(stub: Stub, **settings: Any) -> HttpGenerator:
+def generator(
+    stub: Stub, sampling: SamplingSettings = SAMPLING, console: Console | None = None, **settings: Any
+) -> HttpGenerator:
     return HttpGenerator(
-        endpoint=endpoint(stub, **settings), tokenizer=tiny_tokenizer(), sampling=SAMPLING, seed=0
+        endpoint=endpoint(stub, **settings),
+        tokenizer=tiny_tokenizer(),
+        sampling=sampling,
+        seed=0,
+        console=console or Console(quiet=True),
     )
 
 
@@ -66,6 +79,7 @@ def test_a_request_says_what_the_recipe_says_and_the_answer_is_tokenised() -> No
     asked = next(r for r in stub.requests if r["prompt"] == DRAWS[0].prompt.ids.tolist())
     assert asked["key"] == "Bearer secret" and asked["model"] == "served" and asked["n"] == 3
     assert asked["max_tokens"] == 12 and asked["top_k"] == 9 and asked["min_p"] == 0.1
+    assert asked["top_p"] == asked["repetition_penalty"] == 1.0
     assert asked["stop"] == ["END"] and asked["temperature"] == 1.0
     assert len({r["seed"] for r in stub.requests}) == 3
     tokenizer = tiny_tokenizer()
@@ -132,6 +146,18 @@ def test_what_cannot_pass_by_itself_stops_the_run(status: str, reason: str) -> N
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("then", ["stall", "hang up"])
+def test_an_error_whose_text_never_comes_is_the_error_it_is(then: str) -> None:
+    with serving(Stub(completions(words), faults=[f"503 {then}"], stall_seconds=0.6)) as stub:
+        results = generator(stub, timeout_seconds=0.2).generate(DRAWS[:1])
+        assert None not in texts(results) and len(stub.requests) == 2
+    with (
+        serving(Stub(completions(words), faults=[f"401 {then}"], stall_seconds=0.6)) as stub,
+        pytest.raises(RunError, match=r"HTTP 401: Unauthorized \(the API key is refused\)"),
+    ):
+        generator(stub, timeout_seconds=0.2).generate(DRAWS[:1])
+
+
 def test_nobody_there_is_a_failure_too() -> None:
     with serving(Stub(completions(words))) as stub:
         pass
@@ -152,8 +178,101 @@ def test_no_more_requests_are_under_way_than_allowed() -> None:
 def test_an_api_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "k")
     assert api_key("MY_KEY", "key") == "k" and api_key(None, "key") is None
-    with pytest.raises(RunError, match="key: environment variable NO_SUCH_KEY is not set"):
-        api_key("NO_SUCH_KEY", "key")
+    monkeypatch.setenv("MY_KEY", " k\n")  # as a file gives it
+    assert api_key("MY_KEY", "key") == "k"
+    monkeypatch.setenv("MY_KEY", "\n")
+    for variable in ("NO_SUCH_KEY", "MY_KEY"):
+        with pytest.raises(RunError, match=f"key: environment variable {variable} is not set"):
+            api_key(variable, "key")
+
+
+@pytest.mark.parametrize("key", ["sk-1\nsk-2", "sk-1\x7f", "schl\u00fcssel-1", "sk-1\u200b"])
+def test_what_no_header_takes_is_refused_as_a_key_and_not_shown(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(RunError, match="key: environment variable MY_KEY .*not printable ASCII") as caught:
+        api_key("MY_KEY", "key")
+    assert "sk-1" not in str(caught.value) and "-1" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------ interruptions
+
+
+@contextmanager
+def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """A signal comes when `condition` holds, and ends what is inside within two seconds."""
+    sent: list[float] = []
+    main = threading.get_ident()
+
+    def send() -> None:
+        while not condition():
+            time.sleep(0.01)
+        sent.append(time.monotonic())
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    with pytest.raises(Interrupted), interruptible():
+        yield
+    assert time.monotonic() - sent[0] < 2.0
+
+
+def asking_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "online.generator.endpoint"]
+
+
+def test_who_is_interrupted_while_a_server_says_nothing_waits_no_longer() -> None:
+    released = threading.Event()
+    with serving(Stub(hanging(released))) as stub:
+        with interrupted_when(lambda: stub.num_under_way == 2):
+            generator(stub, timeout_seconds=60.0, concurrency=2).generate(DRAWS)
+        released.set()
+        for thread in asking_threads():
+            thread.join(timeout=2.0)
+    assert not asking_threads() and len(stub.requests) == 2  # the third prompt was not sent
+
+
+def test_an_interruption_ends_the_pauses_between_requests() -> None:
+    with serving(Stub(completions(words), faults=["500"] * 9)) as stub:
+        made = generator(stub)
+        patient = replace(made, endpoint=replace(made.endpoint, first_pause_seconds=30.0))
+        with interrupted_when(lambda: len(stub.requests) == 3):
+            patient.generate(DRAWS)
+        for thread in asking_threads():
+            thread.join(timeout=2.0)
+        assert not asking_threads() and len(stub.requests) == 3
+
+
+ASKING = """
+import sys
+from dpo_pack.interrupts import Interrupted, interruptible
+from dpo_pack.online.endpoint import Endpoint
+
+served = {"url": sys.argv[1], "model": "m", "api_key": None, "recipe_key": "online.generator.endpoint"}
+endpoint = Endpoint(**served, timeout_seconds=60.0, retries=9, concurrency=2)
+try:
+    with interruptible():
+        endpoint.ask_all("/completions", [{}, {}], lambda answer: answer)
+except Interrupted as interrupted:
+    sys.exit(interrupted.exit_status)
+"""
+
+
+def test_the_end_of_the_process_does_not_wait_for_a_server_either() -> None:
+    released = threading.Event()
+    with (
+        serving(Stub(hanging(released))) as stub,
+        subprocess.Popen([sys.executable, "-c", ASKING, stub.url]) as process,
+    ):
+        try:
+            while stub.num_under_way < 2:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.terminate()
+            assert process.wait(timeout=5.0) == 143
+        finally:
+            process.kill()
+            released.set()
 
 
 # --------------------------------------------------------------------------------------------- the judge
@@ -221,6 +340,7 @@ def test_a_run_against_a_server_that_misbehaves_and_recovers_loses_nothing(
                 tmp_path / name,
                 generator={"type": "http", "endpoint": {**served, "url": answers.url}},
                 judges=[{"type": "llm", "endpoint": {**served, "url": judge.url}}],
+                max_staleness_steps=5,  # as old as the server's weights become
             )
             train(recipe, console)
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -233,15 +353,3 @@ def test_a_run_against_a_server_that_misbehaves_and_recovers_loses_nothing(
     assert rough["online/total_prompts"] == len(rough_rows)
     # The server's weights stay those of the start, and their age is counted.
     assert rough["step"] == 6 and rough["online/staleness"] == 5.0
-
-
-def test_a_server_whose_weights_are_too_old_stops_the_run(tmp_path: Path, console: Console) -> None:
-    with serving(Stub(completions(words))) as answers:
-        recipe = online_recipe(
-            tmp_path / "assets",
-            tmp_path / "run",
-            "online.max_staleness_steps=2",
-            generator={"type": "http", "endpoint": {"url": answers.url, "model": "m"}},
-        )
-        with pytest.raises(RunError, match=r"step 4: .*max_staleness_steps \(2\).*weights are not updated"):
-            train(recipe, console)

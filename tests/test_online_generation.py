@@ -16,6 +16,7 @@ from dpo_pack.data.prompts import Prompt
 from dpo_pack.layout import Group, layout_row, packed_row
 from dpo_pack.loading import load_model
 from dpo_pack.models import CompletionLogps, LoadedModel, Precision
+from dpo_pack.online.completions import end_tokens
 from dpo_pack.online.interface import Completion, Draw
 from dpo_pack.online.sampling import SamplingSettings, completion_uniforms, draw_tokens
 from dpo_pack.online.transformers_generator import TransformersGenerator, generating
@@ -190,6 +191,38 @@ def test_a_completion_ends_with_the_token_that_ended_it(policy: CompletionLogps)
         assert len(places) == int(completion.is_finished)
         assert completion.ids[-1] == 2 if completion.is_finished else len(completion.ids) == 60
         assert "</s>" not in completion.text and "<pad>" not in completion.text
+
+
+@pytest.mark.parametrize("named, ends", [(7, {2, 7}), ([5, 7], {2, 5, 7}), (None, {2})])
+def test_ends_are_those_of_tokenizer_config_and_generation_config(
+    named: int | list[int] | None, ends: set[int], model_directory: Path
+) -> None:
+    model = loaded(model_directory).scorer.model
+    model.generation_config.eos_token_id = named
+    assert end_tokens(model, tiny_tokenizer()) == ends
+    backbone = model.get_decoder()
+    assert not backbone.can_generate() and end_tokens(backbone, tiny_tokenizer()) == {2}
+
+
+def test_an_end_that_only_the_generation_config_names_ends_a_completion(
+    policy: CompletionLogps, tmp_path: Path
+) -> None:
+    free = generator(policy).generate(draws())
+    assert isinstance(free[0], tuple)
+    end = int(free[0][0].ids[3])
+    model = tiny_model("llama", vocab_size=len(tiny_tokenizer()))
+    model.generation_config.eos_token_id = [2, end]
+    model.save_pretrained(tmp_path)
+    num_ended = 0
+    for whole, cut in zip(free, generator(loaded(tmp_path).scorer).generate(draws()), strict=True):
+        assert isinstance(whole, tuple) and isinstance(cut, tuple)
+        for ours, theirs in zip(whole, cut, strict=True):
+            ids = ours.ids.tolist()
+            is_cut = end in ids
+            assert theirs.ids.tolist() == (ids[: ids.index(end) + 1] if is_cut else ids)
+            assert theirs.is_finished == (is_cut or ours.is_finished)
+            num_ended += is_cut
+    assert num_ended
 
 
 def test_a_stop_string_ends_a_completion_and_is_not_shown_to_judges(policy: CompletionLogps) -> None:

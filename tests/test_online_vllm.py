@@ -115,6 +115,14 @@ def test_options_are_passed_on_in_vllm_s_words(fake: type[fake_vllm.LLM], policy
     assert (fake.started[1].requests[0][1].top_k, fake.started[1].requests[0][1].detokenize) == (0, False)
 
 
+def test_every_token_that_ends_a_completion_is_passed_on(
+    fake: type[fake_vllm.LLM], policy: CompletionLogps
+) -> None:
+    policy.model.generation_config.eos_token_id = [5, 7]
+    completions(generator(policy))
+    assert all(params.stop_token_ids == [2, 5, 7] for _, params in fake.started[0].requests)
+
+
 def test_a_completion_s_seed_is_a_function_of_seed_draw_and_number(
     fake: type[fake_vllm.LLM], policy: CompletionLogps
 ) -> None:

@@ -90,6 +90,17 @@ def test_vllm_in_several_processes_is_refused(distributed: str, fragment: str) -
     load("online.generator.type=vllm", "distributed.num_processes=1", text=ONLINE)
 
 
+def test_a_bound_that_a_server_s_weights_must_exceed_is_refused() -> None:
+    served = f"online.generator={{type: http, endpoint: {SERVER}}}"
+    load(served, "online.max_staleness_steps=8", text=ONLINE)  # 8 in the last of the 9 steps
+    load("online.max_staleness_steps=0", text=ONLINE)
+    with pytest.raises(RecipeError) as caught:
+        load(served, "online.max_staleness_steps=7", text=ONLINE)
+    message = str(caught.value)
+    assert "online.max_staleness_steps: " in message and "from step 9 of 9 on" in message
+    assert "leave it out" in message and "\n" not in message
+
+
 def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge() -> None:
     begun = load(f"online.generator={{type: http, endpoint: {SERVER}}}", text=ONLINE)
     moved = load(
@@ -102,6 +113,18 @@ def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge(
     smaller = load("online.generator={type: vllm, gpu_memory_utilization: 0.2}", text=ONLINE)
     assert changed_keys(vllm, smaller) == []
     assert changed_keys(load(text=ONLINE), vllm) == ["online.generator.type"]
+    judged, elsewhere = (
+        load(f"online.judges=[{{type: llm, endpoint: {server}}}]", text=ONLINE)
+        for server in (
+            "{url: 'http://one:1/v1', model: m}",
+            "{url: 'http://two:2/v1', model: m, api_key_env: K, retries: 9, timeout_seconds: 9}",
+        )
+    )
+    assert changed_keys(judged, elsewhere) == []
+    another = load(
+        "online.judges=[{type: llm, endpoint: {url: 'http://one:1/v1', model: other}}]", text=ONLINE
+    )
+    assert changed_keys(judged, another) == ["online.judges.0.endpoint.model"]
     other = load("online.judges.0.function=my.judges:other", "online.top_p=0.9", text=ONLINE)
     assert changed_keys(load(text=ONLINE), other) == ["online.judges.0.function", "online.top_p"]
     assert changed_keys(load(text=ONLINE), load("train.max_steps=9"))[0].startswith("online")

@@ -6,21 +6,24 @@ Legend: L tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dpo_pack.online.interface import Completion
 
 
-def end_tokens(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """EOS of the tokenizer and of the model, which may name several."""
-    configured = config.get_text_config().eos_token_id
-    ends = {configured} if isinstance(configured, int) else set(configured or ())
-    if isinstance(tokenizer.eos_token_id, int):
-        ends.add(tokenizer.eos_token_id)
-    return ends
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """EOS of the tokenizer, of the model's config and of its generation config, which may name several.
+
+    Some families (Phi 3) have the token that ends a turn in their generation config alone.
+    """
+    named: list[Any] = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
+    if model.can_generate():  # others have no generation config
+        named.append(model.generation_config.eos_token_id)
+    return {end for ends in named for end in ([ends] if isinstance(ends, int) else ends or ())}
 
 
 def completion_of(

@@ -48,9 +48,10 @@ class TransformersGenerator:
         n = self.sampling.completions_per_prompt
         sequences = [(draw, number) for draw in draws for number in range(n)]
         completions: dict[int, Completion] = {}
+        ends = end_tokens(self.policy.model, self.tokenizer)  # not meanwhile: its generation config is away
         with generating(self.policy.model):
             for batch in self._batches(sequences):
-                answered = self._answer([sequences[place] for place in batch])
+                answered = self._answer([sequences[place] for place in batch], ends)
                 completions.update(zip(batch, answered, strict=True))
         return [tuple(completions[place * n + number] for number in range(n)) for place in range(len(draws))]
 
@@ -72,7 +73,7 @@ class TransformersGenerator:
             yield batch
 
     @torch.no_grad()
-    def _answer(self, sequences: Sequence[tuple[Draw, int]]) -> list[Completion]:
+    def _answer(self, sequences: Sequence[tuple[Draw, int]], ends: set[int]) -> list[Completion]:
         pad = int(self.tokenizer.pad_token_id or 0)
         ids, mask = _left_padded([draw.prompt.ids for draw, _ in sequences], pad)
         uniforms = np.stack(
@@ -81,7 +82,6 @@ class TransformersGenerator:
                 for draw, number in sequences
             ]
         )
-        ends = end_tokens(self.policy.model.config, self.tokenizer)
         stops = _StopStrings(self.tokenizer, self.sampling.stop, ids.shape[1], len(sequences))
         with self.policy.autocasting(self.device):
             output: Any = self.policy.model.generate(  # type: ignore[operator]

@@ -39,7 +39,7 @@ class VllmGenerator:
         )
         n = self.sampling.completions_per_prompt
         sequences = [(draw, number) for draw in draws for number in range(n)]
-        ends = end_tokens(self.policy.model.config, self.tokenizer)
+        ends = end_tokens(self.policy.model, self.tokenizer)
         outputs = self.engine.answer(
             [draw.prompt.ids for draw, _ in sequences],
             [
