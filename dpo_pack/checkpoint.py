@@ -61,7 +61,7 @@ class TrainState:
     num_flops: float = 0.0  # of training on this rank's rows, see data/flops.py
     train_seconds: float = 0.0  # in steps: without start-up, evaluation and checkpoints
     evaluation: dict[str, dict[str, Any]] = field(default_factory=dict)  # last metrics by held-out set
-    owes_evaluation: bool = True  # the one after this step is due and not finished
+    owes_evaluation: bool = True  # the one after this step (0: before the first) is due and not finished
     standing: Standing = field(default_factory=Standing)
     health: Health = field(default_factory=Health)
 
@@ -70,6 +70,7 @@ class TrainState:
 class Place:
     """Where a run can go on: what comes after it does not count before the next place is reached."""
 
+    step: int  # after which it is
     metrics_offset: int  # length of metrics.jsonl, bytes
     source: dict[str, Any]  # state of the source of batches
 
@@ -82,6 +83,7 @@ class Identity:
     words: dict[str, str]  # what people call them
     versions: dict[str, str]  # of packages whose releases may change the last bits
     ranks: str  # "2 processes (ddp)"
+    judged_by: str  # metric and held-out set that evaluations are compared by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,7 @@ def checkpoint_content(
             "words": identity.words,
             "versions": identity.versions,
             "ranks": identity.ranks,
+            "judged_by": identity.judged_by,
         },
         keep=keep,
         keep_steps=state.standing.best_steps[:num_best],
@@ -145,7 +148,8 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> Res
     state.source.load_state_dict(host["source"])
     for name in _COUNTERS:
         setattr(state, name, counters[name])
-    state.standing = Standing.load(counters["standing"])
+    if counters.get("judged_by") == identity.judged_by:  # else its values compare with none to come
+        state.standing = Standing.load(counters["standing"])
     state.health = Health.load(counters["health"])
     return Resumption(
         metrics_offset=counters["metrics_offset"], notes=tuple(_allowed_changes(counters, identity))
@@ -189,6 +193,8 @@ def _then_and_now(then: str | None, now: str | None) -> str:
 
 
 def _allowed_changes(counters: Mapping[str, Any], identity: Identity) -> Iterator[str]:
+    if counters.get("judged_by") != identity.judged_by and counters["standing"]["best"]:
+        yield "Note: evaluations were compared by another metric or held-out set; from here on they are anew"
     if counters["ranks"] != identity.ranks:
         yield f"Note: the checkpoint was taken on {counters['ranks']}, and this is {identity.ranks}"
     versions = [

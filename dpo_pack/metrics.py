@@ -5,7 +5,7 @@ for the device, until a line is logged. Then the rows of all ranks become one ta
 quantile and share is over all pairs of the global step, whatever rows and ranks they lay in.
 
 Names follow TRL where TRL has one. Rewards are beta x (policy - reference) summed log-probs for every loss,
-never length-normalised. docs/metrics.md defines each. Legend: P pairs, S = 2 P sequences of a row.
+never length-normalised. docs/metrics.md defines each. Legend: P pairs.
 """
 
 from __future__ import annotations

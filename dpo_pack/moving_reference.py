@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dpo_pack.errors import ModelError
 from dpo_pack.models import CompletionLogps
 from dpo_pack.sources import GlobalBatch, PairRow, by_pair
 
@@ -72,3 +73,25 @@ def trained_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
             (adapter,) = module.active_adapters
             for parameter, value in module.modules_to_save[adapter].named_parameters():
                 yield f"{name}.{parameter}", value
+
+
+def check_followable(policy: CompletionLogps) -> None:
+    """Raises ModelError when training changes something that `trained_weights` does not yield."""
+    if policy.adapter is None:
+        return
+    from peft.tuners.lora import Embedding, Linear
+
+    # A variant (DoRA) adds more than B A; other layers (of quantised weights, of experts) have other bases.
+    plain = {
+        name
+        for name, module in policy.model.named_modules()
+        if isinstance(module, Linear | Embedding) and not module.lora_variant
+    }
+    for name, parameter in policy.model.named_parameters():
+        layer, _, part = name.partition(".lora_")
+        is_low_rank = layer in plain and part != "" and not part.endswith("bias")
+        if parameter.requires_grad and not is_low_rank and ".modules_to_save." not in name:
+            raise ModelError(
+                f"reference.sync: a reference cannot follow {name}, only plain LoRA (no DoRA, no biases) and "
+                "modules_to_save; merge the adapter first (dpopack merge), or leave reference.sync out"
+            )

@@ -62,7 +62,9 @@ class NonfiniteGuard:
         self._is_blocked = torch.zeros((), dtype=torch.float32, device=device)
         self._unread: list[_UnreadStep] = []
 
-    def step(self, number: int, values: PairValues, grad_norm: Tensor, pairs: npt.NDArray[np.int64]) -> None:
+    def step_if_finite(
+        self, number: int, values: PairValues, grad_norm: Tensor, pairs: npt.NDArray[np.int64]
+    ) -> None:
         """Optimizer step `number`, or none when a loss or the gradient is not finite.
 
         Waits for nothing where the optimizer is fused.

@@ -153,8 +153,15 @@ def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console:
     return data
 
 
-def prepare(recipe: Recipe, console: Console, read_data: DataReader = prepare_data) -> Prepared:
-    """Device, tokenizer and data, in the order that fails soonest. Writes nothing but the token cache."""
+def prepare(
+    recipe: Recipe, console: Console, read_data: DataReader = prepare_data, *, runs_models: bool = True
+) -> Prepared:
+    """Device, tokenizer and data, in the order that fails soonest. Writes nothing but the token cache.
+
+    A command that runs no models is one process, whatever number the recipe asks for.
+    """
+    if runs_models:
+        _check_number_of_ranks(recipe)
     accelerator = _accelerator(recipe)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
@@ -172,7 +179,7 @@ def prepare(recipe: Recipe, console: Console, read_data: DataReader = prepare_da
         check_layers(recipe, source, accelerator.device)
         if recipe.packing.mode == "packed":
             check_packs(source_config(recipe, source))
-    strategy = choose_strategy(recipe, config, accelerator.device)
+    strategy = choose_strategy(recipe, config, accelerator.device) if runs_models else ALONE
     if ranks.num_ranks() > 1:
         console.print(f"Strategy: {strategy.sentence()}")
     ranks.require_shared(cache_directory(recipe), "reference.cache_dir")
@@ -180,7 +187,7 @@ def prepare(recipe: Recipe, console: Console, read_data: DataReader = prepare_da
         tokenizer = prepare_tokenizer(recipe)
         data = read_data(recipe, tokenizer, console)
     ranks.require_same(
-        {"the data": data.fingerprint},
+        {"the data": data.fingerprint, "the held-out data": data.eval_fingerprint},
         "every node must see the same data files and the same reference.cache_dir",
     )
     prepared = Prepared(
@@ -198,17 +205,21 @@ def prepare(recipe: Recipe, console: Console, read_data: DataReader = prepare_da
     return prepared
 
 
-def _accelerator(recipe: Recipe) -> Accelerator:
-    """accelerate's view of this process, which must be ours. Raises RecipeError for too few processes."""
+def _check_number_of_ranks(recipe: Recipe) -> None:
     wanted, num_ranks = recipe.distributed.num_processes, ranks.num_ranks()
     if wanted not in ("auto", num_ranks):
         raise RecipeError(
             f"distributed.num_processes: {wanted} are asked for, but this is {num_ranks}; the dpopack "
             "command starts them, a program of your own is started by torchrun"
         )
+
+
+def _accelerator(recipe: Recipe) -> Accelerator:
+    """accelerate's view of this process, which must be ours."""
+    num_ranks = ranks.num_ranks()
     accelerator = Accelerator(
-        # It would take a machine without devices for one without ranks.
-        cpu=num_ranks > 1 and not ranks.uses_cuda(),
+        # CUDA or the CPU: neither a Mac's GPU, nor, with several ranks, one process for want of devices.
+        cpu=not ranks.uses_cuda(),
         log_with=list(recipe.logging.trackers) or None,
         project_dir=str(recipe.output_dir / "trackers"),
     )

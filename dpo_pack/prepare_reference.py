@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 import dpo_pack
 from dpo_pack import ranks
 from dpo_pack.console import format_seconds
+from dpo_pack.data.store import PairTable
 from dpo_pack.errors import UnsupportedModelError
 from dpo_pack.model_config import check_rows
 from dpo_pack.models import (
@@ -32,6 +35,7 @@ from dpo_pack.recipe_models import (
     reference_token_budget,
     source_config,
 )
+from dpo_pack.reference import FrozenReference
 from dpo_pack.reference_cache import ReferenceCache, namespace_digest
 from dpo_pack.reference_fill import BudgetSearch, fill_cache
 from dpo_pack.reference_pass import PassSettings
@@ -49,11 +53,27 @@ class ReferencePass:
     seconds: float
 
 
-def prepare_reference(prepared: Prepared, policy: LoadedModel | None) -> ReferencePass:
+def resume_reference(prepared: Prepared, frozen: Path) -> tuple[FrozenReference, float]:
+    """The values a run was frozen with, and those of pairs that are held out only since; seconds this took.
+
+    Raises CacheError when the file is missing or damaged.
+    """
+    reference = FrozenReference.load(frozen, per_token=needs_token_logps(prepared.recipe))
+    lacking = [held_out.pairs for held_out in prepared.data.eval if not reference.covers(held_out.pairs)]
+    if not ranks.any_rank(bool(lacking)):
+        return reference, 0.0
+    filled = prepare_reference(prepared, None, tables=lacking)
+    added = FrozenReference.take(filled.cache, lacking, per_token=filled.per_token)
+    return reference.joined(added), filled.seconds
+
+
+def prepare_reference(
+    prepared: Prepared, policy: LoadedModel | None, *, tables: Sequence[PairTable] | None = None
+) -> ReferencePass:
     """Make sure the cache has every reference log-prob of the recipe's pairs, computing what it lacks.
 
     `policy` is the policy as it starts, when the caller has it loaded already and `reference.path` is null.
-    A reference that is loaded here is gone again when this returns.
+    A reference that is loaded here is gone again when this returns. `tables`: of these pairs alone.
     """
     recipe, console = prepared.recipe, prepared.console
     source, per_token = reference_model(recipe), needs_token_logps(recipe)
@@ -63,7 +83,7 @@ def prepare_reference(prepared: Prepared, policy: LoadedModel | None) -> Referen
     namespace = prepared_namespace(prepared)
     cache = ReferenceCache(prepared.cache_dir, namespace)
     cache.note_use(source.label)
-    work = _agreed_work(prepared, cache, per_token=per_token)
+    work = _agreed_work(prepared.tables if tables is None else tables, cache, per_token=per_token)
     todo = work.num_missing
     console.print(
         f"Reference log-probs: {work.num_cached:,} of {work.num_unique:,} sequences cached"
@@ -82,7 +102,8 @@ def prepare_reference(prepared: Prepared, policy: LoadedModel | None) -> Referen
                 search=_budget_search(prepared, source, namespace),
                 console=console,
             )
-        ranks.wait_for_all()  # what the others computed is used next
+        for names in ranks.every_rank_says(cache.named_parts):  # what the others computed is used next
+            cache.named_parts |= names
     seconds = time.monotonic() - begun
     if todo:
         rate = todo / max(seconds, 1e-9)
@@ -100,9 +121,9 @@ def prepared_namespace(prepared: Prepared) -> dict[str, Any]:
     )
 
 
-def _agreed_work(prepared: Prepared, cache: ReferenceCache, *, per_token: bool) -> ReferenceWork:
+def _agreed_work(tables: Sequence[PairTable], cache: ReferenceCache, *, per_token: bool) -> ReferenceWork:
     """What is missing, as the first process sees it: another may look later, when some is there already."""
-    work = find_work(cache, prepared.tables, per_token=per_token)
+    work = find_work(cache, tables, per_token=per_token)
     return replace(work, missing=ranks.first_says(work.missing))
 
 

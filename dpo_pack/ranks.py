@@ -108,11 +108,22 @@ def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[V
     """What `work` makes of each item, in order, on every rank; each of them works on its part of the items.
 
     `work` gets items and returns as many values, which can be pickled. A rank without an item does nothing.
+    Where it raises a DpoPackError on one rank, all of them raise it.
     """
     mine = items[rank() :: num_ranks()]
+    values: list[Value] = []
+    failure: DpoPackError | None = None
+    try:
+        values = list(work(mine)) if mine else []
+    except DpoPackError as error:
+        if num_ranks() == 1:
+            raise
+        failure = error
     results: list[Any] = [None] * len(items)
-    for other, values in enumerate(every_rank_says(list(work(mine)) if mine else [])):
-        results[other :: num_ranks()] = values
+    for other, (said, failed) in enumerate(every_rank_says((values, failure))):
+        if failed is not None:
+            raise failed
+        results[other :: num_ranks()] = said
     return results
 
 

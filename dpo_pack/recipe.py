@@ -242,6 +242,10 @@ def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:
     tree["loss"]["type"] = [{"type": name, "weight": weight} for name, weight in recipe.loss.terms]
     for source in tree["data"]["train"]:
         del source["name"]
+    for judge in (tree["online"] or {"judges": ()})["judges"]:
+        del judge["retries"]
+        if judge["endpoint"] is not None:  # which model judges counts, not where it is asked
+            judge["endpoint"] = {"model": judge["endpoint"]["model"]}
     if not isinstance(recipe.data.eval, EvalFraction) and not stops_early:
         tree["data"]["eval"] = None  # sources of their own take no pair from training
     return tree

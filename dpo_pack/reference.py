@@ -94,6 +94,29 @@ class FrozenReference:
             digest.update(np.ascontiguousarray(self.tokens.values).tobytes())
         return digest.hexdigest()
 
+    def covers(self, table: PairTable) -> bool:
+        """Whether it has the values of all the table's sequences."""
+        return bool((KeyIndex.of(self.keys).find(unique_keys([table])) >= 0).all())
+
+    def only(self, table: PairTable) -> FrozenReference:
+        """The values of the table's sequences, all of which it has."""
+        keys = unique_keys([table])
+        index = KeyIndex.of(self.keys)
+        places = index.first[index.find(keys)]
+        tokens = None if self.tokens is None else self.tokens.take(places)
+        return FrozenReference(keys=keys, sums=self.sums[places], tokens=tokens)
+
+    def joined(self, other: FrozenReference) -> FrozenReference:
+        """With what `other` has besides; both with per-token values, or neither."""
+        keys = np.concatenate([self.keys, other.keys])
+        first = KeyIndex.of(keys).first  # of a key in both, ours
+        tokens = None
+        if self.tokens is not None and other.tokens is not None:
+            tokens = TokenLogps.join([self.tokens, other.tokens]).take(first)
+        return FrozenReference(
+            keys=keys[first], sums=np.concatenate([self.sums, other.sums])[first], tokens=tokens
+        )
+
     def of(self, table: PairTable) -> PairReference:
         """The table's values. Raises CacheError when the run was frozen for other data."""
         index = KeyIndex.of(self.keys)

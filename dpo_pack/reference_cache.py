@@ -79,6 +79,7 @@ class ReferenceCache:
     def __init__(self, cache_dir: Path, namespace: Mapping[str, Any]) -> None:
         """Opens, or creates, the namespace's directory. Raises CacheError when that is not possible."""
         self.directory = reference_directory(cache_dir) / namespace_digest(namespace)
+        self.named_parts: set[str] = set()  # written by this job, whether or not a listing has them yet
         if not (self.directory / NAMESPACE_FILE).is_file():
             write_json_atomically(self.directory / NAMESPACE_FILE, dict(namespace))
 
@@ -154,7 +155,9 @@ class ReferenceCache:
     ) -> Path:
         """Add a part holding [n, 16] keys, [n] sums and [n] token counts. Raises CacheError."""
         logps = SequenceLogps(keys=keys, sums=sums, num_tokens=num_tokens, tokens=tokens)
-        return write_part(self.directory, logps, metadata or {})
+        part = write_part(self.directory, logps, metadata or {})
+        self.named_parts.add(part.name)
+        return part
 
     def append_all(self, logps: SequenceLogps, metadata: Mapping[str, str]) -> None:
         """Add parts of bounded size. Raises CacheError."""
@@ -168,9 +171,11 @@ class ReferenceCache:
     ) -> Iterator[tuple[pa.Table, IntArray, IntArray]]:
         """Of every part that has some of the keys: its columns, the rows that match, their places in `index`.
 
+        A network file system may list a directory as it was a while ago; it opens what is asked for by name.
         The part read last wins where several have a sequence: always the same one, as names are sorted.
         """
-        for part in part_paths(self.directory) if len(index) else ():
+        listed = {part.name for part in part_paths(self.directory)} if len(index) else set()
+        for part in sorted(self.directory / name for name in listed | self.named_parts):
             table = read_part(part, columns)
             if table is not None:
                 places = index.find(keys_of(table))

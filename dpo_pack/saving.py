@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dpo_pack import ranks
 from dpo_pack.checkpoint import Place, checkpoint_content, load_policy
-from dpo_pack.checkpoint_dir import checkpoint_path, find_damage
-from dpo_pack.errors import RunError
+from dpo_pack.checkpoint_dir import checkpoint_path
+from dpo_pack.errors import CacheError, RunError
 from dpo_pack.export import export_model
 from dpo_pack.files import sync
 from dpo_pack.monitoring import report_nonfinite
+from dpo_pack.run_dir import damage_of
 from dpo_pack.session import Session, totals
 from dpo_pack.trackers import MetricsLog
 
 
 def mark_place(session: Session, log: MetricsLog) -> None:
     """From here the run can go on: state, metrics and source of batches belong together."""
-    session.place = Place(metrics_offset=log.offset, source=session.source.state_dict())
+    session.place = Place(
+        step=session.state.step, metrics_offset=log.offset, source=session.source.state_dict()
+    )
 
 
 def is_checkpoint_due(session: Session) -> bool:
@@ -65,6 +69,16 @@ def save_on_the_way_out(session: Session) -> None:
         checkpoint(session)
 
 
+def save_what_is_done(session: Session) -> None:
+    """For a run that an error ends: save its last place, unless the parameters are past it already."""
+    if session.state.step != session.place.step:
+        return
+    try:
+        save_on_the_way_out(session)
+    except CacheError as refused:  # the error that ends the run is the one to tell
+        session.prepared.console.print(f"  Warning: {refused}")
+
+
 def best_evaluation(session: Session) -> dict[str, Any] | None:
     """For run.json: which step was best by the recipe's metric, and its checkpoint, if that is kept."""
     selection, standing = session.selection, session.state.standing
@@ -93,19 +107,42 @@ def stop_sentence(session: Session) -> str | None:
     )
 
 
+def require_best(session: Session) -> None:
+    """Raise RunError, on every rank, where `load_best` would find no weights, while the run can be saved."""
+    remedy = "set it to false, and the same command leaves the last weights"
+    standing = session.state.standing
+    if not standing.best:
+        raise RunError(f"checkpoint.load_best: no evaluation gave a finite metric; {remedy}")
+    path = checkpoint_path(session.run.checkpoints, standing.best_steps[0])
+    session.writer.wait()  # it may be the one on its way
+    damage = damage_of(path)
+    if damage is not None:
+        raise RunError(f"checkpoint.load_best: {path} is damaged: {damage}; {remedy}")
+
+
 def load_best(session: Session) -> None:
-    """Give the policy the weights of the best evaluation. Raises RunError when they are damaged."""
-    if not session.state.standing.best:
-        raise RunError(
-            "checkpoint.load_best: no evaluation gave a finite metric; set it to false, and the same command "
-            "leaves the last weights"
-        )
+    """Give the policy the weights of the best evaluation, which `require_best` has looked at."""
     path = checkpoint_path(session.run.checkpoints, session.state.standing.best_steps[0])
-    own = find_damage(path, rank=ranks.rank(), num_ranks=ranks.num_ranks())
-    for damage in ranks.every_rank_says(own):
-        if damage is not None:
-            raise RunError(
-                f"checkpoint.load_best: {path} is damaged: {damage}; set it to false, and the same command "
-                "leaves the last weights"
-            )
     session.state.evaluation = load_policy(path, session.state.policy)
+
+
+def forget_lost_bests(session: Session) -> None:
+    """Of a run that goes on: best evaluations whose checkpoints are not here can be bettered, not loaded.
+
+    They are in another directory, or were not kept, or went when later ones were better.
+    """
+    standing = session.state.standing
+    kept = ranks.first_says(
+        tuple(
+            (step, value)
+            for step, value in standing.best
+            if checkpoint_path(session.run.checkpoints, step).is_dir()
+        )
+    )
+    if session.prepared.recipe.checkpoint.keep_best > 0 and kept != standing.best:
+        lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
+        session.prepared.console.print(
+            f"Note: the best evaluations were after step {lost}, of which {session.run.checkpoints} has no "
+            "checkpoint; the best of those to come are kept"
+        )
+        session.state.standing = replace(standing, best=kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from dpo_pack.losses import Objective
 from dpo_pack.memory_report import print_memory_estimate
 from dpo_pack.models import LoadedModel
 from dpo_pack.monitoring import run_facts, training_meter
-from dpo_pack.moving_reference import MovingReference
+from dpo_pack.moving_reference import MovingReference, check_followable
 from dpo_pack.nonfinite import NonfiniteGuard
 from dpo_pack.offline import OfflineSource
 from dpo_pack.online.build import build_judge, build_source, build_win_rate, check_generator
@@ -40,16 +41,15 @@ from dpo_pack.prepare import (
     recipe_objective,
 )
 from dpo_pack.prepare_batches import inspect_recipe_packing, offline_source
-from dpo_pack.prepare_reference import prepare_reference
+from dpo_pack.prepare_reference import prepare_reference, resume_reference
 from dpo_pack.recipe import Recipe
-from dpo_pack.recipe_models import needs_token_logps
 from dpo_pack.reference import FrozenReference
 from dpo_pack.reference_pass import release_memory
 from dpo_pack.run_dir import RunDir, begin_run, choose_checkpoint
 from dpo_pack.seeding import seed_everything
 from dpo_pack.selection import Selection, find_selection
 from dpo_pack.start_guard import check_start
-from dpo_pack.strategy import RankedPolicy, rank_policy
+from dpo_pack.strategy import DistributedPolicy, distribute_policy
 from dpo_pack.throughput import Meter, PhaseClock
 from dpo_pack.trackers import start_trackers
 
@@ -60,13 +60,13 @@ class Session:
 
     prepared: Prepared
     run: RunDir
-    policy: LoadedModel
+    policy: LoadedModel  # as loaded: scorer and adapter; `state.policy` is its scorer
     reference: FrozenReference | MovingReference | None  # None: the loss needs none, or the source has it
     objective: Objective
     source: OfflineSource | OnlineSource
     win_rate: WinRate | None  # of an online run with held-out prompts
     state: TrainState
-    ranked: RankedPolicy  # the policy for forwards whose gradients are wanted
+    distributed_policy: DistributedPolicy  # the policy for forwards whose gradients are wanted
     guard: NonfiniteGuard
     clock: PhaseClock
     facts: RunFacts
@@ -111,6 +111,7 @@ def start_session(
     policy, source, reference = beginning.policy, beginning.source, beginning.reference
     state = _new_state(recipe, policy, source)
     if isinstance(reference, MovingReference):
+        check_followable(policy.scorer)
         state.reference = reference.scorer
     session = Session(
         prepared=prepared,
@@ -121,15 +122,15 @@ def start_session(
         source=source,
         win_rate=beginning.win_rate,
         state=state,
-        ranked=rank_policy(policy.scorer, prepared.strategy),
+        distributed_policy=distribute_policy(policy.scorer, prepared.strategy),
         guard=NonfiniteGuard(state.optimizer, stops=recipe.train.stop_on_nonfinite, device=prepared.device),
         clock=PhaseClock(device=prepared.device),
         facts=run_facts(recipe, objective, source.num_steps, prepared.data.train),
         meter=training_meter(prepared, policy, source),
-        identity=run_identity(prepared, policy, source, reference),
+        identity=run_identity(prepared, policy, source, reference, selection),
         selection=selection,
         writer=CheckpointWriter(run.checkpoints, in_background=recipe.checkpoint.asynchronous),
-        place=Place(metrics_offset=0, source=source.state_dict()),
+        place=Place(step=0, metrics_offset=0, source=source.state_dict()),
         interruption=interruption,
         begun=begun,
         startup_seconds=0.0,
@@ -137,7 +138,9 @@ def start_session(
     )
     if run.checkpoint is not None:
         resumption = load_checkpoint(run.checkpoint, session.state, identity=session.identity)
-        session.place = Place(metrics_offset=resumption.metrics_offset, source=source.state_dict())
+        session.place = Place(
+            step=session.state.step, metrics_offset=resumption.metrics_offset, source=source.state_dict()
+        )
         console.print(f"Going on after step {session.state.step} of {source.num_steps} ({run.checkpoint})")
         for note in resumption.notes:
             console.print(note)
@@ -150,7 +153,7 @@ def start_session(
                 _write_first_files(session)
         ranks.require_shared(run.root, "output_dir")
         if recipe.logging.trackers:
-            start_trackers(prepared.accelerator, recipe)
+            start_trackers(prepared.accelerator, recipe, _tracking_id(run))
     session.startup_seconds = time.monotonic() - begun - session.reference_seconds
     return session
 
@@ -161,7 +164,7 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir) -> Begi
     resumes = run.checkpoint is not None
     has_own_reference = recipe.reference.path is not None
     moves = recipe.reference.sync is not None
-    policy = None if has_own_reference and not resumes else prepare_policy(prepared)
+    policy = None if has_own_reference or resumes else prepare_policy(prepared)
     reference: FrozenReference | MovingReference | None = None
     reference_seconds = 0.0
     if not objective.needs_reference:
@@ -170,7 +173,7 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir) -> Begi
         reference = prepare_moving_reference(prepared)
         console.print("Reference: follows the policy; a second model runs live, nothing is cached")
     elif resumes:
-        reference = FrozenReference.load(run.resumed_reference, per_token=needs_token_logps(recipe))
+        reference, reference_seconds = resume_reference(prepared, run.resumed_reference)
     else:
         filled = prepare_reference(prepared, None if has_own_reference else policy)
         reference_seconds = filled.seconds
@@ -270,6 +273,13 @@ def _write_first_files(session: Session) -> None:
     if isinstance(session.source, OfflineSource):
         fingerprints["packing"] = session.source.first_plan.fingerprint
     run.update(fingerprints=fingerprints)
+
+
+def _tracking_id(run: RunDir) -> str:
+    """What trackers know the run by, however often it goes on."""
+    if "tracking_id" not in run.info:
+        run.update(tracking_id=uuid.uuid4().hex[:8])
+    return str(run.info["tracking_id"])
 
 
 def totals(session: Session) -> dict[str, Any]:

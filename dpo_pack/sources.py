@@ -1,9 +1,9 @@
 """What a global batch is, how its rows are made, and what anything that hands batches out must offer.
 
-`train_step` asks a source for nothing but batches: pairs on disk (offline.py) and online rollouts
+The training loop asks a source for nothing but batches: pairs on disk (offline.py) and online rollouts
 (online/source.py) are both one.
 
-Legend: P pairs of a row.
+Legend: P pairs of a row, S sequences, N scored tokens.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class GlobalBatch:
     """One optimizer step: this rank's rows, and the counts over all ranks that the loss is divided by."""
 
     epoch: float  # epochs finished after this step
-    num_pairs: int
+    num_pairs: int  # over all ranks, as are the following counts
     num_chosen_tokens: int
     num_rows: int
-    num_tokens: int
-    rows: Sequence[PairRow]
+    num_tokens: int  # real ones, shared prompts once
+    rows: Sequence[PairRow]  # this rank's
     row_pairs: Sequence[npt.NDArray[np.int64]]  # the pairs of each row of all ranks
-    # What this rank computes after its rows for nothing: other ranks have a row then, and need its part.
+    # This rank's, computed after them with a gradient of zero, where other ranks still have a row.
     idle_rows: Sequence[Row] = ()
-    common_passes: int | None = None  # as many has every rank; None: there is one
+    common_passes: int | None = None  # passes that every rank has at least; None: there is one rank
     metrics: Mapping[str, float] = field(default_factory=dict)  # what the source adds to the step's line
 
     @property
@@ -68,7 +68,7 @@ class GlobalBatch:
 
     @property
     def pair_indices(self) -> npt.NDArray[np.int64]:
-        """[P] of this rank's rows, one row after another."""
+        """Those of this rank's rows, one row after another."""
         return np.concatenate([np.zeros(0, dtype=np.int64), *(row.pair_indices for row in self.rows)])
 
     @property
@@ -109,7 +109,7 @@ class RowBuilder:
     merging: PromptMerging | None = None  # pairs of one prompt that meet in a row become one group
 
     def row_tokens(self) -> npt.NDArray[np.int64]:
-        """[P]: tokens each pair takes in a row, as the planner of this mode counts them."""
+        """[all pairs of the table]: tokens of each in a row, as the planner of this mode counts them."""
         lengths = pair_lengths(self.table)
         if not self.is_packed:
             return lengths.padded_tokens()
@@ -186,7 +186,10 @@ def by_pair(output: RowLogps, row: PairRow) -> RowLogps:
 
 
 def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredPairs:
-    """What the objective asks of a row's pairs, from what the policy computed for the row, `by_pair`."""
+    """Policy log-probs, reference log-probs and weights, [P] each, of a row's pairs.
+
+    `output` must have gone through `by_pair`.
+    """
     assert len(output.sums) == 2 * len(row.pair_indices), "sequences of a merged row: use by_pair"
     num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
     policy = output.sums.view(-1, 2)

@@ -1,15 +1,24 @@
 """DPO training, top to bottom.
 
-`train` prepares a run and goes through its steps; `train_step` is one of them. A step is a fixed number of
-preference pairs, the global batch. Its pairs lie in rows of up to `packing.token_budget` tokens; each row
-is one forward and one backward, and the loss is the exact mean over the step's pairs, however many rows
-(and ranks) they came in:
+    train -> start_session      data, reference log-probs, policy, optimizer (session.py)
+          -> run_steps -> take_steps -> train_step               gradient, clip, update
+                                        -> accumulate_gradients  one forward and one backward a row
+          -> finish             the model
+
+A step is a fixed number of preference pairs, the global batch. Its pairs lie in rows of up to
+`packing.token_budget` tokens, and the loss is the exact mean over the step's pairs, however many rows (and
+ranks) they came in:
 
     loss = sum over the step's pairs of weight * l(pair) / number of pairs
 
-The policy's log-probs are computed here; the reference's were computed beforehand, once, and cached.
+For DPO (`loss.type: sigmoid`, losses/contrastive.py), with pi and ref the summed log-probs of a completion:
 
-Legend: P pairs of a row, S = 2 P sequences, alternating chosen and rejected.
+    l(pair) = -log sigmoid(beta * ((pi_chosen - ref_chosen) - (pi_rejected - ref_rejected)))
+
+The policy's log-probs are models.CompletionLogps'. A frozen reference's come with the batch, from the cache;
+one that follows the policy is run here.
+
+Legend: P pairs of a row; [2 P] is the chosen and the rejected completion of each pair in turn.
 """
 
 from __future__ import annotations
@@ -26,6 +35,7 @@ from torch import Tensor
 from dpo_pack import ranks
 from dpo_pack.console import TrainingLines, format_seconds
 from dpo_pack.coupling import Tangent, row_tangents
+from dpo_pack.errors import RunError
 from dpo_pack.export import export_model
 from dpo_pack.health import examine
 from dpo_pack.interrupts import Interrupted, interruptible
@@ -41,10 +51,13 @@ from dpo_pack.run_dir import find_run
 from dpo_pack.saving import (
     best_evaluation,
     checkpoint,
+    forget_lost_bests,
     is_checkpoint_due,
     load_best,
     mark_place,
+    require_best,
     save_on_the_way_out,
+    save_what_is_done,
     stop_sentence,
 )
 from dpo_pack.seeding import seed_step
@@ -97,11 +110,13 @@ def measure_memory(session: Session) -> None:
     prepared, source = session.prepared, session.source
     if prepared.device.type == "cuda" and isinstance(source, OfflineSource):
         row = source.builder.build(largest_row(source.first_plan, rank=source.rank)).row
-        print_measured_memory(session.ranked, session.state.optimizer, row, prepared.device, prepared.console)
+        print_measured_memory(
+            session.distributed_policy, session.state.optimizer, row, prepared.device, prepared.console
+        )
 
 
 def run_steps(session: Session) -> None:
-    """All steps of the run; one that is interrupted saves the last place at which it can go on."""
+    """All steps of the run; one that cannot go on saves the last place at which it could."""
     with (
         MetricsLog(session.run.metrics, offset=session.place.metrics_offset) as log,
         session.interruption.deferred(),
@@ -110,13 +125,20 @@ def run_steps(session: Session) -> None:
         mark_place(session, log)
         if session.run.has_own_checkpoint:
             session.saved = session.place
+        if session.run.checkpoint is not None:
+            forget_lost_bests(session)
         try:
-            if session.state.owes_evaluation:
+            if session.state.owes_evaluation:  # the one before the first step, or of a run that was stopped
                 close_step(session, log)
             take_steps(session, log)
+            if session.prepared.recipe.checkpoint.load_best:
+                require_best(session)
         except Interrupted as stopped:
             if not stopped.is_urgent:
                 save_on_the_way_out(session)
+            raise
+        except RunError:  # of all ranks: a judge that is gone for good, say
+            save_what_is_done(session)
             raise
 
 
@@ -128,7 +150,7 @@ def take_steps(session: Session, log: MetricsLog) -> None:
     begun = time.monotonic()
     session.clock.restart()
     while (batch := next_batch(session, batches)) is not None:
-        outcome = optimizer_step(session, batch)
+        outcome = train_step(session, batch)
         session.source.prepare_next()  # while the device is at what was queued
         session.clock.lap("data")
         is_last = state.step == session.source.num_steps
@@ -180,18 +202,18 @@ def close_step(session: Session, log: MetricsLog) -> None:
         checkpoint(session)
 
 
-def optimizer_step(session: Session, batch: GlobalBatch) -> StepOutcome:
-    """Gradients of the whole global batch, clipped; one AdamW step, if they are finite.
+def train_step(session: Session, batch: GlobalBatch) -> StepOutcome:
+    """Gradients of the whole global batch, clipped; one optimizer step, if all of it is finite.
 
-    Only queues work: whatever waited for the device here would leave it idle.
+    With a fused AdamW it only queues work: whatever waited for the device here would leave it idle.
     """
     state = session.state
-    values = train_step(session, batch)
+    values = accumulate_gradients(session, batch)
     grad_norm = clip_gradients(state.policy, session.prepared.recipe.optim.max_grad_norm)
     learning_rate = float(state.scheduler.get_last_lr()[0])
-    session.guard.step(state.step + 1, values, grad_norm, batch.pair_indices)
+    session.guard.step_if_finite(state.step + 1, values, grad_norm, batch.pair_indices)
     state.scheduler.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad(set_to_none=not session.distributed_policy.keeps_gradients)
     session.clock.lap("optimizer")
     state.step += 1
     if isinstance(session.reference, MovingReference):
@@ -222,30 +244,30 @@ def step_record(session: Session, batch: GlobalBatch, outcome: StepOutcome) -> d
     }
 
 
-def train_step(session: Session, batch: GlobalBatch) -> PairValues:
+def accumulate_gradients(session: Session, batch: GlobalBatch) -> PairValues:
     """One forward and one backward a row; leaves the gradient of the step's loss in the parameters.
 
     Returns what metrics are made of, see metrics.py: of this rank's pairs.
     """
-    objective, policy = session.objective, session.ranked
+    objective, policy = session.objective, session.distributed_policy
     if isinstance(session.reference, MovingReference):
         batch = session.reference.score_batch(batch)
     tangents = coupled_tangents(session, batch) if objective.couples_pairs else None
-    # Over all rows of all ranks this makes the mean over the step's pairs: no row's mean is ever averaged.
-    # Gradients are averaged over ranks, so a rank divides by its part of the pairs.
-    pairs_of_rank = batch.num_pairs / ranks.num_ranks()
+    # R ranks average their gradients. Each divides its losses' sum by num_pairs / R, however many pairs it
+    # has, and so the average is the sum over all pairs / num_pairs: no row's mean is ever averaged.
+    divisor = batch.num_pairs / ranks.num_ranks()
     values = [PairValues.none(session.prepared.device)]
     for number, row in enumerate(batch.rows, start=1):
         poll_before_pass(session, batch, number)
         with policy.accumulating(is_last=number == batch.num_passes):
-            output = by_pair(policy(row.row), row)  # [2 P] summed completion log-probs
-            pairs = score_pairs(objective, output, row)  # [P] of policy and reference, and weights
-            if tangents is None:
-                losses = weighted_losses(objective, pairs, mean_chosen_tokens=batch.mean_chosen_tokens)  # [P]
+            output = by_pair(policy(row.row), row)  # RowLogps: log-probs summed over each completion, [2 P]
+            pairs = score_pairs(objective, output, row)  # of policy and reference, and weights
+            if tangents is None:  # [P], weights included
+                losses = weighted_losses(objective, pairs, mean_chosen_tokens=batch.mean_chosen_tokens)
             else:
                 losses = tangents[number - 1].losses(pairs.policy)  # [P]
             session.clock.lap("forward")
-            (losses.sum() / pairs_of_rank).backward()
+            (losses.sum() / divisor).backward()
             session.clock.lap("backward")
         values.append(pair_values(output, pairs.policy, pairs.reference, losses))
     for number, idle_row in enumerate(batch.idle_rows, start=len(batch.rows) + 1):
@@ -272,10 +294,10 @@ def coupled_tangents(session: Session, batch: GlobalBatch) -> list[Tangent]:
 
     Takes a forward of every row first, without gradients; only such losses pay for it.
     """
-    objective, policy = session.objective, session.state.policy
-    rows = [score_pairs(objective, by_pair(policy(row.row), row), row) for row in batch.rows]
+    objective, scorer = session.objective, session.state.policy
+    rows = [score_pairs(objective, by_pair(scorer(row.row), row), row) for row in batch.rows]
     for idle_row in batch.idle_rows:
-        policy(idle_row)
+        scorer(idle_row)
     return row_tangents(
         objective, rows, mean_chosen_tokens=batch.mean_chosen_tokens, device=session.prepared.device
     )

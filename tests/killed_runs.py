@@ -40,7 +40,7 @@ from dpo_pack.recipe import Recipe
 
 PHASES: dict[str, tuple[Any, str]] = {
     "reference": (prepare_reference, "fill_cache"),
-    "step": (train_module, "train_step"),
+    "step": (train_module, "accumulate_gradients"),
     "rollouts": (online_source, "run_phase"),
     "evaluation": (train_module, "evaluate"),
     "checkpoint": (checkpoint_writer, "_write"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
@@ -16,6 +19,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.optim import Adafactor
 
+import dpo_pack.checkpoint_dir as checkpoint_dir
 import dpo_pack.checkpoint_writer as checkpoint_writer
 from dpo_pack.checkpoint import (
     Identity,
@@ -29,8 +33,10 @@ from dpo_pack.checkpoint_dir import checkpoints, drop_later_checkpoints, find_da
 from dpo_pack.checkpoint_writer import CheckpointContent, CheckpointWriter
 from dpo_pack.errors import CacheError, DpoPackError, RunError
 from dpo_pack.health import Health
+from dpo_pack.interrupts import Interrupted
 from dpo_pack.models import CompletionLogps
 from dpo_pack.optim import adamw, learning_rate_schedule
+from dpo_pack.run_dir import damage_of
 from dpo_pack.seeding import seed_everything, seed_step
 from dpo_pack.selection import Standing
 from dpo_pack.sources import GlobalBatch
@@ -41,6 +47,7 @@ IDENTITY = Identity(
     words={"data": "22 pairs", "plan": "11 steps", "reference": "the policy"},
     versions={"torch": "2.0", "transformers": "5.0"},
     ranks="one process",
+    judged_by="loss of held_out, 0",
 )
 
 
@@ -110,7 +117,7 @@ def state_at(step: int, **settings: Any) -> TrainState:
 def content(
     state: TrainState, *, keep: int = 2, num_best: int = 0, metrics_offset: int = 0
 ) -> CheckpointContent:
-    place = Place(metrics_offset=metrics_offset, source=state.source.state_dict())
+    place = Place(step=state.step, metrics_offset=metrics_offset, source=state.source.state_dict())
     return checkpoint_content(state, place, IDENTITY, keep=keep, num_best=num_best)
 
 
@@ -211,6 +218,16 @@ def test_what_is_written_in_the_background_is_the_state_as_it_was(
     assert_same(resumed, state)
 
 
+@pytest.mark.parametrize(("free", "fits"), [(16, True), (15, False)])
+def test_a_copy_may_take_half_of_what_is_free(free: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes on a node, 4 bytes each."""
+    on_device: Any = SimpleNamespace(is_cuda=True, nbytes=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(checkpoint_writer, "free_memory_bytes", lambda: free)
+    assert checkpoint_writer._has_room_for_copy({"weight": on_device}) == fits
+    assert not checkpoint_writer._has_room_for_copy({"weight": torch.zeros(1)})  # on the host anyway
+
+
 def test_what_fails_in_the_background_is_told_at_the_next_occasion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +248,16 @@ def test_what_fails_in_the_background_is_told_at_the_next_occasion(
 
     one_line(leave_with_one_on_its_way, CacheError)
     assert names(tmp_path) == []
+
+    def leave_by(error: BaseException) -> None:
+        with CheckpointWriter(tmp_path, in_background=True) as writer:
+            writer.write(content(state))
+            raise error
+
+    # A run that is asked to stop says that it goes on from what is saved: nothing is.
+    one_line(lambda: leave_by(Interrupted(signal.SIGTERM)), CacheError)
+    with pytest.raises(ZeroDivisionError):  # of two errors the first is the cause
+        leave_by(ZeroDivisionError())
 
 
 def test_a_copy_in_memory_is_made_of_what_is_on_a_gpu_only(tmp_path: Path) -> None:
@@ -316,7 +343,7 @@ def test_what_is_written_or_removed_half_way_is_not_there(
             save(tmp_path, state)
     assert names(tmp_path) == ["step-000001"]
 
-    def killed(path: Path) -> None:
+    def killed(path: Path, **options: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -426,6 +453,34 @@ def test_a_file_that_is_gone_cut_short_or_has_any_other_byte_is_noticed(tmp_path
     # Several ranks look at a part each, together at all.
     (path / "host.pt").unlink()
     assert [find_damage(path, rank=rank, num_ranks=2) is None for rank in range(2)].count(False) == 1
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, state_at(1))
+
+    def fail(file: Path) -> int:
+        raise OSError(errno.EIO, "Input/output error", str(file))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_dir, "_crc32", fail)
+        message = one_line(lambda: damage_of(path))
+    assert f"{path} cannot be read" in message and "Input/output error" in message
+    assert "run the same command" in message and damage_of(path) is None
+    (path / "checkpoint.json").unlink()
+    (path / "checkpoint.json").mkdir()
+    assert "checkpoint.json: Is a directory" in one_line(lambda: damage_of(path))
+
+
+def test_what_was_best_by_another_measure_is_forgotten(tmp_path: Path) -> None:
+    state = state_at(1)
+    state.standing = Standing(best=((1, 0.5),), bar=0.5)
+    path = save(tmp_path, state)
+    resumed = new_state()
+    load(path, resumed)
+    assert resumed.standing == state.standing
+    resumed = new_state()
+    resumption = load_checkpoint(path, resumed, identity=replace(IDENTITY, judged_by="loss of other, 1"))
+    assert resumed.standing == Standing() and "another metric or held-out set" in " ".join(resumption.notes)
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from dpo_pack.prepare import prepare_data, prepare_tokenizer
 from dpo_pack.recipe import Recipe, load_recipe
 from dpo_pack.train import train
 
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 Make = Callable[..., Recipe]
 
 
@@ -63,8 +65,9 @@ def test_an_update_mixes_weights_when_it_is_due() -> None:
         assert not mixed.requires_grad and trained.requires_grad
 
 
-def test_a_hard_update_makes_the_reference_the_policy() -> None:
-    policy, reference = scorer(1), scorer(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_hard_update_makes_the_reference_the_policy(dtype: torch.dtype) -> None:
+    policy, reference = scorer(1).to(dtype), scorer(2).to(dtype)
     MovingReference(scorer=reference, every_steps=1, mixup=1.0).follow(policy, step=1)
     assert all(torch.equal(p, q) for p, q in zip(reference.parameters(), policy.parameters(), strict=True))
 
@@ -163,7 +166,7 @@ def test_a_run_resumes_bitwise(
         for name in ("straight", "resumed")
     )
     train(straight, console)
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
 
     def die(session: Any, batch: Any) -> Any:
         if session.state.step == 5:
@@ -171,7 +174,7 @@ def test_a_run_resumes_bitwise(
         return one_step(session, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "optimizer_step", die)
+        patch.setattr(train_module, "train_step", die)
         with pytest.raises(KeyboardInterrupt):
             train(resumed, console)
     train(resumed, console)
@@ -192,3 +195,52 @@ def test_losses_without_a_reference_have_none_to_move() -> None:
     assert "reference.sync: no reference" in message_of(lambda: load("loss.type=orpo", "reference.sync={}"))
     sync = load("reference.sync={}").reference.sync
     assert sync is not None and (sync.every_steps, sync.mixup) == (512, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trained"),
+    [
+        ({"use_dora": True}, "q_proj.lora_A"),
+        pytest.param(
+            {"lora_bias": True},
+            "q_proj.lora_B.default.bias",
+            # peft takes a bias for a part of a sharded weight when it saves.
+            marks=pytest.mark.filterwarnings("ignore:Adapter 'default'. 2 LoRA tensor"),
+        ),
+        ({"bias": "lora_only"}, "q_proj.base_layer.bias"),
+        ({"bias": "all"}, ".bias"),
+        ({"trainable_token_indices": [1]}, "embed_tokens"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_an_adapter_that_is_more_than_low_rank_is_refused(
+    settings: dict[str, Any], trained: str, make: Make, console: Console, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    from tiny_adapters import refusal, saved_adapter
+
+    base = tmp_path / "base"
+    vocabulary = len(prepare_tokenizer(make("run", "{}")))
+    tiny_model("llama", vocab_size=vocabulary, attention_bias=True).save_pretrained(base)
+    prepare_tokenizer(make("run", "{}")).save_pretrained(str(base))
+    adapter = saved_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], **settings)
+    recipe = make("run", "{every_steps: 1, mixup: 0.5}", f"model.path={adapter}", f"reference.path={base}")
+    message = refusal(lambda: train(recipe, console))
+    assert "reference.sync: a reference cannot follow" in message and trained in message
+
+
+def test_adapters_of_low_rank_and_modules_saved_whole_are_followed(
+    make: Make, console: Console, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    from tiny_adapters import saved_adapter
+
+    base = Path(make("run", "{}").model.path)
+    targets = ["q_proj", "up_proj"]
+    adapter = saved_adapter(
+        tmp_path / "adapter", base, target_modules=targets, modules_to_save=["lm_head"], use_rslora=True
+    )
+    recipe = make("run", "{every_steps: 1, mixup: 1.0}", f"model.path={adapter}", f"reference.path={base}",
+                  "train.epochs=2", "optim.lr=1e-2")  # fmt: skip
+    train(recipe, console)
+    assert [r["loss"] for r in records(recipe)][1:] == pytest.approx([log(2)] * 3, abs=1e-5)

@@ -68,7 +68,7 @@ def _train_and_die(directory: Path, runs: dict[str, Settings]) -> None:
     """The runs, and once more the first one, which is left after step 5 with a checkpoint of step 4."""
     _train(directory, runs)
     name, settings = next(iter(runs.items()))
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
 
     def die(session: Any, batch: Any) -> Any:
         if session.state.step == 5:
@@ -76,10 +76,10 @@ def _train_and_die(directory: Path, runs: dict[str, Settings]) -> None:
         return one_step(session, batch)
 
     recipe = recipe_of(directory, "dead", settings, "checkpoint.every_steps=2")
-    train_module.optimizer_step = die
+    train_module.train_step = die
     with pytest.raises(KeyboardInterrupt):
         train(recipe, Console(quiet=True))
-    train_module.optimizer_step = one_step
+    train_module.train_step = one_step
     ranks.wait_for_all()
     train(recipe, Console(quiet=True))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import dpo_pack.train as train_module
 from dpo_pack.errors import RecipeError, RunError
 from dpo_pack.evaluate import evaluate_recipe
 from dpo_pack.interrupts import Interrupted
+from dpo_pack.online import phases
+from dpo_pack.online.interface import Draw
 from dpo_pack.recipe import parse_recipe
 from dpo_pack.train import train
 
@@ -124,7 +126,7 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = online_recipe(assets, tmp_path / "run", f"data.eval={assets}/heldout.jsonl", **QUEUED)
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
 
     def step_then_signal(session: Any, batch: Any) -> Any:
         outcome = one_step(session, batch)
@@ -132,11 +134,36 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
             signal.raise_signal(signal.SIGTERM)
         return outcome
 
-    monkeypatch.setattr(train_module, "optimizer_step", step_then_signal)
+    monkeypatch.setattr(train_module, "train_step", step_then_signal)
     with pytest.raises(Interrupted):
         train(recipe, console)
-    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    monkeypatch.setattr(train_module, "train_step", one_step)
     train(recipe, console)
+    assert_same_run(straight, tmp_path / "run")
+
+
+def test_a_judge_that_is_gone_costs_no_step_that_was_taken(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `checkpoint.every_steps`: the run is saved when it ends, and goes on when the key is right."""
+    recipe = online_recipe(assets, tmp_path / "run", f"data.eval={assets}/heldout.jsonl", **QUEUED)
+    run_phase = phases.run_phase
+
+    def gone(draws: Sequence[Draw], *arguments: Any) -> Any:
+        outcomes = run_phase(draws, *arguments)
+        if draws[0].number >= 5:
+            raise RunError("online.judges.0.endpoint: the server says 401")
+        return outcomes
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dpo_pack.online.source.run_phase", gone)
+        with pytest.raises(RunError, match="401"):
+            train(recipe, console)
+    (taken,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+    train(recipe, console)
+    step = int(taken.name.removeprefix("step-"))
+    assert 0 < step < 6 and f"Going on after step {step}" in console.file.getvalue()  # type: ignore[attr-defined]
     assert_same_run(straight, tmp_path / "run")
 
 
@@ -145,17 +172,17 @@ def test_a_killed_run_makes_the_phases_after_its_checkpoint_anew(
 ) -> None:
     held_out = f"data.eval={assets}/heldout.jsonl"
     recipe = online_recipe(assets, tmp_path / "run", held_out, "checkpoint.every_steps=2", **QUEUED)
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
 
     def die(session: Any, batch: Any) -> Any:
         if session.state.step == 5:
             raise KeyboardInterrupt("as good as kill -9: nothing is saved on the way out")
         return one_step(session, batch)
 
-    monkeypatch.setattr(train_module, "optimizer_step", die)
+    monkeypatch.setattr(train_module, "train_step", die)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, console)
-    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    monkeypatch.setattr(train_module, "train_step", one_step)
     half_written = tmp_path / "run" / "rollouts.parquet" / ".part-000009.parquet.0123abcd.tmp"
     half_written.touch()
     train(recipe, console)
@@ -168,7 +195,7 @@ def test_a_run_that_goes_on_forgets_rollouts_of_steps_it_has_not_taken_yet(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = online_recipe(assets, tmp_path / "run", "checkpoint.every_steps=2")
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
     dies_at, stops_at = 5, 3
 
     def die(session: Any, batch: Any) -> Any:
@@ -182,12 +209,12 @@ def test_a_run_that_goes_on_forgets_rollouts_of_steps_it_has_not_taken_yet(
             signal.raise_signal(signal.SIGTERM)
         return outcome
 
-    monkeypatch.setattr(train_module, "optimizer_step", die)
+    monkeypatch.setattr(train_module, "train_step", die)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, console)
     assert max(row["step"] for row in rollouts(tmp_path / "run")) > stops_at
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
-    monkeypatch.setattr(train_module, "optimizer_step", stop)
+    monkeypatch.setattr(train_module, "train_step", stop)
     with pytest.raises(Interrupted):
         train(
             recipe.model_copy(

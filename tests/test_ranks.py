@@ -41,6 +41,12 @@ def _doubled(items: Sequence[int]) -> list[int]:
     return [2 * item for item in items]
 
 
+def _fails_on_the_second_rank(items: Sequence[int]) -> list[int]:
+    if ranks.rank() == 1:
+        raise RunError("the server says 401")
+    return list(items)
+
+
 def _on_two(directory: Path) -> dict[str, Any]:
     rank = ranks.rank()
     told: dict[str, Any] = {
@@ -51,6 +57,7 @@ def _on_two(directory: Path) -> dict[str, Any]:
         "every": ranks.every_rank_says(rank),
         "shared": ranks.share_out(range(5), lambda mine: [(rank, 2 * item) for item in mine]),
         "one": ranks.share_out([7], _doubled),
+        "not shared out": _message(RunError, lambda: ranks.share_out(range(3), _fails_on_the_second_rank)),
     }
     with ranks.first_goes_first():
         if rank == 0:
@@ -98,6 +105,7 @@ def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
         "every": [0, 1],
         "shared": [(0, 0), (1, 2), (0, 4), (1, 6), (0, 8)],
         "one": [14],
+        "not shared out": "the server says 401",
         "found": True,
         "failed": "rank 0 found no such file",
         "differ": f"{both} differ in optim.lr and 1 more: 1.5 and 0.5; do so",

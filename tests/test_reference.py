@@ -38,6 +38,28 @@ def test_frozen_values_are_those_of_each_pair_s_sides_before_and_after_a_round_t
         assert values.rejected.tolist() == [-50.0, -10.0, -10.0]
 
 
+def test_what_is_frozen_is_joined_and_taken_apart_again(tmp_path: Path) -> None:
+    tables = [make_table(random_pairs(3, seed=seed)) for seed in (0, 1)]
+    cache = ReferenceCache(tmp_path / "cache", NAMESPACE)
+    for number, table in enumerate(tables):
+        for keys, lengths in (
+            (table.chosen_keys, table.chosen_lengths),
+            (table.rejected_keys, table.rejected_lengths),
+        ):
+            ramp = np.arange(lengths.sum(), dtype=np.float32) + number
+            tokens = TokenLogps.of_lengths(ramp, lengths)
+            sums = np.array([tokens.of(n).sum() for n in range(len(tokens))], dtype=np.float64)
+            cache.append(keys, sums, lengths, tokens)
+    for per_token in (False, True):
+        first, second = (FrozenReference.take(cache, [table], per_token=per_token) for table in tables)
+        assert first.covers(tables[0]) and not first.covers(tables[1])
+        joined = first.joined(second)
+        assert joined.covers(tables[0]) and joined.covers(tables[1])
+        assert joined.fingerprint == FrozenReference.take(cache, tables, per_token=per_token).fingerprint
+        assert joined.only(tables[0]).fingerprint == first.fingerprint != joined.fingerprint
+        assert joined.joined(second).fingerprint == joined.fingerprint
+
+
 def test_values_frozen_for_other_data_are_refused(frozen_table: tuple[FrozenReference, PairTable]) -> None:
     frozen, _ = frozen_table
     for seed in range(1, 5):  # keys before, between and after the frozen ones

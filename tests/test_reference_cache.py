@@ -22,6 +22,21 @@ from dpo_pack.reference_cache import ReferenceCache, namespace_digest
 from dpo_pack.reference_parts import SequenceLogps, TokenLogps
 
 
+def test_a_part_that_no_listing_has_yet_is_read_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system lists a directory as it was a while ago: another node's part is not there yet."""
+    there, here = ReferenceCache(tmp_path, NAMESPACE), ReferenceCache(tmp_path, NAMESPACE)
+    keys = random_keys(2)
+    part = there.append(keys, np.array([-1.0, -2.0]), np.array([3, 4]))
+    monkeypatch.setattr("dpo_pack.reference_cache.part_paths", lambda directory: [])
+    assert np.isnan(here.lookup(keys)).all()
+    here.named_parts |= there.named_parts
+    assert here.lookup(keys).tolist() == [-1.0, -2.0]
+    part.unlink()
+    assert np.isnan(here.lookup(keys)).all()
+
+
 def test_lookup_finds_what_was_appended_in_any_order_and_nan_for_the_rest(tmp_path: Path) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
     keys = random_keys(5)

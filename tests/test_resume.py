@@ -45,7 +45,7 @@ def text(console: Console) -> str:
 def stop_after(step: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         stop = after_step(step, lambda: signal.raise_signal(signal.SIGTERM))
-        patch.setattr(train_module, "optimizer_step", stop)
+        patch.setattr(train_module, "train_step", stop)
         with pytest.raises(Interrupted):
             train(recipe, Console(quiet=True))
 
@@ -135,6 +135,34 @@ def test_the_best_checkpoint_is_there_whatever_interrupts_its_evaluation(
     assert_same_run(tmp_path / "straight", tmp_path / "run")
     whole = read_counters(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
     assert whole is not None and not whole["owes_evaluation"] and whole["standing"]["best"][0][0] == step
+
+
+def test_a_run_without_a_best_evaluation_has_its_last_step_saved(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else was, and the remedy must not cost the training."""
+    run, best = tmp_path / "run", ("checkpoint.keep_best=1", "checkpoint.load_best=true")
+    with monkeypatch.context() as patch:
+        patch.setattr("dpo_pack.session_evaluation.judge", lambda standing, *rest, **options: standing)
+        with pytest.raises(RunError, match="no evaluation gave a finite metric; set it to false"):
+            train(whole_run(assets, run, *best), console)
+    assert checkpoint_steps(run) == [8]
+    train(whole_run(assets, run, best[0]), console)
+    assert len(lines(run, "train")) == 8 and read_json(run / "run.json")["status"] == "finished"
+
+
+def test_bests_that_were_left_in_another_directory_are_not_asked_for(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = ("checkpoint.keep_best=1", "checkpoint.load_best=true", "checkpoint.keep=9")
+    stop_after(5, whole_run(assets, tmp_path / "run", *OVERSHOOTS, *best), monkeypatch)
+    (last,) = (path for path in checkpoints(tmp_path / "run" / "checkpoints") if path.name.endswith("5"))
+    there = whole_run(assets, tmp_path / "there", *OVERSHOOTS, *best, f"checkpoint.resume={last}")
+    train(there, console)
+    told = read_json(tmp_path / "there" / "run.json")["best"]
+    of_those = {step: loss for step, loss in losses(tmp_path / "there").items() if step >= 5}
+    assert told["step"] == min(of_those, key=lambda step: of_those[step])
+    assert Path(told["checkpoint"]).is_dir() and "best of those to come are kept" in text(console)
 
 
 # ------------------------------------------------------------------------------------------ what is in them
@@ -235,6 +263,42 @@ def test_a_changed_recipe_is_refused_with_what_it_was_and_is(
     told = str(caught.value)
     assert "optim.lr (0.001 then, 0.5 now)" in told and "model.lora" in told and told.isprintable()
     assert "loss.type.0.type ('sigmoid' then, 'ipo' now)" in told
+
+
+def test_what_is_held_out_may_change(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the cache is gone: only what is new is computed, by the reference and not by the policy."""
+    recipe = whole_run(assets, tmp_path / "run", f"reference.cache_dir={tmp_path}/cache")
+    stop_after(3, recipe, monkeypatch)
+    rows = (assets / "heldout.jsonl").read_text().splitlines()
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join([rows[0], *(row.replace("ask", "ask ask") for row in rows[1:4])]) + "\n")
+    changes = (f"data.eval=[{{path: {other}, name: mine}}]", f"reference.cache_dir={tmp_path}/elsewhere")
+    train(whole_run(assets, tmp_path / "run", *changes), console)
+    assert "0 of 8 sequences cached, 8 to compute" in text(console)
+    assert lines(tmp_path / "run", "train") == lines(straight, "train")
+    assert saved_weights(tmp_path / "run" / "model") == saved_weights(straight / "model")
+    after = [line for line in lines(tmp_path / "run", "eval") if line["step"] >= 4]
+    assert {line["source"] for line in after} == {"mine"} and len(after) == 3
+
+    whole = whole_run(assets, tmp_path / "whole", *changes)
+    train(whole, Console(quiet=True))
+    for ours, theirs in zip(after, lines(tmp_path / "whole", "eval")[2:], strict=True):
+        assert ours["step"] == theirs["step"] and ours["pairs"] == theirs["pairs"] == 4
+        assert ours["rewards/margins"] == pytest.approx(theirs["rewards/margins"], rel=1e-4)
+
+
+def test_what_is_held_out_may_not_change_where_it_says_when_to_stop(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tiny_run(tmp_path / "own").parent
+    recipe = whole_run(own, tmp_path / "run", "train.early_stopping={patience: 9}")
+    stop_after(3, recipe, monkeypatch)
+    rows = (own / "heldout.jsonl").read_text().splitlines()
+    (own / "heldout.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    with pytest.raises(RunError, match=r"another held-out data, so going on"):
+        train(recipe, console)
 
 
 def test_changed_data_is_refused_and_other_versions_are_told(

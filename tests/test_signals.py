@@ -144,7 +144,7 @@ def test_a_run_stopped_between_steps_goes_on_bitwise(
     recipe = whole_run(assets, tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(
-            train_module, "optimizer_step", after_step(stop_at, lambda: signal.raise_signal(signal.SIGUSR1))
+            train_module, "train_step", after_step(stop_at, lambda: signal.raise_signal(signal.SIGUSR1))
         )
         assert stopped(recipe, console).exit_status == 143
     assert checkpoint_steps(tmp_path / "run") == [stop_at]
@@ -193,7 +193,7 @@ def test_what_is_saved_already_is_not_saved_again(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = whole_run(assets, tmp_path / "run", "checkpoint.every_steps=3")
-    step = train_module.train_step
+    step = train_module.accumulate_gradients
 
     def signal_in_step_4(session: Any, batch: Any) -> Any:
         if session.state.step == 3:
@@ -201,7 +201,7 @@ def test_what_is_saved_already_is_not_saved_again(
         return step(session, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "train_step", signal_in_step_4)
+        patch.setattr(train_module, "accumulate_gradients", signal_in_step_4)
         for _ in range(2):  # in the step after the checkpoint, then there again
             stopped(recipe, console)
     assert text(console).count("saved /") == 1 and text(console).count("step 3 is saved already") == 2
@@ -228,7 +228,7 @@ def test_a_second_signal_leaves_at_once_and_what_was_saved_stays(
         signal.raise_signal(TERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "optimizer_step", after_step(5, first_signal))
+        patch.setattr(train_module, "train_step", after_step(5, first_signal))
         ended = stopped(recipe, console)
     assert ended.is_urgent and ended.exit_status == 130
     assert checkpoint_steps(tmp_path / "run") == [3]

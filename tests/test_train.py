@@ -150,7 +150,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = make_recipe(assets, tmp_path / "run", f"reference.cache_dir={assets / 'cache'}")
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
 
     def step_then_signal(session: Any, batch: Any) -> Any:
         outcome = one_step(session, batch)
@@ -158,12 +158,12 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
             signal.raise_signal(signal.SIGTERM)
         return outcome
 
-    monkeypatch.setattr(train_module, "optimizer_step", step_then_signal)
+    monkeypatch.setattr(train_module, "train_step", step_then_signal)
     with pytest.raises(Interrupted) as stopped:
         train(recipe, console)
     assert stopped.value.exit_status == 143
     assert read_json(tmp_path / "run" / "run.json")["status"] == "interrupted"
-    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    monkeypatch.setattr(train_module, "train_step", one_step)
     train(recipe, console)
     assert_same_run(straight, tmp_path / "run")
 
@@ -173,18 +173,18 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(
 ) -> None:
     overrides = (f"reference.cache_dir={assets / 'cache'}", "checkpoint.every_steps=3")
     recipe = make_recipe(assets, tmp_path / "run", *overrides)
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
 
     def die(session: Any, batch: Any) -> Any:
         if session.state.step == 8:
             raise KeyboardInterrupt("as good as kill -9: nothing is saved on the way out")
         return one_step(session, batch)
 
-    monkeypatch.setattr(train_module, "optimizer_step", die)
+    monkeypatch.setattr(train_module, "train_step", die)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, console)
     assert [r["step"] for r in metrics(tmp_path / "run") if r["split"] == "train"] == list(range(1, 9))
-    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    monkeypatch.setattr(train_module, "train_step", one_step)
     train(recipe, console)
     assert "Going on after step 6" in console.file.getvalue()  # type: ignore[attr-defined]
     assert_same_run(straight, tmp_path / "run")
@@ -381,7 +381,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_rows(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
-    step = train_module.train_step
+    step = train_module.accumulate_gradients
 
     def poisoned(session: Any, batch: Any) -> Any:
         values = step(session, batch)
@@ -390,7 +390,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_rows(
         parameter.grad.fill_(float("nan"))
         return values
 
-    monkeypatch.setattr(train_module, "train_step", poisoned)
+    monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)
     with pytest.raises(RunError, match=r"step 1: .*not finite.*rows of data\.train \("):
         train(make_recipe(assets, tmp_path / "run", "data.eval=[]", "train.eval_every_steps=null"), console)
     assert len(seen) == 1 and read_json(tmp_path / "run" / "run.json")["status"] == "failed"
@@ -403,7 +403,7 @@ def test_a_stop_names_the_step_and_leaves_the_parameters_before_it(
     """The host learns of it when it logs; meanwhile no step changes anything."""
     before: list[torch.Tensor] = []
     after: list[torch.Tensor] = []
-    step = train_module.train_step
+    step = train_module.accumulate_gradients
 
     def poisoned(session: Any, batch: Any) -> Any:
         values = step(session, batch)
@@ -413,7 +413,7 @@ def test_a_stop_names_the_step_and_leaves_the_parameters_before_it(
             parameter.grad.view(-1)[0] = torch.inf
         return values
 
-    monkeypatch.setattr(train_module, "train_step", poisoned)
+    monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)
     log = (f"logging.every_steps={every_steps}", "data.eval=[]", "train.eval_every_steps=null")
     with pytest.raises(RunError, match=r"step 3: .*listed in .*nonfinite-step-000003\.json"):
         train(make_recipe(assets, tmp_path / "run", *log), console)
@@ -426,7 +426,7 @@ def test_a_stop_names_the_step_and_leaves_the_parameters_before_it(
 def test_a_run_that_skips_goes_on_and_leaves_the_step_s_pairs(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = train_module.train_step
+    step = train_module.accumulate_gradients
 
     def poisoned(session: Any, batch: Any) -> Any:
         values = step(session, batch)
@@ -434,7 +434,7 @@ def test_a_run_that_skips_goes_on_and_leaves_the_step_s_pairs(
             next(session.state.policy.parameters()).grad.fill_(torch.nan)
         return values
 
-    monkeypatch.setattr(train_module, "train_step", poisoned)
+    monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)
     run = tmp_path / "run"
     train(make_recipe(assets, run, "train.stop_on_nonfinite=false", "train.max_steps=6"), console)
     told = console.file.getvalue()  # type: ignore[attr-defined]
@@ -451,7 +451,7 @@ def test_a_step_that_is_not_logged_reads_nothing_from_the_device(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the gradients on; what the model's own forward does is its own affair."""
-    step, records = train_module.train_step, train_module.step_record
+    step, records = train_module.accumulate_gradients, train_module.step_record
     logged = []
 
     def then_watch(session: Any, batch: Any) -> Any:
@@ -468,9 +468,9 @@ def test_a_step_that_is_not_logged_reads_nothing_from_the_device(
         logged.append(session.state.step)
         return records(session, batch, outcome)
 
-    watching, whole_step = contextlib.ExitStack(), train_module.optimizer_step
-    monkeypatch.setattr(train_module, "train_step", then_watch)
-    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    watching, whole_step = contextlib.ExitStack(), train_module.train_step
+    monkeypatch.setattr(train_module, "accumulate_gradients", then_watch)
+    monkeypatch.setattr(train_module, "train_step", one_step)
     monkeypatch.setattr(train_module, "step_record", record)
     train(make_recipe(assets, tmp_path / "run", "logging.every_steps=5"), console)
     assert logged == [5, 10]
@@ -506,7 +506,7 @@ def test_warnings_are_told_once_and_are_in_run_json_and_not_repeated_after_resum
     other.save_pretrained(tmp_path / "reference")
     overrides = (f"reference.path={tmp_path / 'reference'}", "loss.beta=1", "train.max_steps=4")
     recipe = make_recipe(assets, tmp_path / "run", *overrides)
-    one_step = train_module.optimizer_step
+    one_step = train_module.train_step
 
     def step_then_signal(session: Any, batch: Any) -> Any:
         outcome = one_step(session, batch)
@@ -514,10 +514,10 @@ def test_warnings_are_told_once_and_are_in_run_json_and_not_repeated_after_resum
             signal.raise_signal(signal.SIGTERM)
         return outcome
 
-    monkeypatch.setattr(train_module, "optimizer_step", step_then_signal)
+    monkeypatch.setattr(train_module, "train_step", step_then_signal)
     with pytest.raises(Interrupted):
         train(recipe, console)
-    monkeypatch.setattr(train_module, "optimizer_step", one_step)
+    monkeypatch.setattr(train_module, "train_step", one_step)
     train(recipe, console)
     assert console.file.getvalue().count("Warning: the first loss is") == 1  # type: ignore[attr-defined]
     assert read_json(tmp_path / "run" / "run.json")["warnings"] == ["high_initial_loss"]

@@ -83,7 +83,7 @@ def test_only_losses_that_couple_pairs_pay_for_a_second_forward(
     make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forwards: list[bool] = []
-    step = train_module.train_step
+    step = train_module.accumulate_gradients
 
     def counting(session: Any, batch: Any) -> Any:
         hook = session.state.policy.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
@@ -92,7 +92,7 @@ def test_only_losses_that_couple_pairs_pay_for_a_second_forward(
         finally:
             hook.remove()
 
-    monkeypatch.setattr(train_module, "train_step", counting)
+    monkeypatch.setattr(train_module, "accumulate_gradients", counting)
     one_step = ("train.max_steps=1", "data.eval=[]")
     for name, loss in (("plain", "[{type: sigmoid}, {type: sft}]"), ("coupled", "aot")):
         recipe = make(name, f"loss.type={loss}", *one_step)

@@ -48,8 +48,8 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def after_step(step: int, action: Callable[[], object]) -> Callable[[Any, Any], Any]:
-    """A stand-in for `optimizer_step` that does `action` when the step is taken."""
-    one_step = train_module.optimizer_step
+    """A stand-in for `train_step` that does `action` when the step is taken."""
+    one_step = train_module.train_step
 
     def step_then_act(session: Any, batch: Any) -> Any:
         outcome = one_step(session, batch)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpo_pack.data.epoch_order import check_weights
 from dpo_pack.data.ingest import LoadedSource, Progress, load_source
 from dpo_pack.data.keys import content_key, tokenizer_fingerprint
 from dpo_pack.data.quality import describe_pairs, key_values, overlap
@@ -40,7 +41,8 @@ class DataSplits:
     eval: tuple[EvalSet, ...]
     source_weights: NDArray[np.float64]  # [training sources] the mixture, for the planner
     report: dict[str, Any]  # the content of data_report.json
-    fingerprint: str  # of the pairs and the mixture
+    fingerprint: str  # of the pairs to train on and the mixture
+    eval_fingerprint: str  # of what is held out, with its names
     prompts: "PromptSplits | None" = None  # of an online run, whose pairs are yet to be made
 
 
@@ -80,13 +82,14 @@ def load_data(
             for name, source in zip(source_names(data.eval), eval_sources, strict=True)
         ]
     source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
-    fingerprints = [train.fingerprint, *([e.name, e.pairs.fingerprint] for e in evals)]
+    check_weights(train.source_indices, source_weights)
     return DataSplits(
         train=train,
         eval=tuple(evals),
         source_weights=source_weights,
         report=_report(train, train_sources, evals, eval_sources),
-        fingerprint=content_key([fingerprints, source_weights.tolist()]),
+        fingerprint=content_key([train.fingerprint, source_weights.tolist()]),
+        eval_fingerprint=content_key([[e.name, e.pairs.fingerprint] for e in evals]),
     )
 
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dpo_pack.data.epoch_order import check_weights
 from dpo_pack.data.formats import BadRow, Message, detect_prompt_format, prompt_of, with_system_message
+from dpo_pack.data.keys import content_key
 from dpo_pack.data.locating import LocatedSource, locate_source
 from dpo_pack.data.pairs import HELD_OUT, DataSplits, split_by_prompt
 from dpo_pack.data.quality import key_values, summarize_lengths
@@ -79,6 +81,8 @@ def load_prompts(
         kept, held = split_by_prompt(table.prompt_keys, data.eval.fraction, seed)
         held_out[HELD_OUT] = tuple(prompts[position] for position in held.tolist())
         table, prompts = table.select(kept), [prompts[position] for position in kept.tolist()]
+    source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
+    check_weights(table.source_indices, source_weights)
     sources = [
         {"name": name, **reader.report()}
         for name, reader in zip(source_names(data.train), readers, strict=True)
@@ -95,9 +99,12 @@ def load_prompts(
     return DataSplits(
         train=table,
         eval=(),
-        source_weights=np.array([source.weight for source in data.train], dtype=np.float64),
+        source_weights=source_weights,
         report=report,
         fingerprint=table.fingerprint,
+        eval_fingerprint=content_key(
+            [[name, PairTable.of([_store(of_set)]).fingerprint] for name, of_set in held_out.items()]
+        ),
         prompts=PromptSplits(train=tuple(prompts), eval=held_out),
     )
 
