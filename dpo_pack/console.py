@@ -16,7 +16,8 @@ _LINE_EVERY_SECONDS = 10.0
 
 def make_console(*, quiet: bool = False) -> Console:
     """The console of a command. `quiet` is for every rank but the first, which alone prints."""
-    return Console(quiet=quiet, highlight=False, soft_wrap=True)
+    # Names and paths may have brackets, which are no markup.
+    return Console(quiet=quiet, highlight=False, soft_wrap=True, markup=False)
 
 
 @contextlib.contextmanager
@@ -26,7 +27,7 @@ def progress_bar(
     """Yield a function that is told how many more units are done; shows rate and remaining time."""
     if console.is_terminal:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn(f"{unit}, {{task.fields[rate]}}"),

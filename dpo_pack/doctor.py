@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dpo_pack
+from dpo_pack import ranks
 from dpo_pack.attention import BACKENDS
 from dpo_pack.attention.select import AttentionNeeds, backend_obstacle
 from dpo_pack.cpu_features import bfloat16_instructions, cpu_name
@@ -73,7 +74,7 @@ def prove_recipe(recipe: Recipe) -> ProofOutcome:
 
     Raises ModelError when it cannot be loaded, UnsupportedModelError when it cannot be packed at all.
     """
-    device = Accelerator().device
+    device = Accelerator(cpu=not ranks.uses_cuda()).device
     precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, device)
     source = policy_model(recipe)
     check_layers(recipe, source, device)

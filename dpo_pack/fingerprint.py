@@ -6,10 +6,11 @@ split over files; one changed element makes another.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import json
 import pickle
-import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from dpo_pack.errors import ModelError
+from dpo_pack.errors import CacheError, ModelError
 from dpo_pack.files import read_json, write_json_atomically
+from dpo_pack.loading import load_errors
 from dpo_pack.models import Precision
 
 # Raised whenever a fix of ours changes the log-probs computed for the same model and tokens.
@@ -54,6 +56,12 @@ _IRRELEVANT_CONFIG = frozenset(
 _IRRELEVANT_ADAPTER_CONFIG = frozenset(
     {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"}
 )
+# Fields of it that peft writes from sets, in the order of hashes, which every process has its own of.
+_UNORDERED_ADAPTER_CONFIG = frozenset({"exclude_modules", "modules_to_save", "target_modules"})
+# Stem and suffix of weights, in the order in which transformers looks for them.
+_WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
+# Functions of transformers' that models call beside their own: padded rows' masks, scaled rotary frequencies.
+_MASKS, _ROTARY = "transformers.masking_utils", "transformers.modeling_rope_utils"
 
 
 def reference_namespace(
@@ -88,11 +96,21 @@ def reference_namespace(
 
 
 def model_directory(path: str, revision: str | None) -> Path:
-    """A local model directory: `path` itself, or the hub's snapshot of it in the local cache."""
-    if Path(path).is_dir():
-        return Path(path)
-    patterns = ["*.json", "*.safetensors", "*.bin"]
-    return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+    """A local model directory: `path` itself, or the hub's snapshot of it in the local cache.
+
+    Raises ModelError where the snapshot lacks weights and cannot be completed.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    for stem, suffix in _WEIGHTS:  # repositories often have the weights in several kinds of files
+        wanted = [f"{stem}.{suffix}", f"{stem}-*.{suffix}", f"{stem}.{suffix}.index.json"]
+        with load_errors(path, "model"):
+            found = snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"])
+        directory = Path(found)
+        if any(directory.glob(f"{stem}*.{suffix}")):
+            break
+    return directory
 
 
 def weights_fingerprint(directory: Path, memo_path: Path) -> str:
@@ -110,7 +128,11 @@ def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
             f"{directory} is no PEFT adapter: it needs adapter_config.json and adapter_model.safetensors or "
             ".bin; save the adapter again"
         )
-    relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT_ADAPTER_CONFIG}
+    relevant = {
+        key: sorted(value) if key in _UNORDERED_ADAPTER_CONFIG and isinstance(value, list) else value
+        for key, value in config.items()
+        if key not in _IRRELEVANT_ADAPTER_CONFIG
+    }
     content = [_files_fingerprint(present[:1], memo_path), relevant]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -127,13 +149,14 @@ def _files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
             learnt[identity] = _tensor_digests(file)
         digests.update(memo.get(identity) or learnt[identity])
     if learnt:
-        write_json_atomically(memo_path, {**(read_json(memo_path) or {}), **learnt})
+        with contextlib.suppress(CacheError):  # a cache that may only be read serves as well
+            write_json_atomically(memo_path, {**(read_json(memo_path) or {}), **learnt})
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
 
 
 def weight_files(directory: Path) -> list[Path]:
     """The files of a model's weights, safetensors before PyTorch's own. Raises ModelError without any."""
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+    for stem, suffix in _WEIGHTS:
         whole = directory / f"{stem}.{suffix}"
         # As transformers does, whole before sharded: saving a model anew can leave an index of before.
         if whole.is_file():
@@ -188,17 +211,27 @@ def _relevant_config(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _modelling_source(config: PretrainedConfig, trust_remote_code: bool) -> str:
-    """sha256 over the files that define the classes of the model's parts, remote code included.
+    """sha256 over the files that define the classes of the model's parts, remote code included, and masks.
 
     The model is built without memory for weights. torch's own classes are left out: its versions differ by
-    rounding only.
+    rounding only. Masks count for packed rows, which have none, as well: both modes share their log-probs.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    modules = {type(part).__module__ for part in model.modules()}
-    files = [sys.modules[name].__file__ for name in modules if name.partition(".")[0] != "torch"]
+    modules = {_MASKS, *(type(part).__module__ for part in model.modules())}
+    if _scales_rotary(config):
+        modules.add(_ROTARY)
+    parts = [importlib.import_module(name) for name in modules if name.partition(".")[0] != "torch"]
+    files = [part.__file__ for part in parts]
     # By content: where a file is, and so the name of a remote module, does not matter.
     digests = sorted(
         hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file is not None
     )
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+
+
+def _scales_rotary(config: PretrainedConfig) -> bool:
+    """Whether a layer's rotary frequencies are not the plain ones, which the model's own file computes."""
+    rope = config.get_text_config().to_dict().get("rope_parameters") or {}
+    kinds = (rope, *(part for part in rope.values() if isinstance(part, dict)))  # Gemma 3: by layer type
+    return any(kind.get("rope_type", "default") != "default" for kind in kinds)

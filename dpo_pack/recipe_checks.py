@@ -212,6 +212,7 @@ def check_environment(recipe: Recipe) -> None:
         [
             *_path_problems(recipe),
             *_optimizer_problems(recipe),
+            *_moving_reference_problems(recipe),
             *_package_problems(recipe),
             *_tracker_problems(recipe),
         ]
@@ -252,7 +253,8 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
             yield from _model_problems(f"online.judges.{number}.path", judge.path, MODEL_FILES)
     yield from _directory_problems("output_dir", recipe.output_dir)
     if recipe.reference.cache_dir:
-        yield from _directory_problems("reference.cache_dir", recipe.reference.cache_dir)
+        # One that has everything may be read-only; what cannot be written is noticed before it is computed.
+        yield from _directory_problems("reference.cache_dir", recipe.reference.cache_dir, is_written=False)
     resume = recipe.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.isdir(resume):
         yield (
@@ -276,10 +278,27 @@ def _is_adapter(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
+def _trains_adapter(recipe: Recipe) -> bool:
+    return recipe.model.lora is not None or _is_adapter(recipe.model.path)
+
+
 def _optimizer_problems(recipe: Recipe) -> Iterator[Problem]:
-    trains_adapter = recipe.model.lora is not None or _is_adapter(recipe.model.path)  # which is in fp32
-    if recipe.model.dtype == "bfloat16" and recipe.optim.name != "adamw" and not trains_adapter:
+    # An adapter is in fp32 whatever its base is in.
+    if recipe.model.dtype == "bfloat16" and recipe.optim.name != "adamw" and not _trains_adapter(recipe):
         yield "optim.name", f"{recipe.optim.name} {NO_MASTER_WEIGHTS}"
+
+
+def _moving_reference_problems(recipe: Recipe) -> Iterator[Problem]:
+    """A mixture, or base and adapter, rounded to bfloat16 may stay where it was; a copy is exact."""
+    sync = recipe.reference.sync
+    if sync is None or recipe.model.dtype != "bfloat16":
+        return
+    if sync.mixup < 1.0 or _trains_adapter(recipe):
+        yield (
+            "reference.sync",
+            "model.dtype bfloat16 rounds most of an update away; set model.dtype: float32, or mixup: 1 "
+            "without an adapter",
+        )
 
 
 def _package_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -306,26 +325,26 @@ def _package_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _data_path_problems(key: str, path: str) -> Iterator[Problem]:
-    is_data_file = path.removesuffix(".gz").endswith(DATA_FILE_SUFFIXES)
+    is_data_file = path.endswith(DATA_FILE_SUFFIXES)
     if os.path.isdir(path):
         return
     if os.path.exists(path):
         if not is_data_file:
-            yield key, f"a data file ends in {', '.join(DATA_FILE_SUFFIXES)} (and .gz), not as {show(path)}"
+            yield key, f"a data file ends in {', '.join(DATA_FILE_SUFFIXES)}, not as {show(path)}"
         return
-    has_suffix = "/" not in path and os.path.splitext(path)[1] != ""
+    has_suffix = path.endswith(".gz") or ("/" not in path and os.path.splitext(path)[1] != "")
     if is_data_file or has_suffix or path.startswith((".", "/", "~")):
         yield key, f"no such file or directory: {show(path)} (relative paths start at {os.getcwd()})"
     elif not HUB_ID.fullmatch(path):
         yield key, f"no such file or directory, and not a hub id: {show(path)}"
 
 
-def _directory_problems(key: str, directory: Path) -> Iterator[Problem]:
-    """Problems of a directory that will be written to and need not exist yet."""
+def _directory_problems(key: str, directory: Path, *, is_written: bool = True) -> Iterator[Problem]:
+    """Problems of a directory that need not exist yet."""
     nearest = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not os.path.isdir(nearest):
         yield key, f"{show(str(nearest))} is in the way: it is not a directory"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
+    elif (is_written or nearest != directory) and not os.access(nearest, os.W_OK | os.X_OK):
         yield key, f"no permission to write in {show(str(nearest))}"
 
 
@@ -364,7 +383,8 @@ FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "transcript": ("chosen", "rejected", "weight"),
     "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "weight"),
 }
-DATA_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
+# Those of data/readers.py.
+DATA_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".csv", ".csv.gz")
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 MODEL_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

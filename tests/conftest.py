@@ -33,7 +33,7 @@ def shared_dir() -> Path:
 @pytest.fixture
 def console() -> Console:
     """A console whose text a test can read with `console.file.getvalue()`."""
-    return Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True)
+    return Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True, markup=False)
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ LAYERS = (
     {"proofs"},
     {"stock", "kernel_proof"},
     {"run_dir", "export", "trackers"},
+    {"run_safety"},
     {"checkpoint"},
     {"checkpoint_writer", "selection", "state_tensors"},
     {"checkpoint_dir"},

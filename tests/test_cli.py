@@ -154,6 +154,16 @@ def _with_few_positions(job: Path) -> Sequence[str]:
     return ()
 
 
+def _with_text_for_a_number(job: Path) -> Sequence[str]:
+    _edit_json(job / "model" / "config.json", num_hidden_layers="2")
+    return ()
+
+
+def _with_binary_template(job: Path) -> Sequence[str]:
+    (job / "template.jinja").write_bytes(b"\xff\xfe")
+    return (f"tokenizer.chat_template={job}/template.jinja",)
+
+
 def _with_text_recipe(job: Path) -> Sequence[str]:
     (job / "recipe.yaml").write_text("output_dir: [unclosed")
     return ()
@@ -193,6 +203,14 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
     "not UTF-8": (_with_second_line(b'{"prompt": "\xff"}'), r"pairs\.jsonl line 2: not UTF-8"),
     "no weights": (_without("model/model.safetensors"), r"model\.path: .*/model has no weights: neither"),
     "no config": (_without("model/config.json"), r"model\.path: directory .*/model' has no config\.json"),
+    "a wrong type in config.json": (
+        _with_text_for_a_number,
+        r"model\.path: cannot load .*/model: .*num_hidden_layers",
+    ),
+    "a template that is no text": (
+        _with_binary_template,
+        r"tokenizer\.chat_template: cannot read .*template\.jinja: it is not UTF-8",
+    ),
     "damaged weights": (_with_damaged_weights, r"model\.path: cannot load .*/model"),
     "a tensor missing": (
         _without_a_tensor,
@@ -313,7 +331,7 @@ def _raise_in_training(monkeypatch: pytest.MonkeyPatch, error: BaseException) ->
     def fail(*arguments: Any, **settings: Any) -> None:
         raise error
 
-    monkeypatch.setattr("dpo_pack.train.train_step", fail)
+    monkeypatch.setattr("dpo_pack.train.accumulate_gradients", fail)
 
 
 def test_running_out_of_device_memory_names_the_keys_that_need_less(

@@ -6,6 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 import dpo_pack.console as console_module
 from dpo_pack.console import TrainingLines, format_seconds, make_console, progress_bar
@@ -31,6 +32,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def text_of(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def test_brackets_in_names_and_paths_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    console = make_console()
+    table = Table("[held] out")
+    table.add_row("[/INST]")
+    console.print("Model: runs/[dpo]-v2/model [/INST]")
+    console.print(table)
+    told = capsys.readouterr().out
+    assert "runs/[dpo]-v2/model [/INST]" in told and "[held] out" in told and told.count("[/INST]") == 2
 
 
 def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from dpo_pack import fingerprint
-from dpo_pack.errors import ModelError
+from dpo_pack.data import keys
+from dpo_pack.errors import CacheError, ModelError
 from dpo_pack.fingerprint import reference_namespace, weights_fingerprint
 from dpo_pack.models import Precision
 from dpo_pack.reference_cache import namespace_digest
@@ -164,6 +167,49 @@ def test_a_file_that_defines_a_part_of_the_model_counts_as_well(
     assert digest(model) != before
 
 
+def mend_upstream(module_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[module_name]
+    assert module.__file__ is not None
+    changed = tmp_path / "changed.py"
+    changed.write_bytes(Path(module.__file__).read_bytes() + b"# a fix upstream\n")
+    monkeypatch.setattr(module, "__file__", str(changed))
+
+
+def test_the_code_that_makes_masks_counts_as_well(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digest(model)
+    mend_upstream("transformers.masking_utils", tmp_path, monkeypatch)
+    assert digest(model) != before
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "counts"),
+    [
+        ("llama", PLAIN, False),
+        ("llama", YARN, True),
+        ("gemma3_text", {"full_attention": PLAIN, "sliding_attention": PLAIN}, False),
+        ("gemma3_text", {"full_attention": YARN, "sliding_attention": PLAIN}, True),
+        ("gpt2", None, False),
+    ],
+)
+def test_the_code_of_scaled_rotary_frequencies_counts_where_a_layer_has_them(
+    family: str,
+    rope: dict[str, Any] | None,
+    counts: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config(family, **({} if rope is None else {"rope_parameters": rope}))
+    before = fingerprint._modelling_source(config, False)
+    mend_upstream("transformers.modeling_rope_utils", tmp_path, monkeypatch)
+    assert (fingerprint._modelling_source(config, False) != before) == counts
+
+
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     directory = tmp_path / "adapter"
@@ -199,6 +245,17 @@ def test_an_adapter_is_part_of_the_namespace_by_its_content(
     assert str(caught.value).isprintable()
 
 
+def test_the_order_in_which_an_adapter_lists_its_modules_does_not_matter(model: Path, adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text())
+    digests = []
+    for modules in (["q_proj", "v_proj"], ["v_proj", "q_proj"], ["q_proj"], "all-linear"):
+        lists = {"target_modules": modules, "modules_to_save": modules, "exclude_modules": None}
+        file.write_text(json.dumps({**config, **lists}))
+        digests.append(digest(model, adapter=adapter))
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
 def test_a_renamed_copied_or_touched_directory_is_the_same_model(model: Path, tmp_path: Path) -> None:
     before = digest(model)
     shutil.copytree(model, tmp_path / "copy")
@@ -226,6 +283,64 @@ def test_weights_of_torch_s_own_format_count_too(model: Path, tmp_path: Path) ->
         file = directory / "pytorch_model.bin"
         torch.save(weights, file, _use_new_zipfile_serialization=is_zip)
         assert weights_fingerprint(directory, tmp_path / "memo.json") == by_file
+
+
+@pytest.mark.parametrize(
+    ("weights", "asked_for"),
+    [
+        (
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+             "model.safetensors.index.json"],
+            None,
+        ),
+        (["model.safetensors"], None),
+        (["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"], None),
+        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+    ],
+)  # fmt: skip
+def test_of_a_repository_only_the_weights_that_are_loaded_are_asked_for(
+    weights: list[str], asked_for: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else is there need not be: a cluster without a network has what `from_pretrained` fetched."""
+    others = ["original/params.json", "original/model.safetensors", "consolidated.safetensors", "config.json",
+              "tokenizer.json", "onnx/model.onnx", "training_args.bin", "model_card.json"]  # fmt: skip
+    asked: list[str] = []
+
+    def snapshot(path: str, *, revision: None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        some = filter_repo_objects(
+            [*weights, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        for name in some:
+            asked.append(name)
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(fingerprint, "snapshot_download", snapshot)
+    assert fingerprint.model_directory("org/model", None) == tmp_path
+    assert sorted(asked) == sorted(asked_for or weights)
+
+
+def test_a_snapshot_that_lacks_weights_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def incomplete(*arguments: object, **options: object) -> str:
+        raise LocalEntryNotFoundError("2 file(s) are missing\nand so on")
+
+    monkeypatch.setattr(fingerprint, "snapshot_download", incomplete)
+    with pytest.raises(ModelError, match=r"cannot load org/model: 2 file\(s\) are missing;") as caught:
+        fingerprint.model_directory("org/model", None)
+    assert str(caught.value).isprintable()
+
+
+def test_a_memo_that_cannot_be_written_ends_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of a group may be there to be read only."""
+    expected = digest(model)
+
+    def refuse(path: Path, value: object) -> None:
+        raise CacheError(f"cannot write {path}: Read-only file system")
+
+    monkeypatch.setattr(fingerprint, "write_json_atomically", refuse)
+    monkeypatch.setattr(keys, "write_json_atomically", refuse)
+    assert digest(model, memo_path=model.parent / "other.json") == expected
+    assert len(keys.file_hash(model / "config.json", model.parent / "hashes.json")) == 64
 
 
 def test_an_index_left_behind_by_an_earlier_save_is_not_followed(model: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tiny_recipe import KEYS, load, message_of
 
 from dpo_pack import recipe_checks
+from dpo_pack.data.readers import READERS
 from dpo_pack.recipe import check_environment, check_paths, check_trackers
 
 
@@ -161,6 +162,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         "tokenizer/tokenizer.json",
         "pairs.jsonl",
         "pairs.csv.gz",
+        "pairs.parquet.gz",
         "pairs.txt",
         "t.jinja",
     ):
@@ -207,6 +209,8 @@ def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None
         (["data.train=a/b/c"], ["data.train.0.path:", "not a hub id: 'a/b/c'"]),
         (["data.train=hf://a/b"], ["data.train.0.path:", "not a hub id"]),
         (["data.train=pairs.txt"], ["data.train.0.path: a data file ends in .jsonl", "'pairs.txt'"]),
+        (["data.train=pairs.parquet.gz"], ["data.train.0.path: a data file ends", "'pairs.parquet.gz'"]),
+        (["data.train=a/missing.arrow.gz"], ["data.train.0.path: no such file"]),
         (["data.eval=missing.jsonl"], ["data.eval.0.path: no such file"]),
         (["model.path=./none"], ["model.path: no such directory, and not a hub id: './none'"]),
         (["model.path=empty"], ["model.path: directory 'empty' has no config.json"]),
@@ -234,11 +238,19 @@ def test_paths_that_are_not_there_are_refused_naming_the_key(
         assert fragment in message
 
 
+def test_the_data_files_that_pass_are_those_that_a_reader_reads() -> None:
+    assert tuple(READERS) == recipe_checks.DATA_FILE_SUFFIXES
+
+
 @pytest.mark.usefixtures("workplace")
 def test_a_directory_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    message = message_of(lambda: check_paths(load("output_dir=a/b")))
+    Path("cache").mkdir()
+    message = message_of(lambda: check_paths(load("output_dir=a/b", "reference.cache_dir=cache")))
     assert "output_dir: no permission to write in '.'" in message
+    assert "cache_dir" not in message  # it may have everything already
+    message = message_of(lambda: check_paths(load("output_dir=a/b", "reference.cache_dir=cache/new")))
+    assert "(and 1 more: reference.cache_dir)" in message
 
 
 @pytest.mark.usefixtures("workplace")
@@ -267,3 +279,21 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_instal
     assert "comet-ml" in message_of(
         lambda: check_environment(load("logging.trackers=[comet_ml]", "data.train=a/b"))
     )
+
+
+def test_a_moving_reference_that_bfloat16_would_round_is_refused(workplace: Path) -> None:
+    def check(*overrides: str) -> None:
+        check_environment(load("model.path=model", "reference.path=model", *overrides))
+
+    (workplace / "adapter").mkdir()
+    (workplace / "adapter" / "adapter_config.json").touch()
+    for overrides in (
+        ("reference.sync={mixup: 0.6}",),
+        ("reference.sync={mixup: 1}", "model.lora={r: 4}"),
+        ("reference.sync={mixup: 1}", "model.path=adapter"),
+    ):
+        message = message_of(functools.partial(check, "model.dtype=bfloat16", *overrides))
+        assert "reference.sync: model.dtype bfloat16 rounds" in message
+        assert "set model.dtype: float32" in message
+    check("reference.sync={mixup: 0.6}")
+    check("reference.sync={mixup: 1}", "model.dtype=bfloat16")
