@@ -98,8 +98,8 @@ class ModelRecipe(Section):
     )
     compile: bool = Field(
         default=False,
-        description="torch.compile the layers, for rows of any length, and the passes over logits; the start "
-        "takes a minute or more.",
+        description="torch.compile the layers, for rows of any length, and the passes over logits; every "
+        "start takes some seconds to minutes longer.",
     )
     kernels: Literal["none", "liger"] = Field(
         default="none",
@@ -158,8 +158,8 @@ class SourceRecipe(Section):
     """One source of pairs; a path alone stands for a source with that path."""
 
     path: PathText = Field(
-        description="A file (.jsonl .json .parquet .arrow .csv, each also .gz), a directory of the datasets "
-        "library, or a hub id.",
+        description="A file (.jsonl .json .csv, each also .gz; .parquet .arrow), a directory of such files "
+        "or of the datasets library, or a hub id.",
         examples=["pairs.jsonl"],
     )
     name: Name | None = Field(

@@ -64,7 +64,8 @@ section of defaults.
 
 Relative paths start at the working directory. `${recipe_dir}` is the directory of the recipe file and `~`
 your home directory in `output_dir`, `model.path`, `tokenizer.path`, `tokenizer.chat_template`,
-`reference.path`, `reference.cache_dir`, the `path` of data sources and `checkpoint.resume`.
+`reference.path`, `reference.cache_dir`, `checkpoint.resume`, and the `path` of data sources and of judges
+(`online.judges.N.path`).
 
 A model's path is a hub id unless a directory of that name exists. A data source is a local file when it
 ends in a known suffix or begins with `.`, `/` or `~`; else a directory if there is one, else a hub id.
@@ -143,8 +144,9 @@ differs. A key changes training when exact arithmetic would take other steps; wh
 bits of a result does not count, so that a run can go on with less memory, another attention backend or
 other hardware.
 
-Free to change: {neutral}, the `name` of a source, and `data.eval` unless it is a fraction of the training
-pairs. With `packing.scope: step` also {layout}. With `train.early_stopping`, {stopping}
+Free to change: {neutral}, where and how a judge's `endpoint` is asked (all but its `model`) and `retries`,
+the `name` of a source, and `data.eval` unless it is a fraction of the training pairs.
+With `packing.scope: step` also {layout}. With `train.early_stopping`, {stopping}
 and `data.eval` are not free: they say when the run ends.
 """
 

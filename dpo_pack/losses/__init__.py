@@ -1,8 +1,9 @@
 """Preference losses: pure functions of policy and reference log-probs, and what a run makes of them.
 
-A loss is a function and a line in LOSSES. `contrastive.py` holds those of a pair's log-ratios to the
-reference, `reference_free.py` those without one, `transport.py` those that couple the pairs of a step,
-`custom.py` finds your own.
+A loss is a function, a line in LOSSES, a name in `LossType` of recipe_schema.py, and what the tables of
+recipe_checks.py say of its options. `contrastive.py` holds those of a pair's log-ratios to the reference,
+`reference_free.py` those without one, `transport.py` those that couple the pairs of a step, `custom.py` finds
+your own.
 """
 
 from __future__ import annotations

@@ -24,7 +24,10 @@ class PairLogps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """What the loss functions take besides log-probs; the recipe's `loss` section without its types."""
+    """What the loss functions take besides log-probs: keys of the recipe's `loss` section.
+
+    `ld_alpha` and `weighting` are not among them: they are applied around the functions.
+    """
 
     beta: float
     label_smoothing: float = 0.0
