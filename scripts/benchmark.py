@@ -33,7 +33,7 @@ from benchmarking.shapes import SHAPES, flops_shape
 from benchmarking.work import work_of
 from benchmarking.workloads import WORKLOADS, Workload, make_workload
 
-from dpo_pack.run_dir import git_commit
+from dpo_pack.system.machine import git_commit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

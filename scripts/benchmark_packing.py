@@ -32,11 +32,11 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from dpo_pack.data.bin_packing import fewest_rows_possible, next_fit
-from dpo_pack.data.epoch_order import epoch_order
-from dpo_pack.data.flops import AttentionKind, ModelShape, pair_flops
-from dpo_pack.data.lengths import FloatArray, IntArray, PairLengths
-from dpo_pack.data.packing import PackingPlan, PlanSettings
+from dpo_pack.packing.bin_packing import fewest_rows_possible, next_fit
+from dpo_pack.packing.epoch_order import epoch_order
+from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
+from dpo_pack.packing.lengths import FloatArray, IntArray, PairLengths
+from dpo_pack.packing.plan import PackingPlan, PlanSettings
 
 TOKEN_BUDGET = 8192
 PAIRS_PER_STEP = {1: 64, 8: 128, 64: 512}  # by ranks
@@ -261,10 +261,10 @@ def trl_version() -> str | None:
 
 def hh_workload(path: Path, tokenizer: Path) -> Workload:
     """HH-RLHF as a run reads it."""
-    from dpo_pack.console import make_console
-    from dpo_pack.prepare import prepare_data, prepare_tokenizer
-    from dpo_pack.recipe import parse_recipe
-    from dpo_pack.reference import pair_lengths
+    from dpo_pack.data.store import pair_lengths
+    from dpo_pack.recipe.load import parse_recipe
+    from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
+    from dpo_pack.system.console import make_console
 
     with tempfile.TemporaryDirectory() as scratch:
         recipe = parse_recipe(
@@ -326,10 +326,10 @@ def time_planner(workload: Workload) -> list[str]:
         begun = time.process_time()
         order = epoch_order(num_pairs, shuffle=True, seed=0, epoch=0)
         plan = settings.plan(tokens, order=order, num_ranks=8, row_costs=costs)
-        assert plan[0]
+        assert plan.pack_step(0)
         first = time.process_time() - begun
         for step in range(1, len(plan)):
-            assert plan[step]
+            assert plan.pack_step(step)
         total = time.process_time() - begun
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         each = 1e6 * total / len(plan)

@@ -149,18 +149,17 @@ def run_dpo_pack(batch_size: int, setting: Setting, scratch: Path) -> tuple[floa
     """(seconds, log-probs [pairs, 2]); `batch_size` is TRL's and not read."""
     from benchmarking.run_dpo_pack import make_recipe
 
-    from dpo_pack.console import make_console
-    from dpo_pack.prepare import prepare, prepare_policy
-    from dpo_pack.prepare_reference import prepare_reference
-    from dpo_pack.reference import FrozenReference
+    from dpo_pack.run.prepare import load_policy, prepare
+    from dpo_pack.run.reference_stage import prepare_reference
+    from dpo_pack.system.console import make_console
 
     recipe = make_recipe(ours(TOKEN_BUDGET), setting, scratch)
     prepared = prepare(recipe, make_console(quiet=True))
-    policy = prepare_policy(prepared)
+    policy = load_policy(prepared)
     begun = time.perf_counter()
     filled = prepare_reference(prepared, policy)
     seconds = time.perf_counter() - begun
-    reference = FrozenReference.take(filled.cache, prepared.tables).of(prepared.data.train)
+    reference = filled.values().of(prepared.data.train)
     return seconds, np.stack((reference.chosen, reference.rejected), axis=1)
 
 

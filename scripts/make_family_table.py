@@ -1,6 +1,6 @@
 """Writes docs/families.md: what each model family needs, whether it packs, and how exact it is here.
 
-Builds a tiny random model of every family and measures it as tests/test_families.py does, in about a minute.
+Builds a tiny random model of every family and measures it as tests/model/test_families.py does: a minute.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ sys.path += [str(ROOT), str(ROOT / "tests")]  # the tiny models are the tests'
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from family_errors import Errors, bfloat16_cells, measure, prove_under_autocast  # noqa: E402
-from tiny_models import tiny_config  # noqa: E402
+from support.family_errors import Errors, bfloat16_cells, measure, prove_under_autocast  # noqa: E402
+from support.tiny_models import tiny_config  # noqa: E402
 
-from dpo_pack.families import FAMILIES  # noqa: E402
-from dpo_pack.model_config import routes_tokens  # noqa: E402
+from dpo_pack.model.config import routes_tokens  # noqa: E402
+from dpo_pack.model.families import FAMILIES  # noqa: E402
 
 TABLE = ROOT / "docs" / "families.md"
 
 INTRODUCTION = """\
 # Model families
 
-<!-- Written by scripts/make_family_table.py; edit dpo_pack/families.py or the script instead. -->
+<!-- Written by scripts/make_family_table.py; edit dpo_pack/model/families.py or the script instead. -->
 
 Any causal language model that transformers builds can be tried: before a run the
 [start-up proofs](proofs.md) decide. For the families below the outcome is known. Each was measured on a tiny
 random model (2 layers, windows shorter than the sequences, softcaps that bend) in fp32 on CPU with
 torch {torch} and transformers {transformers}, against the plain computation: one sequence at a time, the
-model's own eager attention, full logits. `tests/test_families.py` does so in every test run, for packed rows
-with and without shared prompts and for padded batches, and prints the table. It fails above 1e-4 nats for a
-sequence's log-prob; for gradients above 1e-6 relative or twice the noise floor (their worst entry: four
+model's own eager attention, full logits. `tests/model/test_families.py` does so in every test run, for packed
+rows with and without shared prompts and for padded batches, and prints the table. It fails above 1e-4 nats
+for a sequence's log-prob; for gradients above 1e-6 relative or twice the noise floor (their worst entry: four
 times), where that is higher, and above 2e-5 in any case.
 
-*Noise* is what fp32 is worth there: how far the plain gradients themselves are from the same ones in float64.
-Errors below it are rounding. Mixtures of experts have no other noise in fp32; in bf16 they have, see below.
+*Noise* is the rounding of fp32 for that family: the distance between the gradients of the plain computation
+in fp32 and in float64. A smaller error is only rounding. Mixtures of experts have no further noise in
+fp32; in bf16 they do, see below.
 
 The name is `model_type` in config.json (of the text model, where a model has several).
 """
@@ -72,8 +73,8 @@ EXPERTS = """
 In bf16 two computations of the same thing now and then pick another expert at a near tie, so these families
 have a noise floor of their own. The [equivalence proof](proofs.md#mixtures-of-experts) measures it on the
 model at hand. Mean error a token in nats under bf16 autocast, of packed rows and of what rounding alone does
-to the plain computation; three times the latter is the bound. `tests/test_families.py` proves all packed
-families, these and the dense ones, under autocast.
+to the plain computation; three times the latter is the bound. `tests/model/test_families.py` proves all
+packed families, these and the dense ones, under autocast.
 
 | family | packed | rounding |
 |---|---|---|

@@ -1,38 +1,24 @@
-"""Writes docs/recipe.md, the reference of all recipe keys, from the schema in dpo_pack/recipe_schema.py."""
+"""Writes docs/recipe.md, the reference of all recipe keys, from the schema in dpo_pack/recipe/."""
 
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from dpo_pack.recipe import (
-    EARLY_STOPPING_KEYS,
-    NEUTRAL_KEYS,
-    ROW_LAYOUT_KEYS,
-    EarlyStoppingRecipe,
-    EvalFraction,
-    LoraRecipe,
-    LossTerm,
-    Recipe,
-    SourceRecipe,
-    SyncRecipe,
-    default_in_yaml,
-    describe_key,
-)
-from dpo_pack.recipe_online import (
-    EndpointRecipe,
-    GeneratorRecipe,
-    JudgeRecipe,
-    OnlineRecipe,
-    PairingRecipe,
-)
-from dpo_pack.recipe_schema import allowed_values
+from dpo_pack.recipe.changes import EARLY_STOPPING_KEYS, NEUTRAL_KEYS, ROW_LAYOUT_KEYS
+from dpo_pack.recipe.data import EvalFraction, SourceRecipe
+from dpo_pack.recipe.load import default_in_yaml
+from dpo_pack.recipe.loss import LossTerm
+from dpo_pack.recipe.online import EndpointRecipe, GeneratorRecipe, JudgeRecipe, OnlineRecipe, PairingRecipe
+from dpo_pack.recipe.schema import LoraRecipe, Recipe, SyncRecipe
+from dpo_pack.recipe.training import EarlyStoppingRecipe
+from dpo_pack.recipe.types import allowed_values
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "recipe.md"
 
 INTRODUCTION = """\
 # Recipe reference
 
-<!-- Written by scripts/make_recipe_reference.py; edit dpo_pack/recipe_schema.py or the script instead. -->
+<!-- Written by scripts/make_recipe_reference.py; edit dpo_pack/recipe/*.py or the script instead. -->
 
 A recipe is a YAML file that says everything about a run. Three keys are required:
 
@@ -127,7 +113,7 @@ def _table(prefix: str, section: type[BaseModel], without: frozenset[str] | set[
         if name not in without:
             allowed = allowed_values(field.annotation, field.metadata)
             default = "required" if field.is_required() else f"`{default_in_yaml(field)}`"
-            cells = (f"`{prefix}{name}`", allowed, default, describe_key(prefix + name, field))
+            cells = (f"`{prefix}{name}`", allowed, default, str(field.description))
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join([*lines, ""])
 

@@ -1,7 +1,7 @@
 """Measure what the docs say of single settings, on this machine's CPU.
 
 python scripts/measure_settings.py products         fp32 through MKL and oneDNN, bf16: docs/performance.md
-python scripts/measure_settings.py head-chunks      tokens of a chunk of the output head: dpo_pack/logps.py
+python scripts/measure_settings.py head-chunks      tokens of a chunk of the output head: model/logps.py
 python scripts/measure_settings.py gradient-sums    rows adding up in bf16: docs/memory.md
 python scripts/measure_settings.py checkpoints      written while training goes on: docs/running.md
 """
@@ -22,13 +22,18 @@ import typer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dpo_pack.checkpoint import Identity, Place, TrainState, checkpoint_content
-from dpo_pack.checkpoint_writer import CheckpointWriter
-from dpo_pack.compiling import compile_head
-from dpo_pack.cpu_products import times_transposed
-from dpo_pack.head_logits import Asked, HeadPasses, HeadTransform
-from dpo_pack.host_memory import keep_freed_memory
-from dpo_pack.logps import HEAD_BOUNDS, token_logps
+from dpo_pack.model.logps import (
+    HEAD_BOUNDS,
+    HeadPasses,
+    HeadTransform,
+    WantedStatistics,
+    compile_head,
+    token_logps,
+)
+from dpo_pack.model.speed import times_transposed
+from dpo_pack.run.checkpoint.state import Identity, Place, TrainState, checkpoint_content
+from dpo_pack.run.checkpoint.writer import CheckpointWriter
+from dpo_pack.system.memory import keep_freed_memory
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
 
@@ -78,7 +83,7 @@ def head_passes(num_tokens: int = 1024, repeats: int = 9, backend: str = "induct
             for _ in range(2 + repeats):  # the first two compile
                 for name, passes in contenders.items():
                     settings = {"compute_dtype": dtype, "bounds": HEAD_BOUNDS["cpu"], "passes": passes}
-                    seconds[name].append(_head_seconds(head, asked=Asked(), **settings))
+                    seconds[name].append(_head_seconds(head, wanted=WantedStatistics(), **settings))
             plain, compiled = (each[2:] for each in seconds.values())
             ratios = sorted(one / other for one, other in zip(plain, compiled, strict=True))
             print(
@@ -102,7 +107,9 @@ def head_chunks(num_tokens: int = 2048, repeats: int = 5) -> None:
             for tokens in tokens_of_chunk:
                 bounds = replace(HEAD_BOUNDS["cpu"], chunk_tokens=tokens, chunk_bytes=2**40)
                 settings = {"compute_dtype": torch.float32, "bounds": bounds}
-                seconds[tokens].append(_head_seconds(head, asked=Asked(metrics=False), **settings))
+                seconds[tokens].append(
+                    _head_seconds(head, wanted=WantedStatistics(metrics=False), **settings)
+                )
         work = 3 * 2e-9 * num_tokens * hidden_size * vocabulary
         rates = " | ".join(f"{work / statistics.median(each[1:]):.0f}" for each in seconds.values())
         print(f"| {hidden_size} x {vocabulary} | {rates} |")

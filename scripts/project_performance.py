@@ -2,7 +2,7 @@
 
     python scripts/project_performance.py --output docs/benchmarks/projection.md
 
-Everything on that page follows from the FLOP formulas of dpo_pack/data/flops.py, the planner, length mixes
+Everything on that page follows from the FLOP formulas of dpo_pack/packing/flops.py, the planner, length mixes
 and shapes of the benchmark, and the assumptions below. Deterministic: a test compares the page with this.
 """
 
@@ -31,7 +31,7 @@ from benchmarking.projection import (
 from benchmarking.shapes import SHAPES, flops_shape
 from benchmarking.workloads import MIXES, LengthMix
 
-from dpo_pack.data.lengths import PairLengths
+from dpo_pack.packing.lengths import PairLengths
 
 NUM_PAIRS = 4096
 

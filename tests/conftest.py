@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from family_errors import BFLOAT16_COLUMNS, TABLE_COLUMNS
 from hypothesis import settings
 from rich.console import Console
-from tiny_models import FAMILIES
+from support.family_errors import BFLOAT16_COLUMNS, TABLE_COLUMNS
+from support.tiny_models import FAMILIES, tiny_model
+from support.tiny_run import tiny_run
+from support.whole_runs import whole_run
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from dpo_pack.train import train
+
 settings.register_profile("default", deadline=None)  # shared machines stall
 settings.load_profile("default")
+
+# Scripts that tests start find tests/support as tests do.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 # Tests run tiny models: more threads only wait for each other.
 torch.set_num_threads(1)
@@ -28,6 +38,28 @@ def shared_dir() -> Path:
     if not directory.is_dir():
         pytest.skip(f"no {directory}: conformance numbers and real data are not part of this repository")
     return directory
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny random Llama, without a tokenizer. Nobody may write there."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, its data and a recipe. Nobody may write there."""
+    return tiny_run(tmp_path_factory.mktemp("assets")).parent
+
+
+@pytest.fixture(scope="session")
+def straight(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupted. Nobody may write there."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    train(whole_run(assets, run), Console(quiet=True))
+    return run
 
 
 @pytest.fixture

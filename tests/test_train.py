@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_reads import no_reads
 from rich.console import Console
-from safetensors.torch import load_file
-from tiny_models import tiny_model
-from tiny_tokenizer import tiny_tokenizer
+from support.device_reads import no_reads
+from support.run_files import assert_same_run, records, timeless, weights
+from support.tiny_models import tiny_model
+from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-import dpo_pack.loading as loading
-import dpo_pack.recipe_models as recipe_models
+import dpo_pack.model.loading as loading
+import dpo_pack.run.models as recipe_models
 import dpo_pack.train as train_module
-from dpo_pack.errors import CacheError, RunError
-from dpo_pack.interrupts import Interrupted
-from dpo_pack.recipe import Recipe, parse_recipe
+from dpo_pack.recipe.load import Recipe, parse_recipe
+from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.train import train
 
 NUM_PAIRS = 22  # not a multiple of the step: the last step is a partial one
@@ -69,24 +69,6 @@ def make_recipe(assets: Path, output_dir: Path, *overrides: str) -> Recipe:
     return parse_recipe(tree, overrides)
 
 
-def metrics(run: Path, *, timeless: bool = True) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    times = ("seconds", "mfu", "tokens_per_second", "pairs_per_second")
-    return [{k: v for k, v in r.items() if not timeless or k.split("/")[0] not in times} for r in records]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = load_file(run / "model" / "model.safetensors")
-    return tensors
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert metrics(one) == metrics(other)
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
@@ -102,11 +84,11 @@ def straight(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_what_the_contract_says(straight: Path, assets: Path) -> None:
     steps_per_epoch = -(-NUM_PAIRS // 4)
-    records = metrics(straight, timeless=False)
-    steps = [r for r in records if r["split"] == "train"]
+    lines = records(straight)
+    steps = [r for r in lines if r["split"] == "train"]
     assert [r["step"] for r in steps] == list(range(1, 2 * steps_per_epoch + 1))
     assert [r["pairs"] for r in steps] == [4, 4, 4, 4, 4, 2] * 2
-    assert [r["step"] for r in records if r["split"] == "eval"] == [0, 4, 8, 12]
+    assert [r["step"] for r in lines if r["split"] == "eval"] == [0, 4, 8, 12]
     assert steps[0]["learning_rate"] == 0.0 and steps[-1]["epoch"] == 2.0
     needed = {
         "loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
@@ -128,7 +110,7 @@ def test_a_run_leaves_what_the_contract_says(straight: Path, assets: Path) -> No
 
 
 def test_training_learns_and_step_zero_prefers_nothing(straight: Path) -> None:
-    before, *_, after = [r for r in metrics(straight) if r["split"] == "eval"]
+    before, *_, after = [r for r in timeless(straight) if r["split"] == "eval"]
     assert abs(before["rewards/margins"]) < 1e-5 and before["loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert after["rewards/accuracies"] > 0.9 and after["loss"] < 0.6
 
@@ -183,7 +165,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(
     monkeypatch.setattr(train_module, "train_step", die)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, console)
-    assert [r["step"] for r in metrics(tmp_path / "run") if r["split"] == "train"] == list(range(1, 9))
+    assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == list(range(1, 9))
     monkeypatch.setattr(train_module, "train_step", one_step)
     train(recipe, console)
     assert "Going on after step 6" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -200,7 +182,7 @@ def test_a_checkpoint_of_another_directory_can_be_gone_on_from(
     train(make_recipe(assets, tmp_path / "two", cache, f"checkpoint.resume={checkpoint}"), console)
     ours, theirs = weights(tmp_path / "two"), weights(straight)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert [r["step"] for r in metrics(tmp_path / "two") if r["split"] == "train"] == list(range(6, 13))
+    assert [r["step"] for r in timeless(tmp_path / "two") if r["split"] == "train"] == list(range(6, 13))
     with pytest.raises(RunError, match="holds another run"):
         train(make_recipe(assets, tmp_path / "two", cache, f"checkpoint.resume={checkpoint}"), console)
 
@@ -263,13 +245,13 @@ def test_another_recipe_in_the_same_directory_is_refused_and_overwrite_begins_an
     with pytest.raises(RunError, match=r"optim\.lr.*train\.max_steps.*--overwrite.*another output_dir"):
         train(changed, console)
     train(changed, console, overwrite=True)
-    assert [r["step"] for r in metrics(tmp_path / "run") if r["split"] == "train"] == [1, 2]
+    assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == [1, 2]
 
 
 def test_a_run_that_failed_before_its_first_step_is_no_hindrance(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(session: object, log: object) -> None:
+    def fail(session: object) -> None:
         raise RuntimeError("before a step")
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="before a step"):
@@ -333,7 +315,7 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
     )
     train(recipe, console)
     assert loaded == ["reference", "model"]
-    first = metrics(tmp_path / "run")[0]
+    first = timeless(tmp_path / "run")[0]
     assert first["split"] == "eval" and abs(first["rewards/margins"]) > 1e-3
 
 
@@ -352,7 +334,7 @@ def test_a_step_s_loss_is_the_mean_over_its_pairs_however_they_are_packed(
     for number, overrides in enumerate(variants):
         run = tmp_path / str(number)
         train(make_recipe(assets, run, "train.max_steps=3", "optim.warmup_steps=0", *overrides), console)
-        records.append([r for r in metrics(run) if r["split"] == "train"])
+        records.append([r for r in timeless(run) if r["split"] == "train"])
     assert len({record[0]["rows"] for record in records}) > 1
     for record in records[1:]:
         for ours, first in zip(record, records[0], strict=True):
@@ -372,7 +354,7 @@ def test_pair_weights_scale_each_pair_s_part_of_the_loss(
         recipe = make_recipe(assets, tmp_path / name, source, "data.eval=[]", "train.eval_every_steps=null",
                              "train.max_steps=1")  # fmt: skip
         train(recipe, console)
-        losses.append(metrics(tmp_path / name)[0]["loss"])
+        losses.append(timeless(tmp_path / name)[0]["loss"])
     # At the first step every pair's loss is log 2.
     assert losses == pytest.approx([np.log(2), np.log(2) * 4.5 / 4], abs=1e-5)
 
@@ -440,7 +422,7 @@ def test_a_run_that_skips_goes_on_and_leaves_the_step_s_pairs(
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert told.count("step 3: loss or gradient is not finite, and no update was made") == 1
     assert [path.name for path in run.glob("nonfinite-*")] == ["nonfinite-step-000003.json"]
-    steps = [r for r in metrics(run) if r["split"] == "train"]
+    steps = [r for r in timeless(run) if r["split"] == "train"]
     assert [r["step"] for r in steps if r["grad_norm"] is None] == [3]  # NaN is not JSON
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
     train(make_recipe(assets, run, "train.max_steps=1"), console, overwrite=True)
@@ -474,11 +456,11 @@ def test_a_step_that_is_not_logged_reads_nothing_from_the_device(
     monkeypatch.setattr(train_module, "step_record", record)
     train(make_recipe(assets, tmp_path / "run", "logging.every_steps=5"), console)
     assert logged == [5, 10]
-    assert [r["step"] for r in metrics(tmp_path / "run") if r["split"] == "train"] == [5, 10]
+    assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == [5, 10]
 
 
 def test_a_line_has_seconds_by_phase_that_add_up_and_the_part_of_the_peak(straight: Path) -> None:
-    steps = [r for r in metrics(straight, timeless=False) if r["split"] == "train"]
+    steps = [r for r in records(straight) if r["split"] == "train"]
     for line in steps:
         phases = sum(line[f"seconds/{phase}"] for phase in ("data", "forward", "backward", "optimizer"))
         assert 0.5 * line["seconds"] < phases <= line["seconds"]
@@ -493,7 +475,7 @@ def test_docs_define_every_number_of_metrics_jsonl(straight: Path) -> None:
     defined = set(re.findall(r"`([^`\s]+)`", table))
     short = {"rewards/margins_p50": "_p50", "rewards/margins_p90": "_p90"}
     short |= {f"seconds/{phase}": f"/{phase}" for phase in ("forward", "backward", "optimizer")}
-    for line in metrics(straight, timeless=False):
+    for line in records(straight):
         undefined = {name for name in line if name not in defined and short.get(name) not in defined}
         assert undefined <= {"split", "source", "by_source"}
 

@@ -1,1 +1,1 @@
-"""From files on disk to token ids and rows. Nothing in this folder imports torch."""
+"""Turns data files into tables of token ids. Nothing in this folder imports torch."""

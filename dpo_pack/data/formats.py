@@ -1,31 +1,17 @@
-"""One dataset row -> one Pair: the formats a source can be in.
+"""The formats of data sources. A format turns the rows of a data file into pairs or prompts.
 
-A format is a function from a row (a mapping from column name to value, `data.*.columns` already
-applied) to a Pair; it raises BadRow for a row that cannot become one. A new format is a function, a line in
-FORMATS, a case of `detect_format`, its name in the `format` of recipe_schema.py, its fields in
-FIELDS_OF_FORMAT of recipe_checks.py, and for a new column ROW_COLUMNS and recipe_schema.py's RowField.
+A row is a mapping from column names to values. `data.*.columns` has already renamed its columns. A format is
+one value in FORMATS, at the end of this file. A new format needs its functions, its entry in FORMATS and its
+fields in FIELDS_OF_FORMAT of recipe/data.py. A test compares FORMATS with FIELDS_OF_FORMAT.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
-
-# Every column some format reads. Readers of columnar files fetch no other.
-ROW_COLUMNS = (
-    "prompt",
-    "chosen",
-    "rejected",
-    "prompt_ids",
-    "chosen_ids",
-    "rejected_ids",
-    "weight",
-    "tools",
-    "chat_template_kwargs",
-)
 
 _ASSISTANT_TURN = "\n\nAssistant:"
 _MAX_FLOAT32 = 3.4028234e38
@@ -36,16 +22,31 @@ class Pair:
     """A prompt with a preferred and a dispreferred completion, as text, as messages or as token ids."""
 
     prompt: str | list[Message] | list[int]
-    chosen: str | list[Message] | list[int]  # the same kind as prompt
-    rejected: str | list[Message] | list[int]
-    weight: float = 1.0  # of the pair's loss
+    chosen: str | list[Message] | list[int] = (
+        ""  # the same type as the prompt; "" when only the prompts are read
+    )
+    rejected: str | list[Message] | list[int] = ""
+    weight: float = 1.0  # a factor of the pair's loss
     template_options: Mapping[str, Any] = field(default_factory=dict)  # tools and chat_template_kwargs
 
 
-class BadRow(Exception):
-    """A row that cannot become a pair; `data.on_bad_row` decides what happens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One form that the rows of a source can have, and the functions that read such rows."""
 
-    `reason` is a snake_case word that reports count by, `detail` the clause an error message quotes.
+    content: Literal["text", "messages", "token_ids"]  # the type of the prompts and completions
+    columns: tuple[str, ...]  # the columns that the format reads
+    completion_columns: tuple[str, str]  # a source without these columns has no pairs
+    prompt_column: str | None = None  # a source that has only this column has prompts
+    matches: Callable[[Row], bool]  # True if `format: auto` may choose this format for the row
+    pair: Callable[[Row], Pair]  # reads a pair; raises BadRow
+    prompt: Callable[[Row], Pair]  # reads a prompt, as a Pair without completions; raises BadRow
+
+
+class BadRow(Exception):
+    """A row cannot become a pair or a prompt. `data.on_bad_row` or `data.truncation` decides about the row.
+
+    Reports count rows by `reason`, a snake_case word. Error messages quote `detail`, a clause.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -55,7 +56,7 @@ class BadRow(Exception):
 
 
 def preference(row: Row) -> Pair:
-    """`prompt`, `chosen` and `rejected` as text; without `prompt` it is what the other two begin with."""
+    """Reads three texts. If `prompt` is missing, the prompt is the common beginning of the other two."""
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
     if "prompt" in row:
         prompt = _text(row, "prompt")
@@ -64,11 +65,11 @@ def preference(row: Row) -> Pair:
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
         if not prompt:
             raise BadRow("no_common_prompt", "no prompt column, and chosen and rejected begin differently")
-    return _text_pair(row, prompt, chosen, rejected)
+    return _pair(row, prompt, chosen, rejected)
 
 
 def transcript(row: Row) -> Pair:
-    """Whole dialogues "\\n\\nHuman: ...\\n\\nAssistant: ..." (HH-RLHF); the last assistant turn is scored."""
+    """Reads whole dialogues "\\n\\nHuman: ...\\n\\nAssistant: ..." (HH-RLHF). The last answer is scored."""
     prompts, completions = [], []
     for column in ("chosen", "rejected"):
         dialogue = _text(row, column)
@@ -79,14 +80,14 @@ def transcript(row: Row) -> Pair:
         completions.append(dialogue[start + len(_ASSISTANT_TURN) :])
     if prompts[0] != prompts[1]:
         raise BadRow("no_common_prompt", f"chosen and rejected differ before their last {_ASSISTANT_TURN!r}")
-    return _text_pair(row, prompts[0], completions[0], completions[1])
+    return _pair(row, prompts[0], completions[0], completions[1])
 
 
 def conversational(row: Row) -> Pair:
-    """Lists of `{role, content}` messages, with or without a prompt of their own.
+    """Reads lists of `{role, content}` messages. The column `prompt` may be missing.
 
-    Some sets repeat the prompt: as text beside whole conversations (UltraFeedback binarized), or as a
-    list that both conversations begin with. Both are read as whole conversations.
+    In some data sets both conversations repeat the prompt. A text prompt is then one of their user messages
+    (UltraFeedback binarized); a list prompt is the beginning of both. The pair has the prompt only once.
     """
     chosen, rejected = _messages(row, "chosen"), _messages(row, "rejected")
     common = _implicit_prompt_length(chosen, rejected)
@@ -99,14 +100,14 @@ def conversational(row: Row) -> Pair:
         prompt = _messages(row, "prompt")
         prompt_length = len(prompt)
         if chosen[:prompt_length] != prompt or rejected[:prompt_length] != prompt:
-            return _conversational_pair(row, prompt, chosen, rejected)
+            return _pair(row, prompt, chosen, rejected)
     if prompt_length == 0:
         raise BadRow("no_common_prompt", "no prompt column, and chosen and rejected begin differently")
-    return _conversational_pair(row, chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:])
+    return _pair(row, chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:])
 
 
 def tokenized(row: Row) -> Pair:
-    """`prompt_ids`, `chosen_ids` and `rejected_ids`: your own tokenisation, EOS included if wanted."""
+    """Reads the user's own token ids: `prompt_ids`, `chosen_ids` and `rejected_ids`. No EOS is added."""
     return Pair(
         prompt=_token_ids(row, "prompt_ids"),
         chosen=_token_ids(row, "chosen_ids"),
@@ -115,82 +116,59 @@ def tokenized(row: Row) -> Pair:
     )
 
 
+def preference_prompt(row: Row) -> Pair:
+    """Reads the column `prompt`. If it is missing, the prompt is the common beginning of the completions."""
+    return Pair(prompt=_text(row, "prompt") if "prompt" in row else preference(row).prompt)
+
+
+def conversational_prompt(row: Row) -> Pair:
+    """Reads the column `prompt` if it has messages. Else the prompt is the completions' common beginning."""
+    has_messages = isinstance(row.get("prompt"), list)
+    prompt = _messages(row, "prompt") if has_messages else conversational(row).prompt
+    return Pair(prompt=prompt, template_options=_template_options(row))
+
+
 def detect_format(row: Row) -> str:
-    """The format that reads `row`, for `format: auto`. Raises BadRow when none does."""
-    if "prompt_ids" in row:
-        return "tokenized"
-    chosen = _value(row, "chosen")
-    if isinstance(chosen, list):
-        return "conversational"
-    dialogues = _text(row, "chosen"), _text(row, "rejected")
-    if "prompt" not in row and all("\n\nHuman:" in d and _ASSISTANT_TURN in d for d in dialogues):
-        return "transcript"
-    return "preference"
-
-
-def prompt_of(row: Row, format: str) -> tuple[str | list[Message] | list[int], dict[str, Any]]:
-    """The prompt of a row whose completions, if it has any, are not asked for, and its template options."""
-    if format == "tokenized":
-        return _token_ids(row, "prompt_ids"), {}
-    if format == "conversational":
-        has_own_prompt = isinstance(row.get("prompt"), list)
-        prompt = _messages(row, "prompt") if has_own_prompt else conversational(row).prompt
-        return prompt, _template_options(row)
-    if format == "preference" and "prompt" in row:
-        return _text(row, "prompt"), {}
-    return FORMATS[format](row).prompt, {}
-
-
-def detect_prompt_format(row: Row) -> str:
-    """The format `prompt_of` reads `row` in, for `format: auto`. Raises BadRow when none does."""
-    if "prompt_ids" in row:
-        return "tokenized"
-    if "prompt" not in row:
-        return detect_format(row)
-    is_conversation = isinstance(row["prompt"], list) or isinstance(row.get("chosen"), list)
-    return "conversational" if is_conversation else "preference"
-
-
-def with_system_prompt(pair: Pair, system_prompt: str) -> Pair:
-    """A conversational pair whose prompt begins with a system message: its own, or `system_prompt`."""
-    assert isinstance(pair.prompt, list)
-    return replace(pair, prompt=with_system_message(pair.prompt, system_prompt))
+    """Returns the name of the first format in FORMATS that matches the row, for `format: auto`."""
+    return next(name for name, format in FORMATS.items() if format.matches(row))
 
 
 def with_system_message(prompt: list[Any], content: str) -> list[Any]:
-    """Messages that begin with a system message: their own, or one of this content."""
+    """Returns the prompt with a system message at its beginning. A prompt that has one is not changed."""
     if prompt[0]["role"] in ("system", "developer"):
         return prompt
     return [{"role": "system", "content": content}, *prompt]
 
 
-def _text_pair(row: Row, prompt: str, chosen: str, rejected: str) -> Pair:
-    for column, completion in (("chosen", chosen), ("rejected", rejected)):
-        if not completion.strip():
-            raise BadRow("empty_completion", f"the {column} completion is empty")
-    return Pair(prompt=prompt, chosen=chosen, rejected=rejected, weight=_weight(row))
+def _is_conversation(row: Row) -> bool:
+    return any(isinstance(row.get(column), list) for column in ("prompt", "chosen"))
 
 
-def _conversational_pair(
-    row: Row, prompt: list[Message], chosen: list[Message], rejected: list[Message]
-) -> Pair:
+def _is_transcript(row: Row) -> bool:
+    dialogues = [str(row.get(column)) for column in ("chosen", "rejected")]
+    return "prompt" not in row and all("\n\nHuman:" in text and _ASSISTANT_TURN in text for text in dialogues)
+
+
+def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
+    """Makes a pair of texts or of messages, with the row's weight. Raises BadRow if a completion is empty."""
+    is_text = isinstance(prompt, str)
     for column, completion in (("chosen", chosen), ("rejected", rejected)):
-        if all(_is_blank(message) for message in completion):
+        if not completion.strip() if is_text else all(_is_blank(message) for message in completion):
             raise BadRow("empty_completion", f"the {column} completion is empty")
     return Pair(
         prompt=prompt,
         chosen=chosen,
         rejected=rejected,
         weight=_weight(row),
-        template_options=_template_options(row),
+        template_options={} if is_text else _template_options(row),
     )
 
 
 def _implicit_prompt_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """Characters or messages of the prompt that both begin with, as TRL's `extract_prompt` has it.
+    """Returns the length of the common prompt in characters or messages, as TRL's `extract_prompt` finds it.
 
-    A space that ends the common beginning belongs to the completions. Where one of the two continues
-    the other, the shorter one's last element is its completion.
+    A space at the end of the common beginning belongs to the completions. If one sequence is the beginning of
+    the other, the completion of the shorter sequence is its last element.
     """
     shorter = min(len(chosen), len(rejected))
     for length in range(shorter):
@@ -201,7 +179,7 @@ def _implicit_prompt_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> i
 
 
 def _check_prompt_is_repeated(prompt: str, common: list[Message]) -> None:
-    """A text prompt beside conversations may be left out only when they contain it."""
+    """Raises BadRow unless the text prompt is a user message in the common part of the conversations."""
     if all(message.get("content") != prompt for message in common if message["role"] == "user"):
         raise BadRow(
             "prompt_mismatch",
@@ -210,9 +188,9 @@ def _check_prompt_is_repeated(prompt: str, common: list[Message]) -> None:
 
 
 def _is_blank(message: Message) -> bool:
-    """Whether a message says nothing: no content, and nothing else (a tool call, reasoning) either."""
-    said = [value for name, value in message.items() if name not in ("role", "name")]
-    return not any(value.strip() if isinstance(value, str) else value for value in said)
+    """Returns True if a message has neither content nor anything else (a tool call, reasoning)."""
+    contents = [value for name, value in message.items() if name not in ("role", "name")]
+    return not any(value.strip() if isinstance(value, str) else value for value in contents)
 
 
 def _value(row: Row, column: str) -> Any:
@@ -230,7 +208,7 @@ def _text(row: Row, column: str) -> str:
 
 
 def _messages(row: Row, column: str) -> list[Message]:
-    """The column's messages. All have `content`: templates ask whether it is null, as a tool call's is."""
+    """Returns the messages. Each gets a key `content`, because templates test if it is null (a tool call)."""
     value = _value(row, column)
     if not isinstance(value, list):
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, not a list of messages")
@@ -250,10 +228,10 @@ def _messages(row: Row, column: str) -> list[Message]:
 
 
 def _without_nulls(value: Any, column: str) -> Any:
-    """The value without the keys that hold null, at any depth. Raises BadRow for one that has no end.
+    """Removes the keys that hold null, at any depth. Raises BadRow if the value is nested too deeply.
 
-    In Parquet, Arrow and `datasets` all rows have the keys of all rows, null where a row lacks one. Nothing
-    tells such a null from one that was written, so no kind of file has any.
+    In Parquet, Arrow and `datasets` each row has the keys of all rows; a key that the row lacks holds null.
+    Such a null looks like a null that a person wrote, so nulls are removed in every kind of file.
     """
     try:
         return _drop_nulls(value)
@@ -279,7 +257,7 @@ def _weight(row: Row) -> float:
     if value is None:
         return 1.0
     try:
-        weight = float(value)  # text too: a CSV file has nothing else
+        weight = float(value)  # in a CSV file the weight is a text
     except (TypeError, ValueError, OverflowError):
         weight = float("nan")
     if isinstance(value, bool) or not 0 <= weight <= _MAX_FLOAT32:
@@ -290,7 +268,7 @@ def _weight(row: Row) -> float:
 def _template_options(row: Row) -> dict[str, Any]:
     tools = _object_or_json(row, "tools", list)
     options = _object_or_json(row, "chat_template_kwargs", dict) or {}
-    # An empty list is left out, because some templates (Llama's) announce tools even for one.
+    # An empty list is left out, because some templates (Llama's) announce tools even for an empty list.
     return {"tools": tools, **options} if tools else dict(options)
 
 
@@ -298,7 +276,7 @@ def _object_or_json(row: Row, column: str, kind: type) -> Any:
     value = row.get(column)
     if isinstance(value, str):
         try:
-            value = json.loads(value)  # whose nulls somebody wrote
+            value = json.loads(value)  # its nulls stay, because a person wrote them
         except (ValueError, RecursionError):
             raise BadRow("wrong_type", f"{column} is text but not JSON") from None
     else:
@@ -322,9 +300,44 @@ _KINDS: dict[type, str] = {
     dict: "an object",
 }
 
-FORMATS: dict[str, Callable[[Row], Pair]] = {
-    "preference": preference,
-    "conversational": conversational,
-    "transcript": transcript,
-    "tokenized": tokenized,
+_TEXT_COLUMNS = ("prompt", "chosen", "rejected", "weight")
+_COMPLETIONS = ("chosen", "rejected")
+
+# `format: auto` tries the formats in this order. Every row matches the final format.
+FORMATS: dict[str, Format] = {
+    "tokenized": Format(
+        content="token_ids",
+        columns=("prompt_ids", "chosen_ids", "rejected_ids", "weight"),
+        completion_columns=("chosen_ids", "rejected_ids"),
+        prompt_column="prompt_ids",
+        matches=lambda row: "prompt_ids" in row,
+        pair=tokenized,
+        prompt=lambda row: Pair(prompt=_token_ids(row, "prompt_ids")),
+    ),
+    "conversational": Format(
+        content="messages",
+        columns=(*_TEXT_COLUMNS, "tools", "chat_template_kwargs"),
+        completion_columns=_COMPLETIONS,
+        prompt_column="prompt",
+        matches=_is_conversation,
+        pair=conversational,
+        prompt=conversational_prompt,
+    ),
+    "transcript": Format(
+        content="text",
+        columns=("chosen", "rejected", "weight"),
+        completion_columns=_COMPLETIONS,
+        matches=_is_transcript,
+        pair=transcript,
+        prompt=lambda row: Pair(prompt=transcript(row).prompt),
+    ),
+    "preference": Format(
+        content="text",
+        columns=_TEXT_COLUMNS,
+        completion_columns=_COMPLETIONS,
+        prompt_column="prompt",
+        matches=lambda row: True,
+        pair=preference,
+        prompt=preference_prompt,
+    ),
 }

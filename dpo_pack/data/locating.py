@@ -1,27 +1,26 @@
-"""Where a source is: a file, a directory, the Hugging Face hub; and what names its content."""
+"""Finds a source (a file, a directory or a hub id) and computes a key of its content."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpo_pack.data.keys import directory_hash, file_hash
 from dpo_pack.data.readers import (
     READ_ROWS,
     READERS,
     ColumnNames,
-    NumberedRow,
     OpenRows,
     data_suffix,
-    open_file,
+    first_line,
+    rows_of_columns,
 )
-from dpo_pack.errors import DataError, RecipeError
-from dpo_pack.hub import check_dataset
-
-if TYPE_CHECKING:
-    from dpo_pack.recipe_schema import SourceRecipe
+from dpo_pack.recipe.schema import SourceRecipe
+from dpo_pack.system.errors import DataError, RecipeError
+from dpo_pack.system.hub import check_dataset
 
 DEFAULT_SPLIT = "train"
+_Found = tuple[str, Callable[[], OpenRows]]  # the fingerprint, and a function that opens the source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,51 +29,48 @@ class LocatedSource:
 
     label: str  # the path or hub id, as the user wrote it
     key: str  # its recipe key, "data.train.0"
-    fingerprint: str  # of its content
-    open: Callable[[], OpenRows]  # raises DataError when it cannot be read
+    fingerprint: str  # names its content
+    open: Callable[[], OpenRows]  # raises DataError if the source cannot be read
 
 
 def locate_source(
-    source: "SourceRecipe", key: str, hash_memo: Path, *, prompts_suffice: bool = False
+    source: SourceRecipe, key: str, hash_memo: Path, *, prompts_suffice: bool = False
 ) -> LocatedSource:
-    """Finds a source and names its content; `hash_memo` remembers hashes of files.
+    """Finds a source and computes a key of its content. `hash_memo` is a file that keeps the hashes of files.
 
-    `prompts_suffice`: its rows need no completions.
-    Raises DataError when there is no such source or split, RecipeError when it has no splits to choose from.
+    If `prompts_suffice`, the rows of the source need no completions.
+    Raises DataError if the source or split does not exist, RecipeError if the source has no splits at all.
     """
     label = source.path
-    columns: dict[str, str] = {ours: theirs for ours, theirs in source.columns.items()}
-    names = ColumnNames(mapping=columns, label=label, key=key, prompts_suffice=prompts_suffice)
+    names = ColumnNames(mapping=source.columns, label=label, key=key, prompts_suffice=prompts_suffice)
     path = Path(label)
     try:
         if path.is_file():
-            return _located_file(path, source.split, names, hash_memo)
-        if path.is_dir():
-            return _located_directory(path, source.split, names, hash_memo)
+            found = _find_file(path, source.split, names, hash_memo)
+        elif path.is_dir():
+            found = _find_directory(path, source.split, names, hash_memo)
+        elif data_suffix(path) in READERS or label.startswith((".", "/", "~")) or label.count("/") > 1:
+            raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
+        else:  # a hub id is "name" or "owner/name"
+            check_dataset(label, f"{key}.path")
+            dataset = _load_dataset(label, source.split, names)
+            found = str(dataset._fingerprint), lambda: _open_dataset(dataset, names)
     except OSError as error:
         raise DataError(f"{label}: {error.strerror or error}; check the path and its permissions") from error
-    if _looks_like_path(label):
-        raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
-    check_dataset(label, f"{key}.path")
-    dataset = _load_dataset(label, source.split, names)
-    return _located_dataset(lambda: dataset, str(dataset._fingerprint), names)
+    return LocatedSource(label=label, key=key, fingerprint=found[0], open=found[1])
 
 
-def _located_file(path: Path, split: str, names: ColumnNames, hash_memo: Path) -> LocatedSource:
+def _find_file(path: Path, split: str, names: ColumnNames, hash_memo: Path) -> _Found:
     if split != DEFAULT_SPLIT:
         raise RecipeError(f"{names.key}.split: {names.label} is a file, which has no splits; leave split out")
     if data_suffix(path) not in READERS:
         raise DataError(f"{names.label}: no reader for this kind of file; there are: {', '.join(READERS)}")
-    return LocatedSource(
-        label=names.label,
-        key=names.key,
-        fingerprint=file_hash(path, hash_memo),
-        open=lambda: open_file(path, names),
-    )
+    return file_hash(path, hash_memo), lambda: READERS[data_suffix(path)](path, names)
 
 
-def _located_directory(path: Path, split: str, names: ColumnNames, hash_memo: Path) -> LocatedSource:
-    """What `datasets` saved, with splits or without, or a directory of data files."""
+def _find_directory(path: Path, split: str, names: ColumnNames, hash_memo: Path) -> _Found:
+    """Finds a directory that `datasets` saved, with splits or without, or a directory of data files."""
+    load = _load_saved
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if (child / "state.json").is_file())
         if split not in splits:
@@ -85,44 +81,28 @@ def _located_directory(path: Path, split: str, names: ColumnNames, hash_memo: Pa
         if split != DEFAULT_SPLIT:
             raise RecipeError(f"{names.key}.split: {names.label} is saved without splits; leave split out")
     elif any(data_suffix(file) in READERS for file in path.rglob("*")):
-        fingerprint = directory_hash(path, hash_memo)
-        return _located_dataset(lambda: _load_dataset(str(path), split, names), fingerprint, names)
+        load = _load_dataset
     else:
         suffixes = ", ".join(READERS)
         raise DataError(f"{names.label}: no data files in it ({suffixes}); correct {names.key}.path")
-    return _located_dataset(lambda: _load_saved(path, names), directory_hash(path, hash_memo), names)
-
-
-def _located_dataset(load: Callable[[], Any], fingerprint: str, names: ColumnNames) -> LocatedSource:
-    return LocatedSource(
-        label=names.label,
-        key=names.key,
-        fingerprint=fingerprint,
-        open=lambda: _open_dataset(load(), names),
-    )
+    return directory_hash(path, hash_memo), lambda: _open_dataset(load(str(path), split, names), names)
 
 
 def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
     columns = tuple(dataset.column_names)
     selected = names.select(columns)
-    rows = _dataset_rows(dataset.select_columns(list(selected.values())), selected)
-    return OpenRows(rows=rows, row_word="row", columns=columns, num_rows=len(dataset))
+    batches = dataset.select_columns(list(selected.values())).iter(batch_size=READ_ROWS)
+    return OpenRows(
+        rows=rows_of_columns(batches, selected), row_word="row", columns=columns, num_rows=len(dataset)
+    )
 
 
-def _dataset_rows(dataset: Any, selected: dict[str, str]) -> Generator[NumberedRow, None, None]:
-    number = 0
-    for batch in dataset.iter(batch_size=READ_ROWS):
-        for values in zip(*(batch[theirs] for theirs in selected.values()), strict=True):
-            number += 1
-            yield number, dict(zip(selected, values, strict=True))
-
-
-def _load_saved(path: Path, names: ColumnNames) -> Any:
+def _load_saved(path: str, split: str, names: ColumnNames) -> Any:
     import datasets
 
     try:
-        return datasets.load_from_disk(str(path))
-    except Exception as error:  # the library raises what its parts raise: Arrow's, JSON's, its own
+        return datasets.load_from_disk(path)
+    except Exception as error:  # the library raises errors of Arrow, of JSON and of its own
         raise DataError(
             f"{names.label}: `datasets` cannot load it ({_cause(error)}); save it again with save_to_disk"
         ) from error
@@ -133,9 +113,11 @@ def _load_dataset(path: str, split: str, names: ColumnNames) -> Any:
 
     try:
         return datasets.load_dataset(path, split=split)
-    except Exception as error:  # the library raises what its parts raise: HTTP's, Arrow's, its own
+    except Exception as error:  # the library raises errors of HTTP, of Arrow and of its own
         if "Unknown split" in str(error):
-            raise DataError(f"{names.label}: {_cause(error)} Set {names.key}.split") from error
+            raise DataError(
+                f"{names.label}: {_cause(error)}; set {names.key}.split to the split you want"
+            ) from error
         remedy = (
             f"mend the files or name one of them in {names.key}.path"
             if Path(path).is_dir()
@@ -144,13 +126,8 @@ def _load_dataset(path: str, split: str, names: ColumnNames) -> Any:
         raise DataError(f"{names.label}: `datasets` cannot load it ({_cause(error)}); {remedy}") from error
 
 
-def _looks_like_path(label: str) -> bool:
-    """Hub ids are "name" or "owner/name", without a data file's suffix."""
-    return data_suffix(Path(label)) in READERS or label.startswith((".", "/", "~")) or label.count("/") > 1
-
-
 def _cause(error: BaseException) -> str:
-    """The first line of the innermost error, where libraries say what happened."""
+    """Returns the first line of the innermost error: there libraries name the cause."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)

@@ -1,8 +1,8 @@
-"""Files on disk -> rows, one at a time: memory does not grow with the file.
+"""Reads the rows of a file one at a time, so memory does not grow with the file.
 
-A reader yields (row number from 1, row). For JSON lines the number is that of the line. In place of a
-row that cannot be parsed it yields the BadRow that says why; damage that leaves the rest of the file
-unreadable is a DataError.
+A reader yields (row number from 1, row). For JSON lines the row number is the line number. If a row cannot be
+parsed, the reader yields a BadRow with the reason. The reader raises DataError if damage makes the rest of
+the file unreadable.
 """
 
 import codecs
@@ -12,45 +12,46 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from dpo_pack.data.formats import ROW_COLUMNS, BadRow
-from dpo_pack.errors import DataError
+from dpo_pack.data.formats import FORMATS, BadRow
+from dpo_pack.system.errors import DataError
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
-READ_ROWS = 1000  # rows decoded at a time from columnar files
+READ_ROWS = 1000  # columnar files are decoded in batches of so many rows
 _JSON_CHUNK_CHARS = 1 << 20
 _MAX_JSON_ROW_CHARS = 1 << 26
-# What a missing, cut-off or otherwise damaged file raises when it is read.
+# Reading a missing, cut-off or otherwise damaged file raises one of these.
 _FILE_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRows:
-    """The rows of an opened source. Close `rows` when done early."""
+    """The rows of an opened source. A caller that stops before the end must close `rows`."""
 
     rows: Generator[NumberedRow, None, None]
-    row_word: str  # what row numbers count: "row" or "line"
-    columns: tuple[str, ...] | None  # of a columnar source; None where each row has its own
-    num_rows: int | None  # None where it is not known before the end
+    row_word: str  # the unit of row numbers: "row" or "line"
+    columns: tuple[str, ...] | None  # None if each row has its own columns (JSON)
+    num_rows: int | None  # None if it is not known before the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnNames:
-    """`data.*.columns`: our column names to the source's, with how messages call the source."""
+    """The column names of a source from `data.*.columns`, and the name of the source in messages."""
 
-    mapping: Mapping[str, str]
+    mapping: Mapping[str, str]  # from our column names to the column names of the source
     label: str  # the path or hub id, as the user wrote it
     key: str  # the recipe key of the source, "data.train.0"
     prompts_suffice: bool = False  # rows need no completions: they will be generated
 
     def rename(self, row: dict[str, Any]) -> dict[str, Any] | BadRow:
-        """The row under our names; a BadRow when a mapped column is missing."""
+        """Returns the row with our column names, or a BadRow if a mapped column is missing."""
         for ours, theirs in self.mapping.items():
             if theirs not in row:
                 present = ", ".join(row) or "none"
@@ -59,9 +60,9 @@ class ColumnNames:
         return {**row, **{ours: row[theirs] for ours, theirs in self.mapping.items()}}
 
     def select(self, present: tuple[str, ...]) -> dict[str, str]:
-        """Our names to the source's, for the columns of a columnar source that some format reads.
+        """Maps our column names to the source's, for the columns of a columnar source that any format reads.
 
-        Raises DataError when a mapped column, or every format's completions, are missing.
+        Raises DataError if a mapped column is missing, or if no format has the columns that it needs.
         """
         there = f"the columns are: {', '.join(present) or 'none'}"
         for ours, theirs in self.mapping.items():
@@ -69,11 +70,13 @@ class ColumnNames:
                 raise DataError(
                     f"{self.label}: no column {theirs!r}, which {self.key}.columns.{ours} names; {there}"
                 )
-        selected = {ours: self.mapping.get(ours, ours) for ours in ROW_COLUMNS}
+        known = [column for format in FORMATS.values() for column in format.columns]
+        selected = {ours: self.mapping.get(ours, ours) for ours in known}
         selected = {ours: theirs for ours, theirs in selected.items() if theirs in present}
-        prompts = (("prompt",), ("prompt_ids",)) if self.prompts_suffice else ()
-        for required in (*prompts, ("chosen", "rejected"), ("chosen_ids", "rejected_ids")):
-            if all(column in selected for column in required):
+        for format in FORMATS.values():
+            if self.prompts_suffice and format.prompt_column in selected:
+                return selected
+            if all(column in selected for column in format.completion_columns):
                 return selected
         if self.prompts_suffice:
             raise DataError(
@@ -85,13 +88,17 @@ class ColumnNames:
         )
 
 
-def open_file(path: Path, names: ColumnNames) -> OpenRows:
-    """Opens one data file by its suffix, one of READERS. Raises DataError when it is missing or damaged."""
-    return READERS[data_suffix(path)](path, names)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """An opened columnar file."""
+
+    columns: tuple[str, ...]
+    num_rows: int | None  # None if it is not known before the end
+    batches: Callable[[list[str]], Iterable[Any]]  # yields Arrow record batches with at least these columns
 
 
 def data_suffix(path: Path) -> str:
-    """The suffix that decides the reader: ".jsonl" of "a.jsonl", ".jsonl.gz" of "a.jsonl.gz"."""
+    """Returns the suffix that decides the reader: ".jsonl" of "a.jsonl", ".jsonl.gz" of "a.jsonl.gz"."""
     return "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]).lower()
 
 
@@ -101,7 +108,7 @@ def _open_json_lines(path: Path, names: ColumnNames) -> OpenRows:
 
 
 def _open_json(path: Path, names: ColumnNames) -> OpenRows:
-    """An array of objects or, under this name too, JSON lines."""
+    """Opens a .json file: an array of objects, or JSON lines, which some data sets save as .json."""
     try:
         with _open_binary(path) as file:
             start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -114,7 +121,7 @@ def _open_json(path: Path, names: ColumnNames) -> OpenRows:
 
 
 def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
-    """Comma-separated with a header line; every value is text."""
+    """Opens a comma-separated file with a header line; every value is text."""
     try:
         with closing(_read_csv(path)) as records:
             header = tuple(next(records)[1])
@@ -127,67 +134,65 @@ def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
     return OpenRows(rows=rows, row_word="row", columns=header, num_rows=None)
 
 
-def _open_parquet(path: Path, names: ColumnNames) -> OpenRows:
+def _open_columnar(
+    path: Path, names: ColumnNames, open_table: Callable[[Path], AbstractContextManager[_Table]]
+) -> OpenRows:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
+    errors = (*_FILE_ERRORS, pa.ArrowException)
     try:
-        with pq.ParquetFile(path) as file:
-            columns, num_rows = tuple(file.schema_arrow.names), file.metadata.num_rows
-    except (OSError, pa.ArrowException) as error:
+        with open_table(path) as table:
+            columns, num_rows = table.columns, table.num_rows
+    except errors as error:
         raise _unreadable(names.label, "row", 0, error) from error
     selected = names.select(columns)
 
     def batches() -> Iterator[Any]:
-        with pq.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=READ_ROWS, columns=list(selected.values()))
+        with open_table(path) as table:
+            for batch in table.batches(list(selected.values())):
+                parts = (batch.slice(start, READ_ROWS) for start in range(0, batch.num_rows, READ_ROWS))
+                yield from (
+                    {name: part.column(name).to_pylist() for name in selected.values()} for part in parts
+                )
 
-    rows = _guarded(_arrow_rows(batches(), selected), names.label, "row", (*_FILE_ERRORS, pa.ArrowException))
+    rows = _guarded(rows_of_columns(batches(), selected), names.label, "row", errors)
     return OpenRows(rows=rows, row_word="row", columns=columns, num_rows=num_rows)
 
 
-def _open_arrow(path: Path, names: ColumnNames) -> OpenRows:
-    import pyarrow as pa
+@contextmanager
+def _parquet_table(path: Path) -> Iterator[_Table]:
+    import pyarrow.parquet as pq
 
-    try:
-        with _arrow_reader(path) as reader:
-            columns = tuple(reader.schema.names)
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(names.label, "row", 0, error) from error
-    selected = names.select(columns)
-
-    def batches() -> Iterator[Any]:
-        with _arrow_reader(path) as reader:
-            if isinstance(reader, pa.ipc.RecordBatchFileReader):
-                yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
-            else:
-                yield from reader
-
-    rows = _guarded(_arrow_rows(batches(), selected), names.label, "row", (*_FILE_ERRORS, pa.ArrowException))
-    return OpenRows(rows=rows, row_word="row", columns=columns, num_rows=None)
+    with pq.ParquetFile(path) as file:
+        yield _Table(
+            columns=tuple(file.schema_arrow.names),
+            num_rows=file.metadata.num_rows,
+            batches=lambda columns: file.iter_batches(batch_size=READ_ROWS, columns=columns),
+        )
 
 
 @contextmanager
-def _arrow_reader(path: Path) -> Iterator[Any]:
-    """Of the two forms of Arrow IPC, a file or a stream (what `datasets` writes), whichever it is."""
+def _arrow_table(path: Path) -> Iterator[_Table]:
+    """Opens Arrow IPC in its file form or in its stream form; `datasets` writes streams."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as file:
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         with pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file) as reader:
-            yield reader
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            yield _Table(columns=tuple(reader.schema.names), num_rows=None, batches=lambda columns: batches)
 
 
-def _arrow_rows(batches: Iterator[Any], selected: dict[str, str]) -> Iterator[NumberedRow]:
+def rows_of_columns(
+    batches: Iterable[Mapping[str, list[Any]]], selected: Mapping[str, str]
+) -> Generator[NumberedRow, None, None]:
+    """Yields rows with our column names. `selected` maps our names to the source's."""
     number = 0
     for batch in batches:
-        for start in range(0, batch.num_rows, READ_ROWS):
-            part = batch.slice(start, READ_ROWS)
-            columns = [part.column(theirs).to_pylist() for theirs in selected.values()]
-            for values in zip(*columns, strict=True):
-                number += 1
-                yield number, dict(zip(selected, values, strict=True))
+        for values in zip(*(batch[theirs] for theirs in selected.values()), strict=True):
+            number += 1
+            yield number, dict(zip(selected, values, strict=True))
 
 
 def _read_json_lines(path: Path, names: ColumnNames) -> Iterator[NumberedRow]:
@@ -207,8 +212,8 @@ def _json_row(line: bytes, names: ColumnNames) -> dict[str, Any] | BadRow:
         return BadRow("not_utf8", f"not UTF-8 ({where})")
     except json.JSONDecodeError as error:
         return BadRow("invalid_json", f"invalid JSON ({_json_problem(error)} at column {error.colno})")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        return BadRow("invalid_json", f"invalid JSON ({_first_line(error)})")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        return BadRow("invalid_json", f"invalid JSON ({first_line(error)})")
     return _object_row(row, names)
 
 
@@ -219,7 +224,7 @@ def _object_row(row: object, names: ColumnNames) -> dict[str, Any] | BadRow:
 
 
 def _read_json_array(path: Path, names: ColumnNames) -> Iterator[NumberedRow]:
-    """Decodes the array's objects one by one from a buffer that holds a few of them."""
+    """Decodes the objects of the array one by one from a buffer that holds only a part of the file."""
     with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig") as text:
         for number, value in enumerate(_array_values(text, names.label), start=1):
             yield number, _object_row(value, names)
@@ -227,7 +232,7 @@ def _read_json_array(path: Path, names: ColumnNames) -> Iterator[NumberedRow]:
 
 def _array_values(text: TextIO, label: str) -> Iterator[object]:
     decoder, separators = json.JSONDecoder(), re.compile(r"[\s,]*")
-    while text.read(1) != "[":  # _open_json has seen one
+    while text.read(1) != "[":  # _open_json has found a "[" already
         pass
     buffer, position, number = "", 0, 1
     while True:
@@ -246,8 +251,8 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
             except json.JSONDecodeError as error:
                 problem = f"{_json_problem(error)} {error.pos - position + 1} characters into it"
             except (ValueError, RecursionError) as error:
-                problem = _first_line(error)
-        # Doubling keeps the cost of decoding one long row again and again linear in its length.
+                problem = first_line(error)
+        # A long row is decoded again after each read. The buffer doubles, so the cost is linear in length.
         more = text.read(max(_JSON_CHUNK_CHARS, len(buffer) - position))
         if not more or len(buffer) - position > _MAX_JSON_ROW_CHARS:
             raise DataError(
@@ -273,7 +278,7 @@ def _csv_rows(path: Path, header: tuple[str, ...], selected: dict[str, str]) -> 
 
 
 def _read_csv(path: Path) -> Generator[tuple[int, list[str]], None, None]:
-    """(number of the line it ends on, fields) of each record, the header's first."""
+    """Yields (number of its final line, fields) for each record; the header is the first record."""
     csv.field_size_limit(_MAX_JSON_ROW_CHARS)  # completions outgrow the default of 128 KiB
     with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig", newline="") as text:
         reader = csv.reader(text, strict=True)
@@ -291,7 +296,7 @@ def _guarded(
     row_word: str,
     errors: tuple[type[Exception], ...] = _FILE_ERRORS,
 ) -> Generator[NumberedRow, None, None]:
-    """The rows, with what a damaged file raises turned into a DataError that says how far it was read."""
+    """Yields the rows. Turns an error of a damaged file into a DataError with the number of rows read."""
     number = 0
     try:
         for number, row in rows:
@@ -306,16 +311,17 @@ def _unreadable(label: str, row_word: str, number: int, error: Exception) -> Dat
     elif isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
         return DataError(f"{label}: {error.strerror}; check the path")
     else:
-        what, remedy = _first_line(error), "it is damaged or incomplete: copy or download it again"
+        what, remedy = first_line(error), "it is damaged or incomplete: copy or download it again"
     where = f"after {row_word} {number}" if number else "at its beginning"
     return DataError(f"{label}: cannot be read {where} ({what}); {remedy}")
 
 
 def _json_problem(error: json.JSONDecodeError) -> str:
-    return error.msg.removesuffix(" at")  # of some messages; the place comes after it
+    return error.msg.removesuffix(" at")  # some messages end with " at", because a position follows
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns the first line of the error's message, or the error's class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -324,8 +330,8 @@ READERS: dict[str, Callable[[Path, ColumnNames], OpenRows]] = {
     ".jsonl.gz": _open_json_lines,
     ".json": _open_json,
     ".json.gz": _open_json,
-    ".parquet": _open_parquet,
-    ".arrow": _open_arrow,
+    ".parquet": partial(_open_columnar, open_table=_parquet_table),
+    ".arrow": partial(_open_columnar, open_table=_arrow_table),
     ".csv": _open_csv,
     ".csv.gz": _open_csv,
 }

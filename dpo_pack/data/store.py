@@ -1,12 +1,13 @@
-"""Tokenised pairs on disk, read through a memory map.
+"""Stores tokenised pairs on disk and reads them through a memory map.
 
-P pairs; lengths in tokens. A store is a directory with the token ids, one record per pair and a manifest.
-It is written beside its final place and renamed, so it is whole or absent.
+A store is a directory with the token ids, one record for each pair, and a manifest. It is written under a
+temporary name and then renamed, so it is whole or absent. P is the number of pairs; lengths are in tokens.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from dpo_pack.data.keys import KEY_BYTES, sequence_key
 from dpo_pack.data.truncation import PairIds, TokenIds
-from dpo_pack.errors import CacheError
-from dpo_pack.files import read_json, write_json_atomically, written_aside
+from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.system.errors import CacheError
+from dpo_pack.system.files import read_json, write_json_atomically, written_aside
 
 TOKEN_DTYPE = np.dtype("<i4")
 RECORD_DTYPE = np.dtype(
@@ -24,9 +26,9 @@ RECORD_DTYPE = np.dtype(
         ("prompt_length", "<i4"),
         ("chosen_length", "<i4"),
         ("rejected_length", "<i4"),
-        ("shared_length", "<i4"),  # common prefix of prompt + chosen and prompt + rejected
+        ("shared_length", "<i4"),  # the common prefix of prompt + chosen and prompt + rejected
         ("weight", "<f4"),
-        ("row_number", "<i8"),  # in the source, from 1
+        ("row_number", "<i8"),  # position in the source, from 1
         ("prompt_key", "u1", KEY_BYTES),
         ("chosen_key", "u1", KEY_BYTES),  # sequence_key of the prompt and chosen
         ("rejected_key", "u1", KEY_BYTES),
@@ -35,12 +37,12 @@ RECORD_DTYPE = np.dtype(
 Records = NDArray[np.void]  # of RECORD_DTYPE
 
 _TOKENS, _RECORDS, _MANIFEST = "tokens.bin", "records.bin", "manifest.json"
-_NO_TOKENS = np.zeros(0, dtype=TOKEN_DTYPE)
+NO_TOKENS = np.zeros(0, dtype=TOKEN_DTYPE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenizedPairs:
-    """Pairs on their way into a store."""
+    """Pairs in the form that a store holds, before they are on disk."""
 
     tokens: TokenIds  # [total] prompt | chosen | rejected of each pair, one after another
     records: Records  # [P]
@@ -48,50 +50,44 @@ class TokenizedPairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenStore:
-    """The pairs of one source, mapped read-only."""
+    """The pairs of one source, mapped into memory read-only."""
 
     directory: Path
-    fingerprint: str  # of the pairs: ids, boundaries, weights and their order
+    fingerprint: str  # names the pairs: ids, boundaries, weights and their order
     tokens: TokenIds  # [total]
     records: Records  # [P]
-    summary: dict[str, Any]  # what was counted when it was written
+    summary: dict[str, Any]  # the counts of the pass that wrote the store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairTable:
-    """Pairs of one or more sources: columns in memory, token ids in the sources' memory maps."""
+    """Pairs of one or more sources: the columns are in memory, the token ids in the sources' memory maps."""
 
     stores: tuple[TokenStore, ...]
     source_indices: NDArray[np.int16]  # [P] position in `stores`
-    offsets: NDArray[np.int64]  # [P] where the pair begins in its store's tokens
+    offsets: NDArray[np.int64]  # [P] position of the pair's first token in its store
     prompt_lengths: NDArray[np.int32]  # [P]
     chosen_lengths: NDArray[np.int32]  # [P] EOS included
     rejected_lengths: NDArray[np.int32]  # [P]
-    shared_lengths: NDArray[np.int32]  # [P] common prefix of the two sequences, at least the prompt
-    weights: NDArray[np.float32]  # [P] of the pair's loss
-    row_numbers: NDArray[np.int64]  # [P] in the source, from 1
+    shared_lengths: NDArray[np.int32]  # [P] common prefix of both sequences, at least the prompt
+    weights: NDArray[np.float32]  # [P] a factor of the pair's loss
+    row_numbers: NDArray[np.int64]  # [P] position in the source, from 1
     prompt_keys: NDArray[np.uint8]  # [P, 16]
     chosen_keys: NDArray[np.uint8]  # [P, 16] sequence_key of prompt and chosen
     rejected_keys: NDArray[np.uint8]  # [P, 16]
 
     @staticmethod
     def of(stores: Sequence[TokenStore]) -> "PairTable":
-        """All pairs of the stores, one store after another."""
+        """Makes a table of all pairs of the stores, one store after another."""
         records = np.concatenate([store.records for store in stores])
         sizes = [len(store.records) for store in stores]
+        # A column of the table has the name of a field of the records, with an "s" at its end.
+        columns = {f"{name}s": np.ascontiguousarray(records[name]) for name in RECORD_DTYPE.fields or ()}
         return PairTable(
             stores=tuple(stores),
             source_indices=np.repeat(np.arange(len(stores), dtype=np.int16), sizes),
             offsets=np.concatenate([_offsets(store) for store in stores]),
-            prompt_lengths=np.ascontiguousarray(records["prompt_length"]),
-            chosen_lengths=np.ascontiguousarray(records["chosen_length"]),
-            rejected_lengths=np.ascontiguousarray(records["rejected_length"]),
-            shared_lengths=np.ascontiguousarray(records["shared_length"]),
-            weights=np.ascontiguousarray(records["weight"]),
-            row_numbers=np.ascontiguousarray(records["row_number"]),
-            prompt_keys=np.ascontiguousarray(records["prompt_key"]),
-            chosen_keys=np.ascontiguousarray(records["chosen_key"]),
-            rejected_keys=np.ascontiguousarray(records["rejected_key"]),
+            **columns,
         )
 
     @property
@@ -100,41 +96,29 @@ class PairTable:
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that name the pairs: ids, boundaries, weights, sources and order."""
+        """Returns 32 hex digits that name the pairs: ids, boundaries, weights, sources and order."""
         digest = hashlib.blake2b(digest_size=KEY_BYTES)
         for column in (self.chosen_keys, self.rejected_keys, self.weights, self.source_indices):
             digest.update(column.data)
         return digest.hexdigest()
 
     def prompt(self, pair: int) -> NDArray[np.int32]:
-        """Token ids, a view."""
+        """Returns the token ids of the prompt as a view."""
         return self._tokens(pair, 0, self.prompt_lengths[pair])
 
     def chosen(self, pair: int) -> NDArray[np.int32]:
-        """Token ids of the completion, a view."""
+        """Returns the token ids of the chosen completion as a view."""
         return self._tokens(pair, self.prompt_lengths[pair], self.chosen_lengths[pair])
 
     def rejected(self, pair: int) -> NDArray[np.int32]:
-        """Token ids of the completion, a view."""
+        """Returns the token ids of the rejected completion as a view."""
         before = self.prompt_lengths[pair] + self.chosen_lengths[pair]
         return self._tokens(pair, before, self.rejected_lengths[pair])
 
     def select(self, indices: NDArray[np.int64]) -> "PairTable":
-        """The pairs at `indices`, in that order."""
-        return replace(
-            self,
-            source_indices=self.source_indices[indices],
-            offsets=self.offsets[indices],
-            prompt_lengths=self.prompt_lengths[indices],
-            chosen_lengths=self.chosen_lengths[indices],
-            rejected_lengths=self.rejected_lengths[indices],
-            shared_lengths=self.shared_lengths[indices],
-            weights=self.weights[indices],
-            row_numbers=self.row_numbers[indices],
-            prompt_keys=self.prompt_keys[indices],
-            chosen_keys=self.chosen_keys[indices],
-            rejected_keys=self.rejected_keys[indices],
-        )
+        """Returns a table of the pairs at `indices`, in the order of `indices`."""
+        columns = (column.name for column in fields(self) if column.name != "stores")
+        return replace(self, **{name: getattr(self, name)[indices] for name in columns})
 
     def _tokens(self, pair: int, before: np.int32 | int, length: np.int32) -> NDArray[np.int32]:
         start = self.offsets[pair] + before
@@ -145,7 +129,7 @@ class PairTable:
 def join_pairs(
     pairs: Sequence[PairIds], weights: Sequence[float], row_numbers: Sequence[int]
 ) -> TokenizedPairs:
-    """Lays pairs out as a store holds them."""
+    """Turns pairs into the form that a store holds."""
     records = np.zeros(len(pairs), dtype=RECORD_DTYPE)
     records["prompt_length"] = [len(pair.prompt) for pair in pairs]
     records["chosen_length"] = [len(pair.chosen) for pair in pairs]
@@ -155,15 +139,15 @@ def join_pairs(
     ]
     records["weight"] = weights
     records["row_number"] = row_numbers
-    records["prompt_key"] = _keys(sequence_key(pair.prompt, _NO_TOKENS) for pair in pairs)
+    records["prompt_key"] = _keys(sequence_key(pair.prompt, NO_TOKENS) for pair in pairs)
     records["chosen_key"] = _keys(sequence_key(pair.prompt, pair.chosen) for pair in pairs)
     records["rejected_key"] = _keys(sequence_key(pair.prompt, pair.rejected) for pair in pairs)
     parts = [part for pair in pairs for part in (pair.prompt, pair.chosen, pair.rejected)]
-    return TokenizedPairs(tokens=np.concatenate([_NO_TOKENS, *parts]), records=records)
+    return TokenizedPairs(tokens=np.concatenate([NO_TOKENS, *parts]), records=records)
 
 
 def common_prefix_length(ids: TokenIds, other_ids: TokenIds) -> int:
-    """Tokens that both begin with."""
+    """Returns the number of tokens in the common beginning of both arrays."""
     shorter = min(len(ids), len(other_ids))
     differs = ids[:shorter] != other_ids[:shorter]
     return int(differs.argmax()) if differs.any() else shorter
@@ -172,31 +156,27 @@ def common_prefix_length(ids: TokenIds, other_ids: TokenIds) -> int:
 def write_store(
     directory: Path, batches: Iterable[TokenizedPairs], summarize: Callable[[], dict[str, Any]]
 ) -> None:
-    """Writes batches as they come; `summarize` is called after the last one.
+    """Writes each batch when `batches` yields it. Calls `summarize` after the final batch.
 
-    Where another process has written the same store meanwhile, that one stays. What `batches` raises
-    leaves no trace. Raises CacheError when the disk refuses.
+    If another process has written the same store in the meantime, the other store stays. If `batches` raises
+    an error, no file stays on the disk. Raises CacheError if the disk refuses the files.
     """
-    try:
-        with written_aside(directory) as temporary:
-            temporary.mkdir()
-            with (temporary / _TOKENS).open("wb") as tokens, (temporary / _RECORDS).open("wb") as records:
-                for batch in batches:
-                    tokens.write(batch.tokens.data)
-                    records.write(batch.records.tobytes())
-                sizes = {_TOKENS: tokens.tell(), _RECORDS: records.tell()}
-            with (temporary / _RECORDS).open("rb") as records:
-                fingerprint = _fingerprint(np.fromfile(records, dtype=RECORD_DTYPE))
-            manifest = {"fingerprint": fingerprint, "size_bytes": sizes, "summary": summarize()}
-            write_json_atomically(temporary / _MANIFEST, manifest)
-            if open_store(directory) is not None:
-                raise _WrittenMeanwhile
-    except _WrittenMeanwhile:
-        pass
+    with contextlib.suppress(_WrittenMeanwhile), written_aside(directory) as temporary:
+        temporary.mkdir()
+        with (temporary / _TOKENS).open("wb") as tokens, (temporary / _RECORDS).open("wb") as records:
+            for batch in batches:
+                tokens.write(batch.tokens.data)
+                records.write(batch.records.tobytes())
+            sizes = {_TOKENS: tokens.tell(), _RECORDS: records.tell()}
+        fingerprint = _fingerprint(np.fromfile(temporary / _RECORDS, dtype=RECORD_DTYPE))
+        manifest = {"fingerprint": fingerprint, "size_bytes": sizes, "summary": summarize()}
+        write_json_atomically(temporary / _MANIFEST, manifest)
+        if open_store(directory) is not None:
+            raise _WrittenMeanwhile
 
 
 def open_store(directory: Path) -> TokenStore | None:
-    """The store in `directory`; None when there is none, or when it is damaged and to be written again."""
+    """Opens the store in `directory`. Returns None if no store is there, or if the store is damaged."""
     manifest = read_json(directory / _MANIFEST)
     try:
         sizes = {name: (directory / name).stat().st_size for name in (_TOKENS, _RECORDS)}
@@ -219,6 +199,11 @@ class _WrittenMeanwhile(Exception):
     """Another process has finished the same store first."""
 
 
+def key_values(keys: NDArray[np.uint8]) -> NDArray[np.void]:
+    """Turns [P, bytes] keys into [P] values; numpy sorts and compares each value as a whole."""
+    return np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).reshape(-1)
+
+
 def _offsets(store: TokenStore) -> NDArray[np.int64]:
     records = store.records
     sizes = records["prompt_length"].astype(np.int64) + records["chosen_length"] + records["rejected_length"]
@@ -235,3 +220,13 @@ def _fingerprint(records: Records) -> str:
     for name in ("chosen_key", "rejected_key", "weight"):
         digest.update(np.ascontiguousarray(records[name]).data)
     return digest.hexdigest()
+
+
+def pair_lengths(table: PairTable) -> PairLengths:
+    """Returns the lengths of a table's pairs in the form that the planner needs."""
+    return PairLengths(
+        prompt=table.prompt_lengths,
+        chosen=table.chosen_lengths,
+        rejected=table.rejected_lengths,
+        shared=table.shared_lengths,
+    )

@@ -1,96 +1,82 @@
-"""Rows -> token ids: chat templates, EOS, the boundary between prompt and completion.
+"""Turns rows into token ids: chat templates, EOS, the boundary between prompt and completion.
 
-Ids are those of TRL 1.16 (`DPOTrainer._prepare_dataset`): the prompt, and the prompt with each completion,
-are tokenised as whole texts, and the completions begin where the three part.
+The ids are those of TRL 1.16 (`DPOTrainer._prepare_dataset`): the prompt, and the prompt with each
+completion, are tokenised as whole texts. The completions begin where these three sequences first differ.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, BadRow, Message, Pair, with_system_prompt
-from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.store import TokenizedPairs, common_prefix_length, join_pairs
+from dpo_pack.data.formats import FORMATS, BadRow, Pair, with_system_message
+from dpo_pack.data.readers import NumberedRow, first_line
+from dpo_pack.data.splits import Prompt
+from dpo_pack.data.store import NO_TOKENS, TokenizedPairs, common_prefix_length, join_pairs
+from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, truncate
-from dpo_pack.errors import ModelError, RecipeError
+from dpo_pack.recipe.schema import DataRecipe
+from dpo_pack.system.errors import ModelError, RecipeError
 
-# Raised whenever a change of ours gives other token ids for the same rows.
+# Increase this number whenever a change of our code gives other token ids for the same rows.
 TOKENIZATION_VERSION = 2
 
-# Texts handed to the tokenizer at once. Its encodings take some hundred bytes per token.
+# The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
 _ENCODE_CHARS = 1 << 21
-# A template may end a turn with a line break after the token that closes it.
+DroppedRow = tuple[int, BadRow]  # the number of a row without a pair or prompt, and the reason
+
+# A template may write a line break after the token that ends a turn.
 _TURN_END_TOKENS = 3
-
-
-class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
-    @property
-    def eos_token(self) -> str | None: ...
-    @property
-    def eos_token_id(self) -> int | None: ...
-    @property
-    def bos_token_id(self) -> int | None: ...
-    @property
-    def chat_template(self) -> str | dict[str, str] | None: ...
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
-    @property
-    def special_tokens_map(self) -> Mapping[str, Any]: ...
-    @property
-    def split_special_tokens(self) -> bool: ...
-    @property
-    def is_fast(self) -> bool: ...
-    @property
-    def backend_tokenizer(self) -> Any: ...
-    def save_pretrained(self, save_directory: str) -> Any: ...
-    def __len__(self) -> int: ...
-    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
-    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
-    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizationSettings:
-    """What, besides rows and tokenizer, decides the token ids."""
+    """The settings that decide the token ids, together with the rows and the tokenizer."""
 
     format: str
     system_prompt: str | None
     limits: LengthLimits
+    completion_tokens: int | None = None  # room for so many tokens after a prompt; None if rows are pairs
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DroppedRow:
-    """A row that gave no pair."""
-
-    row_number: int
-    reason: str
-    detail: str
+    @staticmethod
+    def of(data: DataRecipe, format: str, completion_tokens: int | None) -> "TokenizationSettings":
+        """Returns the settings of a recipe."""
+        limits = LengthLimits(
+            max_length=data.max_length,
+            max_prompt_length=data.max_prompt_length,
+            truncation=data.truncation,
+        )
+        return TokenizationSettings(
+            format=format,
+            system_prompt=data.system_prompt,
+            limits=limits,
+            completion_tokens=completion_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedBatch:
-    """What became of some consecutive rows."""
+    """The result for some consecutive rows: pairs or prompts, dropped rows and counts."""
 
     num_rows: int
-    pairs: TokenizedPairs
+    pairs: TokenizedPairs  # if rows are prompts, the completions have no tokens
+    prompts: tuple[Prompt, ...]  # one for each pair; empty if rows are pairs
     dropped: tuple[DroppedRow, ...]  # in row order
-    counts: Counter[str]  # of kept pairs and of their completions, see _notes
+    counts: Counter[str]  # counts of kept pairs and of their completions, see _pair_notes
 
 
 def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label: str) -> None:
-    """Raises ModelError when the tokenizer lacks what the format needs.
+    """Checks that the tokenizer has the template or the token that the format needs; else raises ModelError.
 
-    Raises RecipeError for a system prompt that no row could use.
+    Raises RecipeError if the recipe has a system prompt that no row of this format can use.
     """
-    if settings.format == "conversational":
+    content = FORMATS[settings.format].content
+    if content == "messages":
         if tokenizer.chat_template is None:
             raise ModelError(
-                f"the tokenizer has no chat template, which conversational data ({label}) needs; "
+                f"the tokenizer has no chat template, which {settings.format} data ({label}) needs; "
                 "name a Jinja file in tokenizer.chat_template"
             )
         return
@@ -99,7 +85,7 @@ def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label:
             f"data.system_prompt applies to conversational data only, and {label} is {settings.format}; "
             "remove it, or put the text into the prompts"
         )
-    if settings.format != "tokenized" and tokenizer.eos_token is None:
+    if content == "text" and tokenizer.eos_token is None:
         raise ModelError(
             f"the tokenizer has no EOS token to end the completions of {label} with; "
             "set tokenizer.path to one that has, or tokenise the data yourself (format: tokenized)"
@@ -109,48 +95,54 @@ def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label:
 def tokenize_batch(
     rows: Sequence[NumberedRow], settings: TokenizationSettings, tokenizer: Tokenizer
 ) -> TokenizedBatch:
-    """Token ids of the rows that give a pair, and the reasons of those that give none."""
-    parsed: list[tuple[int, Pair]] = []
-    texts: list[str] = []
+    """Returns the token ids of the rows that give a pair or a prompt, and the reasons of all other rows."""
+    is_text = FORMATS[settings.format].content != "token_ids"
+    parsed: list[tuple[int, Pair, tuple[str, ...]]] = []  # for the texts see _render
     dropped: list[DroppedRow] = []
     for number, row in rows:
         try:
             pair = _parse(row, settings, tokenizer)
-            if settings.format != "tokenized":
-                texts += _render(pair, tokenizer)
+            parsed.append((number, pair, _render(pair, settings, tokenizer) if is_text else ()))
         except BadRow as bad:
-            dropped.append(DroppedRow(row_number=number, reason=bad.reason, detail=bad.detail))
-        else:
-            parsed.append((number, pair))
-    ids = _joined_ids(parsed) if settings.format == "tokenized" else encode_texts(texts, settings, tokenizer)
+            dropped.append((number, bad.with_traceback(None)))
+    if is_text:
+        ids = _encode([text for _, _, texts in parsed for text in texts], settings, tokenizer)
+    else:
+        ids = _given_ids([pair for _, pair, _ in parsed], settings)
+    sequences_per_row = 3 if settings.completion_tokens is None else 1
     ends, counts = _EndTokens.of(tokenizer, settings.format), Counter[str]()
-    kept: list[PairIds] = []
-    weights: list[float] = []
-    row_numbers: list[int] = []
-    for (number, pair), prompt, with_chosen, with_rejected in zip(parsed, ids, ids, ids, strict=True):
+    kept: list[tuple[int, Pair, PairIds]] = []
+    prompts: list[Prompt] = []
+    for (number, pair, texts), *sequences in zip(parsed, *[ids] * sequences_per_row, strict=True):
         try:
-            whole = split_at_boundary(prompt, with_chosen, with_rejected)
-            fitted = truncate(whole, settings.limits, tokenizer.bos_token_id)
+            if settings.completion_tokens is None:
+                whole = split_at_boundary(*sequences)
+                fitted = truncate(whole, settings.limits, tokenizer.bos_token_id)
+                counts.update(_pair_notes(len(sequences[0]), whole, fitted, ends))
+            else:
+                prompt, is_truncated = _fit_prompt(number, pair, texts, sequences[0], settings, tokenizer)
+                prompts.append(prompt)
+                fitted = PairIds(prompt=prompt.ids, chosen=NO_TOKENS, rejected=NO_TOKENS)
+                counts["prompts_truncated"] += is_truncated
         except BadRow as bad:
-            dropped.append(DroppedRow(row_number=number, reason=bad.reason, detail=bad.detail))
-            continue
-        kept.append(fitted)
-        weights.append(pair.weight)
-        row_numbers.append(number)
-        counts.update(_notes(len(prompt), whole, fitted, ends))
+            dropped.append((number, bad.with_traceback(None)))
+        else:
+            kept.append((number, pair, fitted))
+    pairs = [fitted for _, _, fitted in kept]
     return TokenizedBatch(
         num_rows=len(rows),
-        pairs=join_pairs(kept, weights, row_numbers),
-        dropped=tuple(sorted(dropped, key=lambda row: row.row_number)),
+        pairs=join_pairs(pairs, [pair.weight for _, pair, _ in kept], [number for number, _, _ in kept]),
+        prompts=tuple(prompts),
+        dropped=tuple(sorted(dropped, key=lambda row: row[0])),
         counts=counts,
     )
 
 
 def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: TokenIds) -> PairIds:
-    """The completions begin where the three sequences part, at the earlier of the two places.
+    """Splits the sequences where one of the two longer sequences first differs from the prompt's tokens.
 
-    That is before the end of the prompt where tokens merge across it, or where a template renders the
-    prompt alone differently. Raises BadRow when that leaves a part of the pair without tokens.
+    This boundary is before the end of the prompt if a token covers the end of the prompt and the beginning of
+    a completion, or if a template renders the prompt alone differently. Raises BadRow if a part is empty.
     """
     boundary = min(common_prefix_length(prompt, with_chosen), common_prefix_length(prompt, with_rejected))
     if boundary == 0:
@@ -167,10 +159,12 @@ def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: To
 def _parse(row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, tokenizer: Tokenizer) -> Pair:
     if isinstance(row, BadRow):
         raise row
-    pair = FORMATS[settings.format](row)
+    format = FORMATS[settings.format]
+    pair = format.pair(row) if settings.completion_tokens is None else format.prompt(row)
     if settings.system_prompt is not None:
-        pair = with_system_prompt(pair, settings.system_prompt)
-    if settings.format == "tokenized":
+        assert isinstance(pair.prompt, list), "check_tokenizer refuses it for other formats"
+        pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))
+    if format.content == "token_ids":
         _check_vocabulary(pair, len(tokenizer))
     return pair
 
@@ -185,16 +179,16 @@ def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
                 raise BadRow("token_id_out_of_range", detail)
 
 
-def _render(pair: Pair, tokenizer: Tokenizer) -> tuple[str, str, str]:
-    """The texts of the prompt, of prompt + chosen and of prompt + rejected."""
+def _render(pair: Pair, settings: TokenizationSettings, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Returns the text of the prompt and, for a pair, the texts prompt + chosen and prompt + rejected."""
+    completions = () if settings.completion_tokens is not None else (pair.chosen, pair.rejected)
+    texts: tuple[str, ...]
     if isinstance(pair.prompt, str):
-        assert isinstance(pair.chosen, str) and isinstance(pair.rejected, str)
         eos = tokenizer.eos_token or ""
-        chosen = pair.chosen.removesuffix(eos) + eos
-        rejected = pair.rejected.removesuffix(eos) + eos
-        texts = pair.prompt, pair.prompt + chosen, pair.prompt + rejected
+        ended = (str(completion).removesuffix(eos) + eos for completion in completions)
+        texts = (pair.prompt, *(pair.prompt + completion for completion in ended))
     else:
-        texts = _apply_chat_template(pair, tokenizer)
+        texts = _apply_chat_template(pair, completions, tokenizer)
     for text in texts:
         try:
             text.encode()
@@ -204,24 +198,20 @@ def _render(pair: Pair, tokenizer: Tokenizer) -> tuple[str, str, str]:
     return texts
 
 
-def _apply_chat_template(pair: Pair, tokenizer: Tokenizer) -> tuple[str, str, str]:
+def _apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Tokenizer) -> tuple[str, ...]:
     prompt: Any = pair.prompt
     options = {**pair.template_options, "tokenize": False}
     try:
         return (
             tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options),
-            tokenizer.apply_chat_template(prompt + pair.chosen, **options),
-            tokenizer.apply_chat_template(prompt + pair.rejected, **options),
+            *(tokenizer.apply_chat_template(prompt + completion, **options) for completion in completions),
         )
-    except Exception as error:  # a template is a program that came with the model: it may raise anything
-        what = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadRow("template_error", f"the chat template cannot render it ({what})") from error
+    except Exception as error:  # a template is a program that came with the model: it may raise any error
+        raise BadRow("template_error", f"the chat template cannot render it ({first_line(error)})") from error
 
 
-def encode_texts(
-    texts: list[str], settings: TokenizationSettings, tokenizer: Tokenizer
-) -> Iterator[TokenIds]:
-    """Ids of each text, many texts at a time, so that the tokenizer's threads have work."""
+def _encode(texts: list[str], settings: TokenizationSettings, tokenizer: Tokenizer) -> Iterator[TokenIds]:
+    """Yields the ids of each text. The tokenizer gets many texts in a call, so that its threads have work."""
     start = 0
     while start < len(texts):
         end, num_chars = start, 0
@@ -230,26 +220,54 @@ def encode_texts(
             end += 1
         encoding = tokenizer(
             texts[start:end],
-            add_special_tokens=settings.format != "conversational",  # templates write their own
+            add_special_tokens=FORMATS[settings.format].content == "text",  # templates write special tokens
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # lengths are ours to judge
+            verbose=False,  # no warnings about lengths: truncate() checks the lengths
         )
         yield from (np.array(ids, dtype=np.int32) for ids in encoding["input_ids"])
         start = end
 
 
-def _joined_ids(parsed: list[tuple[int, Pair]]) -> Iterator[TokenIds]:
-    """Rows that are token ids already, in the form that `encode_texts` gives."""
-    for _, pair in parsed:
-        parts = pair.prompt, pair.chosen, pair.rejected
-        prompt, chosen, rejected = (np.array(ids, dtype=np.int32) for ids in parts)
-        yield from (prompt, np.concatenate([prompt, chosen]), np.concatenate([prompt, rejected]))
+def _given_ids(pairs: Sequence[Pair], settings: TokenizationSettings) -> Iterator[TokenIds]:
+    """Yields the ids of rows that are token ids already, in the form of `_encode`."""
+    for pair in pairs:
+        prompt = np.array(pair.prompt, dtype=np.int32)
+        yield prompt
+        if settings.completion_tokens is None:
+            for completion in (pair.chosen, pair.rejected):
+                yield np.concatenate([prompt, np.array(completion, dtype=np.int32)])
+
+
+def _fit_prompt(
+    number: int,
+    pair: Pair,
+    texts: Sequence[str],
+    ids: TokenIds,
+    settings: TokenizationSettings,
+    tokenizer: Tokenizer,
+) -> tuple[Prompt, bool]:
+    """Returns the prompt, with room for its completion, and True if the prompt was cut. Raises BadRow."""
+    text = texts[0] if texts else str(tokenizer.decode(ids.tolist()))
+    # Some tokenizers add EOS to every text. A prompt must not end with it, because the policy continues it.
+    has_own_end = not texts or text.endswith(tokenizer.eos_token or "\0")
+    if len(ids) and ids[-1] == tokenizer.eos_token_id and not has_own_end:
+        ids = ids[:-1]
+    if not text or len(ids) == 0:
+        raise BadRow("empty_prompt", "the prompt is empty")
+    room = np.zeros(settings.completion_tokens or 0, dtype=np.int32)
+    fitted = truncate(
+        PairIds(prompt=ids, chosen=room, rejected=room), settings.limits, tokenizer.bos_token_id
+    )
+    is_conversation = FORMATS[settings.format].content == "messages"
+    messages: Any = tuple(pair.prompt) if is_conversation else None
+    prompt = Prompt(ids=fitted.prompt, text=text, messages=messages, row_number=number)
+    return prompt, len(fitted.prompt) < len(ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EndTokens:
-    """Which tokens end a completion, and how far from its end they may stand."""
+    """The tokens that end a completion: a completion has an end if its last `window` tokens contain one."""
 
     ids: frozenset[int]
     window: int
@@ -257,9 +275,9 @@ class _EndTokens:
     @staticmethod
     def of(tokenizer: Tokenizer, format: str) -> "_EndTokens":
         eos = frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
-        if format != "conversational":
+        if FORMATS[format].content != "messages":
             return _EndTokens(ids=eos, window=1)
-        # A template closes turns with EOS or with a special token of its own (<end_of_turn>, <|eot_id|>).
+        # A template ends turns with EOS or with another special token (<end_of_turn>, <|eot_id|>).
         special = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         return _EndTokens(ids=eos | special, window=_TURN_END_TOKENS)
 
@@ -267,8 +285,8 @@ class _EndTokens:
         return any(token in self.ids for token in completion[-self.window :].tolist())
 
 
-def _notes(num_prompt_tokens: int, whole: PairIds, fitted: PairIds, ends: _EndTokens) -> Counter[str]:
-    """What the report counts about a kept pair (the first two) and its completions (the others)."""
+def _pair_notes(num_prompt_tokens: int, whole: PairIds, fitted: PairIds, ends: _EndTokens) -> Counter[str]:
+    """Returns the report's counts of a kept pair: two counts of pairs, then three of completions."""
     notes = Counter[str](
         prompt_boundary_moved=len(whole.prompt) < num_prompt_tokens,
         prompt_truncated=len(fitted.prompt) < len(whole.prompt),

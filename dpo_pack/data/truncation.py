@@ -1,4 +1,4 @@
-"""Making a pair of token id arrays fit `data.max_length`, or refusing it. Lengths are in tokens."""
+"""Cuts a pair of token id arrays so that it fits `data.max_length`, or refuses it. Lengths are in tokens."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ Truncation = Literal["drop", "prompt_left", "completion_right", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """What is long, and what happens to it."""
+    """The largest allowed lengths, and the option that decides what happens to longer pairs."""
 
     max_length: int  # prompt + one completion
     max_prompt_length: int | None
@@ -31,19 +31,19 @@ class PairIds:
 
     @property
     def longest_length(self) -> int:
-        """Of the prompt with its longer completion."""
+        """Returns the number of tokens of the prompt and the longer completion together."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
 def truncate(pair: PairIds, limits: LengthLimits, bos_token_id: int | None) -> PairIds:
-    """The pair within the limits.
+    """Returns the pair, cut to the limits by one of these rules (`limits.truncation`).
 
-    - `prompt_left` keeps the newest prompt tokens, at least one, and a beginning-of-sequence token first.
-    - `completion_right` cuts the ends of sequences; it never cuts a prompt.
+    - `prompt_left` cuts the oldest prompt tokens. At least one token stays. If two or more stay, BOS stays.
+    - `completion_right` cuts the ends of completions, never a prompt.
     - `drop` and `error` cut nothing.
 
-    Raises BadRow `prompt_too_long` or `too_long` for a pair that cannot be made to fit, and
-    `identical_after_truncation` when what is left of the completions is the same.
+    Raises BadRow `prompt_too_long` or `too_long` for a pair that still does not fit, and
+    `identical_after_truncation` if cutting makes the completions equal.
     """
     cuts_prompt = limits.truncation == "prompt_left"
     prompt_limit = limits.max_prompt_length
@@ -64,7 +64,7 @@ def truncate(pair: PairIds, limits: LengthLimits, bos_token_id: int | None) -> P
 
 
 def _with_newest_prompt(pair: PairIds, length: int, bos_token_id: int | None) -> PairIds:
-    # Models attend heavily to the first position and expect BOS there, so it outlives older tokens.
+    # Models attend heavily to the first position and expect BOS there, so BOS is kept.
     if length > 1 and pair.prompt[0] == bos_token_id:
         prompt = np.concatenate([pair.prompt[:1], pair.prompt[1 - length :]])
     else:

@@ -1,21 +1,26 @@
-"""Tokenising a stream of rows, in this process or in several; the result is the same."""
+"""Tokenises a stream of rows in this process or in several processes; the result is the same."""
 
 import multiprocessing
 import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 
 from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.tokenization import TokenizationSettings, TokenizedBatch, Tokenizer, tokenize_batch
-from dpo_pack.errors import DataError
+from dpo_pack.data.tokenization import TokenizationSettings, TokenizedBatch, tokenize_batch
+from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.system.errors import DataError
 
 _BATCH_ROWS = 512
-_BATCHES_PER_WORKER = 2  # under way, so that no worker waits for the reader
+_BATCHES_PER_WORKER = 2  # so many are submitted at once, so that no worker waits for the reader
+
+_Result = Callable[[], TokenizedBatch]
 
 
 def tokenize_rows(
@@ -26,56 +31,48 @@ def tokenize_rows(
     num_workers: int,
     max_pairs: int | None,
 ) -> Generator[TokenizedBatch, None, None]:
-    """Batches in row order, until the rows end or `max_pairs` pairs are kept.
+    """Yields batches in row order, until the rows end or `max_pairs` pairs are kept.
 
-    No row is read that cannot be needed: a batch has at most as many rows as pairs are missing.
+    It reads no row that it cannot need: a batch never has more rows than the pairs that are still missing.
     """
     wanted = sys.maxsize if max_pairs is None else max_pairs
-    if num_workers < 2:
-        return _tokenize_here(rows, settings, tokenizer, wanted)
-    return _tokenize_in_workers(rows, settings, tokenizer, wanted, num_workers)
-
-
-def _tokenize_here(
-    rows: Iterator[NumberedRow], settings: TokenizationSettings, tokenizer: Tokenizer, wanted: int
-) -> Generator[TokenizedBatch, None, None]:
-    while batch := list(islice(rows, min(_BATCH_ROWS, wanted))):
-        tokenized = tokenize_batch(batch, settings, tokenizer)
-        wanted -= len(tokenized.pairs.records)
-        yield tokenized
-
-
-def _tokenize_in_workers(
-    rows: Iterator[NumberedRow],
-    settings: TokenizationSettings,
-    tokenizer: Tokenizer,
-    wanted: int,
-    num_workers: int,
-) -> Generator[TokenizedBatch, None, None]:
-    pool = ProcessPoolExecutor(
-        num_workers,
-        mp_context=multiprocessing.get_context("spawn"),  # a fork would copy the tokenizer's threads' locks
-        initializer=_start_worker,
-        initargs=(settings, tokenizer),
-    )
-    under_way: deque[tuple[int, Future[TokenizedBatch]]] = deque()
-    try:
+    most_under_way = num_workers * _BATCHES_PER_WORKER if num_workers > 1 else 1
+    under_way: deque[tuple[int, _Result]] = deque()
+    with _workers(settings, tokenizer, num_workers) as submit:
         while True:
-            while len(under_way) < num_workers * _BATCHES_PER_WORKER:
+            while len(under_way) < most_under_way:
                 batch = list(islice(rows, min(_BATCH_ROWS, wanted)))
                 if not batch:
                     break
-                wanted -= len(batch)  # as if all were kept; corrected below
-                under_way.append((len(batch), pool.submit(_tokenize_in_worker, batch)))
+                wanted -= len(batch)  # assumes that all rows are kept; corrected below
+                under_way.append((len(batch), submit(batch)))
             if not under_way:
                 return
-            num_rows, future = under_way.popleft()
-            tokenized = future.result()
+            num_rows, result = under_way.popleft()
+            tokenized = result()
             wanted += num_rows - len(tokenized.pairs.records)
             yield tokenized
+
+
+@contextmanager
+def _workers(
+    settings: TokenizationSettings, tokenizer: Tokenizer, num_workers: int
+) -> Iterator[Callable[[list[NumberedRow]], _Result]]:
+    """Yields a function that starts to tokenise a batch and returns a function that waits for the result."""
+    if num_workers < 2:
+        yield lambda batch: partial(tokenize_batch, batch, settings, tokenizer)
+        return
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),  # a fork copies locks of the tokenizer's threads
+        initializer=_start_worker,
+        initargs=(settings, tokenizer),
+    )
+    try:
+        yield lambda batch: pool.submit(_tokenize_in_worker, batch).result
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that tokenised died, most likely for want of memory; set data.num_workers: 0"
+            "a process that tokenised died, most likely because memory ran out; set data.num_workers: 0"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -87,7 +84,7 @@ _worker: tuple[TokenizationSettings, Tokenizer] | None = None
 def _start_worker(settings: TokenizationSettings, tokenizer: Tokenizer) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
     _worker = settings, tokenizer
 
 

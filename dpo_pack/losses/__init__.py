@@ -1,76 +1,64 @@
-"""Preference losses: pure functions of policy and reference log-probs, and what a run makes of them.
+"""Preference losses: pure functions of policy and reference log-probs, and the objective of a run.
 
-A loss is a function, a line in LOSSES, a name in `LossType` of recipe_schema.py, and what the tables of
-recipe_checks.py say of its options. `contrastive.py` holds those of a pair's log-ratios to the reference,
-`reference_free.py` those without one, `transport.py` those that couple the pairs of a step, `custom.py` finds
-your own.
+To add a loss: declare it in LOSS_DECLARATIONS of recipe/loss.py, write its function, and add the function to
+the dict at the end of the function's file. A new option is a key of `LossRecipe` in recipe/loss.py, and a
+field of `LossOptions`. `contrastive.py` has the losses of a pair's log-ratios to the reference.
+`reference_free.py` has the losses without a reference. `transport.py` has the losses that couple the pairs of
+a step. `custom.py` imports a loss that the user wrote.
 """
 
 from __future__ import annotations
 
-from dpo_pack.losses.contrastive import (
-    apo_down,
-    apo_zero,
-    bco_pair,
-    discopop,
-    exo_pair,
-    hinge,
-    ipo,
-    nca_pair,
-    robust,
-    sigmoid,
-    sigmoid_norm,
-    sppo_hard,
-)
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dpo_pack.losses.contrastive import CONTRASTIVE
 from dpo_pack.losses.custom import load_custom_loss
-from dpo_pack.losses.interface import (
-    CoupledLoss,
-    Loss,
-    LossOptions,
-    PairLogps,
-    chosen_logratio,
-    rejected_logratio,
-)
+from dpo_pack.losses.interface import CoupledLoss, Loss, LossOptions, PairLogps
 from dpo_pack.losses.objective import (
     Objective,
     ScoredPairs,
-    concatenate_pairs,
     length_desensitized_sums,
     weighted_losses,
     wpo_weights,
 )
-from dpo_pack.losses.reference_free import cpo, orpo, sft, simpo
-from dpo_pack.losses.transport import aot, aot_unpaired
+from dpo_pack.losses.reference_free import REFERENCE_FREE
+from dpo_pack.losses.transport import COUPLED
+from dpo_pack.recipe.loss import LOSS_DECLARATIONS
 
 __all__ = [
     "LOSSES", "CoupledLoss", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs",
-    "chosen_logratio", "concatenate_pairs", "length_desensitized_sums", "load_loss", "rejected_logratio",
-    "weighted_losses", "wpo_weights",
+    "length_desensitized_sums", "load_loss", "make_objective", "weighted_losses", "wpo_weights",
 ]  # fmt: skip
+
+_BY_PAIR = {**CONTRASTIVE, **REFERENCE_FREE}
+_WITHOUT_FUNCTION = LOSS_DECLARATIONS.keys() - {*_BY_PAIR, *COUPLED}
+assert not _WITHOUT_FUNCTION, f"no function is named at the end of its file for {_WITHOUT_FUNCTION}"
+LOSSES: dict[str, Loss | CoupledLoss] = {
+    name: CoupledLoss(function=COUPLED[name], needs_reference=declared.needs_reference)
+    if declared.couples_pairs
+    else Loss(function=_BY_PAIR[name], needs_reference=declared.needs_reference)
+    for name, declared in LOSS_DECLARATIONS.items()
+}
+assert LOSSES.keys() == {*_BY_PAIR, *COUPLED}, "a loss has a function and no entry in LOSS_DECLARATIONS"
 
 
 def load_loss(name: str, options: LossOptions) -> Loss | CoupledLoss:
-    """The loss of a name in LOSSES or of `module:function`. Raises RecipeError when that cannot be used."""
+    """Returns the loss of a name in LOSSES or of `module:function`; RecipeError if that cannot be used."""
     return load_custom_loss(name, options) if ":" in name else LOSSES[name]
 
 
-LOSSES: dict[str, Loss | CoupledLoss] = {
-    "sigmoid": Loss(function=sigmoid),
-    "robust": Loss(function=robust),
-    "hinge": Loss(function=hinge),
-    "ipo": Loss(function=ipo),
-    "exo_pair": Loss(function=exo_pair),
-    "nca_pair": Loss(function=nca_pair),
-    "bco_pair": Loss(function=bco_pair),
-    "sppo_hard": Loss(function=sppo_hard),
-    "aot": CoupledLoss(function=aot),
-    "aot_unpaired": CoupledLoss(function=aot_unpaired),
-    "apo_zero": Loss(function=apo_zero),
-    "apo_down": Loss(function=apo_down),
-    "discopop": Loss(function=discopop),
-    "sigmoid_norm": Loss(function=sigmoid_norm),
-    "sft": Loss(function=sft, needs_reference=False),
-    "simpo": Loss(function=simpo, needs_reference=False),
-    "orpo": Loss(function=orpo, needs_reference=False),
-    "cpo": Loss(function=cpo, needs_reference=False),
-}
+def make_objective(
+    terms: Iterable[tuple[str, float]],
+    options: Mapping[str, Any],
+    *,
+    weighting: str | None = None,
+    ld_alpha: float | None = None,
+) -> Objective:
+    """Returns the objective of (name, factor) terms; `options` has the fields of `LossOptions` by name.
+
+    Raises RecipeError if a loss that the user wrote cannot be used.
+    """
+    loss_options = LossOptions(**options)
+    loaded = tuple((load_loss(name, loss_options), factor) for name, factor in terms)
+    return Objective(terms=loaded, options=loss_options, weighting=weighting, ld_alpha=ld_alpha)

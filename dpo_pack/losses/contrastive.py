@@ -1,37 +1,43 @@
-"""Losses that compare a pair's log-ratios to the reference: DPO and its relatives.
+"""Losses that compare the log-ratios (policy to reference) of a pair's completions: DPO and its relatives.
 
-Each takes summed completion log-probs of P pairs and returns one value a pair, [P]. `logratio` is
-log pi(y|x) - log pi_ref(y|x), `reward` is beta * logratio, and `margin` the chosen score minus the rejected
-one, where a score is what `options.f_divergence` makes of a logratio (divergences.py): the logratio itself
-unless another divergence is asked for.
+Each loss takes the summed completion log-probs of P pairs and returns one value for each pair, [P]. In the
+formulas `logratio` is log pi(y|x) - log pi_ref(y|x), `reward` is beta * logratio, and `margin` is the chosen
+score minus the rejected score. `options.f_divergence` names the function in DIVERGENCES that computes a score
+from a logratio. Under reverse_kl, the default, the score is the logratio.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpo_pack.divergences import DIVERGENCES
-from dpo_pack.losses.interface import LossOptions, PairLogps, chosen_logratio, rejected_logratio
+from dpo_pack.losses.interface import LossOptions, PairLogps
 
 
 def sigmoid(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
-    """DPO, Rafailov et al. 2023 (arXiv 2305.18290), eq. 7: -log sigmoid(beta * margin).
+    """DPO, Rafailov et al. 2023 (arXiv 2305.18290), eq. 7:
 
-    With label smoothing e it is cDPO, Mitchell 2023 (ericmitchell.ai/cdpo.pdf), eq. 3:
+    -log sigmoid(beta (log pi(y_w|x) - log pi_ref(y_w|x)) - beta (log pi(y_l|x) - log pi_ref(y_l|x))),
+    y_w is the chosen and y_l the rejected completion of prompt x; [P] log-probs of each -> [P] losses.
+    With label smoothing e the loss is cDPO, Mitchell 2023 (ericmitchell.ai/cdpo.pdf), eq. 3:
     -(1 - e) log sigmoid(beta * margin) - e log sigmoid(-beta * margin).
     """
+    if options.f_divergence == "reverse_kl" and options.label_smoothing == 0.0:
+        margin = (policy.chosen - reference.chosen) - (policy.rejected - reference.rejected)  # [P]
+        return -F.logsigmoid(options.beta * margin)  # [P]
     return mixed_logistic(options.beta * _margin(policy, reference, options), options.label_smoothing)
 
 
 def robust(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
-    """Robust DPO, Chowdhury et al. 2024 (arXiv 2403.00409), sec. 3.1, labels swapped with probability e:
+    """Robust DPO, Chowdhury et al. 2024 (arXiv 2403.00409), sec. 3.1, for labels swapped with probability e:
 
     (-(1 - e) log sigmoid(beta * margin) + e log sigmoid(-beta * margin)) / (1 - 2 e).
-    Unbiased for the loss without swaps, and so unbounded below: a right pair's loss falls with its margin.
+    The mean of this loss over random swaps is the loss without swaps. This loss has no lower bound: the loss
+    of a pair in the right order falls as the margin of the pair grows.
     """
     swapped = options.label_smoothing
     return mixed_logistic(options.beta * _margin(policy, reference, options), -swapped / (1 - 2 * swapped))
@@ -46,7 +52,7 @@ def hinge(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tens
 def ipo(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
     """IPO, Azar et al. 2023 (arXiv 2310.12036), eq. 17: (margin - 1 / (2 beta))^2.
 
-    Scores are averaged over completion tokens, the form the paper's authors confirmed to TRL.
+    Each score is divided by the tokens of its completion. The paper's authors confirmed this form to TRL.
     """
     return (_margin_per_token(policy, reference, options) - 1 / (2 * options.beta)).square()
 
@@ -54,8 +60,8 @@ def ipo(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor
 def exo_pair(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
     """EXO-pref, Ji et al. 2024 (arXiv 2402.00856), eq. 16 for two completions: KL(p || (1 - e, e)).
 
-    p is (sigmoid(beta * margin), sigmoid(-beta * margin)), e > 0 the label smoothing. The slope fades on both
-    sides: a pair the policy is sure of, rightly or wrongly, no longer pulls.
+    p is (sigmoid(beta * margin), sigmoid(-beta * margin)), and e > 0 is the label smoothing. The slope tends
+    to zero for large positive and negative margins: a pair with such a margin hardly changes the policy.
     """
     assert options.label_smoothing > 0, "its logarithm is taken"
     logits = options.beta * _margin(policy, reference, options)
@@ -77,7 +83,7 @@ def bco_pair(policy: PairLogps, reference: PairLogps, options: LossOptions) -> T
     """BCO's binary cross-entropy, Jung et al. 2024 (arXiv 2404.04656), the bound of theorem 1:
 
     -log sigmoid(chosen reward) - log sigmoid(-rejected reward).
-    TRL's form: the paper then shifts both rewards by a running mean, which depends on the steps before.
+    This is TRL's form. The paper also shifts both rewards by a running mean, which depends on earlier steps.
     """
     chosen, rejected = _rewards(policy, reference, options)
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
@@ -87,28 +93,30 @@ def sppo_hard(policy: PairLogps, reference: PairLogps, options: LossOptions) -> 
     """SPPO, Wu et al. 2024 (arXiv 2405.00675), eq. 4.7 with eta = 1 / beta:
 
     (chosen logratio - 1 / (2 beta))^2 + (rejected logratio + 1 / (2 beta))^2.
-    TRL's form: win probabilities are 1 and 0, where the paper estimates them with a preference model, and
-    the reference is fixed, where the paper takes the policy of the iteration before.
+    This is TRL's form. Its win probabilities are 1 and 0; the paper estimates them with a preference model.
+    Its reference is fixed; the paper's reference is the policy of the previous iteration.
     """
     target = 1 / (2 * options.beta)
-    chosen, rejected = chosen_logratio(policy, reference), rejected_logratio(policy, reference)
+    chosen, rejected = _logratios(policy, reference)
     return (chosen - target).square() + (rejected + target).square()
 
 
 def apo_zero(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
-    """APO-zero, D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7, for chosen better than the model's own:
+    """APO-zero, D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7:
 
-    -sigmoid(chosen reward) + sigmoid(rejected reward), and 1 added, as TRL does, for a loss above 0.
+    -sigmoid(chosen reward) + sigmoid(rejected reward) + 1, for chosen completions that are better than
+    those of the model. The 1 is not in the paper: TRL adds it so that the loss is above 0.
     """
     chosen, rejected = _rewards(policy, reference, options)
     return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
 
 
 def apo_down(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
-    """APO-down, D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 8, for chosen worse than the model's own:
+    """APO-down, D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 8:
 
-    sigmoid(chosen reward) - sigmoid(chosen reward - rejected reward), and 1 added, as TRL does. Lowers the
-    rejected completion, and the chosen one too as soon as their margin is larger than its reward.
+    sigmoid(chosen reward) - sigmoid(chosen reward - rejected reward) + 1, for chosen completions that
+    are worse than those of the model. The 1 is TRL's, as in `apo_zero`. The loss lowers the rejected reward;
+    it also lowers the chosen reward if |chosen reward| < |chosen reward - rejected reward|.
     """
     chosen, rejected = _rewards(policy, reference, options)
     return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
@@ -118,13 +126,13 @@ def discopop(policy: PairLogps, reference: PairLogps, options: LossOptions) -> T
     """DiscoPOP, Lu et al. 2024 (arXiv 2406.08414), eq. 5: with x = beta * margin, g = sigmoid(x / tau),
 
     -(1 - g) log sigmoid(x) + g exp(-x).
-    Not monotone: its slope at x = 0, where a policy that is the reference starts, is
-    (1 - log 2) / (4 tau) - 3 / 4, which pushes margins down for tau below about 0.1. For tau > 1, exp(-x)
-    outgrows g, and overflows below about x = -709 / (1 - 1 / tau).
+    The loss is not monotone. A policy that equals the reference starts at x = 0; there the slope in x is
+    (1 - log 2) / (4 tau) - 3 / 4. For tau below about 0.1 this slope is positive and lowers margins. For
+    tau > 1, exp(-x) grows faster than g falls: g exp(-x) overflows below about x = -709 / (1 - 1 / tau).
     """
     logits = options.beta * _margin(policy, reference, options)
     modulation = logits / options.discopop_tau
-    # One exp for g exp(-x): apart they would be 0 * inf for a wrong pair.
+    # One exp computes g exp(-x): two factors would be 0 * inf for a pair in the wrong order.
     exponential = torch.exp(F.logsigmoid(modulation) - logits)
     return exponential - torch.sigmoid(-modulation) * F.logsigmoid(logits)
 
@@ -138,22 +146,27 @@ def sigmoid_norm(policy: PairLogps, reference: PairLogps, options: LossOptions) 
 
 
 def mixed_logistic(logits: Tensor, swapped: float) -> Tensor:
-    """-(1 - swapped) log sigmoid(logits) - swapped log sigmoid(-logits), of any shape."""
+    """Returns -(1 - swapped) log sigmoid(logits) - swapped log sigmoid(-logits), in the shape of `logits`."""
     loss = -F.logsigmoid(logits) * (1 - swapped)
     if swapped != 0.0:
-        # Left out at zero: 0 * inf would be NaN for infinite margins.
+        # This term is left out at zero, because 0 * inf is NaN for infinite margins.
         loss = loss - F.logsigmoid(-logits) * swapped
     return loss
 
 
+def _logratios(policy: PairLogps, reference: PairLogps) -> tuple[Tensor, Tensor]:
+    """Returns log pi(y|x) - log pi_ref(y|x) in nats: [P] of chosen, [P] of rejected completions."""
+    return policy.chosen - reference.chosen, policy.rejected - reference.rejected
+
+
 def _rewards(policy: PairLogps, reference: PairLogps, options: LossOptions) -> tuple[Tensor, Tensor]:
-    chosen, rejected = chosen_logratio(policy, reference), rejected_logratio(policy, reference)
+    chosen, rejected = _logratios(policy, reference)
     return options.beta * chosen, options.beta * rejected
 
 
 def _scores(policy: PairLogps, reference: PairLogps, options: LossOptions) -> tuple[Tensor, Tensor]:
     score = DIVERGENCES[options.f_divergence]
-    chosen, rejected = chosen_logratio(policy, reference), rejected_logratio(policy, reference)
+    chosen, rejected = _logratios(policy, reference)
     return score(chosen, options.f_alpha), score(rejected, options.f_alpha)
 
 
@@ -165,3 +178,72 @@ def _margin(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Te
 def _margin_per_token(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
     chosen, rejected = _scores(policy, reference, options)
     return chosen / policy.chosen_tokens - rejected / policy.rejected_tokens
+
+
+# ------------------------------------------------------------------------------------ scores of logratios
+# An f-divergence from the reference decides the score that a loss uses instead of a logratio: Wang et al.
+# 2023 (arXiv 2309.16240), table 1. A policy that the f-divergence keeps near the reference has the implicit
+# reward beta * f'(pi / pi_ref) plus a term of the prompt; this term cancels between the completions of a
+# pair. Each score is f'(t) of the ratio t = exp(logratio), plus a constant that makes the score zero at
+# t = 1. In a loss that divides scores by token counts, another constant would not cancel.
+
+
+def reverse_kl(logratio: Tensor, alpha: float) -> Tensor:
+    """f(t) = t log t; the score is the logratio, as in DPO."""
+    return logratio
+
+
+def forward_kl(logratio: Tensor, alpha: float) -> Tensor:
+    """f(t) = -log t, score 1 - 1 / t."""
+    return -_expm1(-logratio)
+
+
+def js_divergence(logratio: Tensor, alpha: float) -> Tensor:
+    """f(t) = t log t - (t + 1) log((t + 1) / 2), score log(2 t / (1 + t))."""
+    return math.log(2) + F.logsigmoid(logratio)
+
+
+def alpha_divergence(logratio: Tensor, alpha: float) -> Tensor:
+    """Score (t^(alpha - 1) - 1) / (alpha - 1) for 0 < alpha < 1, TRL's form; the paper's alpha is 1 - this.
+
+    The score tends to that of reverse KL for alpha -> 1, and to that of forward KL for alpha -> 0.
+    """
+    return _expm1((alpha - 1) * logratio) / (alpha - 1)
+
+
+def _expm1(exponent: Tensor) -> Tensor:
+    """Returns exp(exponent) - 1 in float64; above 600 its tangent at 600, because exp overflows at 709.
+
+    The tangent keeps order and sign. So a pair with a huge margin has the right loss 0 and the right slope 0,
+    and not 0 * inf. A pair with a huge margin in the wrong direction has a gradient that float32 parameters
+    cannot hold, and the step counts as not finite.
+    """
+    beyond = math.exp(_LINEAR_FROM) * F.relu(exponent - _LINEAR_FROM)
+    return torch.expm1(exponent.clamp(max=_LINEAR_FROM)) + beyond
+
+
+# `_expm1` is linear above this exponent. exp overflows float64 at 709; 600 leaves room for the losses.
+_LINEAR_FROM = 600.0
+
+# Functions (logratio [P] in nats, alpha) -> score [P].
+DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "reverse_kl": reverse_kl,
+    "forward_kl": forward_kl,
+    "js_divergence": js_divergence,
+    "alpha_divergence": alpha_divergence,
+}
+
+CONTRASTIVE: dict[str, Callable[[PairLogps, PairLogps, LossOptions], Tensor]] = {
+    "sigmoid": sigmoid,
+    "robust": robust,
+    "hinge": hinge,
+    "ipo": ipo,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "discopop": discopop,
+    "sigmoid_norm": sigmoid_norm,
+}

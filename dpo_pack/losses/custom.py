@@ -1,65 +1,46 @@
-"""Your own loss: `loss.type: module:function`, found in the working directory or among installed modules.
+"""Imports a loss that the user wrote: `loss.type: module:function`.
 
-The function is called as the built-in ones are, once for each row of a step:
+The module is in the working directory or installed. The function is called once for each row of a step, like
+a built-in loss:
 
     def my_loss(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor
 
-and returns one value a pair, [P], differentiable in `policy.chosen` and `policy.rejected`. A pair's value
-may depend on that pair only, since which pairs share a row is the packer's choice. Everything is float64.
+It returns one value for each pair, [P], differentiable in `policy.chosen` and `policy.rejected`. The value of
+a pair may depend on that pair only, because the packer chooses the pairs of a row. Log-probs and values are
+float64.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpo_pack.errors import RecipeError
 from dpo_pack.losses.interface import Loss, LossOptions, PairLogps
+from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.imports import load_function
 
 
 def load_custom_loss(name: str, options: LossOptions) -> Loss:
-    """The loss `module:function`, tried out on three made-up pairs. Raises RecipeError in one line."""
-    module_name, _, function_name = name.partition(":")
+    """Imports the loss `module:function` and tests it on three invented pairs. Raises RecipeError."""
+    function = load_function(name, "loss.type")
     try:
-        function: Any = getattr(_import(module_name), function_name)
-    except AttributeError:
-        raise RecipeError(f"loss.type: module {module_name} has no function {function_name}") from None
-    except (Exception, SystemExit) as error:
-        where = f"(looked in {os.getcwd()} and among installed modules)"
-        raise RecipeError(f"loss.type: cannot import {module_name}: {_one_line(error)} {where}") from error
-    if not callable(function):
-        raise RecipeError(f"loss.type: {name} is {type(function).__name__}, not a function")
-    try:
-        problem = _problem(function, options)
+        required = _unmet_requirement(function, options)
     except Exception as error:
+        what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise RecipeError(
-            f"loss.type: {name} failed on made-up pairs: {_one_line(error)}; it is called as "
+            f"loss.type: {name} failed on made-up pairs: {what}; it is called as "
             "function(policy, reference, options), see docs/losses.md"
         ) from error
-    if problem is not None:
-        raise RecipeError(f"loss.type: {name} must return {problem}")
+    if required is not None:
+        raise RecipeError(f"loss.type: {name} must return {required}")
     return Loss(function=function)
 
 
-def _import(module_name: str) -> Any:
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(module_name)
-    finally:
-        sys.path.remove(os.getcwd())
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
-
-
-def _problem(function: Any, options: LossOptions) -> str | None:
-    """What is wrong with a loss, as what it must return, found on three pairs; None: nothing."""
+def _unmet_requirement(function: Callable[..., Any], options: LossOptions) -> str | None:
+    """Calls a loss with three invented pairs; returns the requirement that its values break, or None."""
     policy, reference = _made_up([-20.0, -35.0, -8.0]), _made_up([-21.0, -33.0, -9.0])
     policy.chosen.requires_grad_()
     policy.rejected.requires_grad_()

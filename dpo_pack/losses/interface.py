@@ -1,74 +1,75 @@
-"""What a loss is: a pure function of the log-probs of pairs under policy and reference.
+"""The interface of losses: a loss is a pure function of the log-probs of pairs under policy and reference.
 
-Legend: P pairs, of a row or of a whole step.
+Legend: P pairs of one row or of a whole step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLogps:
-    """Summed completion log-probs of P pairs under one model, and how many tokens each sum has."""
+    """Summed completion log-probs of P pairs under one model, and the number of tokens in each sum."""
 
     chosen: Tensor  # [P] float64, nats
     rejected: Tensor  # [P] float64, nats
     chosen_tokens: Tensor  # [P] int64
     rejected_tokens: Tensor  # [P] int64
 
+    @staticmethod
+    def join(parts: Sequence[PairLogps]) -> PairLogps:
+        """Joins the pairs of several rows, in the order of the rows."""
+        return PairLogps(
+            chosen=torch.cat([part.chosen for part in parts]),
+            rejected=torch.cat([part.rejected for part in parts]),
+            chosen_tokens=torch.cat([part.chosen_tokens for part in parts]),
+            rejected_tokens=torch.cat([part.rejected_tokens for part in parts]),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """What the loss functions take besides log-probs: keys of the recipe's `loss` section.
+    """The options of loss functions; their names are those in `LossRecipe.options`.
 
-    `ld_alpha` and `weighting` are not among them: they are applied around the functions.
+    These options have no defaults in this class. So an option that is only in one of the two classes raises a
+    TypeError, and no default hides the mistake. `ld_alpha` and `weighting` are no options of the functions:
+    `Objective` has them.
     """
 
     beta: float
-    label_smoothing: float = 0.0
-    f_divergence: str = "reverse_kl"  # name in DIVERGENCES
-    f_alpha: float = 0.5
-    discopop_tau: float = 0.05
-    simpo_gamma: float = 0.5
-    cpo_alpha: float = 1.0
-    # Tokens of a chosen completion, averaged over the global step; no part of the recipe, each step has its
-    # own. A mean over pairs of values divided by it is a mean over the step's chosen tokens.
+    label_smoothing: float
+    f_divergence: str  # name in DIVERGENCES
+    f_alpha: float
+    discopop_tau: float
+    simpo_gamma: float
+    cpo_alpha: float
+    # The mean number of tokens of the global step's chosen completions; each step sets it. A loss divides
+    # values of pairs by it; the mean of the quotients over pairs is a mean over the step's chosen tokens.
     mean_chosen_tokens: float = math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A loss that takes each pair by itself: (policy, reference, options) -> [P], one value a pair.
-
-    `needs_reference` is False for reference-free losses, for which no reference is computed.
-    """
+    """A loss without coupling between pairs: (policy, reference, options) -> [P], one value for each pair."""
 
     function: Callable[[PairLogps, PairLogps, LossOptions], Tensor]
-    needs_reference: bool = True
+    needs_reference: bool = True  # False: the reference log-probs are zeros, and no model computes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoupledLoss:
-    """A loss in which pairs depend on each other: (policy, reference, options, weights) -> [P].
+    """A loss in which pairs depend on each other: (policy, reference, options, pair_weights) -> [P].
 
-    It is given all pairs of the global step at once, whatever rows and ranks they were computed on. It
-    takes the pairs' weights [P] itself, since a weight is then no mere factor, and returns weighted values.
+    One call of the function gets all pairs of the global step, of all rows and ranks. The function also gets
+    the weights of the pairs, [P], because in such a loss a weight is more than a factor. It returns weighted
+    values.
     """
 
     function: Callable[[PairLogps, PairLogps, LossOptions, Tensor], Tensor]
     needs_reference: bool = True
-
-
-def chosen_logratio(policy: PairLogps, reference: PairLogps) -> Tensor:
-    """[P]: log pi(y|x) - log pi_ref(y|x) of the chosen completions, nats."""
-    return policy.chosen - reference.chosen
-
-
-def rejected_logratio(policy: PairLogps, reference: PairLogps) -> Tensor:
-    """[P]: log pi(y|x) - log pi_ref(y|x) of the rejected completions, nats."""
-    return policy.rejected - reference.rejected

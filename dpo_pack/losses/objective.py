@@ -1,6 +1,6 @@
-"""What a run minimises: a weighted sum of losses over the pairs of a step, and its pairs' weights.
+"""The objective that a run minimises: a weighted sum of losses over the pairs of a step; weights of pairs.
 
-Legend: P pairs, of a row or of a whole step.
+Legend: P pairs of one row or of a whole step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dpo_pack.losses.interface import CoupledLoss, Loss, LossOptions, PairLogps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The loss of a run: its terms, each with its factor, and what modifies all of them."""
+    """The loss of a run: terms, the factor of each term, and the options of all terms."""
 
     terms: tuple[tuple[Loss | CoupledLoss, float], ...]
     options: LossOptions
-    weighting: str | None = None  # "wpo": pairs are weighted by `wpo_weights` as well
-    ld_alpha: float | None = None  # LD-DPO: factor of log-probs past the shorter completion's length
+    weighting: str | None = None  # "wpo": `wpo_weights` multiply the weights of the data
+    ld_alpha: float | None = None  # LD-DPO: alpha of `length_desensitized_sums`; None: off
 
     @property
     def needs_reference(self) -> bool:
@@ -35,68 +35,61 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPairs:
-    """All that an objective asks of P pairs."""
+    """The inputs of an objective for P pairs."""
 
     policy: PairLogps
     reference: PairLogps
-    weights: Tensor  # [P] float64, detached
+    pair_weights: Tensor  # [P] float64, detached: weights of the data x `wpo_weights` if used
 
     def __len__(self) -> int:
-        return len(self.weights)
+        return len(self.pair_weights)
+
+    @staticmethod
+    def join(parts: Sequence[ScoredPairs]) -> ScoredPairs:
+        """Joins the pairs of several rows, in the order of the rows."""
+        return ScoredPairs(
+            policy=PairLogps.join([part.policy for part in parts]),
+            reference=PairLogps.join([part.reference for part in parts]),
+            pair_weights=torch.cat([part.pair_weights for part in parts]),
+        )
 
 
 def weighted_losses(objective: Objective, pairs: ScoredPairs, *, mean_chosen_tokens: float) -> Tensor:
-    """[P]: each pair's part of the step's loss, which is their sum over the step / its number of pairs.
+    """Returns the weighted value of each pair, [P]. The loss of a step is the mean of its pairs' values.
 
-    `mean_chosen_tokens` is the global step's. An objective that couples pairs must be given all of them.
+    `mean_chosen_tokens` is that of the global step. If the objective couples pairs, `pairs` must be all pairs
+    of the global step.
     """
     options = replace(objective.options, mean_chosen_tokens=mean_chosen_tokens)
-    total = torch.zeros_like(pairs.weights)
+    total = torch.zeros_like(pairs.pair_weights)
     for loss, factor in objective.terms:
         match loss:
             case Loss():
-                values = loss.function(pairs.policy, pairs.reference, options) * pairs.weights
+                values = loss.function(pairs.policy, pairs.reference, options) * pairs.pair_weights
             case CoupledLoss():
-                values = loss.function(pairs.policy, pairs.reference, options, pairs.weights)
+                values = loss.function(pairs.policy, pairs.reference, options, pairs.pair_weights)
         total = total + factor * values
     return total
 
 
 def wpo_weights(alignment: Tensor, num_tokens: Tensor) -> Tensor:
-    """WPO, Zhou et al. 2024 (arXiv 2406.11827), eq. 2: how likely completions are to be the policy's own.
+    """WPO weights, Zhou et al. 2024 (arXiv 2406.11827), eq. 2: large for completions likely under the policy.
 
-    [P, 2] sums over a completion's tokens of log p(y_t) - log sum_v p(v)^2, [P, 2] tokens -> [P] detached
-    weights w(y_w|x) * w(y_l|x), w(y|x) = exp(mean over tokens of the former).
+    alignment: [P, 2], for each completion the sum over its tokens of log p(y_t) - log sum_v p(v)^2.
+    num_tokens: [P, 2]. Returns [P] detached w(y_w|x) * w(y_l|x), where w(y|x) = exp(alignment / num_tokens).
     """
     return torch.exp((alignment.detach() / num_tokens).sum(dim=1))
 
 
 def length_desensitized_sums(token_logps: Tensor, num_tokens: Tensor, alpha: float) -> Tensor:
-    """LD-DPO, Liu et al. 2024 (arXiv 2409.06411), sec. 3.2: log-probs past the common length count alpha.
+    """LD-DPO's sums of log-probs, Liu et al. 2024 (arXiv 2409.06411), sec. 3.2.
 
-    [N] per-token log-probs, chosen and rejected completions in turn, [P, 2] tokens of each -> [P, 2] float64
-    sums: the first min(|y_w|, |y_l|) tokens of a completion in full, the others times alpha.
+    token_logps: [N] log-probs of tokens; the chosen completion of a pair, then its rejected completion, then
+    the next pair. num_tokens: [P, 2]. Returns [P, 2] float64 sums: the first min(|y_w|, |y_l|) tokens of a
+    completion have factor 1, its other tokens have factor alpha.
     """
     upto = torch.nn.functional.pad(token_logps.double().cumsum(0), (1, 0))  # [N + 1]
     ends = num_tokens.flatten().cumsum(0).view(-1, 2)
     starts = ends - num_tokens
     turns = starts + num_tokens.amin(dim=1, keepdim=True)
     return upto[turns] - upto[starts] + alpha * (upto[ends] - upto[turns])
-
-
-def concatenate_pairs(parts: Sequence[ScoredPairs]) -> ScoredPairs:
-    """The pairs of several rows, one after another."""
-    return ScoredPairs(
-        policy=_concatenate_logps([part.policy for part in parts]),
-        reference=_concatenate_logps([part.reference for part in parts]),
-        weights=torch.cat([part.weights for part in parts]),
-    )
-
-
-def _concatenate_logps(parts: Sequence[PairLogps]) -> PairLogps:
-    return PairLogps(
-        chosen=torch.cat([part.chosen for part in parts]),
-        rejected=torch.cat([part.rejected for part in parts]),
-        chosen_tokens=torch.cat([part.chosen_tokens for part in parts]),
-        rejected_tokens=torch.cat([part.rejected_tokens for part in parts]),
-    )

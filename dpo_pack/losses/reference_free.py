@@ -1,6 +1,8 @@
-"""Losses without a reference: no reference pass runs for them, and what they are given for it is zeros."""
+"""Losses without a reference: no reference pass runs, and the `reference` log-probs are zeros."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,8 @@ from dpo_pack.losses.interface import LossOptions, PairLogps
 def sft(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
     """Negative log-likelihood of the chosen completions: a mean over the chosen tokens of the global step.
 
-    -log pi(y_w|x) / mean chosen tokens of the step, so that the mean over pairs is a mean over tokens. Added
-    to `sigmoid` it is RPO, Liu et al. 2024 (arXiv 2405.16436), eq. 9, up to this normalisation.
+    -log pi(y_w|x) / mean chosen tokens of the step, so that the mean over pairs is a mean over tokens. The
+    sum of `sigmoid` and `sft` is RPO, Liu et al. 2024 (arXiv 2405.16436), eq. 9, up to this normalisation.
     """
     return -policy.chosen / options.mean_chosen_tokens
 
@@ -22,7 +24,7 @@ def sft(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor
 def simpo(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
     """SimPO, Meng et al. 2024 (arXiv 2405.14734), eq. 6:
 
-    -log sigmoid(beta / |y_w| log pi(y_w|x) - beta / |y_l| log pi(y_l|x) - gamma), smoothed labels as in TRL.
+    -log sigmoid(beta / |y_w| log pi(y_w|x) - beta / |y_l| log pi(y_l|x) - gamma), labels smoothed as in TRL.
     """
     chosen, rejected = _mean_logps(policy)
     logits = options.beta * (chosen - rejected) - options.simpo_gamma
@@ -30,20 +32,20 @@ def simpo(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tens
 
 
 def orpo(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
-    """ORPO, Hong et al. 2024 (arXiv 2403.07691), eq. 6 and 7, with beta for the paper's lambda:
+    """ORPO, Hong et al. 2024 (arXiv 2403.07691), eq. 6 and 7; beta is the paper's lambda:
 
-    -log P(y_w|x) - beta * log sigmoid(log(odds(y_w|x) / odds(y_l|x))), odds = P / (1 - P), and log P the mean
-    log-prob of a completion's tokens (eq. 3).
+    -log P(y_w|x) - beta * log sigmoid(log(odds(y_w|x) / odds(y_l|x))), where odds = P / (1 - P), and log P is
+    the mean log-prob of a completion's tokens (eq. 3).
     """
     chosen, rejected = _mean_logps(policy)
     return -chosen - options.beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
 def cpo(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
-    """CPO, Xu et al. 2024 (arXiv 2401.08417), eq. 3 and 5: the preference term and cpo_alpha times `sft`.
+    """CPO, Xu et al. 2024 (arXiv 2401.08417), eq. 3 and 5: a preference term plus cpo_alpha times `sft`.
 
-    -log sigmoid(beta * (log pi(y_w|x) - log pi(y_l|x))) - cpo_alpha * log pi(y_w|x), the latter a mean over
-    tokens as in the authors' code and TRL; smoothed labels as in TRL.
+    -log sigmoid(beta * (log pi(y_w|x) - log pi(y_l|x))) - cpo_alpha * log pi(y_w|x). The second term is a
+    mean over tokens, as in the authors' code and TRL. Labels are smoothed as in TRL.
     """
     logits = options.beta * (policy.chosen - policy.rejected)
     preference = mixed_logistic(logits, options.label_smoothing)
@@ -57,10 +59,18 @@ def _mean_logps(policy: PairLogps) -> tuple[Tensor, Tensor]:
 
 
 def _log_odds(mean_logps: Tensor) -> Tensor:
-    """log(P / (1 - P)) of log P <= 0.
+    """Returns log(P / (1 - P)) of log P <= 0.
 
-    A completion that fp32 log-probs call certain has P = 1 and infinite odds; its P is taken to be within
-    1e-9 of that, far below what fp32 resolves.
+    In fp32 log-probs a completion can have P = 1, and its odds would be infinite. So log P is at most -1e-9,
+    which is far less than the rounding of fp32.
     """
     mean_logps = mean_logps.clamp(max=-1e-9)
     return mean_logps - torch.log(-torch.expm1(mean_logps))
+
+
+REFERENCE_FREE: dict[str, Callable[[PairLogps, PairLogps, LossOptions], Tensor]] = {
+    "sft": sft,
+    "simpo": simpo,
+    "orpo": orpo,
+    "cpo": cpo,
+}

@@ -1,48 +1,50 @@
-"""AOT: losses between the sorted values of all pairs of a step, an optimal transport in one dimension.
+"""AOT: losses between the sorted values of all pairs of a step, by optimal transport in one dimension.
 
-Two samples are matched quantile by quantile. Pairs with weights are samples with weights: a pair of weight 2
-counts as two equal pairs, one of weight 0 as none. With all weights equal, the i-th smallest value of one
-sample meets the i-th smallest of the other.
+Each loss compares two samples of values quantile by quantile. Samples can have weights: a pair of weight 2
+counts as two equal pairs, and a pair of weight 0 does not count. If all weights are equal, the i-th smallest
+value of one sample is compared with the i-th smallest value of the other sample.
 
-Melnyk et al. 2024 (arXiv 2406.05882), with the logistic loss.
+Source: Melnyk et al. 2024 (arXiv 2406.05882), with the logistic loss.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from dpo_pack.losses.contrastive import mixed_logistic
-from dpo_pack.losses.interface import LossOptions, PairLogps, chosen_logratio, rejected_logratio
+from dpo_pack.losses.interface import LossOptions, PairLogps
 
 
 def aot(policy: PairLogps, reference: PairLogps, options: LossOptions, weights: Tensor) -> Tensor:
-    """AOT for paired data: policy log-ratios chosen / rejected against the reference's, each sorted.
+    """AOT for paired data: compares the policy's log-ratios chosen / rejected with those of the reference.
 
-    With u the sorted log pi(y_w|x) - log pi(y_l|x) and v the sorted log pi_ref(y_w|x) - log pi_ref(y_l|x),
-    the mean of -log sigmoid(beta (u_i - v_i)), labels smoothed as in TRL. [P] weighted values in the order
-    of the pairs: each pair has those of its own u.
+    u is the sorted log pi(y_w|x) - log pi(y_l|x), and v is the sorted log pi_ref(y_w|x) - log pi_ref(y_l|x).
+    The loss is the mean of -log sigmoid(beta (u_i - v_i)), with labels smoothed as in TRL. Returns [P]
+    weighted values in the order of the pairs; the value of a pair is that of the pair's u_i.
     """
     upper, lower = policy.chosen - policy.rejected, reference.chosen - reference.rejected
     return _quantile_losses(upper, lower, weights, options)
 
 
 def aot_unpaired(policy: PairLogps, reference: PairLogps, options: LossOptions, weights: Tensor) -> Tensor:
-    """AOT for unpaired data: log-ratios of chosen against those of rejected completions, each sorted.
+    """AOT for unpaired data: compares log-ratios to the reference of chosen and of rejected completions.
 
-    With u the sorted log pi(y_w|x) - log pi_ref(y_w|x) and v the same of the rejected ones, the mean of
-    -log sigmoid(beta (u_i - v_i)), labels smoothed as in TRL. [P] weighted values in the order of the pairs:
-    each pair has those of its chosen completion.
+    u is the sorted log pi(y_w|x) - log pi_ref(y_w|x), and v is the sorted log pi(y_l|x) - log pi_ref(y_l|x).
+    The loss is the mean of -log sigmoid(beta (u_i - v_i)), with labels smoothed as in TRL. Returns [P]
+    weighted values in the order of the pairs; the value of a pair is that of its chosen completion's u_i.
     """
-    upper, lower = chosen_logratio(policy, reference), rejected_logratio(policy, reference)
+    upper, lower = policy.chosen - reference.chosen, policy.rejected - reference.rejected
     return _quantile_losses(upper, lower, weights, options)
 
 
 def _quantile_losses(upper: Tensor, lower: Tensor, weights: Tensor, options: LossOptions) -> Tensor:
-    """[P], [P] values of pairs of [P] weights -> [P] losses, summed over the mass that meets each `upper`."""
+    """[P] upper, lower, weights -> [P] losses: each sums over the parts of `lower` that meet its `upper`."""
     upper_order, lower_order = upper.argsort(stable=True), lower.argsort(stable=True)
     upper_ends, lower_ends = weights[upper_order].cumsum(0), weights[lower_order].cumsum(0)
-    # Between two neighbouring ends, one pair of `upper` meets one of `lower`.
+    # Between two neighbouring ends, one value of `upper` meets one value of `lower`.
     ends = torch.cat((upper_ends, lower_ends)).sort().values  # [2 P]
     masses = ends.diff(prepend=ends.new_zeros(1))
     middles = ends - masses / 2
@@ -52,3 +54,9 @@ def _quantile_losses(upper: Tensor, lower: Tensor, weights: Tensor, options: Los
     logits = options.beta * (upper[upper_pairs] - lower[lower_pairs])
     losses = masses * mixed_logistic(logits, options.label_smoothing)
     return torch.zeros_like(upper).index_add(0, upper_pairs, losses)
+
+
+COUPLED: dict[str, Callable[[PairLogps, PairLogps, LossOptions, Tensor], Tensor]] = {
+    "aot": aot,
+    "aot_unpaired": aot_unpaired,
+}

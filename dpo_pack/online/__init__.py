@@ -1,5 +1,5 @@
-"""Online DPO: the policy answers prompts, a judge scores the answers, pairs of them are trained on.
+"""Online DPO: the policy answers prompts, a judge scores the answers, training uses pairs of answers.
 
-`interface.py` says what a generator and a judge are, `phases.py` goes from prompts to pairs, `source.py`
-makes global batches of them for the same training loop as offline pairs, `build.py` reads the recipe.
+`interface.py` defines generators and judges, `phases.py` turns prompts into pairs, and `source.py` puts the
+pairs into global batches. Online and offline batches go through the same training loop.
 """

@@ -1,9 +1,9 @@
-"""Completions from a server: vLLM, SGLang, llama.cpp, anything with OpenAI's /completions.
+"""Completions from a server with OpenAI's /completions: vLLM, SGLang, llama.cpp and others.
 
-Prompts are sent as token ids, so that the server continues exactly what training will see. Its text is
-tokenised here again, and the token that ended it added where it says that it stopped. The server's weights
-are not updated: its completions are those of the policy as it started, and their staleness is counted from
-there.
+The generator sends prompts as token ids, so the server continues exactly the tokens that training uses. The
+server answers with text, and the generator tokenises the text. If the server reports that the model ended the
+completion, the generator adds the end token. Nothing updates the server's weights: the policy of step 0
+writes all completions, and the staleness of a completion is counted from step 0.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dpo_pack.online.endpoint import Endpoint, UnusableAnswer
 from dpo_pack.online.interface import Completion, Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings
 
-# What leaves the model's distribution as it is. A server that is not told so may draw otherwise: vLLM as the
-# published generation config says, llama.cpp with filters of its own.
+# These values do not change the model's distribution. If a request lacks them, the server may change the
+# distribution: vLLM uses the generation config that came with the model, llama.cpp uses its default filters.
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpGenerator:
-    """Asks one request a prompt for its n completions."""
+    """Sends one request for each prompt; the request asks for all completions of the prompt."""
 
     endpoint: Endpoint
     tokenizer: PreTrainedTokenizerBase
@@ -37,13 +37,13 @@ class HttpGenerator:
 
     def generate(self, draws: Sequence[Draw]) -> list[tuple[Completion, ...] | Failure]:
         bodies = [self._body(draw) for draw in draws]
-        spare = _NEUTRAL.keys() - self._filters().keys()
+        optional = _NEUTRAL.keys() - self._filters().keys()
         before = set(self.endpoint.refused)
-        answers = self.endpoint.ask_all("/completions", bodies, self._read, spare=spare)
+        answers = self.endpoint.ask_all("/completions", bodies, self._read, optional=optional)
         if refused := sorted(self.endpoint.refused - before):
             self.console.print(
                 f"  Warning: {self.endpoint.recipe_key}: the server does not take {', '.join(refused)}; "
-                "where it filters or penalises tokens by itself, completions are not drawn as the recipe says"
+                "if it filters or penalises tokens on its own, completions are not drawn as the recipe says"
             )
         return answers
 
@@ -51,13 +51,9 @@ class HttpGenerator:
         return 0
 
     def _filters(self) -> dict[str, float]:
-        """What the recipe sets of the fields in _NEUTRAL."""
-        filters: dict[str, float] = {}
-        if self.sampling.top_k is not None:
-            filters["top_k"] = self.sampling.top_k
-        if self.sampling.min_p > 0.0:
-            filters["min_p"] = self.sampling.min_p
-        return filters
+        """Returns the fields of _NEUTRAL that the recipe sets, with the recipe's values."""
+        filters = {"top_k": self.sampling.top_k, "min_p": self.sampling.min_p or None}
+        return {name: value for name, value in filters.items() if value is not None}
 
     def _body(self, draw: Draw) -> dict[str, Any]:
         sampling = self.sampling
@@ -69,7 +65,7 @@ class HttpGenerator:
             "top_p": sampling.top_p,
             **_NEUTRAL,
             **self._filters(),
-            # A server that heeds it answers a resumed run as it would have the first one.
+            # A server that uses the seed gives a resumed run the same completions.
             "seed": int(np.random.SeedSequence([self.seed, draw.number]).generate_state(1)[0]) >> 1,
         }
         if sampling.stop:
@@ -87,9 +83,14 @@ class HttpGenerator:
         if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
             raise UnusableAnswer("a choice without text")
         text, is_finished = str(choice["text"]), choice.get("finish_reason") == "stop"
-        # vLLM's name and SGLang's: the stop string, or the number of the stop token; text lacks both.
+        # vLLM names the field stop_reason, SGLang names it matched_stop. The field is a stop string or the id
+        # of a stop token. The text contains neither of the two.
         stopped_by = choice.get("stop_reason", choice.get("matched_stop"))
         end = stopped_by if isinstance(stopped_by, str) else ""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UnusableAnswer("half of a surrogate pair in the text") from None
         ids = list(self.tokenizer(text + end, add_special_tokens=False)["input_ids"])
         if is_finished and not end:
             ids += self._end_token(stopped_by)
@@ -100,7 +101,7 @@ class HttpGenerator:
         return Completion(ids=np.array(ids, dtype=np.int32), text=text, is_finished=is_finished)
 
     def _end_token(self, stopped_by: Any) -> list[int]:
-        """The one that the server names, else EOS."""
+        """Returns the token that the server names; if it names none, EOS (if the tokenizer has EOS)."""
         if not isinstance(stopped_by, int) or isinstance(stopped_by, bool):
             return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         if not 0 <= stopped_by < len(self.tokenizer):

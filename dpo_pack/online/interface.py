@@ -1,7 +1,7 @@
-"""What generators, judges and pairing hand to each other.
+"""The values that generators, judges and pairing exchange.
 
-A generator answers prompts, a judge scores the answers. Each returns one result a prompt, in order; where it
-could not do its work that result is a `Failure`, and the prompt is set aside and counted.
+A generator answers prompts, and a judge scores the answers. Both return one result for each prompt, in order.
+The result is a `Failure` if the prompt got no answer or no score. Training counts such a prompt and skips it.
 
 Legend: n completions of a prompt, L tokens of a completion.
 """
@@ -15,15 +15,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dpo_pack.data.prompts import Prompt
+from dpo_pack.data.splits import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draw:
-    """A prompt to answer. `number` counts all draws of a run from 0 and seeds what is random about it."""
+    """A prompt to answer. `number` counts the draws of a run from 0; the random numbers depend on it."""
 
     number: int
-    prompt_index: int  # into the training prompts
+    prompt_index: int  # position in the training prompts
     prompt: Prompt
 
 
@@ -31,14 +31,14 @@ class Draw:
 class Completion:
     """One answer of the policy."""
 
-    ids: npt.NDArray[np.int32]  # [L] as the policy wrote it, the token that ended it included
-    text: str  # what judges read: without special tokens and stop strings
-    is_finished: bool  # ended by itself; else cut at max_new_tokens
+    ids: npt.NDArray[np.int32]  # [L] the tokens that the policy wrote, with the end token or stop string
+    text: str  # for judges: without special tokens and stop strings
+    is_finished: bool  # True: the policy ended it; False: max_new_tokens cut it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """A prompt and its completions, n of them."""
+    """A prompt and its n completions."""
 
     draw: Draw
     completions: tuple[Completion, ...]
@@ -46,29 +46,29 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a prompt has no completions or no scores, in one line."""
+    """The reason why a prompt has no completions or no scores, in one line."""
 
     reason: str
 
 
-Scores = npt.NDArray[np.float64]  # [n] finite, the higher the better
+Scores = npt.NDArray[np.float64]  # [n] finite; a better completion has a higher score
 
 
 class Generator(Protocol):
     """Answers prompts."""
 
     def generate(self, draws: Sequence[Draw]) -> list[tuple[Completion, ...] | Failure]:
-        """The completions of each draw. What is random follows from each draw's number and the seed."""
+        """Returns each draw's completions. Random numbers depend only on the draw's number and the seed."""
         ...
 
     def weights_step(self, step: int) -> int:
-        """The optimizer step after which the weights were taken that answer at `step`."""
+        """Returns how many optimizer steps had changed the weights that answer prompts at `step`."""
         ...
 
 
 class Judge(Protocol):
-    """Scores completions; only differences between completions of the same prompt matter."""
+    """Scores completions. Only score differences between completions of the same prompt are used."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
-        """The scores of each rollout's completions."""
+        """Returns the scores of each rollout's completions."""
         ...

@@ -1,7 +1,9 @@
-"""Scored completions of one prompt -> preference pairs.
+"""Makes preference pairs from the completions of one prompt and their scores.
 
-A method is a function from scores to (better, worse) positions that may still be ties; a new one is one
-function and one line in METHODS. Legend: n completions of a prompt.
+A method is a function that proposes pairs (better, worse) as positions. `make_pairs` then drops the pairs
+whose scores are too close. A new method needs a function, a line in METHODS and its name in recipe/online.py.
+
+Legend: n completions of a prompt.
 """
 
 from __future__ import annotations
@@ -14,36 +16,36 @@ import numpy as np
 
 from dpo_pack.online.interface import Completion, Scores
 
-Position = tuple[int, int]  # (better, worse) among a prompt's completions
+Position = tuple[int, int]  # (better, worse): positions in a prompt's completions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairingSettings:
-    """Which completions become pairs."""
+    """The rules by which completions become pairs."""
 
-    method: str  # of METHODS
-    min_margin: float = 0.0  # a pair's scores must differ by more; else it is a tie
-    missing_eos_penalty: float = 0.0  # taken off the score of a completion that did not end by itself
-    seed: int = 0  # of method random
+    method: str  # a name in METHODS
+    min_margin: float = 0.0  # a pair whose scores do not differ by more than this is a tie
+    missing_eos_penalty: float = 0.0  # subtracted from the score of a completion that max_new_tokens cut
+    seed: int = 0  # for the method `random`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """The pairs of one prompt, and what was left out."""
+    """The pairs of one prompt, and the numbers of ties and duplicates that are not among them."""
 
     pairs: tuple[Position, ...]
     scores: Scores  # [n] after the penalty
-    num_ties: int  # candidate pairs whose scores are too close
-    num_duplicates: int  # completions equal to an earlier one
+    num_ties: int  # proposed pairs whose scores are too close
+    num_duplicates: int  # completions that equal an earlier one
 
 
 def make_pairs(
     completions: Sequence[Completion], scores: Scores, settings: PairingSettings, *, draw_number: int
 ) -> Pairing:
-    """Pairs of a prompt's different completions.
+    """Returns the pairs of a prompt's completions. scores: [n].
 
-    scores: [n]. A completion of the same tokens as an earlier one takes no part. `draw_number` with the
-    seed decides what method random draws.
+    A completion with the same tokens as an earlier completion is left out. The random numbers of the method
+    `random` depend on the seed and `draw_number`.
     """
     assert scores.shape == (len(completions),)
     is_finished = np.array([completion.is_finished for completion in completions])
@@ -53,12 +55,12 @@ def make_pairs(
         first_places.setdefault(completion.ids.tobytes(), position)
     distinct = list(first_places.values())
     rng = np.random.default_rng([settings.seed, draw_number])
-    candidates = METHODS[settings.method](scores, distinct, rng) if len(distinct) > 1 else []
-    pairs = tuple(pair for pair in candidates if scores[pair[0]] - scores[pair[1]] > settings.min_margin)
+    proposed = METHODS[settings.method](scores, distinct, rng) if len(distinct) > 1 else []
+    pairs = tuple(pair for pair in proposed if scores[pair[0]] - scores[pair[1]] > settings.min_margin)
     return Pairing(
         pairs=pairs,
         scores=scores,
-        num_ties=len(candidates) - len(pairs),
+        num_ties=len(proposed) - len(pairs),
         num_duplicates=len(completions) - len(distinct),
     )
 

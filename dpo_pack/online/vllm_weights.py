@@ -1,7 +1,8 @@
-"""The policy's tensors as a checkpoint would hold them, for an engine that keeps weights of its own.
+"""Gives the policy's tensors, in the form of a checkpoint, to an engine that has its own copy of the weights.
 
-They come layer by layer, under the names of the family's checkpoints, an adapter added to its base. Nothing
-of the policy changes; of what had to be computed (merged or regrouped weights) one layer exists at a time.
+The tensors come layer by layer, under the names that checkpoints of the family have. If the policy has an
+adapter, the adapter is added to the base weights. The policy does not change. At any time, the computed
+weights (merged or regrouped) of only one layer are in memory.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ _LAYER = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.)")  # up to the first number: model
 
 @torch.no_grad()
 def checkpoint_tensors(model: PreTrainedModel, *, has_adapter: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all parameters and persistent buffers, tied ones once.
+    """Yields (name, tensor) of all parameters and persistent buffers; tied tensors come once.
 
-    Those that an adapter does not change share the model's memory, so they must be read before it trains on.
+    A tensor that no adapter changes lies in the model's memory, so read it before the next training step.
     """
     adapted = _adapted_layers(model) if has_adapter else {}
     for layer, named in groupby(_untied(model).items(), key=lambda item: _layer_of(item[0])):
         inside = [module for name, module in adapted.items() if _layer_of(f"{name}.") == layer]
-        # No name for what it returns: it would live on while the next layer is made.
+        # A variable would keep this result in memory while the next layer is computed.
         yield from _as_in_checkpoints(model, _merged_state(named, inside, has_adapter=has_adapter)).items()
 
 
 def _merged_state(
     named: Iterable[tuple[str, Tensor]], adapted: Sequence[BaseTunerLayer], *, has_adapter: bool
 ) -> dict[str, Tensor]:
-    """A layer's tensors as they are without an adapter, or with it merged."""
+    """Returns a layer's tensors by name, with the adapter (if there is one) merged into the tensors."""
     with _merged(adapted):
         return {
             plain: tensor.detach()
@@ -49,13 +50,13 @@ def _merged_state(
 
 
 def plain_name(name: str) -> str | None:
-    """A tensor's name in the model without its adapter; None for the adapter's own and what it replaces."""
+    """Returns a tensor's name in the model without its adapter; None if the adapter has or replaces it."""
     parts = name.split(".")
     if any(part.startswith("lora_") for part in parts) or "original_module" in parts:
         return None
     if "modules_to_save" in parts:
         place = parts.index("modules_to_save")
-        del parts[place : place + 2]  # and the adapter's name: there is one
+        del parts[place : place + 2]  # and the adapter's name, which follows
     return ".".join(part for part in parts if part != "base_layer")
 
 
@@ -65,7 +66,7 @@ def _layer_of(name: str) -> str:
 
 
 def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a checkpoint holds, in the order of the model; tied parameters once, by their first name."""
+    """Returns a checkpoint's tensors in the model's order; tied tensors come once, under the first name."""
     by_identity: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_identity.setdefault(id(tensor), (name, tensor))
@@ -80,7 +81,7 @@ def _adapted_layers(model: PreTrainedModel) -> dict[str, BaseTunerLayer]:
 
 @contextlib.contextmanager
 def _merged(layers: Sequence[Any]) -> Iterator[None]:
-    """The base weights of `layers` with their adapter added, as peft adds it; then those of before."""
+    """Adds the adapter to the base weights of `layers`, as peft does; restores the weights afterwards."""
     bases: list[nn.Module] = [layer.get_base_layer() for layer in layers]
     before = [(parameter, parameter.data) for base in bases for parameter in base.parameters(recurse=False)]
     try:
@@ -95,10 +96,11 @@ def _merged(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def _as_in_checkpoints(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names and shapes of transformers -> those of checkpoints: some families' experts are stacked in memory.
+    """Gives tensors the names and shapes of checkpoints. (In memory, transformers stacks the experts of some
+    families.)
 
-    What the checkpoint that was read had of its own (a prefix before the text model) stays out: the engine is
-    given this model's class, not that of the checkpoint.
+    The model may come from a checkpoint with other names (a prefix before the text model). Those names are
+    not used, because the engine gets the class of this model, not the class of the checkpoint.
     """
     own = vars(model).pop("_weight_conversions", None)
     try:

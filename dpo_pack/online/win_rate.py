@@ -1,47 +1,39 @@
-"""Evaluation of an online run: the policy against itself as it started, on held-out prompts.
+"""Evaluation of an online run: on held-out prompts, the current policy plays against the starting policy.
 
-Both write one completion a prompt, with the same random numbers; the judge scores the two together. So a
-policy that has not changed wins exactly half, and differences are of the same prompts, pair by pair. Ranks
-share out the prompts, and every rank has the metrics over all of them.
+Both policies write one completion for each prompt, with the same random numbers. The judge scores the two
+completions together. So an unchanged policy wins exactly half, and each difference is between answers to the
+same prompt. The ranks divide the prompts, and every rank gets the metrics over all prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dpo_pack import ranks
-from dpo_pack.bootstrap import mean_intervals
-from dpo_pack.data.prompts import Prompt
-from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judge, Rollout
+from dpo_pack.data.splits import Prompt
+from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judge, Scores
+from dpo_pack.online.phases import score_answers
+from dpo_pack.system import ranks
+from dpo_pack.training.held_out import mean_intervals
 
-# Draws of an evaluation are numbered from here, so that none shares its random numbers with training.
+# The draws of evaluations are numbered from here, so no training draw has the same random numbers.
 FIRST_DRAW = 2**40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Game:
-    """A prompt that both have answered and the judge has scored."""
-
-    first_score: float  # of the policy as it started
-    score: float  # of the policy as it is, whose answer the following describe
-    completion_tokens: int
-    is_finished: bool
+# [2] scores of the starting policy's answer and the current policy's answer, and the current policy's answer.
+Game = tuple[Scores, Completion]
 
 
 class WinRate:
-    """Held-out prompts by set, with what the starting policy says to them."""
+    """Sets of held-out prompts, with the starting policy's answers to these prompts."""
 
     def __init__(
         self, sets: Mapping[str, Sequence[Prompt]], generator: Generator, judge: Judge, *, seed: int
     ) -> None:
-        """To be made while the policy is the starting one. `generator` writes one completion a prompt."""
+        """Create the object before the first step. `generator` writes one completion for each prompt."""
         self.generator = generator
         self.judge = judge
-        self.seed = seed  # of the intervals
+        self.seed = seed  # for the intervals
         self.draws: dict[str, list[Draw]] = {}
         number = FIRST_DRAW
         for name, prompts in sets.items():
@@ -53,7 +45,7 @@ class WinRate:
         self.first = {name: ranks.share_out(draws, self._answers) for name, draws in self.draws.items()}
 
     def evaluate(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and metrics of each set, for the policy as it is."""
+        """Yields name and metrics of each set, for the current policy."""
         for name, draws in self.draws.items():
             openings = list(zip(draws, self.first[name], strict=True))
             yield name, self._record(ranks.share_out(openings, self._play))
@@ -63,35 +55,23 @@ class WinRate:
         return [None if isinstance(result, Failure) else result[0] for result in results]
 
     def _play(self, openings: Sequence[tuple[Draw, Completion | None]]) -> list[Game | None]:
-        """The game of each prompt, which has its first answer already; None where something failed."""
-        answers = self._answers([draw for draw, _ in openings])
-        rollouts = {
-            place: Rollout(draw=draw, completions=(first, now))
-            for place, ((draw, first), now) in enumerate(zip(openings, answers, strict=True))
-            if first is not None and now is not None
-        }
-        scored = self.judge.score(list(rollouts.values())) if rollouts else []
-        games: list[Game | None] = [None] * len(openings)
-        for (place, rollout), scores in zip(rollouts.items(), scored, strict=True):
-            if isinstance(scores, Failure):
-                continue
-            first_score, score = scores.tolist()
-            now = rollout.completions[1]
-            games[place] = Game(
-                first_score=first_score,
-                score=score,
-                completion_tokens=len(now.ids),
-                is_finished=now.is_finished,
-            )
-        return games
+        """Returns a game for each (prompt, starting policy's answer); None if something failed."""
+        draws = [draw for draw, _ in openings]
+        both = [
+            Failure(reason="no answer") if first is None or now is None else (first, now)
+            for (_, first), now in zip(openings, self._answers(draws), strict=True)
+        ]
+        return [
+            None if rollout is None or isinstance(scores, Failure) else (scores, rollout.completions[1])
+            for rollout, scores in score_answers(draws, both, self.judge)
+        ]
 
     def _record(self, games: Sequence[Game | None]) -> dict[str, Any]:
         played = [game for game in games if game is not None]
         record: dict[str, Any] = {"prompts": len(games), "failures": len(games) - len(played)}
         if not played:
             return record
-        first = np.array([game.first_score for game in played])
-        now = np.array([game.score for game in played])
+        first, now = np.array([scores for scores, _ in played]).T
         metrics = {
             "online/win_rate": (now > first) + 0.5 * (now == first),
             "online/scores": now,
@@ -102,14 +82,14 @@ class WinRate:
         return {
             **record,
             **{name: float(values.mean()) for name, values in metrics.items()},
-            "online/completion_tokens": float(np.mean([game.completion_tokens for game in played])),
-            "online/eos_rate": float(np.mean([game.is_finished for game in played])),
+            "online/completion_tokens": float(np.mean([len(answer.ids) for _, answer in played])),
+            "online/eos_rate": float(np.mean([answer.is_finished for _, answer in played])),
             "intervals": dict(zip(metrics, intervals.tolist(), strict=True)),
         }
 
 
 def win_rate_sentence(record: Mapping[str, Any]) -> str:
-    """An evaluation's record as the console shows it."""
+    """Returns the console's sentence about the record of one set."""
     if "online/win_rate" not in record:
         return f"no score for any of {record['prompts']:,} prompts"
     low, high = record["intervals"]["online/win_rate"]

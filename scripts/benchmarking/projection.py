@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarking.shapes import SHAPES, flops_shape
-from dpo_pack.data.flops import (
+from dpo_pack.packing.flops import (
     TRAINING_PASSES,
     ModelShape,
     padded_flops,
     pair_flops,
     sequence_flops,
-    step_flops,
     unread_positions,
 )
-from dpo_pack.data.lengths import IntArray, PairLengths
-from dpo_pack.data.packing import plan_epoch
+from dpo_pack.packing.lengths import IntArray, PairLengths
+from dpo_pack.packing.plan import PlanSettings
 
 # Policy forward and backward, and the reference's forward.
 ALL_PASSES = TRAINING_PASSES + 1.0
@@ -138,22 +137,21 @@ def project(
 ) -> Projection:
     """Fully sharded training (FSDP2) on so many GPUs, reference pass included in the compute."""
     row_tokens = lengths.row_tokens(share_prompt=True)
-    plan = plan_epoch(
+    settings = PlanSettings(
+        token_budget=token_budget, pairs_per_step=pairs_per_step, algorithm="best_fit_decreasing"
+    )
+    plan = settings.plan(
         row_tokens,
         order=np.arange(len(row_tokens)),
-        token_budget=token_budget,
-        pairs_per_step=pairs_per_step,
-        algorithm="best_fit_decreasing",
         num_ranks=num_gpus,
         row_costs=pair_flops(shape, lengths, share_prompt=True),
         equal_rows=True,
     )
-    steps = [plan[step] for step in range(len(plan)) if plan.is_full(step)]
+    steps = [plan.pack_step(step) for step in range(len(plan)) if plan.is_full(step)]
     costs = np.array([[sum(plan.cost_of(row) for row in rows) for rows in ranks] for ranks in steps])
     imbalance = float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())
     rows_a_gpu = float(np.mean([len(ranks[0]) for ranks in steps]))
-    pair = step_flops(shape, lengths, np.arange(len(row_tokens)), share_prompt=True, passes=ALL_PASSES)
-    pair /= len(row_tokens)
+    pair = float(pair_flops(shape, lengths, share_prompt=True, passes=ALL_PASSES).mean())
     compute = pair * pairs_per_step / num_gpus * imbalance / (cluster.peak_flops * cluster.mfu)
     moved = GATHERED_BYTES * num_weights * (num_gpus - 1) / num_gpus * rows_a_gpu
     communication = moved / cluster.bytes_a_second(num_gpus)
@@ -170,8 +168,8 @@ def project(
 
 
 # Bytes a logit that the head moves in bf16, forward and backward. One by one: operations on logits, counted
-# by tests/test_logps.py, and the two products' bf16 logits written and their gradient read twice. Compiled:
-# logits written twice and read three times, their gradient written once and read twice.
+# by tests/model/test_logps.py, and the two products' bf16 logits written and their gradient read twice.
+# Compiled: logits written twice and read three times, their gradient written once and read twice.
 BYTES_A_LOGIT = {"one by one": 86 + 8, "compiled": 16}
 # A chunk's product written and read in bf16, and added to the fp32 gradient of the head.
 GRADIENT_BYTES_A_WEIGHT = 2 + 2 + 4 + 4

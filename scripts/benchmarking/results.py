@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarking.contenders import Measurement
-from dpo_pack.files import write_json_atomically
+from dpo_pack.system.files import write_json_atomically
 
 
 @dataclass(slots=True)
@@ -103,9 +103,8 @@ def other_work(found: dict[str, float], tolerance: Tolerance, *, who: str) -> li
 
 def machine() -> dict[str, Any]:
     """Versions, devices and commit."""
-    from dpo_pack.cpu_features import cpu_name
-    from dpo_pack.doctor import describe_environment
-    from dpo_pack.run_dir import git_commit
+    from dpo_pack.commands.doctor import describe_environment
+    from dpo_pack.system.machine import cpu_name, git_commit
 
     return {**describe_environment(), "git_commit": git_commit(), "processor": cpu_name()}
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-import dpo_pack.session
+import dpo_pack.run.session
 import dpo_pack.train
 from benchmarking.contenders import (
     BETA,
@@ -22,16 +22,16 @@ from benchmarking.contenders import (
     Setting,
 )
 from benchmarking.workloads import digest_of
-from dpo_pack.console import make_console
 from dpo_pack.data.store import PairTable
-from dpo_pack.models import LoadedModel
-from dpo_pack.offline import OfflineSource
-from dpo_pack.prepare import Prepared
-from dpo_pack.prepare_reference import ReferencePass, prepare_reference
-from dpo_pack.proofs import proof_groups, proof_row
-from dpo_pack.recipe import Recipe, parse_recipe
-from dpo_pack.session import Session
-from dpo_pack.throughput import PHASES
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.proofs.rows import proof_groups, proof_row
+from dpo_pack.recipe.load import Recipe, parse_recipe
+from dpo_pack.run.prepare import Prepared
+from dpo_pack.run.reference_stage import ReferencePass, prepare_reference
+from dpo_pack.run.session import Session
+from dpo_pack.system.console import make_console
+from dpo_pack.training.offline import OfflineSource
+from dpo_pack.training.throughput import PHASES
 
 REFERENCE_TOKEN_BUDGET = 65536  # on CUDA: what the search for one would find is no part of a short run
 
@@ -44,17 +44,17 @@ def run_dpo_pack(
     session = train_without_export(make_recipe(contender, setting, scratch))
     startup_seconds = None
     if spawned_at is not None:
-        startup_seconds = begun - spawned_at + session.startup_seconds
-    assert isinstance(session.source, OfflineSource)
-    plan = session.source.first_plan
+        startup_seconds = begun - spawned_at + session.recorder.seconds.startup
+    assert isinstance(session.state.source, OfflineSource)
+    plan = session.state.source.first_plan
     lines = [json.loads(line) for line in session.run.metrics.read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line["split"] == "train"]
     return Measurement(
         contender=contender.name,
-        digest=digest_of_table(session.prepared.data.train),
+        digest=digest_of_table(session.recorder.table),
         pairs=sum(step["pairs"] for step in steps),
         step_seconds=[step["seconds"] for step in steps],
-        reference_seconds=session.reference_seconds,
+        reference_seconds=session.recorder.seconds.reference,
         startup_seconds=startup_seconds,
         computed_tokens=sum(plan.tokens_in(row) for ranks in plan for rows in ranks for row in rows),
         losses=[step["loss"] for step in steps],
@@ -73,14 +73,14 @@ def train_without_export(recipe: Recipe) -> Session:
     """
     finished: list[Session] = []
 
-    def prepare_warmed(prepared: Prepared, policy: LoadedModel | None, **options: Any) -> ReferencePass:
+    def prepare_warmed(prepared: Prepared, policy: LoadedModel | None) -> ReferencePass:
         if policy is not None:
             warm_up_reference(policy, prepared.device)
-        return prepare_reference(prepared, policy, **options)
+        return prepare_reference(prepared, policy)
 
     with (
         patch.object(dpo_pack.train, "finish", finished.append),
-        patch.object(dpo_pack.session, "prepare_reference", prepare_warmed),
+        patch.object(dpo_pack.run.session, "prepare_reference", prepare_warmed),
     ):
         dpo_pack.train.train(recipe, make_console(quiet=True))
     return finished[0]

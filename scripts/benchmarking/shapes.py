@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarking.workloads import BOS_ID, EOS_ID, FIRST_ORDINARY_ID, PAD_ID
-from dpo_pack.data.flops import ModelShape
+from dpo_pack.packing.flops import ModelShape
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 32768}
 _QWEN: dict[str, Any] = {
@@ -92,9 +92,9 @@ def shape_config(name: str) -> Any:
 
 def flops_shape(name: str) -> ModelShape:
     """What of a shape decides its FLOPs."""
-    from dpo_pack.model_shape import model_shape
+    from dpo_pack.model.shape import model_shape, without_weights
 
-    return model_shape(shape_config(name))
+    return model_shape(without_weights(shape_config(name)))
 
 
 def save_model(name: str, target: Path, *, parameters: str, device: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dpo_pack.data.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
-from dpo_pack.data.lengths import PairLengths
+from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
+from dpo_pack.packing.lengths import PairLengths
 
 REFERENCE_PASSES = 1.0
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dpo_pack.data.formats import FORMATS, BadRow
-from dpo_pack.data.lengths import PairLengths
-from dpo_pack.files import write_json_atomically, write_text_atomically
+from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.system.files import write_json_atomically, write_text_atomically
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 FIRST_ORDINARY_ID = 3
@@ -186,7 +186,7 @@ def hh_token_ids(path: Path, num_pairs: int) -> list[TokenIds]:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             try:
-                pair = FORMATS["transcript"](json.loads(line))
+                pair = FORMATS["transcript"].pair(json.loads(line))
             except BadRow:
                 continue
             rows.append((str(pair.prompt), str(pair.chosen), str(pair.rejected)))

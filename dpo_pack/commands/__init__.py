@@ -1,0 +1,1 @@
+"""The `dpopack` commands: each parses its arguments, calls one function and prints."""

@@ -1,0 +1,252 @@
+"""Exports reference log-probs from a recipe's cache to one Parquet file, and imports them.
+
+    key, logps_sum, num_tokens[, token_logps]     one row for each sequence; parts.py describes the columns
+
+A refused import adds nothing. Its error message is one line with the file and, if possible, the row.
+
+Legend: n = rows of the file, S = sequences of the recipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+
+from dpo_pack.recipe.load import Recipe, source_names
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.key_index import KeyIndex
+from dpo_pack.reference.maintenance import write_export
+from dpo_pack.reference.parts import (
+    KEY,
+    NUM_TOKENS,
+    SUM,
+    TOKENS,
+    SequenceLogps,
+    key_column,
+    keys_of,
+    numbers_of,
+    token_column,
+    tokens_of,
+)
+from dpo_pack.reference.work import ReferenceWork, find_work
+from dpo_pack.run.prepare import Prepared, prepare
+from dpo_pack.system.errors import CacheError
+
+# A log-prob is at most 0, but rounding in low precision may give a value above 0.
+_LARGEST_LOGP = 1e-3
+# A sum may differ from the sum of its fp32 per-token values by so many nats plus this part of the sum.
+_SUM_TOLERANCE, _RELATIVE_SUM_TOLERANCE = 1e-3, 1e-5
+
+# For each column: a test of its type in the file, the allowed types in words, and the type after reading.
+_COLUMNS: dict[str, tuple[Callable[[pa.DataType], bool], str, pa.DataType]] = {
+    KEY: (lambda type: type == pa.binary(16), "fixed_size_binary[16]", pa.binary(16)),
+    SUM: (lambda type: pa.types.is_floating(type) or pa.types.is_integer(type), "numbers", pa.float64()),
+    NUM_TOKENS: (pa.types.is_integer, "whole numbers", pa.int64()),
+    TOKENS: (
+        lambda type: (
+            (pa.types.is_list(type) or pa.types.is_large_list(type)) and pa.types.is_floating(type.value_type)
+        ),
+        "lists of numbers",
+        pa.large_list(pa.float32()),
+    ),
+}
+# [n] whether each row is wrong; and a function from a row's index to a description of the error.
+_Problem = tuple[npt.NDArray[np.bool_], Callable[[int], str]]
+
+
+def export_recipe(recipe: Recipe, target: Path, console: Console) -> int:
+    """Writes the cached log-probs of the recipe's sequences; returns the number of sequences.
+
+    Each row also has source, row number and side of the sequence's first use, and sha256 hashes of the
+    decoded texts, special tokens included. Raises CacheError if the cache lacks a sequence.
+    """
+    prepared = prepare(recipe, console, runs_models=False)
+    namespace = prepared.reference_facts.namespace
+    cache = ReferenceCache(prepared.reference_facts.cache_dir, namespace)
+    work = find_work(cache, prepared.tables)
+    if work.num_missing:
+        raise CacheError(
+            f"{work.num_missing:,} of the recipe's {work.num_unique:,} sequences have no log-prob yet; run "
+            "`dpopack precompute-ref` first"
+        )
+    keys = work.all_keys[work.sides]
+    columns = {
+        **_places(prepared, work),
+        KEY: key_column(keys),
+        SUM: cache.lookup(keys),
+        NUM_TOKENS: work.lengths.completions[work.sides].astype(np.int32),
+    }
+    if cache.contains(keys, per_token=True).all():
+        columns[SUM], tokens = cache.lookup_tokens(keys)
+        columns[TOKENS] = token_column(tokens)
+    write_export(target, pa.table(columns), namespace)
+    return len(keys)
+
+
+def import_into(recipe: Recipe, file: Path, console: Console) -> None:
+    """Adds a file's log-probs to the cache of the recipe's reference: all rows, or none.
+
+    Raises CacheError.
+    """
+    table = _read_file(file)
+    prepared = prepare(recipe, console, runs_models=False)
+    namespace = prepared.reference_facts.namespace
+    _check_same_model(file, table, namespace)
+    cache = ReferenceCache(prepared.reference_facts.cache_dir, namespace)
+    work = find_work(cache, prepared.tables)
+    logps = SequenceLogps(
+        keys=keys_of(table),
+        sums=numbers_of(table[SUM]),
+        num_tokens=numbers_of(table[NUM_TOKENS]),
+        tokens=tokens_of(table) if TOKENS in table.column_names else None,
+    )
+    index = KeyIndex.of(logps.keys)
+    for is_wrong, describe in _problems(logps, index, work):
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
+            raise CacheError(f"{file} row {row + 1}: {describe(row)}; nothing was imported")
+    is_new = ~cache.contains(logps.keys[index.first], per_token=logps.tokens is not None)
+    added = logps.take(index.first[is_new])
+    metadata = {"origin": f"imported from {file.name}"}
+    cache.append(added.keys, added.sums, added.num_tokens, added.tokens, metadata=metadata)
+    cache.note_use(prepared.reference_facts.label)
+    after = find_work(cache, prepared.tables)
+    console.print(
+        f"{file}: {len(logps):,} rows, {int(is_new.sum()):,} sequences added, {int((~is_new).sum()):,} were "
+        f"there; the cache now has {after.num_cached:,} of the recipe's {after.num_unique:,} sequences"
+    )
+
+
+def _read_file(file: Path) -> pa.Table:
+    """Reads the columns of `_COLUMNS`, casts their types and checks for nulls. Raises CacheError."""
+    try:
+        table = pq.read_table(file, page_checksum_verification=True)
+    except FileNotFoundError as error:
+        raise CacheError(f"{file}: no such file") from error
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).partition("\n")[0]
+        raise CacheError(
+            f"{file} cannot be read as Parquet ({reason}); create it again, with dpopack cache export or a "
+            "program of your own"
+        ) from error
+    lacking = {KEY, SUM, NUM_TOKENS} - set(table.column_names)
+    if lacking:
+        raise CacheError(
+            f"{file} has no column {', '.join(sorted(lacking))}; its columns are "
+            f"{', '.join(table.column_names)}, see docs/reference-cache.md"
+        )
+    table = table.select([name for name in _COLUMNS if name in table.column_names])
+    for name in table.column_names:
+        is_right, kind, _ = _COLUMNS[name]
+        if not is_right(table[name].type):
+            raise CacheError(f"{file}: column {name} must hold {kind}, not {table[name].type}")
+        is_null = np.array(table[name].is_null().to_pylist(), dtype=np.bool_)
+        if is_null.any():
+            raise CacheError(f"{file} row {is_null.argmax() + 1}: {name} is null; nothing was imported")
+    table = table.cast(
+        pa.schema([(name, _COLUMNS[name][2]) for name in table.column_names], table.schema.metadata)
+    )
+    if TOKENS in table.column_names and any(chunk.flatten().null_count for chunk in table[TOKENS].chunks):
+        raise CacheError(f"{file}: {TOKENS} has a value that is null; nothing was imported")
+    return table
+
+
+def _check_same_model(file: Path, table: pa.Table, namespace: Mapping[str, Any]) -> None:
+    """Raises CacheError if the file was exported for another model. A file without a model is accepted."""
+    described = (table.schema.metadata or {}).get(b"dpo_pack.namespace")
+    if described is None:
+        return
+    ours, theirs = json.loads(json.dumps(dict(namespace))), json.loads(described)
+    differing = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    if differing:
+        raise CacheError(
+            f"{file} holds log-probs of another model: {', '.join(differing)} differ from the recipe's "
+            "reference; import it with the recipe of that model"
+        )
+
+
+def _problems(logps: SequenceLogps, index: KeyIndex, work: ReferenceWork) -> Iterator[_Problem]:
+    """Yields the possible errors of rows. Each test assumes that the tests before it found no wrong row."""
+    sums, num_tokens, tokens = logps.sums, logps.num_tokens, logps.tokens
+    yield ~np.isfinite(sums), lambda row: f"the log-prob is {sums[row]}"
+    yield (
+        sums > _LARGEST_LOGP,
+        lambda row: f"the log-prob is {sums[row]:g}; it is at most 0, as the logarithm of a probability",
+    )
+    yield num_tokens < 1, lambda row: f"{NUM_TOKENS} is {num_tokens[row]}"
+    if tokens is not None:
+        lengths = tokens.lengths
+        yield (
+            lengths != num_tokens,
+            lambda row: f"{TOKENS} has {lengths[row]} values for a completion of {num_tokens[row]} tokens",
+        )
+        row_of_value = np.repeat(np.arange(len(logps)), lengths)
+        is_wrong = ~(np.isfinite(tokens.values) & (tokens.values <= _LARGEST_LOGP))
+        yield (
+            np.bincount(row_of_value, weights=is_wrong, minlength=len(logps)) > 0,
+            lambda row: f"{TOKENS} has a value that is not finite or above 0",
+        )
+        added = np.bincount(row_of_value, weights=tokens.values, minlength=len(logps))
+        yield (
+            np.abs(added - sums) > _SUM_TOLERANCE + _RELATIVE_SUM_TOLERANCE * np.abs(sums),
+            lambda row: f"{SUM} is {sums[row]:g}, and {TOKENS} add up to {added[row]:g}",
+        )
+    sequences = KeyIndex.of(work.all_keys[work.sides])
+    places = sequences.find(logps.keys)
+    ours = work.lengths.completions[work.sides][sequences.first][places]
+    yield (
+        (places >= 0) & (ours != num_tokens),
+        lambda row: f"{NUM_TOKENS} is {num_tokens[row]}, and the recipe's completion has {ours[row]} tokens",
+    )
+    first = index.first[index.inverse]
+    yield (
+        sums != sums[first],
+        lambda row: (
+            f"the sequence has a log-prob of {sums[row]:g} here and of {sums[first[row]]:g} in row "
+            f"{first[row] + 1}"
+        ),
+    )
+
+
+def _places(prepared: Prepared, work: ReferenceWork) -> dict[str, list[object]]:
+    """Returns columns [S] with the first use of each sequence and the hashes of its texts."""
+    names = _source_names(prepared)
+    columns: dict[str, list[object]] = {
+        name: [] for name in ("source", "row_number", "side", "prompt_sha256", "completion_sha256")
+    }
+    for group, side in np.argwhere(work.sides).tolist():
+        number, pair = int(work.table_indices[group]), int(work.pair_indices[group])
+        table = work.tables[number]
+        completion = table.rejected(pair) if side else table.chosen(pair)
+        columns["source"].append(names[number][table.source_indices[pair]])
+        columns["row_number"].append(int(table.row_numbers[pair]))
+        columns["side"].append("rejected" if side else "chosen")
+        for name, ids in (("prompt_sha256", table.prompt(pair)), ("completion_sha256", completion)):
+            text = str(prepared.tokenizer.decode(ids.tolist()))
+            columns[name].append(hashlib.sha256(text.encode()).hexdigest())
+    return columns
+
+
+def _source_names(prepared: Prepared) -> list[tuple[str, ...]]:
+    """Returns the source names of each table of the recipe. Raises CacheError if two names are equal."""
+    recipe = prepared.recipe
+    train_names = source_names(recipe.data.train)
+    # A held-out fraction has the training sources; each other held-out set has one source.
+    is_fraction = not isinstance(recipe.data.eval, tuple)
+    held_out = [train_names if is_fraction else (held_out.name,) for held_out in prepared.data.eval]
+    names = [train_names, *held_out]
+    stores: dict[str, Path] = {}
+    for table, names_of_table in zip(prepared.tables, names, strict=True):
+        for name, store in zip(names_of_table, table.stores, strict=True):
+            if stores.setdefault(name, store.directory) != store.directory:
+                raise CacheError(f"two sources of the recipe are called {name!r}; give one another name")
+    return names

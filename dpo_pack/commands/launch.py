@@ -1,0 +1,194 @@
+"""Runs a command on every rank: starts the ranks if no launcher has, connects them, checks that they agree.
+
+On several devices `dpopack` starts one process for each device (system/process_starter.py). If torchrun,
+accelerate launch or srun has started the processes (system/placement.py), each only joins the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # torch.distributed's, with their types
+from torch.distributed.rendezvous import rendezvous
+
+import dpo_pack
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.system import ranks
+from dpo_pack.system.console import make_console
+from dpo_pack.system.endings import end_soon, settle_failure
+from dpo_pack.system.errors import RecipeError, RunError
+from dpo_pack.system.machine import package_versions
+from dpo_pack.system.placement import Placement, placement
+from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
+
+# The longest time that ranks wait until all have started: nodes of a job start at different times.
+_MEETING_TIME = timedelta(minutes=15)
+# The longest time that a rank waits in a collective: rank 0 may be writing a large checkpoint.
+_COLLECTIVE_TIME = timedelta(minutes=60)
+_MEETING_TIME_OF_FAILURES = timedelta(seconds=30)
+
+_stores: dict[Placement, Store] = {}  # at most one, because a process meets the other ranks once
+
+
+@contextlib.contextmanager
+def on_every_rank(recipe: Recipe, *, quiet: bool = False) -> Iterator[Console]:
+    """Runs the body on every rank, with a console that prints on rank 0 only (nowhere if `quiet`).
+
+    If the recipe needs several processes and no launcher has started them, this process starts them with its
+    own command line, waits for them and raises SystemExit with their exit status. The body then runs only in
+    the new processes. Raises RecipeError if the number of processes is wrong, RunError if the ranks do not
+    meet or do not agree.
+    """
+    place = placement(os.environ)
+    num_processes = wanted_processes(recipe, place)
+    if place is None and num_processes > 1:
+        raise SystemExit(start_ranks(_own_command(), num_processes))
+    if place is not None and num_processes > 1:
+        end_with_parent()
+        _join(place, meet(place))
+        if place.rank > 0:
+            _hush()
+        ranks.require_same(_facts(recipe), "start every rank with the same recipe, overrides and packages")
+    yield make_console(quiet=quiet or not ranks.is_first())
+    ranks.wait_for_all()  # if a rank ended now, it would close a connection that another rank still uses
+    if place is not None and dist.is_initialized():  # if `place` is None, vLLM owns and ends the group
+        ranks.leave()
+
+
+def tell_among_ranks(error: BaseException, place: Placement) -> int:
+    """Prints why this rank ended; if one cause ended several ranks, it is printed once.
+
+    Returns the exit status. The process must exit after this; `end_soon` makes sure that it does.
+    """
+    end_soon(error)
+    try:
+        store = meet(place, _MEETING_TIME_OF_FAILURES)
+    except RunError:  # the other ranks never started, or have ended
+        store = HashStore()
+    return settle_failure(error, rank=place.rank, num_ranks=place.num_ranks, store=store)
+
+
+def wanted_processes(recipe: Recipe, place: Placement | None) -> int:
+    """Returns `distributed.num_processes` as a number. Raises RecipeError if it is impossible here."""
+    wanted = recipe.distributed.num_processes
+    num_devices = torch.cuda.device_count() if ranks.uses_cuda() else 0
+    if place is None:
+        number = max(1, num_devices) if wanted == "auto" else wanted
+        if num_devices and number > num_devices:
+            raise RecipeError(
+                f"distributed.num_processes: {number} processes need as many GPUs, and {num_devices} are "
+                "visible; lower it, or see what CUDA_VISIBLE_DEVICES says"
+            )
+        return number
+    if wanted not in ("auto", place.num_ranks):
+        raise RecipeError(
+            f"distributed.num_processes: {wanted} are asked for, but the launcher has started "
+            f"{place.num_ranks} (WORLD_SIZE, or SLURM_STEP_NUM_TASKS); leave it at auto, or start that many"
+        )
+    if 1 < num_devices < place.num_local_ranks:  # if one GPU is visible, each rank may see a different GPU
+        raise RecipeError(
+            f"distributed.num_processes: {place.num_local_ranks} processes were started on a node with "
+            f"{num_devices} visible GPUs; start one a GPU"
+        )
+    return place.num_ranks
+
+
+def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
+    """Waits for the other ranks; returns the store that all ranks use. Raises RunError."""
+    if place not in _stores:
+        os.environ.update(place.environment())  # torch and accelerate read it
+        try:
+            _stores[place], _, _ = next(rendezvous("env://", timeout=timeout))
+        except dist.DistError as error:
+            reason = str(error).partition("\n")[0]
+            raise RunError(
+                f"distributed.num_processes: the {place.num_ranks} ranks did not meet at {place.address}:"
+                f"{place.port} ({reason}); see whether all were started, and can reach that host and port"
+            ) from error
+    return _stores[place]
+
+
+def _join(place: Placement, store: Store) -> None:
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            raise RecipeError(
+                f"distributed.strategy: accelerate's own configuration asks for {name}, which dpo-pack does "
+                "not take from there; choose a configuration without it, and set distributed.strategy"
+            )
+    if "OMP_NUM_THREADS" not in os.environ:
+        num_threads = max(1, usable_cores() // place.num_local_ranks)
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # accelerate and other libraries read it later
+        torch.set_num_threads(num_threads)
+    backend, device = "gloo", None
+    if ranks.uses_cuda():
+        backend = "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        _require_own_device(device, place, store)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("dpo_pack/ranks", store),
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=_COLLECTIVE_TIME,
+        device_id=device,
+    )
+
+
+def _require_own_device(device: torch.device, place: Placement, store: Store) -> None:
+    """Raises RecipeError if two ranks use one GPU. NCCL would also fail, but its message gives no advice."""
+    store = PrefixStore("dpo_pack/devices", store)
+    store.set(str(place.rank), str(torch.cuda.get_device_properties(device).uuid))
+    identities = [store.get(str(rank)) for rank in range(place.num_ranks)]
+    sharing = [rank for rank, identity in enumerate(identities) if identity == identities[place.rank]]
+    if len(sharing) > 1:
+        raise RecipeError(
+            f"distributed.num_processes: ranks {', '.join(map(str, sharing))} were given the same GPU; start "
+            "one process a GPU"
+        )
+
+
+def _facts(recipe: Recipe) -> dict[str, Any]:
+    """Returns the facts that must be equal on all ranks: package versions and every key of the recipe."""
+    versions = {**package_versions(), "dpo_pack": dpo_pack.__version__}
+    return {
+        **{f"version of {name}": version for name, version in versions.items()},
+        **dict(_leaves(recipe.model_dump(mode="json"))),
+    }
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _own_command() -> list[str]:
+    # With `-m`, Python searches the working directory before installed packages; with a script it does not.
+    safe_path = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
+    return [sys.executable, *safe_path, "-m", "dpo_pack", *sys.argv[1:]]
+
+
+def _hush() -> None:
+    """Turns off progress bars and warnings of libraries on this rank, because rank 0 shows them."""
+    from datasets import disable_progress_bars as hush_datasets
+    from huggingface_hub.utils.tqdm import disable_progress_bars as hush_hub
+    from transformers.utils.logging import disable_progress_bar as hush_transformers
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    hush_datasets()
+    hush_hub()
+    hush_transformers()

@@ -1,0 +1,325 @@
+"""The `dpopack` commands: each parses its arguments, calls one function and prints.
+
+Each command imports torch and transformers in its body, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+import dpo_pack
+from dpo_pack.commands.cache import cache_app
+from dpo_pack.system import interrupts
+from dpo_pack.system.endings import complain, ending_of
+from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.imports import many_imports
+from dpo_pack.system.interrupts import interruptible
+from dpo_pack.system.placement import Placement, placement
+
+if TYPE_CHECKING:
+    from dpo_pack.recipe.load import Recipe
+
+app = typer.Typer(
+    help="DPO fine-tuning of causal language models that computes no padding, no prompt twice and no "
+    "reference log-prob a second time.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(cache_app, name="cache")
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Recipe keys to set, e.g. optim.lr=1e-6."),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write JSON into a file ('-': print it).")
+]
+
+
+def main() -> None:
+    """Runs a command. Exit status: 0 success, 2 error of the user, 130 or 143 interrupted, 1 our bug."""
+    try:
+        with interruptible():
+            interrupts.accept_stop_signals()
+            app(prog_name="dpopack")
+    except SystemExit:
+        raise
+    except BaseException as error:
+        place = _place_among_ranks()
+        if place is not None:
+            from dpo_pack.commands.launch import tell_among_ranks
+
+            sys.exit(tell_among_ranks(error, place))
+        ending = ending_of(error)
+        if ending.message is None:
+            raise
+        complain(ending.message)
+        if ending.is_urgent:
+            os._exit(ending.exit_status)
+        sys.exit(ending.exit_status)
+
+
+def _load(file: Path, overrides: list[str] | None) -> Recipe:
+    """Loads a recipe. Raises RecipeError, also if this machine lacks what the recipe needs."""
+    from dpo_pack.recipe.load import check_environment, load_recipe
+
+    recipe = load_recipe(file, overrides or ())
+    check_environment(recipe)
+    return recipe
+
+
+def _place_among_ranks() -> Placement | None:
+    with contextlib.suppress(RecipeError):  # the environment is wrong; another error reports it already
+        place = placement(os.environ)
+        if place is not None and place.num_ranks > 1:
+            return place
+    return None
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Discard an earlier run in output_dir and start again.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Do all before the first step, and say what memory it takes.")
+    ] = False,
+) -> None:
+    """Train a recipe's model, or resume its run.
+
+    First computes the reference log-probs that the cache lacks, then trains with DPO. Uses all visible GPUs
+    and writes the model to output_dir/model. Run the same command again to resume an interrupted run.
+    """
+    loaded = _load(recipe, overrides)
+    with many_imports():
+        from dpo_pack.commands.launch import on_every_rank
+
+    with on_every_rank(loaded) as console:
+        with many_imports():
+            from dpo_pack.train import train as run_training
+
+        run_training(loaded, console, overwrite=overwrite, dry_run=dry_run)
+
+
+@app.command("precompute-ref")
+def precompute_ref(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Compute the reference log-probs that the cache lacks."""
+    loaded = _load(recipe, overrides)
+    if loaded.reference.sync is not None:
+        raise RecipeError("reference.sync: a reference that follows the policy cannot be precomputed")
+    with many_imports():
+        from dpo_pack.commands.launch import on_every_rank
+
+    with on_every_rank(loaded) as console:
+        with many_imports():
+            from dpo_pack.run.prepare import prepare, recipe_objective
+            from dpo_pack.run.reference_stage import prepare_reference
+
+        if not recipe_objective(loaded).needs_reference:
+            raise RecipeError("loss.type: this loss needs no reference, so there is nothing to precompute")
+        filled = prepare_reference(prepare(loaded, console))
+        console.print(
+            f"Cache: {filled.cache.directory}; {filled.num_cached:,} sequences reused, "
+            f"{filled.num_computed:,} computed"
+        )
+
+
+@app.command("inspect-packing")
+def inspect_packing(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        str, typer.Option(help="Show the balance of so many processes, e.g. 1,8,64.")
+    ] = "1,8,64",
+    budgets: Annotated[
+        str, typer.Option(help="Compare token budgets; the best is named, for the first number of --ranks.")
+    ] = "4096,8192,16384",
+    json_file: JsonFile = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as one page with charts.")
+    ] = None,
+) -> None:
+    """Preview rows, fill and savings, without model weights."""
+    from dpo_pack.reports.packing_tables import parse_numbers, render_packing
+
+    loaded = _load(recipe, overrides)
+    rank_numbers = parse_numbers(ranks, option="--ranks", instance="1,8,64")
+    budget_numbers = parse_numbers(budgets, option="--budgets", instance="4096,8192")
+    with many_imports():
+        from dpo_pack.packing.report import to_json
+        from dpo_pack.run.batches import inspect_recipe
+        from dpo_pack.system.console import make_console
+        from dpo_pack.system.files import write_text_atomically
+
+    console = make_console(quiet=json_file == Path("-"))
+    report = inspect_recipe(loaded, console, num_ranks=rank_numbers, budgets=budget_numbers)
+    render_packing(report, console)
+    if json_file == Path("-"):
+        print(to_json(report), end="")
+    elif json_file is not None:
+        write_text_atomically(json_file, to_json(report))
+    if html_file is not None:
+        from dpo_pack.reports.pages import packing_page
+
+        write_text_atomically(html_file, packing_page(report))
+        console.print(f"Page: {html_file}")
+
+
+@app.command()
+def evaluate(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="A directory or hub id.", show_default="output_dir/model of the recipe"
+        ),
+    ] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="MODEL_A MODEL_B", help="Two models, and their paired difference, B - A."),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure a model: held-out accuracy, margin, loss, KL.
+
+    Rewards and log-ratios compare with the recipe's reference. Each number has a 95 % interval. Tables also
+    show accuracy and margin for each source and for each length ratio of the two completions.
+    """
+    if model is not None and compare is not None:
+        raise RecipeError("evaluate: give --model or --compare, not both")
+    loaded = _load(recipe, overrides)
+    with many_imports():
+        from dpo_pack.commands.launch import on_every_rank
+
+    with on_every_rank(loaded, quiet=json_file == Path("-")) as console:
+        with many_imports():
+            from dpo_pack.reports import evaluation_tables as tables
+            from dpo_pack.run.evaluation import compare_models, evaluate_models
+            from dpo_pack.system import ranks
+            from dpo_pack.system.files import write_json_atomically
+
+        if compare is None:
+            (results,) = evaluate_models(loaded, [model], console)
+            tables.render_results(results, console)
+            metrics = tables.results_json(results)
+        else:
+            comparisons = compare_models(loaded, *compare, console)
+            tables.render_comparisons(comparisons, compare, console)
+            metrics = tables.comparisons_json(comparisons, compare)
+        if not ranks.is_first():
+            return
+        if json_file == Path("-"):
+            print(json.dumps(metrics, indent=2))
+        elif json_file is not None:
+            write_json_atomically(json_file, metrics)
+
+
+@app.command("doctor")
+def doctor_command(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A YAML recipe.")] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what this machine can do; prove packing exact.
+
+    Lists devices and attention backends, with the reason if a backend cannot be used. With a recipe, it also
+    loads the model: small packed rows must give the same log-probs as each sequence alone.
+    """
+    loaded = None if recipe is None else _load(recipe, overrides)
+    with many_imports():
+        from dpo_pack.commands import doctor
+        from dpo_pack.system.console import make_console
+
+    report = doctor.describe_environment()
+    console = make_console(quiet=as_json)
+    doctor.render_environment(report, console)
+    outcome = None if loaded is None else doctor.prove_recipe(loaded)
+    if outcome is not None:
+        report["proofs"] = [asdict(proof) for proof in outcome.proofs]
+        doctor.render_proofs(outcome, console)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    if outcome is not None:
+        outcome.raise_failure()
+
+
+@app.command()
+def merge(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="A run's output_dir, or an adapter's directory.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Directory or hub id.", show_default="the one the adapter names"),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of the merged weights; auto: of the base's."),
+    ] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the base.")
+    ] = False,
+) -> None:
+    """Merge a LoRA adapter and its base into one model."""
+    from dpo_pack.commands.merge import merge_adapter
+    from dpo_pack.system.console import make_console
+
+    console = make_console()
+    with console.status("Merging"):
+        merged = merge_adapter(source, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
+    console.print(f"Merged {merged.directory} into {merged.base}: {out}")
+
+
+@app.command("recipe")
+def recipe_command(
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Print a commented recipe to begin with.")
+    ] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
+    check: Annotated[
+        Path | None, typer.Option("--check", metavar="FILE", help="Say whether a recipe would start.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print a recipe to begin with or the schema; check one."""
+    from dpo_pack.recipe.load import recipe_defaults, recipe_schema
+
+    if sum((defaults, schema, check is not None)) != 1:
+        raise RecipeError("recipe: give one of --defaults, --schema and --check FILE")
+    if defaults:
+        print(recipe_defaults(), end="")
+    elif schema:
+        print(json.dumps(recipe_schema(), indent=2))
+    elif check is not None:
+        _load(check, overrides)
+        print(f"{check} is in order")
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"dpo-pack {dpo_pack.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Defines the options that stand before a command."""

@@ -1,0 +1,112 @@
+"""Merges a LoRA adapter and its base into one model that needs no peft."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import dpo_pack
+from dpo_pack.model.loading import load_config, load_model, load_tokenizer
+from dpo_pack.model.lora import SavedAdapter, is_adapter, read_adapter, require_peft
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
+from dpo_pack.recipe.machine import TOKENIZER_FILES
+from dpo_pack.run.export import write_model
+from dpo_pack.system.errors import ModelError, RunError
+from dpo_pack.system.files import written_aside
+
+
+def merge_adapter(
+    source: Path, target: Path, *, base: str | None, dtype: str, trust_remote_code: bool
+) -> SavedAdapter:
+    """Writes the merged model and the tokenizer to `target`, whole or not at all; returns the adapter.
+
+    `source` is the directory of an adapter or of a run. `base` replaces the base that the adapter names. The
+    sum is computed in float32 and rounded once, to `dtype`; `auto` means the type of the base's weights.
+    Tensors that transformers always reads in float32 stay in float32. Raises ModelError if the adapter or its
+    base cannot be loaded, RunError if `target` exists and is not an empty directory.
+    """
+    adapter = find_adapter(source)
+    require_peft("dpopack merge")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise RunError(f"{target} exists already; give a path that does not")
+    if base is not None:
+        adapter = replace(adapter, base=base, base_revision=None)
+    tokenizer = _tokenizer(adapter, trust_remote_code)
+    merged = _merged(adapter, dtype, trust_remote_code)
+    with written_aside(target) as temporary:
+        write_model(merged, tokenizer, temporary, _card(adapter))
+    return adapter
+
+
+def _card(adapter: SavedAdapter) -> str:
+    name = adapter.directory.resolve()
+    name = name.parent if name.name == "model" else name
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [dpo-pack]\n---\n\n"
+        f"# {name.name}\n\nThe LoRA adapter {name.name}, merged into {adapter.base} by dpo-pack "
+        f"{dpo_pack.__version__}.\n"
+    )
+
+
+def find_adapter(source: Path) -> SavedAdapter:
+    """Returns the adapter in `source` or, if `source` is a run, in `source`/model. Raises ModelError."""
+    for directory in (source, source / "model"):
+        if is_adapter(directory):
+            return read_adapter(directory, "dpopack merge")
+        if (directory / "config.json").is_file():
+            raise ModelError(f"{directory} is a full model; there is nothing to merge")
+    raise ModelError(
+        f"{source}: no adapter there (no adapter_config.json, nor in its model/); give the directory of an "
+        "adapter, or of a finished run with model.lora"
+    )
+
+
+def _tokenizer(adapter: SavedAdapter, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    has_own = any((adapter.directory / name).is_file() for name in TOKENIZER_FILES)
+    return load_tokenizer(
+        str(adapter.directory) if has_own else adapter.base,
+        revision=None if has_own else adapter.base_revision,
+        trust_remote_code=trust_remote_code,
+        chat_template=None,
+        recipe_key="dpopack merge",
+    )
+
+
+def _merged(adapter: SavedAdapter, dtype: str, trust_remote_code: bool) -> LoadedModel:
+    key = f"dpopack merge (the base of {adapter.directory}; --base gives another)"
+    config = load_config(
+        adapter.base, revision=adapter.base_revision, trust_remote_code=trust_remote_code, recipe_key=key
+    )
+    if config.to_dict().get("quantization_config") is not None:
+        raise ModelError(f"{key}: {adapter.base} is quantised; give the unquantised model with --base")
+    loaded = load_model(
+        adapter.base,
+        revision=adapter.base_revision,
+        trust_remote_code=trust_remote_code,
+        precision=Precision(parameters=torch.float32, autocast=None),
+        attention="auto",
+        packed=False,
+        gradient_checkpointing=False,
+        device=torch.device("cpu"),
+        recipe_key=key,
+        config=config,
+        adapter=adapter.directory,
+    )
+    assert loaded.adapter is not None
+    model = loaded.adapter.merge()
+    own: Any = config.dtype or torch.float32
+    _round(model, own if dtype == "auto" else getattr(torch, dtype))
+    return replace(loaded, scorer=CompletionLogps(model, backend=None, autocast=None))
+
+
+def _round(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Rounds every tensor to `dtype`, except those that transformers always reads in fp32 (some routers)."""
+    kept = [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(dtype)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not any(pattern.search(name) for pattern in kept):
+            tensor.data = tensor.data.to(dtype)

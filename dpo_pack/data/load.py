@@ -1,0 +1,231 @@
+"""Loads the sources of a recipe: pairs or prompts for training and evaluation, and a report about rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpo_pack.data.ingest import LoadedSource, Progress, load_prompt_source, load_source
+from dpo_pack.data.keys import content_key
+from dpo_pack.data.splits import HELD_OUT, DataSplits, EvalSet, Prompt, PromptSplits, split_by_prompt
+from dpo_pack.data.store import PairTable, key_values
+from dpo_pack.data.tokenizer import Tokenizer, tokenizer_fingerprint
+from dpo_pack.packing.epoch_order import check_weights
+from dpo_pack.packing.lengths import length_percentiles
+from dpo_pack.recipe.load import source_names
+from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
+
+
+def load_data(
+    data: DataRecipe,
+    *,
+    tokenizer: Tokenizer,
+    seed: int,
+    cache_dir: Path,
+    progress: Progress | None = None,
+) -> DataSplits:
+    """Reads and tokenises the sources, unless their tokens are in `cache_dir` already.
+
+    `seed` decides which pairs a held-out fraction takes. `progress` is called after each batch of rows
+    with the name of the task, the rows that are done, and the rows in all (None if not known).
+    Raises DataError, ModelError (the tokenizer lacks a feature), RecipeError and CacheError.
+    """
+    load = partial(
+        load_source,
+        data=data,
+        tokenizer=tokenizer,
+        tokenizer_key=tokenizer_fingerprint(tokenizer),
+        cache_dir=cache_dir,
+        progress=progress or (lambda what, done, total: None),
+    )
+    loaded = _load_sources(data, load, seed)
+    train, evals = loaded.train.table, {name: held_out.table for name, held_out in loaded.evals.items()}
+    eval_reports = {name: _describe_pairs(pairs) for name, pairs in evals.items()}
+    for name, source in zip(evals, loaded.eval_sources, strict=False):  # a held-out fraction has no source
+        eval_reports[name]["source"] = _pair_source_report(name, source)
+    report = {
+        "train": {
+            **_describe_pairs(train),
+            "sources": [
+                _pair_source_report(name, source)
+                for name, source in zip(source_names(data.train), loaded.train_sources, strict=True)
+            ],
+        },
+        "eval": eval_reports,
+        **_overlap(train, list(evals.values())),
+        "rows_tokenized": sum(
+            source.rows_tokenized for source in (*loaded.train_sources, *loaded.eval_sources)
+        ),
+    }
+    return DataSplits(
+        train=train,
+        eval=tuple(EvalSet(name=name, pairs=pairs) for name, pairs in evals.items()),
+        source_weights=loaded.source_weights,
+        report=report,
+        fingerprint=content_key([train.fingerprint, loaded.source_weights.tolist()]),
+        eval_fingerprint=loaded.eval_fingerprint,
+    )
+
+
+def load_prompts(
+    data: DataRecipe, *, tokenizer: Tokenizer, max_new_tokens: int, seed: int, cache_dir: Path
+) -> DataSplits:
+    """Reads and tokenises the prompts of all sources, each with room for `max_new_tokens` more tokens.
+
+    Rows have the same formats as rows of pairs; completions in them are not used. In the result, `train` is a
+    table of the prompts whose completions have no tokens, and `prompts` holds the prompts with their texts.
+    Raises DataError and ModelError as `load_data` does.
+    """
+    load = partial(
+        load_prompt_source, data=data, tokenizer=tokenizer, max_new_tokens=max_new_tokens, cache_dir=cache_dir
+    )
+    loaded = _load_sources(data, load, seed)
+    train = loaded.train.table
+    report = {
+        "train": {
+            "prompts": train.num_pairs,
+            "distinct_prompts": len(np.unique(key_values(train.prompt_keys))),
+            "lengths_tokens": {"prompt": _summarize_lengths(train.prompt_lengths)},
+            "sources": [
+                _source_report(name, source)
+                for name, source in zip(source_names(data.train), loaded.train_sources, strict=True)
+            ],
+        },
+        "eval": {name: {"prompts": len(held_out.prompts)} for name, held_out in loaded.evals.items()},
+    }
+    prompts = PromptSplits(
+        train=loaded.train.prompts,
+        eval={name: held_out.prompts for name, held_out in loaded.evals.items()},
+    )
+    return DataSplits(
+        train=train,
+        eval=(),
+        source_weights=loaded.source_weights,
+        report=report,
+        fingerprint=train.fingerprint,
+        eval_fingerprint=loaded.eval_fingerprint,
+        prompts=prompts,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """The pairs of one or more sources. If the sources have prompts only, the prompts too."""
+
+    table: PairTable
+    prompts: tuple[Prompt, ...]  # one for each pair of the table; empty if the sources have pairs
+
+    @staticmethod
+    def of(sources: Sequence[LoadedSource]) -> "_Part":
+        return _Part(
+            table=PairTable.of([source.store for source in sources]),
+            prompts=tuple(prompt for source in sources for prompt in source.prompts),
+        )
+
+    def select(self, indices: NDArray[np.int64]) -> "_Part":
+        chosen = indices.tolist() if self.prompts else ()
+        return _Part(table=self.table.select(indices), prompts=tuple(self.prompts[index] for index in chosen))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LoadedSources:
+    """The sources of a recipe. `train` does not contain the held-out fraction."""
+
+    train: _Part
+    evals: dict[str, _Part]
+    train_sources: Sequence[LoadedSource]
+    eval_sources: Sequence[LoadedSource]  # of the sets in `evals`; empty if a fraction is held out
+    source_weights: NDArray[np.float64]
+
+    @property
+    def eval_fingerprint(self) -> str:
+        return content_key([[name, part.table.fingerprint] for name, part in self.evals.items()])
+
+
+def _load_sources(
+    data: DataRecipe, load: Callable[[SourceRecipe, str], LoadedSource], seed: int
+) -> _LoadedSources:
+    """Loads all sources and splits off a held-out fraction. `load` gets each source and its recipe key."""
+    train_sources = [load(source, f"data.train.{number}") for number, source in enumerate(data.train)]
+    train = _Part.of(train_sources)
+    eval_sources: list[LoadedSource] = []
+    if isinstance(data.eval, EvalFraction):
+        kept, held_out = split_by_prompt(train.table.prompt_keys, data.eval.fraction, seed)
+        train, evals = train.select(kept), {HELD_OUT: train.select(held_out)}
+    else:
+        eval_sources = [load(source, f"data.eval.{number}") for number, source in enumerate(data.eval)]
+        parts = [_Part.of([source]) for source in eval_sources]
+        evals = dict(zip(source_names(data.eval), parts, strict=True))
+    source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
+    check_weights(train.table.source_indices, source_weights)
+    return _LoadedSources(
+        train=train,
+        evals=evals,
+        train_sources=train_sources,
+        eval_sources=eval_sources,
+        source_weights=source_weights,
+    )
+
+
+def _source_report(name: str, source: LoadedSource) -> dict[str, Any]:
+    """Returns the settings of a source in the recipe, and the counts of its rows."""
+    return {
+        "name": name,
+        "path": source.recipe.path,
+        "split": source.recipe.split,
+        "weight": source.recipe.weight,
+        **source.store.summary,
+    }
+
+
+def _pair_source_report(name: str, source: LoadedSource) -> dict[str, Any]:
+    return {
+        **_source_report(name, source),
+        **_describe_pairs(PairTable.of([source.store])),
+        "token_store": str(source.store.directory),
+        "token_store_reused": source.rows_tokenized == 0,
+    }
+
+
+def _describe_pairs(pairs: PairTable) -> dict[str, Any]:
+    """Returns counts and length percentiles, JSON-able. Duplicate pairs are counted but not removed."""
+    prompts, chosen, rejected = pairs.prompt_lengths, pairs.chosen_lengths, pairs.rejected_lengths
+    lengths = {
+        "prompt": prompts,
+        "chosen": chosen,
+        "rejected": rejected,
+        "longest_sequence": prompts + np.maximum(chosen, rejected),
+    }
+    return {
+        "pairs": pairs.num_pairs,
+        "prompts": len(np.unique(key_values(pairs.prompt_keys))),
+        "duplicate_pairs": pairs.num_pairs - len(np.unique(_pair_values(pairs))),
+        "lengths_tokens": {name: _summarize_lengths(values) for name, values in lengths.items()},
+    }
+
+
+def _overlap(train: PairTable, evals: Sequence[PairTable]) -> dict[str, int]:
+    """Counts the training pairs, and the distinct training prompts, that are also in an eval set."""
+    if not evals:
+        return {"train_pairs_in_eval": 0, "train_prompts_in_eval": 0}
+    eval_pairs = np.concatenate([_pair_values(pairs) for pairs in evals])
+    eval_prompts = np.concatenate([key_values(pairs.prompt_keys) for pairs in evals])
+    train_prompts = np.unique(key_values(train.prompt_keys))
+    return {
+        "train_pairs_in_eval": int(np.isin(_pair_values(train), eval_pairs).sum()),
+        "train_prompts_in_eval": int(np.isin(train_prompts, eval_prompts).sum()),
+    }
+
+
+def _summarize_lengths(lengths: NDArray[np.int32]) -> dict[str, float]:
+    """Returns mean, percentiles (lengths that occur, not interpolated) and maximum of one or more lengths."""
+    p50, p90, p99 = length_percentiles(lengths)
+    return {"mean": float(lengths.mean()), "p50": p50, "p90": p90, "p99": p99, "max": int(lengths.max())}
+
+
+def _pair_values(pairs: PairTable) -> NDArray[np.void]:
+    return key_values(np.concatenate([pairs.chosen_keys, pairs.rejected_keys], axis=1))

@@ -1,0 +1,84 @@
+"""The training pairs or prompts, the held-out sets, and the function that splits one table into both."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpo_pack.data.formats import Message
+from dpo_pack.data.store import PairTable, key_values
+from dpo_pack.data.truncation import TokenIds
+from dpo_pack.system.errors import DataError
+
+HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EvalSet:
+    """Pairs for evaluation, and their name in metrics."""
+
+    name: str
+    pairs: PairTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DataSplits:
+    """All pairs or prompts that the section `data` of a recipe describes."""
+
+    train: PairTable
+    eval: tuple[EvalSet, ...]
+    source_weights: NDArray[np.float64]  # [training sources] the mixture that the planner follows
+    report: dict[str, Any]  # the content of data_report.json
+    fingerprint: str  # names the training pairs and the mixture
+    eval_fingerprint: str  # names the eval sets: their names and their pairs
+    prompts: PromptSplits | None = None  # only of an online run, which generates its pairs later
+
+
+def split_by_prompt(
+    prompt_keys: NDArray[np.uint8], fraction: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the indices of the training pairs and of the held-out pairs (at least `fraction` of all pairs).
+
+    Pairs with the same prompt stay together. `seed` and the token ids decide which prompts are held out; the
+    order of the data does not. Raises DataError if no pair is left to train on.
+    """
+    prompts, prompt_of_pair, pairs_of_prompt = np.unique(
+        key_values(prompt_keys), return_inverse=True, return_counts=True
+    )
+    salt = seed.to_bytes(16, "little", signed=True)
+    keys, width = prompts.tobytes(), prompts.itemsize
+    starts = range(0, len(keys), width)
+    ranks = [hashlib.blake2b(keys[at : at + width], key=salt, digest_size=8).digest() for at in starts]
+    order = np.argsort(np.frombuffer(b"".join(ranks), dtype="<u8"), kind="stable")
+    wanted_pairs = fraction * len(prompt_keys)
+    num_held_out = int(np.searchsorted(np.cumsum(pairs_of_prompt[order]), wanted_pairs)) + 1
+    if num_held_out >= len(prompts):
+        raise DataError(
+            f"data.eval.fraction: {fraction} of {len(prompt_keys)} pairs with {len(prompts)} prompts leaves "
+            "none to train on; lower it, or name a source in data.eval"
+        )
+    is_held_out = np.zeros(len(prompts), dtype=bool)
+    is_held_out[order[:num_held_out]] = True
+    return np.flatnonzero(~is_held_out[prompt_of_pair]), np.flatnonzero(is_held_out[prompt_of_pair])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """A prompt that the policy answers."""
+
+    ids: TokenIds  # [C], C >= 1: the tokens that the policy continues
+    text: str  # the whole prompt as text, special tokens included
+    messages: tuple[Message, ...] | None  # only of a conversational row
+    row_number: int  # in its source, from 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSplits:
+    """Training prompts, and a dict of held-out prompts by the name of their set."""
+
+    train: tuple[Prompt, ...]
+    eval: dict[str, tuple[Prompt, ...]]

@@ -1,0 +1,66 @@
+"""The methods of a tokenizer that data/ uses, and the key that names a tokenizer in the caches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from dpo_pack.data.formats import Message
+from dpo_pack.data.keys import content_key
+
+
+class Tokenizer(Protocol):
+    """The attributes and methods of a transformers tokenizer that dpo-pack uses."""
+
+    @property
+    def eos_token(self) -> str | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def chat_template(self) -> str | dict[str, str] | None: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]: ...
+    @property
+    def split_special_tokens(self) -> bool: ...
+    @property
+    def is_fast(self) -> bool: ...
+    @property
+    def backend_tokenizer(self) -> Any: ...
+    def save_pretrained(self, save_directory: str) -> Any: ...
+    def __len__(self) -> int: ...
+    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
+    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
+    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """Returns a key of all parts of a tokenizer that change token ids, templates included, but not its path.
+
+    The versions of the libraries are part of the key, because fixes in the libraries change ids.
+    """
+    settings = {
+        "class": type(tokenizer).__name__,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "chat_template": tokenizer.chat_template,
+        "split_special_tokens": tokenizer.split_special_tokens,
+        "versions": [version("tokenizers"), version("transformers")],
+    }
+    if tokenizer.is_fast:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        # Every call of the tokenizer sets and unsets these two entries. Our calls neither truncate nor pad.
+        del backend["truncation"], backend["padding"]
+        return content_key([settings, backend])
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save_pretrained(directory)
+        files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+        hashes = [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
+    return content_key([settings, hashes])

@@ -1,0 +1,1 @@
+"""A row of tokens -> log-probs: layout, attention, scorer, adapters, shards."""

@@ -1,0 +1,106 @@
+"""Attention on CUDA with FlashAttention's kernel for segments of any length. Two packages have this kernel.
+
+torch has it from 2.10 on. The flash-attn package (FlashAttention-2) is optional and fits more models. Both
+kernels take [T, H, D] queries, [K, H_kv, D] keys and values in bf16 or fp16, and return [T, H, D]. Both
+backends obey autocast.
+
+Legend: T tokens of the row, K gathered keys, H heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from dpo_pack.model.attention.segments import RowSegments, as_autocast
+
+
+def flash_attn_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: RowSegments,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The backend "flash_attn", which calls the kernel of the flash-attn package."""
+    from flash_attn import flash_attn_varlen_func
+
+    assert sinks is None  # select_backend refuses these models
+    out: Tensor = flash_attn_varlen_func(
+        *as_autocast(query, key, value),
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_k,
+        max(segments.query_lengths),
+        max(segments.key_lengths),
+        softmax_scale=scale,
+        causal=True,
+        window_size=_neighbours(window),
+        softcap=softcap or 0.0,
+        deterministic=True,
+    )
+    return out
+
+
+def torch_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: RowSegments,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The backend "torch_varlen", which calls torch's own kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert softcap is None and sinks is None  # select_backend refuses these models
+    out = varlen_attn(
+        *as_autocast(query, key, value),
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_k,
+        max(segments.query_lengths),
+        max(segments.key_lengths),
+        **_varlen_options(scale, window, grouped_heads=query.shape[1] != key.shape[1]),
+    )
+    assert isinstance(out, Tensor)  # it returns a tuple only if the caller asks for the logsumexp
+    return out
+
+
+def supports_window_and_scale() -> bool:
+    """Whether the installed torch's kernel takes a sliding window and a softmax scale (torch 2.10: no)."""
+    return {"window_size", "scale"} <= _varlen_parameters()
+
+
+@functools.cache
+def _varlen_parameters() -> frozenset[str]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _varlen_options(scale: float, window: int | None, *, grouped_heads: bool) -> dict[str, Any]:
+    """Returns the kernel's options. Causal attention is a flag in torch 2.10, and a window from 2.11 on."""
+    known = _varlen_parameters()
+    assert window is None or "window_size" in known
+    options: dict[str, Any] = {"is_causal": True}
+    if "window_size" in known:
+        options = {"window_size": _neighbours(window)}
+    if "scale" in known:
+        options["scale"] = scale
+    if "enable_gqa" in known and grouped_heads:
+        options["enable_gqa"] = True
+    return options
+
+
+def _neighbours(window: int | None) -> tuple[int, int]:
+    """Returns how many keys a query sees on its (left, right), -1 for all; `window` counts the query too."""
+    return (-1 if window is None else window - 1, 0)

@@ -1,0 +1,92 @@
+"""Chooses an attention backend that computes a model exactly on a device, and gives the reason."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from dpo_pack.model.attention import BACKENDS
+from dpo_pack.model.attention.flash import supports_window_and_scale
+from dpo_pack.system.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """The features that a model needs from an attention backend."""
+
+    head_dim: int
+    value_head_dim: int
+    has_window: bool
+    has_softcap: bool
+    has_sinks: bool
+    has_custom_scale: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendChoice:
+    """The chosen backend's name, and in one line why `auto` rejected the backends before it."""
+
+    name: str
+    reason: str
+
+
+def select_backend(
+    requested: str, needs: AttentionNeeds, *, device: torch.device, dtype: torch.dtype
+) -> BackendChoice:
+    """Returns the requested backend, or for "auto" the first exact one. `dtype`: of the activations.
+
+    Raises UnsupportedModelError when the requested backend cannot compute this model exactly.
+    """
+    if requested != "auto":
+        obstacle = backend_obstacle(requested, needs, device=device, dtype=dtype)
+        if obstacle is not None:
+            raise UnsupportedModelError(
+                f"model.attention: {requested} cannot be used here: {obstacle}; use model.attention: auto"
+            )
+        return BackendChoice(name=requested, reason="as asked for")
+    obstacles: list[str] = []
+    for name in BACKENDS:
+        obstacle = backend_obstacle(name, needs, device=device, dtype=dtype)
+        if obstacle is None:
+            return BackendChoice(name=name, reason="; ".join(obstacles) or "the fastest there is")
+        obstacles.append(f"not {name}: {obstacle}")
+    raise AssertionError("the sdpa backend takes every model")
+
+
+def backend_obstacle(
+    name: str, needs: AttentionNeeds, *, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Returns why backend `name` cannot compute this model exactly on `device`, or None when it can."""
+    if name == "sdpa":
+        return None
+    if device.type != "cuda":
+        return "it needs a CUDA device"
+    capability = _compute_capability(device)
+    if capability is not None and capability < (8, 0):  # V100 and T4
+        return "FlashAttention needs compute capability 8.0, and the device has {}.{}".format(*capability)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernel takes bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
+    if needs.has_sinks:
+        return "the model has attention sinks"
+    if needs.head_dim != needs.value_head_dim:
+        return f"head dimensions of keys ({needs.head_dim}) and values ({needs.value_head_dim}) differ"
+    if needs.head_dim > 256:
+        return f"head dimension {needs.head_dim} is above 256"
+    if name == "flash_attn":
+        if importlib.util.find_spec("flash_attn") is None:
+            return "package flash-attn is not installed"
+        return None
+    if needs.head_dim % 8 != 0:  # the flash-attn package pads
+        return f"head dimension {needs.head_dim} is no multiple of 8"
+    if needs.has_softcap:
+        return "the model caps attention logits"
+    if (needs.has_window or needs.has_custom_scale) and not supports_window_and_scale():
+        return f"torch {torch.__version__}'s kernel has no sliding window or scale"
+    return None
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Returns (major, minor) of a CUDA device; None if torch finds no CUDA device."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None

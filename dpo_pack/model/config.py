@@ -1,0 +1,224 @@
+"""Reads a model's head, attention and limits from its config, before any weight is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from dpo_pack.model.attention.select import AttentionNeeds
+from dpo_pack.model.families import packing_obstacle
+from dpo_pack.model.logps import HeadTransform
+from dpo_pack.system.errors import ModelError, UnsupportedModelError
+
+
+def head_transform(config: PretrainedConfig) -> HeadTransform:
+    """Returns how this family changes its logits after the head's matrix product."""
+    values = config.get_text_config().to_dict()
+    scale = 1.0
+    for key in ("logit_scale", "lm_head_multiplier"):  # of Cohere and Falcon-H1
+        if values.get(key) is not None:
+            scale *= float(values[key])
+    if values.get("logits_scaling") is not None:
+        factor = float(values["logits_scaling"])
+        # HyperCLOVA X multiplies by this value, Granite divides by it.
+        is_factor = str(values.get("model_type", "")).startswith("hyperclovax")
+        scale *= factor if is_factor else 1.0 / factor
+    if values.get("dim_model_base") is not None:  # MiniCPM3 scales the head's input
+        scale *= float(values["dim_model_base"]) / float(values["hidden_size"])
+    softcap = next((values[key] for key in _LOGIT_SOFTCAP_KEYS if values.get(key)), None)
+    return HeadTransform(scale=scale, softcap=None if softcap is None else float(softcap))
+
+
+# The keys of Gemma, RecurrentGemma and xLSTM.
+_LOGIT_SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
+    """Returns the features that this model's attention needs from a backend."""
+    text = config.get_text_config()
+    values = text.to_dict()
+    # We read these two as attributes, because GPT-2 and other families store them under other names.
+    by_width = int(text.hidden_size) // int(text.num_attention_heads)
+    usual = int(values.get("qk_head_dim") or values.get("head_dim") or by_width)
+    layers = (values.get("per_layer_config") or {}).values()  # Gemma 4: wider heads on global layers
+    head_dim = max(usual, *(int(layer.get("head_dim") or 0) for layer in layers), 0)
+    return AttentionNeeds(
+        head_dim=head_dim,
+        value_head_dim=int(values.get("v_head_dim") or head_dim),
+        has_window=bool(values.get("sliding_window")),
+        has_softcap=_has_softcap(config),
+        has_sinks=values.get("model_type") in _SINK_FAMILIES,
+        has_custom_scale=_has_custom_scale(values),
+    )
+
+
+def own_attention(config: PretrainedConfig) -> str | None:
+    """Returns the attention that transformers must use if rows are not packed; None lets transformers choose.
+
+    For families with a softcap on attention, some releases choose sdpa, and sdpa silently drops the softcap.
+    """
+    return "eager" if _has_softcap(config) else None
+
+
+def _has_softcap(config: PretrainedConfig) -> bool:
+    return config.get_text_config().to_dict().get("attn_logit_softcapping") is not None
+
+
+_SINK_FAMILIES = frozenset(
+    {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
+)
+
+
+def _has_custom_scale(values: dict[str, Any]) -> bool:
+    """Returns whether attention scales its scores by another factor than 1 / sqrt(head dimension)."""
+    named = any(values.get(key) is not None for key in ("attention_multiplier", "query_pre_attn_scalar"))
+    in_rope = bool((values.get("rope_parameters") or {}).get("mscale_all_dim"))  # DeepSeek with yarn
+    in_gpt2 = values.get("scale_attn_weights") is False or values.get("scale_attn_by_inverse_layer_idx")
+    return named or in_rope or bool(in_gpt2) or values.get("model_type") in _UNIT_SCALE_FAMILIES
+
+
+# Families whose layers scale or normalize queries or keys before attention, so that attention does not.
+_UNIT_SCALE_FAMILIES = frozenset({"gemma3n_text", "gemma4_text", "opt"})
+
+
+def layer_windows(config: PretrainedConfig) -> list[int | None]:
+    """Returns each layer's sliding window by the model's config; None for a layer with full attention.
+
+    A chunked layer (Llama 4) counts as full attention: `check_rows` refuses sequences longer than a chunk.
+    """
+    text = config.get_text_config()
+    values = text.to_dict()
+    # Not from `values`: Gemma 3 computes with another window than the window in its file.
+    window = effective_window(
+        text.sliding_window if values.get("sliding_window") is not None else None, config
+    )
+    kinds = values.get("layer_types") or ["sliding_attention"] * text.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def effective_window(window: int | None, config: PretrainedConfig) -> int | None:
+    """Returns `window`; None if no sequence can be longer, since models (Phi 3.5 MoE) may then not use it."""
+    known = config.get_text_config().to_dict().get("max_position_embeddings")
+    return None if window is None or (known is not None and window >= int(known)) else window
+
+
+def routes_tokens(config: PretrainedConfig) -> bool:
+    """Whether the model is a mixture of experts: its grouped products depend on all tokens of a row."""
+    values = config.get_text_config().to_dict()
+    return any(_mean(values.get(key) or 0) > 1 for key in _NUM_EXPERTS_KEYS)
+
+
+def check_packs(config: PretrainedConfig) -> None:
+    """Raises UnsupportedModelError if rows of the config's family cannot be packed. Needs no weights."""
+    obstacle = packing_obstacle(config)
+    if obstacle is not None:
+        family = config.get_text_config().model_type
+        raise UnsupportedModelError(f"{family} cannot be packed: {obstacle}; use packing.mode: padded")
+
+
+def check_positions(config: PretrainedConfig, longest_sequence: int) -> None:
+    """Raises ModelError if the longest sequence has more tokens than the model has exact positions.
+
+    `longest_sequence` is in tokens.
+    """
+    known = known_positions(config)
+    if known is not None and longest_sequence > known:
+        raise ModelError(
+            f"data.max_length: the longest sequence has {longest_sequence} tokens, but this model is exact "
+            f"for {known} positions only; set data.max_length: {known}"
+        )
+
+
+def rotary_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Returns a config's rotary parameters, and (Gemma 3) the rotary parameters of each kind of layer."""
+    rope = config.get_text_config().to_dict().get("rope_parameters") or {}
+    return [rope, *(part for part in rope.values() if isinstance(part, dict))]
+
+
+def known_positions(config: PretrainedConfig) -> int | None:
+    """Returns the number of positions for which a model is exact; None if its config has no such number.
+
+    Some rotary variants change their frequencies with the longest position in a batch. They are exact within
+    the original maximum, or if the config has no original maximum, within `max_position_embeddings`.
+    """
+    values = config.get_text_config().to_dict()
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last two: GPT-2, MPT
+    known = next((values[name] for name in names if values.get(name) is not None), None)
+    for kind in rotary_kinds(config):
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            known = kind.get("original_max_position_embeddings") or known
+    return None if known is None else int(known)
+
+
+def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: int) -> None:
+    """Raises UnsupportedModelError if Llama 4 would not compute packed rows exactly. Lengths are in tokens.
+
+    Llama 4's local layers attend within chunks, so a sequence must fit into one chunk. Layers without rotary
+    positions scale each query by its position in the row, in steps of `floor_scale` tokens, so a row must fit
+    into the first step.
+    """
+    values = config.get_text_config().to_dict()
+    chunk = values.get("attention_chunk_size")
+    is_chunked = "chunked_attention" in (values.get("layer_types") or ())
+    if is_chunked and chunk is not None and longest_sequence > chunk:
+        raise UnsupportedModelError(
+            f"data.max_length: the longest sequence has {longest_sequence} tokens, but packing this model is "
+            f"exact for {chunk} only, the size of its attention chunks; set data.max_length: {chunk} or "
+            "packing.mode: padded"
+        )
+    if values.get("attn_temperature_tuning") and longest_row >= values["floor_scale"]:
+        exact = int(values["floor_scale"]) - 1
+        raise UnsupportedModelError(
+            f"packing.token_budget: rows may have {longest_row} tokens, but this model scales queries by "
+            f"their place in the row, and packing it is exact for rows of {exact} only; set "
+            f"packing.token_budget and reference.token_budget to at most {exact}, or packing.mode: padded"
+        )
+
+
+# Config keys that switch dropout on, also in layers that are in training mode for activation checkpointing.
+_DROPOUT_KEYS = frozenset(
+    {
+        "activation_dropout",
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "attn_pdrop",
+        "dropout",
+        "embd_pdrop",
+        "embedding_dropout",
+        "ffn_dropout",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "layerdrop",
+        "resid_pdrop",
+        "residual_dropout",
+    }
+)
+
+
+# We train models in evaluation mode. These values switch off steps that families take only in this mode:
+# RWKV halves weights of every n-th layer in place; xLSTM computes long batches in blocks, without gradients.
+_INFERENCE_SETTINGS = {"rescale_every": 0, "max_inference_chunksize": 2**31 - 1}
+
+
+def training_settings(config: PretrainedConfig) -> dict[str, float]:
+    """Returns, by key, values that replace the config's in training: no dropout, no inference shortcuts."""
+    values = config.get_text_config().to_dict()
+    dropout = dict.fromkeys((key for key in sorted(_DROPOUT_KEYS) if values.get(key)), 0.0)
+    return dropout | {key: value for key, value in _INFERENCE_SETTINGS.items() if values.get(key)}
+
+
+_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+def count_experts(values: dict[str, Any]) -> tuple[float, float]:
+    """Returns a layer's (routed experts, active experts for one token) from a config's values, or (1, 1)."""
+    num_experts = next((_mean(values[key]) for key in _NUM_EXPERTS_KEYS if values.get(key)), 1.0)
+    num_active = next((_mean(values[key]) for key in _ACTIVE_EXPERTS_KEYS if values.get(key)), num_experts)
+    return num_experts, num_active
+
+
+def _mean(value: float | list[float]) -> float:
+    """Returns the value, or the mean over layers if a config has one number for each layer (Hunyuan)."""
+    return sum(value) / len(value) if isinstance(value, list) else float(value)

@@ -1,0 +1,152 @@
+"""A table of model families: which can be packed, which features are special, why others cannot be packed.
+
+We checked each line of the table with a tiny random model of the family (tests/model/test_families.py). If a
+family is not in the table, packing is tried, and the start-up proofs decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One `model_type` of transformers."""
+
+    packs: bool
+    special: str  # the features that a packed row, or the head, must compute correctly
+    reason: str | None = None  # why its rows cannot be packed
+
+
+# Layers that mix tokens only through attention. All other layers carry state along the row.
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def packing_obstacle(config: PretrainedConfig) -> str | None:
+    """Returns why models of this config cannot be packed; None if the config shows no reason.
+
+    A hybrid family whose config names only attention layers (Granite 4's small models) can be packed.
+    """
+    text = config.get_text_config()
+    layers = set(text.to_dict().get("layer_types") or ())
+    others = sorted(layers - ATTENTION_LAYERS)
+    family = FAMILIES.get(text.model_type)
+    if family is not None and not family.packs and (others or not layers):
+        return family.reason
+    if others:
+        return f"its {', '.join(others)} layers mix the sequences of a row outside attention"
+    return None
+
+
+def _packs(special: str) -> Family:
+    return Family(packs=True, special=special)
+
+
+def _refused(special: str, reason: str) -> Family:
+    return Family(packs=False, special=special, reason=reason)
+
+
+_RECURRENT = "its recurrent layers would carry one sequence's state into the next"
+_CONVOLUTION = "its convolutions would mix the ends of neighbouring sequences"
+_OWN_ATTENTION = "it computes attention itself, where a row's layout cannot reach"
+_DROPS_ARGUMENTS = "its layers do not pass a row's layout on to their attention"
+
+FAMILIES: dict[str, Family] = {
+    "afmoe": _packs("mixture of experts, sliding window on some layers, gated attention"),
+    "apertus": _packs("query and key norms, xIELU"),
+    "arcee": _packs("squared ReLU"),
+    "biogpt": _packs("learned absolute positions"),
+    "bitnet": _packs("norms inside attention and MLP"),
+    "cohere": _packs("logit scale, parallel attention and MLP"),
+    "cohere2": _packs("logit scale, sliding window on some layers, no positions on the others"),
+    "cohere2_moe": _packs("mixture of experts, logit scale, sliding window on some layers"),
+    "cwm": _packs("sliding window on some layers"),
+    "deepseek_v2": _packs("mixture of experts, MLA: value heads narrower than query heads"),
+    "deepseek_v3": _packs("mixture of experts, MLA: value heads narrower than query heads"),
+    "dots1": _packs("mixture of experts, sliding window on some layers"),
+    "ernie4_5": _packs("interleaved rotary positions"),
+    "ernie4_5_moe": _packs("mixture of experts from the second layer on"),
+    "exaone4": _packs("sliding window on some layers, no positions on the others, norms after"),
+    "exaone_moe": _packs("mixture of experts, sliding window on some layers, no positions on the others"),
+    "flex_olmo": _packs("mixture of experts, query and key norms"),
+    "gemma": _packs("scaled embeddings, tied head"),
+    "gemma2": _packs("attention and logit softcaps, sliding window on some layers, own scale"),
+    "gemma3_text": _packs("sliding window and other rotary base on some layers, own scale"),
+    "gemma3n_text": _packs("keys and values shared by layers, embeddings of each layer, logit softcap"),
+    "gemma4_text": _packs("wider heads on global layers, embeddings of each layer, scale of 1"),
+    "glm": _packs("partial rotary positions"),
+    "glm4": _packs("partial rotary positions, norms before and after"),
+    "glm4_moe": _packs("mixture of experts, partial rotary positions"),
+    "glm4_moe_lite": _packs("mixture of experts, MLA: value heads narrower than query heads"),
+    "gpt2": _packs("learned absolute positions, tied head"),
+    "gpt_bigcode": _packs("learned absolute positions, one key and value head"),
+    "gpt_neox": _packs("partial rotary positions, parallel attention and MLP"),
+    "gpt_oss": _packs("mixture of experts, attention sinks, sliding window on some layers"),
+    "granite": _packs("logit divisor, own attention scale"),
+    "granitemoe": _packs("mixture of experts, logit divisor, own attention scale"),
+    "granitemoeshared": _packs("mixture of experts, logit divisor, own attention scale"),
+    "helium": _packs("interleaved rotary positions"),
+    "hunyuan_v1_dense": _packs("norms of rotated queries and keys"),
+    "hunyuan_v1_moe": _packs("mixture of experts, norms of rotated queries and keys"),
+    "hyperclovax": _packs("logit factor, own attention scale"),
+    "jetmoe": _packs("mixtures of experts, of attention heads too"),
+    "llama": _packs("nothing: the plain case"),
+    "llama4_text": _packs("mixture of experts, chunked attention, queries scaled by their place in the row"),
+    "longcat_flash": _packs("mixture of experts, two MLA attentions a block"),
+    "minicpm3": _packs("MLA, logit divisor"),
+    "minimax_m2": _packs("mixture of experts, query and key norms"),
+    "ministral": _packs("sliding window on some layers"),
+    "ministral3": _packs("queries scaled by their position"),
+    "mistral": _packs("sliding window"),
+    "mixtral": _packs("mixture of experts, sliding window"),
+    "nanochat": _packs("logit softcap, norms of rotated queries and keys"),
+    "olmo": _packs("clipped queries, keys and values"),
+    "olmo2": _packs("norms after attention and MLP"),
+    "olmo3": _packs("sliding window on some layers"),
+    "olmoe": _packs("mixture of experts, query and key norms"),
+    "opt": _packs("learned absolute positions with an offset, narrower embeddings"),
+    "persimmon": _packs("query and key norms, partial rotary positions"),
+    "phi": _packs("partial rotary positions, head with a bias"),
+    "phi3": _packs("sliding window, longrope within its original positions"),
+    "phimoe": _packs("mixture of experts, head with a bias"),
+    "qwen2": _packs("biases of queries, keys and values; sliding window on some layers"),
+    "qwen2_moe": _packs("mixture of experts with a shared one"),
+    "qwen3": _packs("query and key norms"),
+    "qwen3_moe": _packs("mixture of experts, query and key norms"),
+    "seed_oss": _packs("biases of queries, keys and values; dropout in its config"),
+    "smollm3": _packs("no positions on some layers"),
+    "starcoder2": _packs("sliding window, biases"),
+    "vaultgemma": _packs("attention and logit softcaps, sliding window on some layers"),
+    # From here on packing is refused.
+    "bailing_hybrid": _refused("linear attention on most layers, mixture of experts", _RECURRENT),
+    "bamba": _refused("Mamba 2 on most layers", _RECURRENT),
+    "bloom": _refused("ALiBi", _OWN_ATTENTION),
+    "codegen": _refused("partial rotary positions", _OWN_ATTENTION),
+    "falcon": _refused("one key and value head", _OWN_ATTENTION),
+    "falcon_h1": _refused("Mamba 2 beside attention, head multiplier", _RECURRENT),
+    "falcon_mamba": _refused("Mamba", _RECURRENT),
+    "gpt_neo": _refused("learned absolute positions, local layers", _OWN_ATTENTION),
+    "gptj": _refused("partial rotary positions, head with a bias", _OWN_ATTENTION),
+    "granitemoehybrid": _refused("Mamba 2 on most layers, mixture of experts, logit divisor", _RECURRENT),
+    "jamba": _refused("Mamba on most layers, mixture of experts", _RECURRENT),
+    "kimi_linear": _refused("linear attention on most layers, MLA, mixture of experts", _RECURRENT),
+    "lfm2": _refused("short convolutions on most layers", _CONVOLUTION),
+    "lfm2_moe": _refused("short convolutions on most layers, mixture of experts", _CONVOLUTION),
+    "mamba": _refused("Mamba", _RECURRENT),
+    "mamba2": _refused("Mamba 2", _RECURRENT),
+    "minimax": _refused("linear attention on most layers, mixture of experts", _RECURRENT),
+    "mpt": _refused("ALiBi", _OWN_ATTENTION),
+    "nemotron": _refused("partial rotary positions, squared ReLU", _DROPS_ARGUMENTS),
+    "nemotron_h": _refused("Mamba 2 on most layers, mixture of experts", _RECURRENT),
+    "olmo_hybrid": _refused("gated delta nets on most layers", _RECURRENT),
+    "qwen3_5_moe_text": _refused("gated delta nets on most layers, mixture of experts", _RECURRENT),
+    "qwen3_5_text": _refused("gated delta nets on most layers", _RECURRENT),
+    "qwen3_next": _refused("gated delta nets on most layers, mixture of experts", _RECURRENT),
+    "recurrent_gemma": _refused("linear recurrences on most layers, logit softcap", _RECURRENT),
+    "rwkv": _refused("recurrence instead of attention", _RECURRENT),
+    "stablelm": _refused("partial rotary positions", _DROPS_ARGUMENTS),
+    "xlstm": _refused("matrix LSTM, logit softcap", _RECURRENT),
+    "zamba2": _refused("Mamba 2 with shared attention blocks", _RECURRENT),
+}

@@ -1,0 +1,228 @@
+"""Identifies a model by its content. The cache keeps log-probs under this identity, the namespace.
+
+Two directories with the same weights are the same model: names of directories and the split of the weights
+over files do not matter. If one element of one tensor differs, it is another model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import pickle
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dpo_pack.model.config import rotary_kinds
+from dpo_pack.model.loading import load_errors
+from dpo_pack.model.scorer import Precision
+from dpo_pack.system.errors import CacheError, ModelError
+from dpo_pack.system.files import read_json, write_json_atomically
+
+# We add 1 whenever a change of our code changes the log-probs of the same model and tokens.
+NUMERICS_VERSION = 1
+
+# Config fields that no log-prob depends on. Every other field, known to us or not, is part of a namespace.
+_IRRELEVANT_CONFIG = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+# Fields of a PEFT adapter's config about the adapter's origin and training, not about its computation.
+_IRRELEVANT_ADAPTER_CONFIG = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"}
+)
+# Fields that peft writes from sets, in an order that differs from process to process.
+_UNORDERED_ADAPTER_CONFIG = frozenset({"exclude_modules", "modules_to_save", "target_modules"})
+# Stem and suffix of weight files, in the order in which transformers looks for them.
+_WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
+# Modules of transformers that models' code calls: masks of padded rows, scaled rotary frequencies.
+_MASKS, _ROTARY = "transformers.masking_utils", "transformers.modeling_rope_utils"
+
+
+def reference_namespace(
+    path: str,
+    config: PretrainedConfig,
+    *,
+    architecture: PreTrainedModel,
+    revision: str | None,
+    precision: Precision,
+    memo_path: Path,
+    adapter: Path | None = None,
+) -> dict[str, Any]:
+    """Returns all that a reference log-prob depends on, except the token ids, as a JSON object.
+
+    `architecture` is the model without its weights (`model.shape.without_weights`). `memo_path` is a file of
+    known tensor hashes, so that an unchanged model is not read again. `adapter` is the directory of a PEFT
+    adapter that is part of the reference. Raises ModelError when weights are missing or cannot be read.
+    """
+    namespace = {
+        "numerics_version": NUMERICS_VERSION,
+        "weights": weights_fingerprint(model_directory(path, revision), memo_path),
+        "config": _relevant_config(config),
+        "parameters": str(precision.parameters).removeprefix("torch."),
+        "autocast": None if precision.autocast is None else str(precision.autocast).removeprefix("torch."),
+        "modelling_source": modelling_source(architecture),
+    }
+    if precision.gathered is not None:  # without it no key, so that other namespaces stay the same
+        namespace["gathered"] = str(precision.gathered).removeprefix("torch.")
+    if adapter is not None:
+        namespace["adapter"] = adapter_fingerprint(adapter, memo_path)
+    return namespace
+
+
+def model_directory(path: str, revision: str | None) -> Path:
+    """Returns a local model directory: `path` itself, or the snapshot of a hub id in the local cache.
+
+    Raises ModelError if the snapshot lacks weights and they cannot be downloaded.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    for stem, suffix in _WEIGHTS:  # many repositories have the weights in both formats
+        wanted = [f"{stem}.{suffix}", f"{stem}-*.{suffix}", f"{stem}.{suffix}.index.json"]
+        with load_errors(path, "model"):
+            found = snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"])
+        directory = Path(found)
+        if any(directory.glob(f"{stem}*.{suffix}")):
+            break
+    return directory
+
+
+def weights_fingerprint(directory: Path, memo_path: Path) -> str:
+    """Returns the sha256 over (name, dtype, shape, bytes) of every tensor, in order of name."""
+    return _files_fingerprint(weight_files(directory), memo_path)
+
+
+def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
+    """Returns the sha256 over an adapter's tensors and config. Raises ModelError if one is missing."""
+    files = [directory / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin")]
+    present = [file for file in files if file.is_file()]
+    config = read_json(directory / "adapter_config.json")
+    if not present or config is None:
+        raise ModelError(
+            f"{directory} is no PEFT adapter: it needs adapter_config.json and adapter_model.safetensors or "
+            ".bin; save the adapter again"
+        )
+    relevant = {
+        key: sorted(value) if key in _UNORDERED_ADAPTER_CONFIG and isinstance(value, list) else value
+        for key, value in config.items()
+        if key not in _IRRELEVANT_ADAPTER_CONFIG
+    }
+    content = [_files_fingerprint(present[:1], memo_path), relevant]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
+    memo = read_json(memo_path) or {}
+    digests: dict[str, str] = {}
+    learnt = {}
+    for file in files:
+        stat = file.stat()
+        # Every change of content changes ctime, also if a tool sets mtime back (cp -p, rsync -t).
+        identity = f"{file.resolve()}:{stat.st_ino}:{stat.st_size}:{stat.st_ctime_ns}"
+        if identity not in memo:
+            learnt[identity] = _tensor_digests(file)
+        digests.update(memo.get(identity) or learnt[identity])
+    if learnt:
+        with contextlib.suppress(CacheError):  # a read-only cache is allowed
+            write_json_atomically(memo_path, {**(read_json(memo_path) or {}), **learnt})
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Returns a model's weight files, if possible safetensors. Raises ModelError if there are none."""
+    for stem, suffix in _WEIGHTS:
+        whole = directory / f"{stem}.{suffix}"
+        # transformers too prefers a whole file to shards: an older save may have left its index.
+        if whole.is_file():
+            return [whole]
+        index = read_json(directory / f"{stem}.{suffix}.index.json")
+        if index is not None:
+            shards = [directory / name for name in sorted(set(index["weight_map"].values()))]
+            for shard in shards:
+                if not shard.is_file():
+                    raise ModelError(f"{shard} is missing, a part of the weights; download the model again")
+            return shards
+    raise ModelError(
+        f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded; "
+        "point at a complete model directory"
+    )
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, opened.get_tensor(name)
+    else:
+        mapped = zipfile.is_zipfile(file)  # torch before 1.6 wrote other files, which cannot be mapped
+        yield from torch.load(file, map_location="cpu", mmap=mapped, weights_only=True).items()
+
+
+def _tensor_digests(file: Path) -> dict[str, str]:
+    try:
+        return {name: _tensor_digest(tensor) for name, tensor in _tensors(file)}
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(
+            f"cannot read the weights in {file} ({reason}); download or save the model again"
+        ) from error
+
+
+def _tensor_digest(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _relevant_config(config: PretrainedConfig) -> dict[str, Any]:
+    values = config.get_text_config().to_dict()
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in _IRRELEVANT_CONFIG and not key.startswith("_attn") and "dropout" not in key
+    }
+
+
+def modelling_source(model: PreTrainedModel) -> str:
+    """Returns the sha256 over source files: of the model's classes (also remote), of transformers' masks.
+
+    torch's own classes do not count: versions of torch differ by rounding only. Masks count although packed
+    rows have none, because packed and padded rows use the same cached log-probs.
+    """
+    modules = {_MASKS, *(type(part).__module__ for part in model.modules())}
+    # The model's own file computes frequencies without scaling, the default.
+    if any(kind.get("rope_type", "default") != "default" for kind in rotary_kinds(model.config)):
+        modules.add(_ROTARY)
+    parts = [importlib.import_module(name) for name in modules if name.partition(".")[0] != "torch"]
+    # Only the content of files counts. Paths do not count, and so names of remote modules do not count.
+    digests = sorted(
+        hashlib.sha256(Path(part.__file__).read_bytes()).hexdigest() for part in parts if part.__file__
+    )
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()

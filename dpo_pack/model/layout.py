@@ -1,0 +1,229 @@
+"""Turns the sequences of one row into the index arrays that a model and its attention need.
+
+A *group* is one context and n completions of it; a preference pair is a group with n = 2. The row holds the
+longest common token prefix of a group's sequences once (the context and the completions' equal first tokens).
+Then it holds the tail of each sequence. A row with one pair, prompt `1 2`, chosen `7 8 9`, rejected `7 5`:
+
+                    shared   chosen's  rejected's tail
+    row position    0  1  2  3  4      5
+    input_ids       1  2  7  8  9      5
+    position_ids    0  1  2  3  4      3               restart behind the shared part
+    segment 0       queries 0 1 2 3 4, keys 0 1 2 3 4
+    segment 1       queries 5,         keys 0 1 2 5    so kv_index is 0 1 2 3 4 0 1 2 5
+    logit_index     1  2  3  1  2                      row positions whose hidden states
+    targets         7  8  9  7  5                      predict these tokens
+    completion_lengths  3, 2
+
+Each sequence is one attention segment. A segment's queries are the tokens that the sequence adds to the row;
+its keys are all tokens of the sequence; its last query stands at its last key (a causal mask, bottom-right).
+If prompts are not shared, every sequence adds all of its tokens. Nothing else changes.
+
+Legend: T tokens of the row, K gathered keys, G segments, N scored completion tokens, S sequences,
+B and L lines and length of a batch (a packed row has B = 1 and L = T).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dpo_pack.model.attention.segments import RowSegments
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One context and the completions that continue it.
+
+    `context` is [C] token ids, C >= 1: its last token predicts the first token of each completion.
+    `completions` are one or more [L_i] arrays of token ids, L_i >= 1.
+    """
+
+    context: npt.NDArray[np.integer]
+    completions: tuple[npt.NDArray[np.integer], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """The arrays of one row: its token ids, and the indices that its positions, attention and head need."""
+
+    input_ids: IntArray  # [T]
+    position_ids: IntArray  # [T], explicit, so that learned absolute positions work too
+    query_lengths: IntArray  # [G], in row order
+    key_lengths: IntArray  # [G]
+    kv_index: IntArray | None  # [K], row position of every gathered key; None if no prefix is shared
+    kv_first: IntArray | None  # [T], where each row position first appears in `kv_index`
+    # ([R] row positions, [R] indices in `kv_index` of further copies); an entry has each row position once
+    kv_repeats: tuple[tuple[IntArray, IntArray], ...]
+    logit_index: IntArray  # [N], row position of the hidden state that predicts the target
+    targets: IntArray  # [N]
+    completion_lengths: IntArray  # [S], number of scored tokens of each sequence; their sum is N
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row on its device, ready for the model: a packed row or a right-padded batch."""
+
+    input_ids: Tensor  # [B, L] int64
+    position_ids: Tensor  # [B, L] int64
+    attention_mask: Tensor | None  # [B, L] int64, 1 at real tokens; None for a packed row
+    segments: RowSegments | None  # None for a padded batch
+    logit_index: Tensor  # [N] int64, into the flattened B * L positions
+    targets: Tensor  # [N] int64
+    completion_lengths: Tensor  # [S] int64; the N scored tokens lie sequence by sequence
+    num_tokens: int  # real tokens, padding not counted
+
+
+def layout_row(groups: Sequence[Group], *, share_prompt: bool) -> RowLayout:
+    """Puts `groups` one after another into one row.
+
+    Sequences have numbers in order of appearance: completion j of the first group is sequence j, and the next
+    group continues the numbers. If a sequence after the first of its group is a prefix of the others, it has
+    no tail and no attention segment; its hidden states are those of the shared prefix.
+    """
+    pieces: defaultdict[str, list[npt.NDArray[np.integer]]] = defaultdict(list)
+    query_lengths: list[int] = []
+    key_lengths: list[int] = []
+    # By index in a group: row positions of the sequences' shared prefixes, and their copies in `kv_index`.
+    repeats: defaultdict[int, list[tuple[IntArray, IntArray]]] = defaultdict(list)
+    num_tokens = num_keys = 0
+    for group in groups:
+        assert len(group.context) >= 1 and all(len(c) >= 1 for c in group.completions)
+        sequences = [np.concatenate((group.context, completion)) for completion in group.completions]
+        shared = common_prefix_length(sequences) if share_prompt and len(sequences) > 1 else 0
+        shared_start = num_tokens
+        for branch, sequence in enumerate(sequences):
+            # The first sequence adds the shared tokens to the row; every other sequence adds only its tail.
+            begin, end = (shared if branch > 0 else 0), len(sequence)
+            # The hidden state at offset i predicts token i + 1, for i from the last context token on.
+            offsets = np.arange(len(group.context) - 1, end - 1)
+            starts = np.where(offsets < shared, shared_start, num_tokens - begin)
+            pieces["logit_index"].append(starts + offsets)
+            pieces["targets"].append(sequence[len(group.context) :])
+            if begin == end:
+                continue
+            if begin > 0:
+                prefix = np.arange(shared_start, shared_start + begin)
+                repeats[branch].append((prefix, np.arange(num_keys, num_keys + begin)))
+                pieces["kv_index"].append(prefix)
+            pieces["kv_index"].append(np.arange(num_tokens, num_tokens + end - begin))
+            pieces["kv_first"].append(np.arange(num_keys + begin, num_keys + end))
+            pieces["input_ids"].append(sequence[begin:])
+            pieces["position_ids"].append(np.arange(begin, end))
+            query_lengths.append(end - begin)
+            key_lengths.append(end)
+            num_tokens += end - begin
+            num_keys += end
+    return RowLayout(
+        input_ids=_concatenate(pieces["input_ids"]),
+        position_ids=_concatenate(pieces["position_ids"]),
+        query_lengths=np.asarray(query_lengths, dtype=np.int64),
+        key_lengths=np.asarray(key_lengths, dtype=np.int64),
+        kv_index=_concatenate(pieces["kv_index"]) if repeats else None,
+        kv_first=_concatenate(pieces["kv_first"]) if repeats else None,
+        kv_repeats=tuple(
+            (_concatenate([tokens for tokens, _ in copies]), _concatenate([places for _, places in copies]))
+            for _, copies in sorted(repeats.items())
+        ),
+        logit_index=_concatenate(pieces["logit_index"]),
+        targets=_concatenate(pieces["targets"]),
+        completion_lengths=np.asarray([len(part) for part in pieces["targets"]], dtype=np.int64),
+    )
+
+
+def common_prefix_length(sequences: Sequence[npt.NDArray[np.integer]]) -> int:
+    """Returns the number of leading tokens that are the same in all `sequences` ([L_i] each)."""
+    shortest = min(len(sequence) for sequence in sequences)
+    first = sequences[0][:shortest]
+    for other in sequences[1:]:
+        differs = np.flatnonzero(first != other[: len(first)])
+        if len(differs):
+            first = first[: differs[0]]
+    return len(first)
+
+
+def _concatenate(pieces: Sequence[npt.NDArray[np.integer]]) -> IntArray:
+    return np.concatenate(pieces).astype(np.int64, copy=False) if pieces else np.zeros(0, dtype=np.int64)
+
+
+def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copies the array to `device` as a tensor, without waiting for the device's earlier work.
+
+    CUDA copies pinned memory while the host continues; before a copy of other memory, the host may wait.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def packed_row(layout: RowLayout, device: torch.device) -> Row:
+    """Puts a row's layout on `device`."""
+
+    def put(array: IntArray) -> Tensor:
+        return on_device(array, device)
+
+    def cumulative(lengths: IntArray) -> Tensor:
+        return on_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
+
+    segments = RowSegments(
+        query_lengths=tuple(layout.query_lengths.tolist()),
+        key_lengths=tuple(layout.key_lengths.tolist()),
+        cu_seqlens_q=cumulative(layout.query_lengths),
+        cu_seqlens_k=cumulative(layout.key_lengths),
+        kv_index=None if layout.kv_index is None else put(layout.kv_index),
+        kv_first=None if layout.kv_first is None else put(layout.kv_first),
+        kv_repeats=tuple((put(tokens), put(places)) for tokens, places in layout.kv_repeats),
+        scored_positions=put(np.unique(layout.logit_index)),
+    )
+    return Row(
+        input_ids=put(layout.input_ids)[None],
+        position_ids=put(layout.position_ids)[None],
+        attention_mask=None,
+        segments=segments,
+        logit_index=put(layout.logit_index),
+        targets=put(layout.targets),
+        completion_lengths=put(layout.completion_lengths),
+        num_tokens=layout.num_tokens,
+    )
+
+
+def padded_row(groups: Sequence[Group], *, pad_token_id: int, device: torch.device) -> Row:
+    """Returns a right-padded batch of the same sequences in the same order, without shared prefixes.
+
+    Right padding is exact for a causal model with any attention: no real token sees a later position.
+    """
+    sequences = [(group.context, completion) for group in groups for completion in group.completions]
+    completion_lengths = np.asarray([len(completion) for _, completion in sequences], dtype=np.int64)
+    lengths = completion_lengths + [len(context) for context, _ in sequences]
+    longest = int(lengths.max())
+    ids = np.full((len(sequences), longest), pad_token_id, dtype=np.int64)
+    for line, sequence, length in zip(ids, sequences, lengths, strict=True):
+        line[:length] = np.concatenate(sequence)
+    logit_index = [
+        np.arange(len(context) - 1, length - 1) + number * longest
+        for number, ((context, _), length) in enumerate(zip(sequences, lengths, strict=True))
+    ]
+    is_real = np.arange(longest)[None, :] < lengths[:, None]
+    return Row(
+        input_ids=on_device(ids, device),
+        position_ids=torch.arange(longest, device=device).expand(len(sequences), longest),
+        attention_mask=on_device(is_real.astype(np.int64), device),
+        segments=None,
+        logit_index=on_device(_concatenate(logit_index), device),
+        targets=on_device(_concatenate([completion for _, completion in sequences]), device),
+        completion_lengths=on_device(completion_lengths, device),
+        num_tokens=int(lengths.sum()),
+    )

@@ -1,0 +1,280 @@
+"""Loads policies, references and tokenizers, and saves trained models, in transformers' formats."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import logging as transformers_logging
+
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.model.attention.select import BackendChoice, select_backend
+from dpo_pack.model.config import attention_needs, check_packs, own_attention, training_settings
+from dpo_pack.model.logps import WantedStatistics
+from dpo_pack.model.lora import LoraSettings, attach_adapter
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
+from dpo_pack.model.speed import apply_liger, speed_up_linears, trim_last_layer
+from dpo_pack.system.errors import ModelError
+from dpo_pack.system.hub import check_model
+
+
+def load_config(
+    path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str
+) -> PretrainedConfig:
+    """Loads a model's config.json. Raises ModelError if transformers cannot load it."""
+    check_model(path, revision, recipe_key)
+    with load_errors(path, recipe_key):
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+def load_tokenizer(
+    path: str, *, revision: str | None, trust_remote_code: bool, chat_template: Path | None, recipe_key: str
+) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer. The file `chat_template` replaces its template. Raises ModelError if this fails."""
+    check_model(path, revision, recipe_key)
+    with load_errors(path, recipe_key):
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ModelError(f"tokenizer.chat_template: cannot read {chat_template}: {reason}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def load_model(
+    path: str,
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    precision: Precision,
+    attention: str,
+    packed: bool,
+    gradient_checkpointing: bool,
+    device: torch.device,
+    recipe_key: str,
+    adapter: LoraSettings | Path | None = None,
+    weights_on: torch.device | None = None,
+    wanted: WantedStatistics | None = None,
+    kernels: str = "none",
+    config: PretrainedConfig | None = None,
+) -> LoadedModel:
+    """Loads a causal LM for packed rows or padded batches. No weight stays random.
+
+    `adapter` is a new LoRA adapter or the directory of a saved one; training changes only this. The model
+    will run on `device`. Until then the weights are on `weights_on` (None: on `device`); if this is the meta
+    device, they are not read. `config` is the model's config if the caller has loaded it; it stays unchanged.
+    Raises ModelError when loading fails, UnsupportedModelError when the model cannot be computed exactly.
+    """
+    weights_on = weights_on or device
+    reads_weights = weights_on.type != "meta"
+    config = copy.deepcopy(config)
+    if config is None:
+        config = load_config(
+            path, revision=revision, trust_remote_code=trust_remote_code, recipe_key=recipe_key
+        )
+    own = own_attention(config)
+    name = "model's own" if own is None else f"model's own, {own}"  # part of the key of cached log-probs
+    choice = BackendChoice(name=name, reason="padded batches need no layout")
+    if packed:
+        check_packs(config)
+        register_attention()
+        choice = select_backend(
+            attention, attention_needs(config), device=device, dtype=precision.activations
+        )
+    replaced = replace_settings(config)
+    options: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "dtype": precision.parameters,
+        "attn_implementation": ATTENTION_NAME if packed else own,
+    }
+    if reads_weights:
+        # Directly onto a CUDA device, so that the processes of a machine do not all hold a copy on the CPU.
+        options["device_map"] = {"": weights_on} if weights_on.type == "cuda" else None
+        model = _read_model(path, config, recipe_key=recipe_key, revision=revision, **options)
+    else:
+        model = _empty_model(path, config, recipe_key=recipe_key, **options)
+    attached = None
+    if adapter is not None:
+        attached = attach_adapter(
+            model, adapter, base=path, revision=revision, recipe_key=recipe_key, reads_weights=reads_weights
+        )
+    backend = BACKENDS[choice.name] if packed else None
+    scorer = CompletionLogps(
+        model,
+        backend=backend,
+        autocast=precision.autocast,
+        gather_dtype=precision.gathered,
+        adapter=attached,
+        wanted=wanted,
+    )
+    if kernels == "liger":
+        apply_liger(model)
+    if device.type == "cpu":
+        speed_up_linears(model)
+    if packed:
+        trim_last_layer(model)
+    # Evaluation mode gives gradients too, but has no dropout and no noise of routers. The model chooses its
+    # experts as it will after training (in training mode Phi 3.5 MoE draws experts at random).
+    scorer.eval()
+    if reads_weights:
+        scorer.to(weights_on)
+    if gradient_checkpointing:
+        _checkpoint_activations(model)
+    return LoadedModel(scorer=scorer, attention=choice, replaced=replaced)
+
+
+def replace_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """Puts `training_settings` into the config; returns the config's own values of these keys."""
+    text, settings = config.get_text_config(), training_settings(config)
+    replaced = {key: text.to_dict()[key] for key in settings}
+    text.update(settings)
+    return replaced
+
+
+def _read_model(path: str, config: PretrainedConfig, *, recipe_key: str, **options: Any) -> PreTrainedModel:
+    """Reads the model with all of its weights. Raises ModelError if a weight is missing."""
+    with load_errors(path, recipe_key), quiet_transformers():
+        loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
+            path, config=config, output_loading_info=True, **options
+        )
+    model, loading = loaded
+    assert isinstance(model, PreTrainedModel)
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise ModelError(
+            f"{recipe_key}: the weights in {path} lack {len(missing)} of {type(model).__name__}'s tensors "
+            f"(first: {missing[0]}), which would start random; point at complete weights"
+        )
+    return model
+
+
+def _empty_model(path: str, config: PretrainedConfig, *, recipe_key: str, **options: Any) -> PreTrainedModel:
+    """Builds the model with parameters on the meta device; its buffers have values."""
+    with load_errors(path, recipe_key), quiet_transformers(), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    assert isinstance(model, PreTrainedModel)
+    model.tie_weights()  # tied parameters went to the meta device one by one
+    return model
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    """Makes layers recompute in the backward pass. This needs training mode, which only these layers get."""
+    with warnings.catch_warnings():
+        # Newer transformers call this activation_checkpointing_enable; older ones have only this name.
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        module.training = bool(vars(module).get("gradient_checkpointing"))
+
+
+def save_model(
+    loaded: LoadedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    *,
+    state: dict[str, Tensor] | None = None,
+) -> None:
+    """Writes weights, configs and tokenizer into `target` in the format that `from_pretrained` reads.
+
+    For a model with an adapter, writes the adapter and the tokenizer only. `state` holds the whole tensors of
+    a sharded model.
+    """
+    with quiet_transformers():
+        if loaded.adapter is not None:
+            loaded.adapter.save(target, state)
+            tokenizer.save_pretrained(target)
+            return
+        with _default_generation_config(loaded.model) as own:
+            loaded.model.save_pretrained(target, state_dict=state)
+        if own is not None:
+            own.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+        # Training switched dropout off; the saved config has the model's own settings.
+        config = copy.deepcopy(loaded.model.config)
+        config.get_text_config().update(loaded.replaced)
+        config.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+
+
+@contextlib.contextmanager
+def _default_generation_config(model: PreTrainedModel) -> Iterator[GenerationConfig | None]:
+    """In this context the model has default generation settings. Yields the model's own, None if it has none.
+
+    Published settings may contradict each other (a `top_p` without sampling). transformers loads them with a
+    warning. Some releases then refuse to save them, and we would lose a trained model.
+    """
+    own: GenerationConfig | None = model.generation_config if model.can_generate() else None
+    if own is None:
+        yield None
+        return
+    model.generation_config = GenerationConfig()
+    try:
+        yield own
+    finally:
+        model.generation_config = own
+
+
+# StrictDataclassError: a value of a wrong type in config.json; the last two: another JSON file's content.
+_LOAD_ERRORS = (
+    *(OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError),
+    StrictDataclassError,
+    *(TypeError, AttributeError),
+)
+
+
+@contextlib.contextmanager
+def load_errors(path: str, recipe_key: str) -> Iterator[None]:
+    """Turns transformers' errors about a bad directory or hub id into one line that names the recipe key."""
+    try:
+        yield
+    except _LOAD_ERRORS as error:
+        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        if isinstance(error, RuntimeError) and "out of memory" in str(error):
+            raise ModelError(
+                f"{recipe_key}: {path} does not fit in memory ({first_line.rstrip('.')}); set "
+                "model.dtype=bfloat16, train an adapter (model.lora), or shard it over several devices"
+            ) from error
+        raise ModelError(
+            f"{recipe_key}: cannot load {path}: {first_line.rstrip('.')}; it must be a hub id or a directory "
+            "with config.json, safetensors weights and tokenizer files"
+        ) from error
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silences transformers' progress bars and reports. Our own code checks the important facts."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,271 @@
+"""LoRA through peft: low-rank adapters on a frozen base (Hu et al. 2021, arXiv 2106.09685).
+
+An adapted layer computes `W x + (alpha / r) B A x`; only A [r, in] and B [out, r] are trained. A new adapter
+starts with B = 0, so the reference is the base model: the same reference as in full fine-tuning, with the
+same cached log-probs. peft is optional, so only the functions that need it import it.
+
+Legend: V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dpo_pack.system.errors import ModelError
+from dpo_pack.system.files import read_json
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModelForCausalLM
+
+ADAPTER_CONFIG = "adapter_config.json"
+_NAME = "default"  # peft's default; peft saves an adapter of another name in a subfolder
+# peft raises these for an adapter or target modules that do not fit the model.
+_PEFT_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError, SafetensorError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Settings of a new adapter. `seed` decides the values of A; B is 0."""
+
+    r: int
+    alpha: float
+    dropout: float
+    target_modules: str | tuple[str, ...]  # "all-linear", or names or ends of names of modules
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAdapter:
+    """An adapter's directory and the model it was trained on."""
+
+    directory: Path
+    base: str  # hub id or local directory
+    base_revision: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An adapter that is attached to a model."""
+
+    peft_model: PeftModelForCausalLM
+    base: str
+    is_new: bool  # if so, the policy starts as the base
+    dropouts: tuple[nn.Dropout, ...]
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """In this context the model computes as before training: without a new adapter, with a saved one."""
+        if not self.is_new:
+            yield
+            return
+        trained = [parameter for parameter in self.peft_model.parameters() if parameter.requires_grad]
+        with self.peft_model.disable_adapter():
+            for parameter in trained:  # peft froze them; FSDP2's first forward must see them as trained
+                parameter.requires_grad_(True)
+            yield
+
+    def set_dropout(self, is_on: bool) -> None:
+        """Switches the adapter's dropout on or off. Other modules always stay in evaluation mode."""
+        for dropout in self.dropouts:
+            dropout.training = is_on
+
+    def head_weights(self, head: Any) -> tuple[Tensor, Tensor | None]:
+        """Returns weight [V, D] and bias [V] of the head with its adapter, differentiable in the adapter."""
+        from peft.tuners.lora import Linear as LoraLinear
+        from peft.utils import ModulesToSaveWrapper
+
+        if isinstance(head, ModulesToSaveWrapper):
+            head = head.original_module if head.disable_adapters else head.modules_to_save[_NAME]
+        if not isinstance(head, LoraLinear):
+            return head.weight, head.bias
+        plain: Any = head.get_base_layer()
+        if head.disable_adapters:
+            return plain.weight, plain.bias
+        return plain.weight + head.get_delta_weight(_NAME), plain.bias
+
+    def save(self, directory: Path, state: dict[str, Tensor] | None = None) -> None:
+        """Writes the adapter, without its base, in the format that peft reads.
+
+        `state` holds the whole tensors of a sharded model.
+        """
+        named = None if state is None else {f"base_model.model.{name}": t for name, t in state.items()}
+        # By default peft asks the hub whether the vocabulary has grown; training cannot make it grow.
+        self.peft_model.save_pretrained(str(directory), save_embedding_layers=False, state_dict=named)
+
+    def merge(self) -> PreTrainedModel:
+        """Adds the adapter to the base's weights and returns the base. Raises ModelError if this fails."""
+        with _one_line(f"cannot merge the adapter into {self.base}"):
+            merged = self.peft_model.merge_and_unload(safe_merge=True)
+        assert isinstance(merged, PreTrainedModel)
+        return merged
+
+
+def require_peft(key: str) -> None:
+    """Raises ModelError when peft is not installed; `key` is the recipe key that needs it."""
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError(
+            f"{key}: an adapter needs peft, which is not installed; pip install 'dpo-pack[peft]'"
+        )
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Returns whether a local directory holds a peft adapter."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
+
+
+def read_adapter(directory: Path, key: str) -> SavedAdapter:
+    """Reads an adapter's config. Raises ModelError if the adapter cannot be used; the error names `key`."""
+    config = read_json(directory / ADAPTER_CONFIG)
+    if not isinstance(config, dict):
+        raise ModelError(f"{key}: {directory / ADAPTER_CONFIG} cannot be read; save the adapter again")
+    if config.get("peft_type") != "LORA" or config.get("alora_invocation_tokens"):
+        kind = "aLoRA" if config.get("alora_invocation_tokens") else config.get("peft_type")
+        raise ModelError(
+            f"{key}: {directory} is a {kind} adapter, and only LoRA ones can be used; merge it first"
+        )
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"{key}: {directory / ADAPTER_CONFIG} does not name the model it belongs to; set its "
+            "base_model_name_or_path"
+        )
+    if is_adapter(base):
+        raise ModelError(f"{key}: {directory} is an adapter of another adapter, {base}; merge that one first")
+    return SavedAdapter(directory=directory, base=base, base_revision=config.get("revision"))
+
+
+def attach_adapter(
+    model: PreTrainedModel,
+    adapter: LoraSettings | Path,
+    *,
+    base: str,
+    revision: str | None,
+    recipe_key: str,
+    reads_weights: bool = True,
+) -> Adapter:
+    """Puts a new or a saved adapter into `model`, in place; after that, only the adapter is trained.
+
+    `base` and `revision` name the source of the model. Without `reads_weights`, the adapter's parameters are
+    on the meta device, like the model's parameters. Raises ModelError when the adapter does not fit, or when
+    the adapter's log-probs would not be exact.
+    """
+    require_peft(recipe_key)
+    is_new = isinstance(adapter, LoraSettings)
+    key = "model.lora" if is_new else recipe_key
+    local = os.path.abspath(base) if os.path.isdir(base) else base
+    with _one_line(f"{key}: the adapter does not fit {base}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # our own checks follow
+        if isinstance(adapter, LoraSettings):
+            peft_model = _attach_new(model, adapter)
+        else:
+            peft_model = _attach_saved(model, adapter, reads_weights=reads_weights)
+    config = peft_model.peft_config[_NAME]
+    config.base_model_name_or_path, config.revision = local, revision
+    _check_embeddings(model, key, is_new=is_new)
+    return Adapter(peft_model=peft_model, base=base, is_new=is_new, dropouts=_dropouts(model, is_new=is_new))
+
+
+def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> PeftModelForCausalLM:
+    from peft import LoraConfig, PeftModelForCausalLM
+
+    targets = settings.target_modules
+    config = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor; peft's annotation is too narrow
+        lora_dropout=settings.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    # peft draws A on the CPU, so that the seed alone decides the adapter, not the device.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
+    if not isinstance(targets, str):
+        _check_targets(peft_model, targets)
+    return peft_model
+
+
+def _check_targets(peft_model: PeftModelForCausalLM, targets: tuple[str, ...]) -> None:
+    """Checks that each name matches a module. peft checks only that one of the names does."""
+    names: list[str] = vars(peft_model.base_model)["targeted_module_names"]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            raise ValueError(f"it has no linear module named {target}, see target_modules")
+
+
+def _attach_saved(model: PreTrainedModel, directory: Path, *, reads_weights: bool) -> PeftModelForCausalLM:
+    from peft import PeftConfig, PeftModelForCausalLM
+
+    config: LoraConfig = PeftConfig.from_pretrained(str(directory))
+    config.inference_mode = False
+    peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
+    if not reads_weights:
+        return peft_model
+    # By default peft reads the weights onto the first GPU, on every rank.
+    device = str(next(model.parameters()).device)
+    loading: Any = peft_model.load_adapter(str(directory), _NAME, is_trainable=True, torch_device=device)
+    missing = [key for key in loading.missing_keys if _NAME in key.split(".")]
+    if missing or loading.unexpected_keys:
+        odd = "lack" if missing else "have no place for"
+        raise ValueError(f"its weights {odd} {(missing or loading.unexpected_keys)[0]}")
+    return peft_model
+
+
+def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None:
+    """Refuses adapters of embeddings or head that a merge would change or `head_weights` cannot compute."""
+    from peft.tuners.lora import Linear as LoraLinear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    head = model.get_output_embeddings()
+    adapted = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    changes_head = isinstance(head, adapted)
+    changes_any = changes_head or isinstance(model.get_input_embeddings(), adapted)
+    if changes_any and model.config.get_text_config().tie_word_embeddings:
+        raise ModelError(
+            f"{key}: the adapter changes the embeddings or the output head, which are one tensor in this "
+            "model, so that it would not be the same once merged; leave embed_tokens and lm_head out"
+        )
+    is_low_rank = (
+        isinstance(head, LoraLinear)
+        and not head.lora_variant
+        and not head.lora_bias[_NAME]
+        and not (is_new and isinstance(head.lora_dropout[_NAME], nn.Dropout))
+    )
+    if changes_head and not is_low_rank and not isinstance(head, ModulesToSaveWrapper):
+        raise ModelError(
+            f"{key}: the adapter changes the output head in a way that is not supported here (plain LoRA "
+            "without dropout and modules_to_save are); leave the head out of target_modules"
+        )
+
+
+def _dropouts(model: PreTrainedModel, *, is_new: bool) -> tuple[nn.Dropout, ...]:
+    """Returns a new adapter's dropout modules. Returns () for a saved adapter: it trains without dropout."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if is_new and isinstance(module, LoraLayer)]
+    found = [dropout for layer in layers for dropout in layer.lora_dropout.values()]
+    return tuple(dropout for dropout in found if isinstance(dropout, nn.Dropout))
+
+
+@contextlib.contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Turns peft's errors, which may be long, into a ModelError of one line."""
+    try:
+        yield
+    except _PEFT_ERRORS as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason if len(reason) <= 200 else f"{reason[:200]}..."
+        raise ModelError(f"{what}: {reason.rstrip('.')}") from error

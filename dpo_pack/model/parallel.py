@@ -1,0 +1,279 @@
+"""Several ranks train one model: each rank has a whole copy (DDP) or a shard (torch's FSDP2).
+
+With both, a step takes the same gradient, the mean over the step's pairs. Both average over ranks, so
+`accumulate_gradients` multiplies by the number of ranks. docs/distributed.md compares them and their costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.layout import Row
+from dpo_pack.model.scorer import CompletionLogps, RowLogps
+from dpo_pack.model.speed import outermost_layers
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """The way in which the ranks of a run train one model."""
+
+    name: Literal["none", "ddp", "fsdp2"]
+    reason: str
+    mesh: DeviceMesh | None = None  # for fsdp2: all ranks, or [replicas, ranks of one replica]
+    cpu_offload: bool = False
+    accumulate_unsharded: bool = False
+
+    @property
+    def shards(self) -> bool:
+        """Whether each rank holds only parts of the weights, so that every forward needs all ranks."""
+        return self.mesh is not None
+
+    def sentence(self) -> str:
+        """Returns the strategy in words, for the user."""
+        return f"{self.name} on {ranks.num_ranks()} processes ({self.reason})"
+
+
+ALONE = Strategy(name="none", reason="one process")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedPolicy:
+    """The policy that all ranks train. Every forward that needs gradients must call this object."""
+
+    forward: Callable[[Row], RowLogps]
+    without_reduction: Callable[[], AbstractContextManager[Any]]  # gradients add up on each rank
+    keeps_gradients: bool = False  # whether zeroed gradients stay in DDP's buckets between steps
+
+    def __call__(self, row: Row) -> RowLogps:
+        return self.forward(row)
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Context for forward and backward of a row. Only a step's last row reduces gradients over ranks."""
+        return contextlib.nullcontext() if is_last else self.without_reduction()
+
+    def idle(self, row: Row) -> None:
+        """Runs forward and backward of a row with a gradient of 0, while other ranks compute their own rows.
+
+        The gradient of the sums is 0. A loss of 0 x (the row's loss) would give NaN for an infinite loss.
+        """
+        sums = self.forward(row).sums
+        sums.backward(gradient=torch.zeros_like(sums))
+
+
+def distribute_policy(scorer: CompletionLogps, strategy: Strategy) -> DistributedPolicy:
+    """Turns the ranks' scorers into one policy that all ranks train together. A collective call.
+
+    A sharded scorer reduces gradients after each row, so that no rank ever holds a whole gradient. A strategy
+    with `accumulate_unsharded` is the exception.
+    """
+    if strategy.name == "ddp":
+        copies = _copies(scorer)
+        keeps_gradients = not copies.find_unused_parameters
+        return DistributedPolicy(
+            forward=copies, without_reduction=copies.no_sync, keeps_gradients=keeps_gradients
+        )
+    if strategy.name == "fsdp2":
+        # While weights are gathered, parameters are temporary tensors. An optimizer must not get them.
+        assert all(isinstance(parameter, DTensor) for parameter in scorer.parameters())
+        if strategy.accumulate_unsharded:
+            return DistributedPolicy(forward=scorer, without_reduction=lambda: _unsharded_gradients(scorer))
+    return DistributedPolicy(forward=scorer, without_reduction=contextlib.nullcontext)
+
+
+def _copies(scorer: CompletionLogps) -> DistributedDataParallel:
+    """Wraps the scorer in DDP. Buffers never change, so DDP need not send them before each forward.
+
+    DDP's buckets always exist and are as large as the gradient. Gradients that exist before DDP become views
+    of the buckets, and stay views if they are zeroed in place. Otherwise rows would need a second gradient.
+    """
+    # Some routers have a parameter that gets no gradient. An optimizer must not see a zero gradient for it.
+    leaves_some_out = routes_tokens(scorer.model.config)
+    if not leaves_some_out:
+        for parameter in scorer.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    with warnings.catch_warnings():
+        # Newer torch calls `broadcast_buffers` forward_sync_buffers; older torch has only this name.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            scorer,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=leaves_some_out,
+        )
+
+
+@contextlib.contextmanager
+def _unsharded_gradients(scorer: Any) -> Iterator[None]:
+    scorer.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        scorer.set_requires_gradient_sync(True)
+
+
+def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.device) -> None:
+    """Turns every parameter into a DTensor of rank 0's values, in place. A collective call.
+
+    Rank 0 has the weights; on other ranks parameters may be on the meta device. Rank 0 sends the values layer
+    by layer, and each rank keeps its shards, so other ranks never hold more than one whole layer. A layer
+    gathers its weights for its own forward and backward. The scorer's forward gathers the other weights:
+    embeddings, the last norm and the output head.
+
+    Raises UnsupportedModelError if the model's layers, tensors or dtypes do not allow sharding.
+    """
+    assert strategy.mesh is not None
+    model = scorer.model
+    _check_same_tensors(model)
+    _check_one_type(model)
+    layers = outermost_layers(model, frozenset(model._no_split_modules or ()))
+    if not layers:
+        raise UnsupportedModelError(
+            f"distributed.strategy: {type(model).__name__} does not say what its layers are, so it cannot be "
+            "sharded; set distributed.strategy: ddp"
+        )
+    is_low = scorer.gather_dtype is not None or any(p.dtype.itemsize < 4 for p in scorer.parameters())
+    precision = MixedPrecisionPolicy(
+        param_dtype=scorer.gather_dtype,  # None: the shards' dtype
+        reduce_dtype=torch.float32 if is_low else None,
+        cast_forward_inputs=False,  # positions and a row's layout are no weights
+    )
+    offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
+    for layer in layers:
+        _fill(layer, device)
+        fully_shard(layer, mesh=strategy.mesh, mp_policy=precision, offload_policy=offload)
+    _fill(scorer, device)
+    _fill_buffers(scorer, device)
+    fully_shard(scorer, mesh=strategy.mesh, mp_policy=precision, offload_policy=offload)
+    scorer.register_forward_hook(_free_after_inference)
+    _gather_for_logits(scorer)
+
+
+def _free_after_inference(scorer: Any, inputs: Any, output: Any) -> None:
+    """Frees the scorer's own weights after a forward without gradients. A backward pass would free them."""
+    if not torch.is_grad_enabled():
+        scorer.reshard()
+
+
+def _gather_for_logits(scorer: Any) -> None:
+    """Makes `full_logits` gather the scorer's own weights, as the scorer's forward does, and free them."""
+    register_fsdp_forward_method(scorer, "full_logits")
+    gathering = scorer.full_logits
+
+    def full_logits(**inputs: Any) -> Tensor:
+        try:
+            logits: Tensor = gathering(**inputs)
+            return logits
+        finally:
+            scorer.reshard()
+
+    scorer.full_logits = full_logits
+
+
+def _check_same_tensors(model: nn.Module) -> None:
+    """Checks that ranks without weights have built the same tensors as rank 0.
+
+    Rank 0 reads weights, which may change a parameter's dtype and whether it is trained. Every rank copies
+    both from rank 0. Reading weights may also change buffers, see `_fill_buffers`.
+    """
+    mine = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    mine += [(name, ()) for name, _ in model.named_buffers(remove_duplicate=False)]
+    if any(theirs != mine for theirs in ranks.every_rank_says(mine)):
+        raise UnsupportedModelError(
+            f"distributed.strategy: {type(model).__name__} has other tensors when it is built without its "
+            "weights, so it cannot be sharded; set distributed.strategy: ddp"
+        )
+    kinds = ranks.first_says([(parameter.dtype, parameter.requires_grad) for parameter in model.parameters()])
+    for parameter, (dtype, is_trained) in zip(model.parameters(), kinds, strict=True):
+        parameter.data = parameter.data.to(dtype)
+        parameter.requires_grad_(is_trained)
+
+
+def _check_one_type(model: nn.Module) -> None:
+    """Refuses weights that are only partly in fp32: FSDP2 reduces a layer's gradients as one tensor."""
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    wide = [name for name, dtype in trained if dtype.itemsize >= 4]
+    if wide and len(wide) < len(trained):
+        raise UnsupportedModelError(
+            f"model.dtype: {type(model).__name__} keeps {wide[0]} in float32 beside weights of a lower "
+            "precision, and shards must be of one type; set model.dtype: float32 or distributed.strategy: ddp"
+        )
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, device: torch.device) -> None:
+    """Copies rank 0's values of all unsharded parameters to every rank. Tied parameters stay tied."""
+    filled: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in filled:
+                value = _from_first(parameter.detach(), device)
+                filled[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            setattr(part, name, filled[id(parameter)])
+
+
+@torch.no_grad()
+def _fill_buffers(module: nn.Module, device: torch.device) -> None:
+    """Copies rank 0's buffers to every rank. Their shapes and dtypes may come from the weights' files."""
+    named = dict(module.named_buffers(remove_duplicate=False))
+    kinds = ranks.first_says({name: (buffer.shape, buffer.dtype) for name, buffer in named.items()})
+    for name, buffer in named.items():
+        shape, dtype = kinds[name]
+        same = buffer if ranks.is_first() else torch.empty(shape, dtype=dtype, device="meta")
+        path, _, own = name.rpartition(".")
+        setattr(module.get_submodule(path), own, _from_first(same, device))
+
+
+def _from_first(tensor: Tensor, device: torch.device) -> Tensor:
+    value = tensor.to(device) if ranks.is_first() else torch.empty_like(tensor, device=device)
+    value = value.contiguous()
+    dist.broadcast(value, src=0)
+    return value
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def full_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
+    """Returns the model's saved tensors by name, on rank 0's CPU; an empty dict on other ranks. Collective.
+
+    The device gathers one tensor at a time. Tied parameters have several names, but one tensor.
+    `trained_only` leaves out frozen parameters and buffers.
+    """
+    state: dict[str, Tensor] = {}
+    whole: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if trained_only and not tensor.requires_grad:
+            continue
+        if id(tensor) not in whole:
+            value = tensor.detach()
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            whole[id(tensor)] = value.cpu() if ranks.is_first() else value.new_empty(0)
+        if ranks.is_first():
+            state[name] = whole[id(tensor)]
+    return state

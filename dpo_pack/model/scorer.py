@@ -1,0 +1,211 @@
+"""The scorer: a row -> hidden states -> scored positions -> log-probs of target tokens -> sums of sequences.
+
+Legend: B, L batch and length (a packed row has B = 1), N scored completion tokens, S sequences, D hidden
+size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dpo_pack.model.attention import AttentionBackend, SeamCalls
+from dpo_pack.model.attention.select import BackendChoice
+from dpo_pack.model.config import head_transform
+from dpo_pack.model.layout import Row
+from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, WantedStatistics, sequence_sums, token_logps
+from dpo_pack.model.lora import Adapter
+from dpo_pack.system.errors import UnsupportedModelError
+
+
+class RowLogps(NamedTuple):
+    """The scorer's results for one row: a NamedTuple, because sharding hooks look for tensors in outputs."""
+
+    sums: Tensor  # [S] float64, differentiable
+    num_tokens: Tensor  # [S] int64
+    entropy_sums: Tensor  # [S] float64, detached, like the next three fields; NaN if nobody wants them
+    top1_sums: Tensor  # [S]
+    mean_logit_sums: Tensor  # [S]
+    log_square_sums: Tensor  # [S] of log sum_v p(v)^2, nats
+    token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
+
+
+class CompletionLogps(nn.Module):
+    """A causal LM that scores rows.
+
+    One module's forward computes everything, so that sharding wrappers gather the head's weight for it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        backend: AttentionBackend | None,
+        autocast: torch.dtype | None,
+        gather_dtype: torch.dtype | None = None,
+        adapter: Adapter | None = None,
+        wanted: WantedStatistics | None = None,
+    ) -> None:
+        """If `backend` is None, rows are padded batches and the model computes its own attention.
+
+        `adapter` is a part of `model`. Sharding gathers weights in `gather_dtype`. If `wanted` is None, the
+        scorer computes the statistics of the metrics.
+        """
+        super().__init__()
+        self.model = model
+        self.adapter = adapter
+        self.backend = backend
+        self.autocast = autocast
+        self.gather_dtype = gather_dtype
+        self.wanted = wanted or WantedStatistics()
+        self.head_passes = HeadPasses()
+        self.transform = head_transform(model.config)
+        self.num_attention_layers: int = model.config.get_text_config().num_hidden_layers
+        self.is_wired = False
+
+    def forward(self, row: Row) -> RowLogps:
+        device, lengths = row.input_ids.device, row.completion_lengths
+        if self.adapter is not None:
+            self.adapter.set_dropout(torch.is_grad_enabled())
+        with self.autocasting(device):
+            hidden = self.hidden_states(row)  # [B, L, D]
+        scored = hidden.flatten(0, 1).index_select(0, row.logit_index)  # [N, D]
+        head = self.model.get_output_embeddings()
+        weight, bias = (head.weight, head.bias) if self.adapter is None else self.adapter.head_weights(head)
+        logps, statistics = token_logps(  # [N] each
+            scored,
+            weight,
+            bias,
+            row.targets,
+            transform=self.transform,
+            compute_dtype=self.compute_dtype,
+            bounds=HEAD_BOUNDS[device.type],
+            wanted=self.wanted,
+            passes=self.head_passes,
+        )
+        return RowLogps(
+            sums=sequence_sums(logps, lengths),
+            num_tokens=lengths,
+            entropy_sums=sequence_sums(statistics.entropy, lengths),
+            top1_sums=sequence_sums(statistics.is_top1, lengths),
+            mean_logit_sums=sequence_sums(statistics.mean_logit, lengths),
+            log_square_sums=sequence_sums(statistics.log_sum_squares, lengths),
+            token_logps=logps,
+        )
+
+    def hidden_states(self, row: Row) -> Tensor:
+        """[B, L, D]: the layers' output for a row, before the output head."""
+        model = self.model
+        # Llama 4's `base_model` is the whole model, head included.
+        backbone = model.base_model if model.base_model is not model else model.get_submodule("model")
+        arguments: dict[str, Any] = {
+            "input_ids": row.input_ids,
+            "position_ids": row.position_ids,
+            "attention_mask": row.attention_mask,
+            # The default is True: transformers would build a cache, and because of the cache also masks.
+            "use_cache": False,
+        }
+        calls = SeamCalls()
+        if row.segments is not None:
+            arguments |= {"row_segments": row.segments, "row_backend": self.backend, "seam_calls": calls}
+        hidden: Tensor = backbone(**arguments).last_hidden_state
+        if row.segments is not None and not self.is_wired:
+            self._check_wiring(calls.count)
+        return hidden
+
+    def _check_wiring(self, num_calls: int) -> None:
+        """Checks that every layer called the seam. Otherwise sequences of a row leak into each other."""
+        if num_calls != self.num_attention_layers:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has {self.num_attention_layers} layers, but {num_calls} of "
+                "them went through packed attention; the others would mix the sequences of a row. "
+                "Use packing.mode: padded"
+            )
+        self.is_wired = True
+
+    def full_logits(self, **inputs: Any) -> Tensor:
+        """Returns [B, L, V] logits of the model's own forward. Only proofs need them, never training."""
+        with self.autocasting(inputs["input_ids"].device):
+            logits: Tensor = self.model(use_cache=False, **inputs).logits
+        return logits
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of matrix products."""
+        return self.autocast or self.gather_dtype or next(self.model.parameters()).dtype
+
+    def autocasting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        # A forward casts each weight once, so a cache of casts saves nothing. A cache keeps casts of all
+        # weights in memory until the forward ends, also of weights that are sharded.
+        return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A causal LM (policy or reference) in its scorer, with the choice of its attention backend."""
+
+    scorer: CompletionLogps
+    attention: BackendChoice
+    replaced: dict[str, Any]  # the config's own values of keys that training changes
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.scorer.model
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.scorer.adapter
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """In this context an untrained policy computes the reference's log-probs, without statistics."""
+        wanted, self.scorer.wanted = self.scorer.wanted, WantedStatistics(metrics=False)
+        try:
+            with contextlib.nullcontext() if self.adapter is None else self.adapter.as_reference():
+                yield
+        finally:
+            self.scorer.wanted = wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The dtypes of parameters and of autocast (None: no autocast), the same for policy and reference.
+
+    `gathered` is the dtype of gathered shards and of their computation; None means the parameters' dtype.
+    """
+
+    parameters: torch.dtype
+    autocast: torch.dtype | None
+    gathered: torch.dtype | None = None
+
+    @property
+    def activations(self) -> torch.dtype:
+        return self.autocast or self.gathered or self.parameters
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether matrix products take casts of weights. A backward pass needs these casts again."""
+        return self.autocast is not None and self.autocast != self.parameters
+
+
+def resolve_precision(
+    dtype: str, autocast: str, device: torch.device, *, gather_dtype: str | None = None
+) -> Precision:
+    """Resolves `model.dtype` (auto: fp32) and `model.autocast` (auto: bf16 for fp32 parameters on CUDA).
+
+    `gather_dtype` is the recipe's `distributed.gather_dtype`, which replaces autocast.
+    """
+    parameters: torch.dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    if gather_dtype is not None:
+        return Precision(parameters=parameters, autocast=None, gathered=getattr(torch, gather_dtype))
+    if autocast == "auto":
+        autocast = "bfloat16" if device.type == "cuda" and parameters == torch.float32 else "none"
+    return Precision(parameters=parameters, autocast=None if autocast == "none" else getattr(torch, autocast))

@@ -1,0 +1,88 @@
+"""Counts parameters and FLOPs on a model's architecture, built without weights on the meta device.
+
+A build takes no memory, but it takes time. A caller that needs several numbers builds the model once, with
+`without_weights`, and passes it to the other functions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from dpo_pack.model.config import attention_needs, count_experts, layer_windows
+from dpo_pack.model.speed import last_feed_forward
+from dpo_pack.packing.flops import AttentionKind, ModelShape
+
+# Layers whose cost for a token does not depend on the token's position: only their weights count.
+_RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp"})
+
+
+def without_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Builds the architecture on the meta device, where it takes no memory. Does not change the config."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), trust_remote_code=trust_remote_code
+            )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def num_parameters(model: PreTrainedModel) -> int:
+    """Returns the number of the model's parameters. Tied embeddings count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def model_shape(model: PreTrainedModel) -> ModelShape:
+    """Counts, on the model's modules, the numbers that decide its FLOPs; this is right for every family.
+
+    Of routed experts only the active part counts. Embeddings do not count: to look up a row, the model
+    multiplies nothing.
+    """
+    head = model.get_output_embeddings().weight
+    embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    skipped = {id(weight) for weight in (*embeddings, head)}
+    experts = count_experts(model.config.get_text_config().to_dict())
+    block = last_feed_forward(model)
+    return ModelShape(
+        token_weights=_token_weights(model, experts, skipped),
+        head_weights=int(head.numel()),
+        attention=_attention_kinds(model.config),
+        last_block_weights=0.0 if block is None else _token_weights(block, experts, skipped),
+    )
+
+
+def _token_weights(module: torch.nn.Module, experts: tuple[float, float], skipped: set[int]) -> float:
+    """Counts the weights that multiply every token. `skipped`: ids of the embeddings and of the head."""
+    num_experts, num_active = experts
+    total = 0.0
+    for name, weight in module.named_parameters():
+        if weight.ndim < 2 or name.endswith("bias") or id(weight) in skipped:
+            continue
+        # Experts are slices of one tensor, or numbered modules in a module named `experts`.
+        is_routed = ".experts." in f".{name}" or (weight.ndim == 3 and weight.shape[0] == num_experts > 1)
+        total += weight.numel() * (num_active / num_experts if is_routed else 1.0)
+    return total
+
+
+def _attention_kinds(config: PretrainedConfig) -> tuple[AttentionKind, ...]:
+    """Returns the model's attention layers, counted by window, in the order in which the windows appear."""
+    text = config.get_text_config()
+    values = text.to_dict()
+    if "num_attention_heads" not in values.keys() | text.attribute_map.keys():  # state-space models
+        return ()
+    windows = layer_windows(config)
+    kinds = values.get("layer_types") or [None] * len(windows)
+    attends = [kind not in _RECURRENT_LAYERS for kind in kinds]
+    counts = Counter(window for window, is_one in zip(windows, attends, strict=True) if is_one)
+    needs = attention_needs(config)
+    width = int(text.num_attention_heads) * (needs.head_dim + needs.value_head_dim)
+    return tuple(AttentionKind(num_layers=n, width=width, window=window) for window, n in counts.items())

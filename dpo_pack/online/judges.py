@@ -1,0 +1,200 @@
+"""Judges that load no model in this process: your own function, a server's model, and a sum of judges.
+
+Legend: n completions of a prompt.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from dpo_pack.online.endpoint import Endpoint, UnusableAnswer, one_line
+from dpo_pack.online.interface import Failure, Judge, Rollout, Scores
+from dpo_pack.system.errors import RunError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedJudges:
+    """Adds up factor x score of several judges. A prompt has no scores if one of the judges fails on it."""
+
+    judges: tuple[tuple[Judge, float], ...]  # (judge, factor)
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
+        sums: list[Scores | Failure] = [np.zeros(len(rollout.completions)) for rollout in rollouts]
+        for judge, factor in self.judges:
+            # If a judge fails on a prompt, later judges, which may cost money, do not get this prompt.
+            places = [place for place, total in enumerate(sums) if not isinstance(total, Failure)]
+            if not places:
+                break
+            for place, scores in zip(places, judge.score([rollouts[p] for p in places]), strict=True):
+                total = sums[place]
+                assert not isinstance(total, Failure)
+                sums[place] = scores if isinstance(scores, Failure) else total + factor * scores
+        return sums
+
+
+# ---------------------------------------------------------------------------------------- your own function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionJudge:
+    """Calls your own function, `module:function`, from the working directory or an installed module.
+
+    The function gets a batch as keyword arguments, with one entry for each completion. It returns one number
+    for each completion; a better completion has a higher number:
+
+        def score(*, prompts: list[str | list[dict]], completions: list[str]) -> list[float]
+
+    A prompt is text, or a list of messages if the data is conversational. The completions of one prompt
+    follow one another. If the function returns `None` or a number that is not finite, the prompt fails. If a
+    call raises an error, the judge repeats the call, then calls the function for each prompt alone.
+    """
+
+    name: str  # module:function
+    function: Callable[..., Any]
+    retries: int
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
+        """Raises RunError when the function does not return one number for each completion."""
+        together = self._try(rollouts)
+        if not isinstance(together, Failure):
+            return together
+        if len(rollouts) == 1:
+            return [together]
+        # One bad prompt must not make the other prompts fail.
+        return [result for rollout in rollouts for result in self.score([rollout])]
+
+    def _try(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure] | Failure:
+        prompts: list[Any] = []
+        completions: list[str] = []
+        for rollout in rollouts:
+            prompt = rollout.draw.prompt
+            for completion in rollout.completions:
+                prompts.append(prompt.text if prompt.messages is None else list(prompt.messages))
+                completions.append(completion.text)
+        reason = ""
+        for _ in range(1 + self.retries):
+            try:
+                values = self.function(prompts=prompts, completions=completions)
+            except Exception as error:  # the user's code may raise anything
+                reason = f"{self.name}: {one_line(error)}"
+                continue
+            return self._by_prompt(values, rollouts)
+        return Failure(reason=reason)
+
+    def _by_prompt(self, values: Any, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
+        try:
+            numbers = [math.nan if value is None else float(value) for value in values]
+        except (TypeError, ValueError):
+            raise RunError(
+                f"online.judges: {self.name} must return a list with one number for each completion, not "
+                f"{type(values).__name__} {str(values)[:60]!r}"
+            ) from None
+        ends = np.cumsum([len(rollout.completions) for rollout in rollouts])
+        if len(numbers) != ends[-1]:
+            raise RunError(
+                f"online.judges: {self.name} returned {len(numbers)} scores for {ends[-1]} completions; "
+                "return one for each"
+            )
+        not_finite = Failure(reason=f"{self.name}: a score is not finite")
+        by_prompt = np.split(np.array(numbers, dtype=np.float64), ends[:-1])
+        return [scores if np.isfinite(scores).all() else not_finite for scores in by_prompt]
+
+
+# ----------------------------------------------------------------------------------------- a server's model
+
+INSTRUCTIONS = "The better answer is helpful, honest and to the point."
+_SYSTEM = """\
+You compare two answers to the same request. {instructions}
+Say which answer is better. Reply with one letter and nothing else: A, B, or T for a tie."""
+_QUESTION = """\
+[Request]
+{prompt}
+
+[Answer A]
+{first}
+
+[Answer B]
+{second}
+
+Which answer is better: A, B, or T for a tie?"""
+_VERDICT = re.compile(r"\W*(A|B|T|tie)\b", re.IGNORECASE)
+_WINS = {"a": 1.0, "b": 0.0, "t": 0.5, "tie": 0.5}  # score of the answer that is shown first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlmJudge:
+    """Asks a server's model which of two completions is better. Scores are in [0, 1].
+
+    Models favour the answer that is shown first (Zheng et al. 2023, arXiv 2306.05685). So the judge compares
+    each pair of completions in both orders. A completion's score is the part of its comparisons that it wins.
+    If a model looks only at the order, both completions score one half, a tie.
+    """
+
+    endpoint: Endpoint
+    instructions: str = INSTRUCTIONS
+    max_tokens: int = 16
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
+        comparisons = [
+            (place, first, second)
+            for place, rollout in enumerate(rollouts)
+            for one, other in combinations(range(len(rollout.completions)), 2)
+            # Equal texts are a tie and need no request.
+            if rollout.completions[one].text != rollout.completions[other].text
+            for first, second in ((one, other), (other, one))
+        ]
+        bodies = [self._body(rollouts[place], first, second) for place, first, second in comparisons]
+        verdicts = self.endpoint.ask_all("/chat/completions", bodies, _read_verdict)
+        wins = [np.full((len(r.completions), len(r.completions)), 0.5) for r in rollouts]
+        failures: dict[int, Failure] = {}
+        for (place, first, second), verdict in zip(comparisons, verdicts, strict=True):
+            if isinstance(verdict, Failure):
+                failures.setdefault(place, verdict)
+                continue
+            # This verdict counts one half; the verdict on the other order counts the other half.
+            wins[place][first, second] += (verdict - 0.5) / 2
+            wins[place][second, first] -= (verdict - 0.5) / 2
+        return [failures.get(place) or _mean_wins(of_prompt) for place, of_prompt in enumerate(wins)]
+
+    def _body(self, rollout: Rollout, first: int, second: int) -> dict[str, Any]:
+        prompt = rollout.draw.prompt
+        text = prompt.text
+        if prompt.messages is not None:
+            text = "\n\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt.messages)
+        question = _QUESTION.format(
+            prompt=text, first=rollout.completions[first].text, second=rollout.completions[second].text
+        )
+        return {
+            "messages": [
+                {"role": "system", "content": _SYSTEM.format(instructions=self.instructions)},
+                {"role": "user", "content": question},
+            ],
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+        }
+
+
+def _mean_wins(wins: Scores) -> Scores:
+    """Averages [n, n] wins over j != i -> [n]. wins[i, j]: the part of comparisons with j that i wins."""
+    others = ~np.eye(len(wins), dtype=bool)
+    means: Scores = np.array([line[other].mean() for line, other in zip(wins, others, strict=True)])
+    return means
+
+
+def _read_verdict(answer: Any) -> float:
+    """Returns the score of the answer that is shown first: 1, 0, or 0.5 for a tie."""
+    try:
+        text = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise UnusableAnswer("no message in the answer") from None
+    verdict = _VERDICT.match(text) if isinstance(text, str) else None
+    if verdict is None:
+        raise UnusableAnswer(f"neither A, B nor T: {str(text)[:60]!r}")
+    return _WINS[verdict.group(1).lower()]

@@ -1,0 +1,192 @@
+"""Bin packers: functions that sort n items into rows: (tokens of each item [n], token budget) -> rows.
+
+A row is an array of positions in [n]. An item is a pair, or several pairs of one prompt merged into a group.
+Each position is in exactly one row. An item that exceeds the budget alone is the only item of its row; no
+other row exceeds the budget.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from heapq import heappush, heapreplace
+
+import numpy as np
+
+from dpo_pack.packing.lengths import IntArray
+
+Row = IntArray
+BinPacker = Callable[[IntArray, int], list[Row]]
+
+# The algorithm of `packing.mode: padded`; the size of a pair is then `PairLengths.padded_tokens`.
+PADDED = "padded"
+# The cost of one more row beside the cost of its tokens, in tokens: the layers are launched again, and short
+# matrix products are less efficient. The number is small against a row of thousands of tokens, and large
+# enough that `padded_rows` keeps sequences of nearly equal length together.
+ROW_OVERHEAD_TOKENS = 256
+# Scope epoch: items whose lengths differ by less than a twelfth of an octave, 6 %, count as equally long. The
+# shuffled order then decides which of these items meet in a row, so another epoch makes other rows.
+_CLASSES_PER_OCTAVE = 12
+# Scope epoch: for rows that are alike, a window may have one row in this many more than the volume bound.
+_FEW_ROWS = 200
+
+
+def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[Row]:
+    """Puts each item, longest first, into the fullest row that has room for the item; O(n log n).
+
+    There are at most 11/9 of the fewest rows possible plus 4 (Johnson et al. 1974, "Worst-case performance
+    bounds for simple one-dimensional packing algorithms"). Of equally long items the earlier one comes first;
+    of equally full rows the earlier one is taken.
+    """
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []  # (free tokens, row), ascending: the fullest row first
+    order = np.argsort(-row_tokens, kind="stable")
+    for position, tokens in zip(order.tolist(), row_tokens[order].tolist(), strict=True):
+        slot = bisect_left(open_rows, (tokens, 0))
+        if slot < len(open_rows):
+            free, row = open_rows.pop(slot)
+            rows[row].append(position)
+        else:
+            free, row = token_budget, len(rows)
+            rows.append([position])
+        if free > tokens:
+            insort(open_rows, (free - tokens, row))
+    return [np.array(row, dtype=np.int64) for row in rows]
+
+
+def first_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[Row]:
+    """Puts each item, longest first, into the earliest row that has room for it; O(n x rows), vectorised."""
+    order = np.argsort(-row_tokens, kind="stable")
+    num_oversize = int(np.count_nonzero(row_tokens > token_budget))
+    rows = [[position] for position in order[:num_oversize].tolist()]
+    fitting = order[num_oversize:]
+    free = np.full(len(fitting), token_budget, dtype=np.int64)  # rows that are not opened yet are free
+    packed: list[list[int]] = [[] for _ in range(len(fitting))]
+    for position, tokens in zip(fitting.tolist(), row_tokens[fitting].tolist(), strict=True):
+        row = int(np.argmax(free >= tokens))
+        free[row] -= tokens
+        packed[row].append(position)
+    rows += [row for row in packed if row]
+    return [np.array(row, dtype=np.int64) for row in rows]
+
+
+def next_fit(row_tokens: IntArray, token_budget: int) -> list[Row]:
+    """Fills rows in the given order; the first item that does not fit begins the next row; O(rows log n)."""
+    ends = np.cumsum(row_tokens, dtype=np.int64)
+    rows: list[Row] = []
+    begin = 0
+    while begin < len(ends):
+        tokens_before = ends[begin] - row_tokens[begin]
+        end = max(begin + 1, int(np.searchsorted(ends, tokens_before + token_budget, side="right")))
+        rows.append(np.arange(begin, end, dtype=np.int64))
+        begin = end
+    return rows
+
+
+def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[Row]:
+    """Cuts pairs into right-padded batches that together compute the fewest tokens; O(n x pairs in a row).
+
+    padded_tokens: [n], from `PairLengths.padded_tokens`. A row of k pairs computes k x the largest of their
+    values, and counts ROW_OVERHEAD_TOKENS more. Only a row of a single pair may exceed `token_budget`.
+
+    The result is the best possible. Two rows can swap pairs so that one row takes the longer pairs and the
+    other row the shorter pairs; such a swap never adds padding. So some best solution cuts the pairs, sorted
+    by length, into runs. Dynamic programming tries every such cut.
+    """
+    order = np.argsort(-padded_tokens, kind="stable")
+    tokens = padded_tokens[order]
+    num_pairs = len(order)
+    least = np.zeros(num_pairs + 1, dtype=np.int64)  # least[i]: the least cost of the i longest pairs
+    begins = np.zeros(num_pairs + 1, dtype=np.int64)  # where the last row of that best solution begins
+    first = 0  # the earliest begin of a row that fits; it only moves forward
+    for end in range(1, num_pairs + 1):
+        while first < end - 1 and (end - first) * tokens[first] > token_budget:
+            first += 1
+        costs = least[first:end] + np.arange(end - first, 0, -1) * tokens[first:end]
+        best = int(np.argmin(costs))
+        least[end] = costs[best] + ROW_OVERHEAD_TOKENS
+        begins[end] = first + best
+    rows: list[Row] = []
+    end = num_pairs
+    while end > 0:
+        begin = int(begins[end])
+        rows.append(order[begin:end])
+        end = begin
+    return rows[::-1]
+
+
+def pack_sequences_longest_first(row_tokens: IntArray, token_budget: int) -> list[Row]:
+    """Packs n items for a pass without gradients: similar lengths share a row, the largest row comes first.
+
+    row_tokens: [n]. This is next fit over decreasing lengths. The free part of a row is smaller than the
+    longest item of the row, so rows are nearly full if items are small against the budget. The row with the
+    most tokens comes first: if memory is too small, the pass fails at its start.
+    """
+    order = np.argsort(-row_tokens, kind="stable")
+    rows = [order[positions] for positions in next_fit(row_tokens[order], token_budget)]
+    tokens = np.array([row_tokens[row].sum() for row in rows], dtype=np.int64)
+    return [rows[i] for i in np.argsort(-tokens, kind="stable")]
+
+
+def fewest_rows_possible(row_tokens: IntArray, token_budget: int) -> int:
+    """Returns the volume bound: no packing has fewer rows. Each item above the budget counts as one row."""
+    is_oversize = row_tokens > token_budget
+    return int(is_oversize.sum()) - int(-row_tokens[~is_oversize].sum() // token_budget)
+
+
+def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm: str) -> list[Row]:
+    """Scope epoch: packs the items of a window; returns the rows in the order in which they are trained.
+
+    tokens: [n] of the window's items, in the order of the epoch. order: the window's pairs in that order, [n]
+    or more. algorithm: a name in BIN_PACKERS.
+
+    A packer makes the rows of long items first. Trained in that order, an epoch would go from long pairs to
+    short pairs. So rows are sorted by their first item, and then shuffled like `order`: if the first numbers
+    of `order` are sorted, their positions are a random permutation, so no other random numbers are drawn. If
+    `order` is the order of the files, rows stay near that order. Next fit keeps the order without this.
+    """
+    if algorithm != "best_fit_decreasing":
+        rows = BIN_PACKERS[algorithm](tokens, token_budget)
+    else:
+        rows = _evenly_filled(tokens, token_budget)
+    rows.sort(key=lambda row: int(row[0]))
+    if algorithm == "next_fit":
+        return rows
+    return [rows[i] for i in np.argsort(order[: len(rows)], kind="stable").tolist()]
+
+
+def _evenly_filled(tokens: IntArray, token_budget: int) -> list[Row]:
+    """Packs items into about as few rows as the volume bound, all of them alike.
+
+    At first there are as many empty rows as the volume bound. Each item, longest first, goes to the emptiest
+    row. So every row gets long and short items, and all rows become equally full. Ranks with equally many
+    rows are then balanced, and no step has only long or only short pairs. If too many items fit in none of
+    these rows, best fit decreasing packs the items too, and the packing with fewer rows is returned.
+    """
+    is_oversize = tokens > token_budget
+    bound = fewest_rows_possible(tokens, token_budget)
+    num_rows = bound - int(is_oversize.sum())
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    filled = [(0, row) for row in range(num_rows)]  # (tokens, row): equal keys in row order are a heap
+    classes = (np.log2(tokens) * _CLASSES_PER_OCTAVE).astype(np.int64)
+    order = np.argsort(-classes, kind="stable")
+    fitting = order[~is_oversize[order]]
+    for position, length in zip(fitting.tolist(), tokens[fitting].tolist(), strict=True):
+        row_tokens, row = filled[0]
+        if row_tokens + length <= token_budget:
+            rows[row].append(position)
+            heapreplace(filled, (row_tokens + length, row))
+        else:  # the emptiest row has no room for it, so no row has
+            heappush(filled, (length, len(rows)))
+            rows.append([position])
+    rows += [[position] for position in np.flatnonzero(is_oversize).tolist()]
+    packed = [np.array(row, dtype=np.int64) for row in rows if row]
+    if len(packed) > bound + max(1, bound // _FEW_ROWS):
+        fuller = best_fit_decreasing(tokens, token_budget)
+        return fuller if len(fuller) < len(packed) else packed
+    return packed
+
+
+BIN_PACKERS: dict[str, BinPacker] = {
+    "best_fit_decreasing": best_fit_decreasing,
+    "first_fit_decreasing": first_fit_decreasing,
+    "next_fit": next_fit,
+}

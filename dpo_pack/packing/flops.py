@@ -1,0 +1,165 @@
+"""Estimates the floating-point operations (FLOPs) of a pair, a row or a step from model shape and lengths.
+
+W weights of the model multiply every token, and H weights are those of the output head. For each attention
+layer, A = heads x (query/key dimension + value dimension). A forward pass then costs
+
+    2 W x tokens  +  2 H x scored tokens  +  sum over layers of 2 A x area  -  2 F x unread positions
+
+where F is the number of weights of the last layer's feed-forward block. That block runs only at positions
+that predict a scored token; the other positions are called unread.
+
+The area of a sequence is its number of (query, key) pairs: n (n + 1) / 2 for n tokens, less with a sliding
+window. A backward pass costs as much as two forward passes (Kaplan et al. 2020, arXiv 2001.08361, section
+2.1), so training counts three. Operations that checkpointing or a chunked head repeats are not counted, as
+usual for model FLOPs utilisation (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Norms, softmax,
+rotary embeddings and the gather of shared keys and values are not counted: memory traffic limits them.
+
+Legend: P pairs. Lengths are in tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpo_pack.packing.lengths import AnyIntArray, FloatArray, GroupSize, PairLengths
+
+# A training step costs as much as this many forward passes. A frozen model under small adapters needs no
+# gradients of its weights, which saves one forward pass.
+TRAINING_PASSES = 3.0
+ADAPTER_PASSES = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKind:
+    """Layers that have the same kind of attention."""
+
+    num_layers: int
+    width: int  # query heads x (query/key head dimension + value head dimension)
+    window: int | None  # keys that a query sees, the last one at its own position; None: no limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a model that decide its FLOPs. `dpo_pack.model.shape` reads these sizes from a config."""
+
+    token_weights: float  # weights that multiply every token: only active experts, without the head
+    head_weights: int  # hidden size x vocabulary, tied to the embedding or not
+    attention: tuple[AttentionKind, ...]
+    last_block_weights: float = 0.0  # of the last feed-forward block; 0 where it runs at every position
+
+
+def causal_area(lengths: AnyIntArray, window: int | None) -> FloatArray:
+    """Returns the number of (query, key) pairs of causal attention over sequences of `lengths`, [n] -> [n].
+
+    The queries from position a to position b of a sequence have area(b) - area(a) such pairs.
+    """
+    n = lengths.astype(np.float64)
+    if window is None:
+        window = int(n.max(initial=0))
+    full: FloatArray = np.minimum(n, window)
+    area: FloatArray = full * (full + 1) / 2 + (n - full) * window
+    return area
+
+
+def sequence_flops(
+    shape: ModelShape,
+    *,
+    tokens: FloatArray,
+    scored_tokens: FloatArray,
+    areas: Sequence[FloatArray],
+    unread_positions: FloatArray | float = 0.0,
+) -> FloatArray:
+    """Returns the FLOPs of one forward pass over each of n sequences or rows, [n].
+
+    tokens, scored_tokens: [n]. areas: one [n] for each kind of attention. unread_positions: [n] tokens that
+    predict no scored token.
+    """
+    flops = 2.0 * shape.token_weights * tokens + 2.0 * shape.head_weights * scored_tokens
+    flops -= 2.0 * shape.last_block_weights * unread_positions
+    for kind, area in zip(shape.attention, areas, strict=True):
+        flops += 2.0 * kind.num_layers * kind.width * area
+    return flops
+
+
+def pair_flops(
+    shape: ModelShape, lengths: PairLengths, *, share_prompt: bool, passes: float = TRAINING_PASSES
+) -> FloatArray:
+    """Returns the FLOPs of each pair in a packed row, [P]; `share_prompt` counts common prefixes once.
+
+    Pairs of a row do not attend to each other, so a row, a rank or a step costs the sum over its pairs.
+    """
+    chosen = lengths.prompt.astype(np.int64) + lengths.chosen
+    rejected = lengths.prompt.astype(np.int64) + lengths.rejected
+    areas = []
+    for kind in shape.attention:
+        area = causal_area(chosen, kind.window) + causal_area(rejected, kind.window)
+        areas.append(area - causal_area(lengths.shared, kind.window) if share_prompt else area)
+    return passes * sequence_flops(
+        shape,
+        tokens=lengths.row_tokens(share_prompt=share_prompt).astype(np.float64),
+        scored_tokens=lengths.completion_tokens().astype(np.float64),
+        areas=areas,
+        unread_positions=unread_positions(lengths, share_prompt=share_prompt),
+    )
+
+
+def unread_positions(lengths: PairLengths, *, share_prompt: bool) -> FloatArray:
+    """Returns, for each pair in a packed row, how many tokens predict no scored token, [P]."""
+    unread = lengths.row_tokens(share_prompt=share_prompt) - lengths.completion_tokens()
+    if share_prompt:  # a shared position predicts a token of both completions
+        unread = unread + lengths.shared - lengths.prompt + 1
+    return unread.astype(np.float64)
+
+
+def group_size(
+    shape: ModelShape,
+    *,
+    prompt: int,
+    completions: Sequence[int],
+    shared: int,
+    passes: float = TRAINING_PASSES,
+) -> GroupSize:
+    """Returns the size of one prompt with several completions; `shared` first tokens are computed once."""
+    ends = np.asarray([prompt + completion for completion in completions], dtype=np.int64)
+    repeats = len(completions) - 1
+    areas = [
+        np.asarray([causal_area(ends, kind.window).sum()])
+        - repeats * causal_area(np.asarray([shared]), kind.window)
+        for kind in shape.attention
+    ]
+    tokens, scored = int(ends.sum()) - repeats * shared, sum(completions)
+    unread = tokens - scored + repeats * (shared - prompt + 1)
+    forward = sequence_flops(
+        shape,
+        tokens=np.asarray([tokens], dtype=np.float64),
+        scored_tokens=np.asarray([scored], dtype=np.float64),
+        areas=areas,
+        unread_positions=float(unread),
+    )
+    cost = passes * float(forward[0])
+    return GroupSize(tokens=tokens, scored_tokens=scored, unread_positions=unread, cost=cost)
+
+
+def padded_flops(
+    shape: ModelShape,
+    longest: AnyIntArray,
+    num_sequences: AnyIntArray,
+    *,
+    scored_tokens: AnyIntArray | None = None,
+    passes: float = TRAINING_PASSES,
+) -> float:
+    """Returns the FLOPs of n right-padded batches, all together.
+
+    longest: [n] the length of each batch's longest sequence. num_sequences: [n]. Every position runs through
+    the layers; attention counts as causal attention over padded lengths. The head runs at [n] `scored_tokens`
+    positions; if they are None, it runs at every position.
+    """
+    tokens = longest.astype(np.float64) * num_sequences
+    forward = sequence_flops(
+        shape,
+        tokens=tokens,
+        scored_tokens=tokens if scored_tokens is None else scored_tokens.astype(np.float64),
+        areas=[num_sequences * causal_area(longest, kind.window) for kind in shape.attention],
+    )
+    return passes * float(forward.sum())

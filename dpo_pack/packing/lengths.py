@@ -1,0 +1,171 @@
+"""The number of tokens that a pair takes of a row, alone or merged with other pairs of the same prompt.
+
+Legend: P pairs of the data set, k pairs of one prompt. Lengths are in tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+AnyIntArray = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairLengths:
+    """Token counts of every pair: four [P] integer arrays.
+
+    `shared`: length of the longest common prefix of prompt + chosen and prompt + rejected, at least `prompt`.
+    """
+
+    prompt: AnyIntArray
+    chosen: AnyIntArray
+    rejected: AnyIntArray
+    shared: AnyIntArray
+
+    def __post_init__(self) -> None:
+        shapes = {a.shape for a in (self.prompt, self.chosen, self.rejected, self.shared)}
+        assert len(shapes) == 1, f"lengths of different numbers of pairs: {shapes}"
+
+    def select(self, pairs: AnyIntArray) -> PairLengths:
+        """Returns the lengths of `pairs`, in the order of `pairs`."""
+        return PairLengths(
+            prompt=self.prompt[pairs],
+            chosen=self.chosen[pairs],
+            rejected=self.rejected[pairs],
+            shared=self.shared[pairs],
+        )
+
+    def row_tokens(self, *, share_prompt: bool) -> IntArray:
+        """Returns each pair's tokens in a packed row, [P]; `share_prompt` counts the common prefix once."""
+        both = 2 * self.prompt.astype(np.int64) + self.chosen + self.rejected
+        return both - self.shared if share_prompt else both
+
+    def padded_tokens(self) -> IntArray:
+        """Returns each pair's tokens when it is alone in a padded row, [P]: twice its longer sequence."""
+        return 2 * (self.prompt.astype(np.int64) + np.maximum(self.chosen, self.rejected))
+
+    def completion_tokens(self) -> IntArray:
+        """Returns each pair's scored tokens, [P]: the output head computes logits for these tokens only."""
+        return self.chosen.astype(np.int64) + self.rejected
+
+
+def length_percentiles(lengths: AnyIntArray) -> tuple[int, int, int]:
+    """Returns the 50th, 90th and 99th percentile of [n] lengths, n > 0.
+
+    The p-th percentile is the smallest length such that p percent of all lengths are not larger (numpy's
+    method "inverted_cdf"). The 50th percentile of 1, 2, ..., 10 is 5.
+    """
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(np.int64).tolist()
+    return p50, p90, p99
+
+
+class GroupSize(NamedTuple):
+    """Tokens and cost of k pairs of one prompt that are laid out as one group."""
+
+    tokens: int
+    scored_tokens: int  # of all different completions of the group
+    unread_positions: int  # tokens that predict no scored token
+    cost: float
+
+
+class CutGroup(NamedTuple):
+    """A part of a group that exceeds the token budget; `PromptMerging.cut` explains its `tokens`."""
+
+    pairs: IntArray
+    tokens: int
+
+
+class PromptMerging(Protocol):
+    """Merges the pairs of one prompt in a row into one group; data/merging.py implements this protocol."""
+
+    @property
+    def prompts(self) -> IntArray:
+        """[P] numbers; two are equal if the tokens of their prompts are equal."""
+
+    def groups_of(self, pairs: IntArray) -> list[IntArray]:
+        """Returns each group's positions in `pairs`. If separate pairs are smaller, each is a group."""
+
+    def measure(self, pairs: IntArray) -> GroupSize:
+        """Returns the size of one group of [k] pairs of one prompt."""
+
+    def cut(self, pairs: IntArray, token_budget: int) -> list[CutGroup]:
+        """Cuts [k] pairs of one prompt into groups within the budget.
+
+        If several of these groups meet in a row, they become one group again. That group takes at most the
+        sum of the `tokens` of its parts.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Items:
+    """The n items that bin packers pack. An item is a single pair, or a group of pairs of one prompt."""
+
+    pairs: IntArray
+    groups: list[IntArray] | None  # [n] the pairs of each item; None: every pair is an item
+    tokens: IntArray  # [n]
+    costs: FloatArray  # [n]
+
+    def row(self, positions: IntArray | list[int]) -> IntArray:
+        """Returns the pairs of the items at `positions`."""
+        if self.groups is None:
+            return self.pairs[positions]
+        return np.concatenate([self.groups[position] for position in positions])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PairSizes:
+    """The sizes of pairs, in tokens and in cost; its methods measure rows of these pairs."""
+
+    tokens: IntArray  # [P] of a pair alone
+    costs: FloatArray  # [P] of a pair alone, in any unit
+    merging: PromptMerging | None
+    pads: bool = False  # every pair of a row is padded to the row's longest
+
+    def items_of(self, pairs: IntArray, token_budget: int) -> Items:
+        """Returns the items of `pairs`. Pairs of one prompt stay one item if the item fits the budget."""
+        if self.merging is None:
+            return Items(pairs=pairs, groups=None, tokens=self.tokens[pairs], costs=self.costs[pairs])
+        groups: list[CutGroup] = []
+        for group in self.groups_in(pairs):
+            tokens, _ = self._measure(group)
+            fits = len(group) == 1 or tokens <= token_budget
+            groups += [CutGroup(group, tokens)] if fits else self.merging.cut(group, token_budget)
+        return Items(
+            pairs=pairs,
+            groups=[group.pairs for group in groups],
+            tokens=np.array([group.tokens for group in groups], dtype=np.int64),
+            costs=np.array([self._measure(group.pairs)[1] for group in groups], dtype=np.float64),
+        )
+
+    def groups_in(self, row: IntArray) -> list[IntArray]:
+        """Returns the pairs of each group of a row. Without merging every pair is a group."""
+        if self.merging is None:
+            return list(row[:, None])
+        return [row[positions] for positions in self.merging.groups_of(row)]
+
+    def tokens_in(self, row: IntArray) -> int:
+        """Returns how many tokens a forward pass over the row computes, padding included."""
+        if self.merging is not None:
+            return sum(self._measure(group)[0] for group in self.groups_in(row))
+        tokens = self.tokens[row]
+        return int(len(row) * tokens.max() if self.pads else tokens.sum())
+
+    def cost_of(self, row: IntArray) -> float:
+        """Returns the cost of the row in the unit of `costs`."""
+        if self.merging is not None:
+            return sum(self._measure(group)[1] for group in self.groups_in(row))
+        costs = self.costs[row]
+        return float(len(row) * costs.max() if self.pads else costs.sum())
+
+    def _measure(self, group: IntArray) -> tuple[int, float]:
+        """Returns the tokens and the cost of a group."""
+        if self.merging is None or len(group) == 1:
+            return int(self.tokens[group[0]]), float(self.costs[group[0]])
+        size = self.merging.measure(group)
+        return size.tokens, size.cost

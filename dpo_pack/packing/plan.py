@@ -1,0 +1,210 @@
+"""Plans an epoch from the lengths of pairs: the pairs of each step, the rows of these pairs, the rows' ranks.
+
+Legend: P pairs of the data set, E pairs of an epoch (copies included), R ranks. Lengths are in tokens; the
+number of a pair is its position in the [P] arrays.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpo_pack.packing.balance import BALANCE_TOLERANCE, split_over_ranks, step_rows
+from dpo_pack.packing.bin_packing import BIN_PACKERS, PADDED, ROW_OVERHEAD_TOKENS, Row, pack_window
+from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray, PairSizes, PromptMerging
+
+# A part of every plan's fingerprint. Raise it with every change by which equal arguments give other steps or
+# rows.
+PLAN_VERSION = 4
+
+StepRows = tuple[tuple[Row, ...], ...]  # the rows of each rank; a row is an array of pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackingPlan:
+    """The plan of one epoch. It has `len(plan)` steps; `pack_step(step)[rank][row]` is an array of pairs.
+
+    Only `pack_step` packs the pairs of a step, or assigns the finished rows of a step to ranks. So a plan of
+    scope step takes almost no time to make. `PlanSettings.plan` makes plans.
+    """
+
+    order: IntArray  # [E] pairs in the order they are trained on
+    step_begins: IntArray  # [steps + 1] into `order`
+    row_begins: IntArray | None  # scope epoch: [rows + 1] into `order`; scope step: None
+    full_step: int  # scope step: pairs of a full step; scope epoch: rows of a full step
+    sizes: PairSizes  # tokens and cost of every pair
+    token_budget: int
+    algorithm: str
+    num_ranks: int
+    equal_rows: bool
+    fingerprint: str  # hexadecimal; see `PlanSettings.plan`
+
+    def __len__(self) -> int:
+        return len(self.step_begins) - 1
+
+    @property
+    def row_tokens(self) -> IntArray:
+        """The tokens of each pair in a row that has only this pair, [P]."""
+        return self.sizes.tokens
+
+    def pairs(self, step: int) -> IntArray:
+        """Returns the pairs of a step, under any number of ranks. The last step may have fewer pairs."""
+        if not 0 <= step < len(self):
+            raise IndexError(f"step {step} of a plan of {len(self)} steps")
+        return self.order[self.step_begins[step] : self.step_begins[step + 1]]
+
+    def pack_step(self, step: int) -> StepRows:
+        """Returns the rows of each rank in a step. Every rank has a row if the step has enough items.
+
+        Scope step: the pairs of the step are packed. Scope epoch: the finished rows of the step go to ranks
+        whole, unless the slowest rank gets faster when the pairs are packed again. To pack them again can
+        cost more rows and nothing else, because rows are not padded.
+        """
+        pairs = self.pairs(step)
+        dealt = None if self.row_begins is None else self._deal(self._finished_rows(step))
+        if dealt is None:
+            return self._pack(pairs)
+        times = self._rank_times(dealt)
+        if max(times) <= BALANCE_TOLERANCE * sum(times) / len(times):
+            return dealt
+        packed = self._pack(pairs)
+        return packed if max(self._rank_times(packed)) < max(times) else dealt
+
+    def __iter__(self) -> Iterator[StepRows]:
+        """Yields `pack_step` of every step."""
+        return (self.pack_step(step) for step in range(len(self)))
+
+    def is_full(self, step: int) -> bool:
+        """Whether the step is as large as every step of an epoch except the last one."""
+        if self.row_begins is None:
+            return len(self.pairs(step)) == self.full_step
+        return len(self._finished_rows(step)) == self.full_step
+
+    @property
+    def oversize_pairs(self) -> IntArray:
+        """The pairs of the epoch that exceed the token budget, ascending. Each of them has a row alone."""
+        pairs = np.unique(self.order)
+        return pairs[self.row_tokens[pairs] > self.token_budget]
+
+    def tokens_in(self, row: Row) -> int:
+        """Returns how many tokens a forward pass over the row computes, padding included."""
+        return self.sizes.tokens_in(row)
+
+    def cost_of(self, row: Row) -> float:
+        """Returns the estimated cost of the row in the unit of the pairs' costs."""
+        return self.sizes.cost_of(row)
+
+    def _deal(self, rows: list[Row]) -> StepRows | None:
+        """Assigns whole rows to ranks; returns None if a rank gets no row or `equal_rows` is impossible."""
+        is_uneven = len(rows) % self.num_ranks > 0
+        if len(rows) < self.num_ranks or (is_uneven and self.equal_rows):
+            return None
+        costs = np.array([self.cost_of(row) for row in rows])
+        dealt = split_over_ranks(costs, self.num_ranks, equal_counts=self.equal_rows)
+        return tuple(tuple(rows[i] for i in of_rank.tolist()) for of_rank in dealt)
+
+    def _rank_times(self, ranks: StepRows) -> list[float]:
+        """Returns each rank's estimated time, [R]: its costs, and ROW_OVERHEAD_TOKENS tokens for each row."""
+        tokens = sum(self.tokens_in(row) for rows in ranks for row in rows)
+        costs = [sum(self.cost_of(row) for row in rows) for rows in ranks]
+        overhead = ROW_OVERHEAD_TOKENS * sum(costs) / tokens
+        return [cost + overhead * len(rows) for cost, rows in zip(costs, ranks, strict=True)]
+
+    def _finished_rows(self, step: int) -> list[Row]:
+        """Scope epoch: returns the rows of the step, as `_rows_of_epoch` packed them."""
+        assert self.row_begins is not None
+        first, end = np.searchsorted(self.row_begins, self.step_begins[step : step + 2]).tolist()
+        begins = self.row_begins[first : end + 1].tolist()
+        return [self.order[begin:end] for begin, end in zip(begins, begins[1:], strict=False)]
+
+    def _pack(self, pairs: IntArray) -> StepRows:
+        """Assigns the items of `pairs` to ranks, and packs each rank's items into rows."""
+        items = self.sizes.items_of(pairs, self.token_budget)
+        ranks = step_rows(
+            items,
+            token_budget=self.token_budget,
+            algorithm=self.algorithm,
+            num_ranks=self.num_ranks,
+            equal_rows=self.equal_rows,
+        )
+        return tuple(tuple(items.row(row) for row in rows) for rows in ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """Settings that decide how an epoch is cut into steps and rows.
+
+    Scope step: a step is `pairs_per_step` pairs of the order, packed inside the step. Scope epoch: windows of
+    `window_pairs` pairs are packed into rows, and a step is `rows_per_step` rows.
+    """
+
+    token_budget: int
+    pairs_per_step: int
+    rows_per_step: int | None = None  # None: scope step
+    window_pairs: int = 16384  # scope epoch
+    algorithm: str  # a name in BIN_PACKERS, or PADDED in scope step
+
+    def plan(
+        self,
+        row_tokens: AnyIntArray,
+        *,
+        order: AnyIntArray,
+        num_ranks: int = 1,
+        row_costs: FloatArray | None = None,
+        equal_rows: bool = False,
+        merging: PromptMerging | None = None,
+    ) -> PackingPlan:
+        """Makes the plan of an epoch: every entry of `order` is in one step and in one row.
+
+        row_tokens: [P] from `PairLengths.row_tokens`, or `padded_tokens` if `algorithm` is PADDED.
+        order: [E] from `epoch_order`. row_costs: [P] positive, from `pair_flops`; by default the tokens.
+        equal_rows: all ranks have equally many rows. merging: pairs of one prompt in a row become one group.
+
+        The last step has the remaining pairs or rows. The pairs of a step never depend on the number of
+        ranks. `fingerprint` does not depend on it either: it is a hash of the order, the steps, the lengths,
+        the budget, the algorithm and the merging. So a resumed run may have another number of processes.
+        """
+        assert self.algorithm in (*BIN_PACKERS, PADDED), f"unknown packing algorithm {self.algorithm}"
+        assert min(self.token_budget, self.pairs_per_step, self.window_pairs, num_ranks) >= 1
+        tokens = np.ascontiguousarray(row_tokens, dtype=np.int64)
+        costs = np.ascontiguousarray(tokens if row_costs is None else row_costs, dtype=np.float64)
+        assert costs.shape == tokens.shape and np.all(tokens > 0) and np.all(costs > 0)
+        sizes = PairSizes(tokens=tokens, costs=costs, merging=merging, pads=self.algorithm == PADDED)
+        epoch_pairs = np.ascontiguousarray(order, dtype=np.int64)
+        row_begins = None
+        if self.rows_per_step is None:
+            step_begins = np.append(np.arange(0, len(order), self.pairs_per_step), len(order))
+        else:
+            epoch_pairs, row_begins = self._rows_of_epoch(sizes, epoch_pairs)
+            step_begins = np.append(row_begins[: -1 : self.rows_per_step], row_begins[-1])
+        full_step = self.pairs_per_step if self.rows_per_step is None else self.rows_per_step
+        settings = f"{PLAN_VERSION} {self.token_budget} {full_step} {self.algorithm} {len(epoch_pairs)}"
+        digest = hashlib.blake2b(settings.encode(), digest_size=16)
+        prompts = None if merging is None else merging.prompts
+        for array in (epoch_pairs, step_begins, tokens, row_begins, prompts):
+            digest.update(b"" if array is None else array.astype("<i8").tobytes())
+        return PackingPlan(
+            order=epoch_pairs,
+            step_begins=step_begins,
+            row_begins=row_begins,
+            full_step=full_step,
+            sizes=sizes,
+            token_budget=self.token_budget,
+            algorithm=self.algorithm,
+            num_ranks=num_ranks,
+            equal_rows=equal_rows,
+            fingerprint=digest.hexdigest(),
+        )
+
+    def _rows_of_epoch(self, sizes: PairSizes, order: IntArray) -> tuple[IntArray, IntArray]:
+        """Scope epoch: returns the pairs in the order of their rows, [E], and the row begins, [rows + 1]."""
+        assert self.rows_per_step is not None and self.rows_per_step >= 1 and self.algorithm != PADDED
+        rows: list[Row] = []
+        for begin in range(0, len(order), self.window_pairs):
+            window = order[begin : begin + self.window_pairs]
+            items = sizes.items_of(window, self.token_budget)
+            packed = pack_window(items.tokens, window, self.token_budget, self.algorithm)
+            rows += [items.row(row) for row in packed]
+        row_begins = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
+        return np.concatenate(rows) if rows else order, row_begins

@@ -1,0 +1,76 @@
+"""Checks, before the first step, that the cached reference log-probs equal the policy's log-probs.
+
+Legend: P pairs of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dpo_pack.model.layout import Row
+from dpo_pack.model.scorer import RowLogps
+from dpo_pack.system.errors import RunError
+from dpo_pack.system.ranks import any_rank
+from dpo_pack.training.batches import RowBuilder, by_pair
+
+# Allowed difference in nats between two computations of one token's log-prob, if this is about 1 nat.
+NOISE_PER_TOKEN = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@torch.no_grad()
+def check_start(
+    policy: Callable[[Row], RowLogps],
+    builder: RowBuilder,
+    pairs: npt.NDArray[np.int64],
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference.
+
+    If they agree, this needs one forward. If not, the policy is first compared with itself, because otherwise
+    the changes by dropout would count as noise. The noise floor is the larger of two numbers: the rounding of
+    the activations' `dtype`, and ten times the change that another order of the same pairs causes (experts at
+    near ties). Raises RunError, with the likely causes, if a difference exceeds the noise.
+    """
+    row = builder.build(pairs)
+    output = by_pair(policy(row.row), row)
+    sums = output.sums.view(-1, 2)  # [P, (chosen, rejected)]
+    reference = torch.stack((row.reference_chosen, row.reference_rejected), dim=1)
+    # Errors of tokens are independent, so a sequence's error grows with the root of its length.
+    tokens = output.num_tokens.view(-1, 2)
+    noise = NOISE_PER_TOKEN[dtype] * tokens.sqrt() * (sums / tokens).abs().clamp(min=1.0)
+    # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
+    if not any_rank(_worst_excess(sums - reference, noise) is not None):
+        return
+
+    again = by_pair(policy(row.row), row).sums.view(-1, 2)
+    turned_row = builder.build(pairs[::-1].copy())
+    turned = by_pair(policy(turned_row.row), turned_row).sums.view(-1, 2).flip(0)
+    if worst := _worst_excess((again - sums).nan_to_num(0.0), noise):  # NaN is no sign of dropout
+        raise RunError(
+            f"the policy is not repeatable: a log-prob of the first row differs by {worst[0]:.3g} nats when "
+            f"it is computed again, noise explains {worst[1]:.2g}; dropout or router noise is on: set it to "
+            "zero in the model's config.json"
+        )
+    noise = torch.maximum(noise, 10 * (turned - sums).abs().max())
+    if worst := _worst_excess(sums - reference, noise):
+        raise RunError(
+            f"the policy at step 0 is not its cached reference: a log-prob differs by {worst[0]:.3g} nats, "
+            f"noise explains {worst[1]:.2g}; likely causes: the model or its adapter changed on disk while "
+            "it was read, policy and reference ran in different dtypes or autocast, or other code filled the "
+            "cache (run with another reference.cache_dir to compute it again)"
+        )
+
+
+def _worst_excess(differences: Tensor, noise: Tensor) -> tuple[float, float] | None:
+    """Returns the (difference, noise) with the largest excess; None if no difference exceeds its noise."""
+    differences = differences.abs()
+    if bool((differences <= noise).all()):
+        return None
+    worst = int((differences - noise).nan_to_num(torch.inf).argmax())
+    return float(differences.flatten()[worst]), float(noise.flatten()[worst])

@@ -1,0 +1,99 @@
+"""Common parts of a model's proofs: the result of a proof, a few random pairs, the row with these pairs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.system.errors import UnsupportedModelError
+
+PADDED_REMEDY = "use packing.mode: padded, and report the model's family"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The result of one proof."""
+
+    name: str
+    passed: bool
+    numbers: dict[str, float]  # the measured numbers, by name; log-probs in nats
+    bound: str  # the limits of the numbers, in words
+    remedy: str  # the advice to the user when the proof fails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofOutcome:
+    """All proofs of one model on this machine."""
+
+    what: str  # "packed rows" or "padded batches"
+    proofs: tuple[Proof, ...]
+    seconds: float
+    is_remembered: bool  # from an earlier start with the same model, versions, backend and device
+
+    def sentence(self) -> str:
+        """Returns the outcome in one sentence, for the user."""
+        names = ", ".join(proof.name for proof in self.proofs if proof.passed)
+        error = next((p.numbers["max error"] for p in self.proofs if p.name == "equivalence"), float("nan"))
+        when = "remembered" if self.is_remembered else f"{self.seconds:.1f} s"
+        return f"{self.what} are exact on this model: {names} hold, largest error {error:.1e} nats ({when})"
+
+    def raise_failure(self) -> None:
+        """Raises UnsupportedModelError for the first proof that failed."""
+        for proof in self.proofs:
+            if not proof.passed:
+                numbers = ", ".join(f"{name} {value:.3g}" for name, value in proof.numbers.items())
+                raise UnsupportedModelError(
+                    f"{self.what} are not exact on this model: the {proof.name} proof measured {numbers} and "
+                    f"must keep {proof.bound}; {proof.remedy}"
+                )
+
+
+def proof_groups(vocabulary: int) -> list[Group]:
+    """Four pairs: two ordinary ones, one whose completions begin alike, one with one-token completions."""
+
+    def ids(count: int) -> Tensor:
+        return torch.randint(0, vocabulary, (count,))
+
+    alike = ids(3)
+    one, other = torch.randperm(vocabulary)[:2].split(1)  # two equal tokens would make equal sequences
+    contents = [
+        (ids(24), ids(11), ids(8)),
+        (ids(9), torch.cat((alike, ids(6))), torch.cat((alike, ids(13)))),
+        (ids(5), one, other),
+        (ids(16), ids(7), ids(12)),
+    ]
+    return [
+        Group(context=context.numpy(), completions=(chosen.numpy(), rejected.numpy()))
+        for context, chosen, rejected in contents
+    ]
+
+
+def proof_row(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Row:
+    """Puts all pairs into one row: packed with shared prompts, or padded if the scorer has no backend."""
+    if scorer.backend is None:
+        return padded_row(groups, pad_token_id=0, device=device)
+    return packed_row(layout_row(groups, share_prompt=True), device)
+
+
+def pair_sums(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Tensor:
+    """Returns log-probs of chosen and rejected, [pairs, 2], computed with all pairs in one row."""
+    sums: Tensor = scorer(proof_row(scorer, groups, device)).sums
+    return sums.view(-1, 2)
+
+
+@contextlib.contextmanager
+def replaced(scorer: CompletionLogps, **attributes: Any) -> Iterator[None]:
+    """In this context the scorer has the given attributes."""
+    before = {name: vars(scorer)[name] for name in attributes}
+    vars(scorer).update(attributes)
+    try:
+        yield
+    finally:
+        vars(scorer).update(before)

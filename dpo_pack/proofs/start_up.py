@@ -1,0 +1,192 @@
+"""Proofs that packed rows are exact on this model, kernel and machine, from a few small random rows.
+
+Why: in DPO the first loss is log 2 even when attention leaks, because policy and reference leak in the same
+way. Each proof runs the real model with the real attention seam. A proof returns its measured numbers, their
+bound, and advice for the user in case of failure.
+
+Legend: S sequences, each a (context, completion) of token ids, N scored tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from dpo_pack.model.attention import BACKENDS
+from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.layout import Group
+from dpo_pack.model.logps import sequence_sums
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.model.speed import stock_layers
+from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
+from dpo_pack.proofs.leaks import prove_causality, prove_isolation
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, pair_sums, proof_groups, proof_row, replaced
+
+# Allowed error of a sequence's log-prob in fp32, in nats.
+FLOAT32_BOUND = 1e-4
+# Rounding differs from draw to draw, most of all if it makes a router choose another expert.
+_NUM_DRAWS = 4
+
+
+def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
+    """Runs all proofs, in an order in which an early failure explains later failures.
+
+    Padded batches have no seam and no neighbours. For them three proofs run: no token sees a later token;
+    a sequence in a batch gets the same log-probs as alone; our head computes the model's log-probs.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        groups = proof_groups(int(scorer.model.config.get_text_config().vocab_size))
+        proofs: list[Proof] = []
+        if scorer.backend is not None:
+            calls, wiring = prove_wiring(scorer, groups, device)
+            if not wiring.passed:
+                return [wiring]
+            proofs = [wiring, prove_kernel(scorer, calls, device), prove_isolation(scorer, groups, device)]
+        in_every_mode = (prove_causality, prove_equivalence, prove_head)
+        return [*proofs, *(prove_one(scorer, groups, device) for prove_one in in_every_mode)]
+
+
+# -------------------------------------------------------------------------------------------- equivalence
+
+
+@torch.no_grad()
+def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
+    """Proves that a row's log-probs equal those of each sequence alone under the model's own eager attention.
+
+    In low precision, rounding hides a position that is wrong by one in short rows. So if the parameters are
+    fp32, as under autocast by default, the proof runs in fp32 too.
+    """
+    numbers, passed = _distance_of_row(scorer, groups, device)
+    bound = "mean a token <= 3 x rounding"
+    if scorer.compute_dtype == torch.float32:
+        bound = f"max <= {FLOAT32_BOUND:.0e}, or {bound}"
+    elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
+        # All computation is in fp32, with a backend that takes fp32.
+        with replaced(scorer, autocast=None, backend=scorer.backend and BACKENDS["sdpa"]):
+            exact_numbers, is_exact = _distance_of_row(scorer, groups, device)
+        numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
+        passed, bound = passed and is_exact, f"{bound}; in float32 max <= {FLOAT32_BOUND:.0e}, or the same"
+    remedy = f"{PADDED_REMEDY}; with model.attention: sdpa it may hold"
+    if scorer.backend is None:
+        remedy = "right padding changes what this family computes: report it"
+    return Proof(name="equivalence", passed=passed, numbers=numbers, bound=bound, remedy=remedy)
+
+
+def _distance_of_row(
+    scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
+) -> tuple[dict[str, float], bool]:
+    sequences = [(group.context, completion) for group in groups for completion in group.completions]
+    tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
+
+    def alone() -> Tensor:
+        """Returns [S] float64 log-probs, a sequence in a batch of one, from the model's own full logits."""
+        sums = []
+        with eager_attention(scorer.model), stock_layers(scorer.model):
+            for context, completion in sequences:
+                ids = torch.from_numpy(np.concatenate((context, completion)))[None].to(device)
+                logits = scorer.full_logits(input_ids=ids)[0, len(context) - 1 : -1].float()
+                logps = logits.log_softmax(dim=-1).gather(1, ids[0, len(context) :, None])
+                sums.append(logps.double().sum())
+        return torch.stack(sums)
+
+    in_row = pair_sums(scorer, groups, device).flatten()
+    return distance_from_stock(scorer, in_row, alone, tokens)
+
+
+def distance_from_stock(
+    scorer: CompletionLogps, ours: Tensor, compute_alone: Callable[[], Tensor], tokens: Tensor
+) -> tuple[dict[str, float], bool]:
+    """Returns (measured errors, whether they are small enough). `ours` and `tokens` are [S].
+
+    The mean error a token may be three times the error that rounding causes in the plain computation. In a
+    mixture of experts the mean leaves out the worst sequence: it may have met another expert at a near tie.
+    In fp32, rounding is measured only if an error exceeds `FLOAT32_BOUND` (deep networks, wide weights).
+    """
+    alone = compute_alone()
+    errors = (ours - alone).abs()
+    by_token = (errors / tokens).sort().values
+    if routes_tokens(scorer.model.config):
+        by_token = by_token[:-1]
+    largest, mean = float(errors.max()), float(by_token.mean())
+    numbers = {"max error": largest, "mean error a token": mean}
+    if scorer.compute_dtype == torch.float32 and largest <= FLOAT32_BOUND:
+        return numbers, True
+    changes = []
+    for _ in range(_NUM_DRAWS):
+        with _rounded_otherwise(scorer.model, torch.finfo(scorer.compute_dtype).eps):
+            changes.append((compute_alone() / tokens - alone / tokens).abs().mean())
+    by_rounding = float(torch.stack(changes).max())
+    is_rounding = math.isfinite(largest) and mean <= 3 * by_rounding
+    return {**numbers, "rounding a token": by_rounding}, is_rounding
+
+
+@contextlib.contextmanager
+def _rounded_otherwise(model: PreTrainedModel, eps: float) -> Iterator[None]:
+    """In this context embeddings and each layer's output get random relative errors of up to `eps` / 2.
+
+    A comparison of stock sdpa with stock eager attention would show rounding too. But families with softcaps
+    or sinks have no sdpa, and one comparison may miss a near tie of experts.
+    """
+
+    def perturb(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (perturb(module, inputs, output[0]), *output[1:])
+        return output * (1 + eps * (torch.rand_like(output) - 0.5))
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    hooks = [module.register_forward_hook(perturb) for module in (model.get_input_embeddings(), *layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """In this context the model uses its own eager attention instead of ours."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)
+
+
+# --------------------------------------------------------------------------------------------------- head
+
+
+@torch.no_grad()
+def prove_head(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
+    """Proves that our chunked log-probs equal the log-probs of the model's own logits for the same row.
+
+    In low precision the model rounds its logits, so the mean error a token may be as large as the rounding of
+    the largest logits.
+    """
+    row = proof_row(scorer, groups, device)
+    ours = scorer(row).sums
+    arguments: dict[str, Any] = {"attention_mask": row.attention_mask}
+    if row.segments is not None:
+        arguments |= {"row_segments": row.segments, "row_backend": scorer.backend}
+    logits = scorer.full_logits(input_ids=row.input_ids, position_ids=row.position_ids, **arguments)
+    logits = logits.flatten(0, 1)[row.logit_index].float()  # [N, V]
+    logps = logits.log_softmax(dim=-1).gather(1, row.targets[:, None]).squeeze(1)
+    errors = (ours - sequence_sums(logps, row.completion_lengths)).abs()
+    mean = float((errors / row.completion_lengths).mean())
+    numbers = {"max error": float(errors.max()), "mean error a token": mean}
+    if scorer.compute_dtype == torch.float32:
+        passed, bound = numbers["max error"] <= FLOAT32_BOUND, f"max <= {FLOAT32_BOUND:.0e}"
+    else:
+        rounding = torch.finfo(scorer.compute_dtype).eps * float(logits.abs().amax(dim=1).mean())
+        passed, bound = mean <= rounding, f"mean a token <= {rounding:.1e}, the rounding of logits"
+    remedy = "the family transforms its logits in a way we do not know: report it"
+    return Proof(name="head", passed=passed, numbers=numbers, bound=bound, remedy=remedy)

@@ -1,0 +1,1 @@
+"""The YAML recipe: the schema of a recipe, rules between keys, and errors."""

@@ -1,0 +1,97 @@
+"""Compares two recipes: finds the keys that differ and change the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dpo_pack.recipe.data import EvalFraction
+from dpo_pack.recipe.errors import Tree
+from dpo_pack.recipe.schema import Recipe
+
+# Keys that may change when a run is resumed.
+NEUTRAL_KEYS: tuple[str, ...] = (
+    "output_dir",
+    "model.attention",
+    "model.gradient_checkpointing",
+    "model.compile",
+    "model.kernels",
+    "reference.cache_dir",
+    "reference.token_budget",
+    "data.on_bad_row",  # if a run could start under `error`, there are no bad rows
+    "data.num_workers",
+    "train.eval_every_steps",
+    "train.stop_on_nonfinite",
+    "checkpoint",
+    "logging",
+    "distributed.num_processes",
+    "distributed.strategy",
+    "distributed.hybrid",
+    "distributed.cpu_offload",
+    "distributed.accumulate_unsharded",
+    "online.generator.token_budget",
+    "online.generator.gpu_memory_utilization",
+    "online.generator.endpoint",
+    "online.offload_reference",
+)
+# With train.early_stopping these keys decide when the run ends.
+EARLY_STOPPING_KEYS = ("checkpoint.metric", "checkpoint.eval_set", "train.eval_every_steps")
+# In scope step these keys only decide which pairs of a step share a row. In scope epoch they decide steps.
+ROW_LAYOUT_KEYS: tuple[str, ...] = (
+    "packing.mode",
+    "packing.token_budget",
+    "packing.window_pairs",
+    "packing.algorithm",
+    "packing.share_prompt",
+    "packing.merge_prompts",
+)
+
+
+def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Returns the dotted keys that differ and change training, with the values of both recipes.
+
+    A key changes training if it would change the steps of a run in exact arithmetic. A key that changes only
+    the rounding of results (attention backend, pairs of a row, number of processes) does not change training.
+    """
+    neutral = NEUTRAL_KEYS
+    stops_early = old.train.early_stopping is not None or new.train.early_stopping is not None
+    if old.packing.scope == new.packing.scope == "step":
+        neutral += ROW_LAYOUT_KEYS
+    changed = _differences(
+        _what_trains(old, stops_early=stops_early), _what_trains(new, stops_early=stops_early)
+    )
+    return {
+        key: values
+        for key, values in changed
+        if not f"{key}.".startswith(tuple(f"{name}." for name in neutral))
+        or (stops_early and key in EARLY_STOPPING_KEYS)
+    }
+
+
+def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:
+    tree = recipe.model_dump(mode="json")
+    tree["loss"]["type"] = [{"type": name, "weight": weight} for name, weight in recipe.loss.terms]
+    for source in tree["data"]["train"]:
+        del source["name"]
+    for judge in (tree["online"] or {"judges": ()})["judges"]:
+        del judge["retries"]
+        if judge["endpoint"] is not None:  # training depends on the model, not on its server
+            judge["endpoint"] = {"model": judge["endpoint"]["model"]}
+    if not isinstance(recipe.data.eval, EvalFraction) and not stops_early:
+        tree["data"]["eval"] = None  # only a fraction takes pairs from the training pairs
+    return tree
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif _are_mappings(old) and _are_mappings(new) and len(old) == len(new):
+        for index, (old_item, new_item) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(old_item, new_item, f"{key}.{index}")
+    elif old != new:
+        yield key, (old, new)
+
+
+def _are_mappings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)

@@ -1,0 +1,220 @@
+"""The `data` and `packing` sections of a recipe: the training pairs, and how these pairs share rows."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
+
+from annotated_types import Ge, Le, MinLen
+from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag
+
+from dpo_pack.recipe.types import (
+    MAX_ROW_TOKENS,
+    Allowed,
+    Count,
+    CountOrZero,
+    Fraction,
+    Name,
+    PathText,
+    PositiveNumber,
+    Problem,
+    Section,
+    TokenCount,
+    is_changed,
+)
+
+# The suffixes that data/readers.py reads.
+DATA_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".csv", ".csv.gz")
+# The formats of data files, and the fields that data/formats.py reads. `columns` can name these fields.
+FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
+    "preference": ("prompt", "chosen", "rejected", "weight"),
+    "conversational": ("prompt", "chosen", "rejected", "weight", "tools", "chat_template_kwargs"),
+    "transcript": ("chosen", "rejected", "weight"),
+    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "weight"),
+}
+if TYPE_CHECKING:
+    RowField: TypeAlias = str
+    FormatName: TypeAlias = str
+else:
+    RowField = Literal[
+        tuple(dict.fromkeys(field for fields in FIELDS_OF_FORMAT.values() for field in fields))
+    ]
+    FormatName = Literal["auto", *FIELDS_OF_FORMAT]
+
+
+class SourceRecipe(Section):
+    """One source of pairs; a path alone stands for a source with that path."""
+
+    path: PathText = Field(examples=["pairs.jsonl"])
+    """A file (.jsonl .json .csv, each also .gz; .parquet .arrow), a directory of such files or of the
+    datasets library, or a hub id."""
+    name: Name | None = None
+    """The source's name in reports and metrics; null: derived from the path."""
+    split: Name = "train"
+    """Split of a hub id or datasets directory."""
+    format: FormatName = "auto"
+    """What a row looks like; auto: the first row decides."""
+    columns: Annotated[
+        dict[RowField, Name], Allowed(f"a mapping from {', '.join(get_args(RowField))} to column names")
+    ] = Field(default_factory=dict)
+    """Columns that have other names, e.g. {prompt: question, chosen: better}."""
+    max_pairs: Count | None = None
+    """Use at most this many pairs; null: all."""
+    weight: PositiveNumber = 1.0
+    """Share in the mixture (training only): floor(weight) copies of each pair an epoch, and a seeded random
+    fraction for the rest, drawn anew each epoch."""
+
+    def broken_rules(self) -> Iterator[Problem]:
+        columns = list(self.columns.values())
+        for field, column in self.columns.items():
+            if columns.count(column) > 1:
+                yield "columns", f"column '{column}' is given for several fields"
+            if self.format != "auto" and field not in FIELDS_OF_FORMAT[self.format]:
+                fields = ", ".join(FIELDS_OF_FORMAT[self.format])
+                yield (
+                    f"columns.{field}",
+                    f"rows of format {self.format} have no such field; their fields are {fields}",
+                )
+
+
+class EvalFraction(Section):
+    """Holds out a part of the training pairs."""
+
+    fraction: Fraction
+    """Part of the training pairs to hold out, e.g. 0.02."""
+
+
+def as_sources(value: object) -> object:
+    """Returns one source, or a list of sources and paths, as a list of sources; else the value as it is."""
+    if isinstance(value, (str, dict, SourceRecipe)):
+        value = [value]
+    if isinstance(value, (list, tuple)):
+        return [{"path": source} if isinstance(source, str) else source for source in value]
+    return value
+
+
+def as_eval(value: object) -> object:
+    """Returns `as_sources(value)`; does not change a mapping without keys of a source: {fraction: 0.02}."""
+    if isinstance(value, dict) and value.keys().isdisjoint(SourceRecipe.model_fields):
+        return value
+    return as_sources(value)
+
+
+def _eval_kind(value: object) -> str:
+    return "(fraction)" if isinstance(value, (dict, EvalFraction)) else "(sources)"
+
+
+class DataRecipe(Section):
+    """Which pairs are trained on and how they become tokens."""
+
+    train: Annotated[
+        tuple[SourceRecipe, ...],
+        Strict(False),
+        MinLen(1),
+        BeforeValidator(as_sources, json_schema_input_type=str | SourceRecipe | list[str | SourceRecipe]),
+        Allowed("a path, a source (a mapping with a path) or a list of these"),
+    ]
+    """Where the training pairs come from."""
+    eval: Annotated[
+        Annotated[tuple[SourceRecipe, ...], Strict(False), Tag("(sources)")]
+        | Annotated[EvalFraction, Tag("(fraction)")],
+        Discriminator(_eval_kind),
+        BeforeValidator(
+            as_eval, json_schema_input_type=str | SourceRecipe | list[str | SourceRecipe] | EvalFraction
+        ),
+        Allowed("a path, a source (a mapping with a path), a list of these, or {fraction: 0.02}"),
+    ] = ()
+    """Held-out pairs: sources, or a fraction of the training pairs."""
+    max_length: Annotated[int, Ge(2), Le(MAX_ROW_TOKENS)] = 2048
+    """Most tokens of prompt and one completion together."""
+    max_prompt_length: TokenCount | None = None
+    """Most tokens of a prompt, below max_length; null: only max_length limits it."""
+    truncation: Literal["drop", "prompt_left", "completion_right", "error"] = "drop"
+    """Pairs that are too long: drop them, cut the oldest prompt tokens (prompt_left), cut the completion's
+    tail and so its EOS (completion_right), or stop (error). All are counted."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Rows that are not valid pairs: stop, or skip, count and list them."""
+    system_prompt: str | None = None
+    """System message for conversations that have none."""
+    shuffle: bool = True
+    """Draw a new order each epoch from the seed."""
+    num_workers: Literal["auto"] | CountOrZero = "auto"
+    """Processes that tokenise; 0: in the main process."""
+
+    def broken_rules(self) -> Iterator[Problem]:
+        eval_sources = () if isinstance(self.eval, EvalFraction) else self.eval
+        if self.max_prompt_length and self.max_prompt_length >= self.max_length:
+            limit = f"data.max_length ({self.max_length}), to leave room for a completion"
+            yield "max_prompt_length", f"must be below {limit}, not {self.max_prompt_length}"
+        if self.system_prompt is not None and all(
+            source.format not in ("auto", "conversational") for source in self.train
+        ):
+            yield (
+                "system_prompt",
+                "only conversations have one, and no source of data.train is conversational",
+            )
+        for part, sources in (("train", self.train), ("eval", eval_sources)):
+            names = [source.name for source in sources]
+            for index, name in enumerate(names):
+                if name and name in names[:index]:
+                    other = f"data.{part}.{names.index(name)}"
+                    yield f"{part}.{index}.name", f"'{name}' is already the name of {other}"
+        for index, source in enumerate(eval_sources):
+            if source.weight != 1.0:
+                yield f"eval.{index}.weight", "only training sources are mixed by weight; leave it out"
+
+
+class PackingRecipe(Section):
+    """How many pairs make a step, and how they are laid out in rows."""
+
+    mode: Literal["packed", "padded"] = "packed"
+    """padded: right-padded batches without shared prompts, for models that cannot be packed."""
+    token_budget: TokenCount = 8192
+    """Tokens in one row, that is, in one forward. A longer pair gets a row of its own."""
+    pairs_per_step: Count = 64
+    """Pairs in an optimizer step, whatever the number of processes."""
+    scope: Literal["step", "epoch"] = "step"
+    """Pack inside each step, or across the shuffled epoch into full rows."""
+    rows_per_step: Count | None = None
+    """Scope epoch: rows in an optimizer step, over all processes."""
+    window_pairs: Count = 16384
+    """Scope epoch: shuffled pairs are packed in windows of this size."""
+    algorithm: Literal["best_fit_decreasing", "first_fit_decreasing", "next_fit"] = "best_fit_decreasing"
+    """Bin packer; next_fit keeps the order of the pairs."""
+    share_prompt: bool = True
+    """Compute once what chosen and rejected both begin with (exact)."""
+    merge_prompts: bool = False
+    """Pairs with the same prompt that meet in a row compute it, and equal completions, once."""
+
+    def broken_rules(self) -> Iterator[Problem]:
+        if self.merge_prompts and self.mode == "padded":
+            yield "merge_prompts", "needs packing.mode: packed"
+        if self.merge_prompts and not self.share_prompt:
+            yield "merge_prompts", "needs packing.share_prompt: true"
+        if self.scope == "step":
+            if self.rows_per_step is not None:
+                reason = "in scope step, pairs_per_step is the step"
+                yield "rows_per_step", f"needs packing.scope: epoch; {reason}"
+            if is_changed(self, "window_pairs"):
+                yield "window_pairs", "needs packing.scope: epoch"
+            return
+        if self.rows_per_step is None:
+            yield "rows_per_step", "packing.scope epoch needs it: the number of rows in a step"
+        if is_changed(self, "pairs_per_step"):
+            yield "pairs_per_step", "needs packing.scope: step; in scope epoch, rows_per_step is the step"
+        if self.mode == "padded":
+            yield "scope", "epoch needs packing.mode: packed"
+
+
+def source_names(sources: Sequence[SourceRecipe]) -> tuple[str, ...]:
+    """Returns the sources' different names in reports and metrics: `name`, else a name made from `path`."""
+    names: list[str] = []
+    for source in sources:
+        short = source.path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gz")
+        for suffix in DATA_FILE_SUFFIXES:
+            short = short.removesuffix(suffix)
+        short = short or source.path  # "/" and ".jsonl" have nothing else
+        derived = short if source.split == "train" else f"{short}-{source.split}"
+        taken = {*names, *(other.name for other in sources if other.name)}
+        numbered = (f"{source.path}-{number}" for number in range(2, len(sources) + 2))
+        choices = (derived, source.path, *numbered)
+        names.append(source.name or next(choice for choice in choices if choice not in taken))
+    return tuple(names)

@@ -1,0 +1,295 @@
+"""The schema of a recipe: `Recipe`, and the sections of the models, of logging and of several devices.
+
+data.py, loss.py, training.py and online.py have the other sections. The JSON schema, the commented defaults
+and docs/recipe.md are generated from these classes, so they always agree with the checks. The class of a
+section has the rules within that section, and `Recipe` has the rules between sections. machine.py has the
+checks of the machine.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, get_args
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field, Strict
+
+from dpo_pack.recipe.data import DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
+from dpo_pack.recipe.loss import LossRecipe
+from dpo_pack.recipe.online import OnlineRecipe
+from dpo_pack.recipe.training import CheckpointRecipe, EvalMetric, OptimRecipe, TrainRecipe
+from dpo_pack.recipe.types import (
+    Allowed,
+    Count,
+    LocalPath,
+    Name,
+    OptionalLocalPath,
+    PartBelowOne,
+    PathText,
+    PositiveNumber,
+    Problem,
+    Section,
+    TokenCount,
+)
+
+__all__ = ["DataRecipe", "EvalFraction", "LossRecipe", "Recipe", "SourceRecipe", "why_not_sharded"]
+
+Tracker = Literal[
+    "tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"
+]
+
+
+class LoraRecipe(Section):
+    """Low-rank adapters instead of full training (Hu et al. 2021, arXiv 2106.09685)."""
+
+    r: Count = 16
+    """Rank of the adapters."""
+    alpha: PositiveNumber = 32.0
+    """Adapters are scaled by alpha / r."""
+    dropout: PartBelowOne = 0.0
+    """Dropout on the inputs of adapters, in training only. Above 0, prompts are not shared: each sequence of
+    a pair draws its own."""
+    target_modules: Annotated[
+        Literal["all-linear"] | Annotated[tuple[Name, ...], Strict(False)],
+        Allowed("all-linear or a list of module names"),
+    ] = "all-linear"
+    """Which modules get an adapter, by name or end of name; all-linear: all but the head."""
+
+
+class ModelRecipe(Section):
+    """The policy: the model that is trained."""
+
+    path: PathText = Field(examples=["Qwen/Qwen3-0.6B"])
+    """Hub id or local directory; a directory with a LoRA adapter is trained further."""
+    revision: Name | None = None
+    """Branch, tag or commit of a hub id."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the parameters; auto: float32. bfloat16: AdamW still works in fp32, at 14 bytes a trained
+    parameter instead of 16; see docs/memory.md."""
+    autocast: Literal["auto", "bfloat16", "none"] = "auto"
+    """Type that matrix products run in; auto: bfloat16 on CUDA, none on CPU."""
+    attention: Literal["auto", "flash_attn", "torch_varlen", "sdpa"] = "auto"
+    """Attention backend; auto: the first that is exact for this model, type and device."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """torch.compile the layers, for rows of any length, and the passes over logits; every start takes some
+    seconds to minutes longer."""
+    kernels: Literal["none", "liger"] = "none"
+    """liger: norms, rotary positions and gated MLPs by liger-kernel, on CUDA, for families it fits."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    lora: LoraRecipe | None = None
+    """Train a new low-rank adapter, e.g. {r: 16, alpha: 32}; null: all parameters, or those of the adapter at
+    model.path. See docs/lora.md."""
+
+
+class TokenizerRecipe(Section):
+    """Text to token ids."""
+
+    path: PathText | None = None
+    """Hub id or local directory; null: model.path."""
+    chat_template: OptionalLocalPath = None
+    """A Jinja file; null: the tokenizer's own template."""
+
+
+class SyncRecipe(Section):
+    """A reference that follows the policy: TR-DPO, Gorbatovski et al. 2024 (arXiv 2404.09656)."""
+
+    every_steps: Count = 512
+    """Optimizer steps between two updates."""
+    mixup: Annotated[float, Gt(0), Le(1)] = 0.6
+    """The policy's part in reference <- mixup x policy + (1 - mixup) x reference."""
+
+
+class ReferenceRecipe(Section):
+    """The model the policy is compared with, and the cache of its log-probs."""
+
+    path: PathText | None = None
+    """Hub id or local directory; null: the policy as it starts."""
+    sync: SyncRecipe | None = None
+    """Let the reference follow the policy, e.g. {every_steps: 512, mixup: 0.6}: a second model then runs live
+    and nothing is cached. null: it is frozen."""
+    cache_dir: OptionalLocalPath = None
+    """Where log-probs are kept; null: $DPO_PACK_CACHE, else ~/.cache/dpo_pack."""
+    token_budget: Literal["auto"] | TokenCount = "auto"
+    """Tokens in a row of the reference pass, which keeps no activations; auto: on CUDA the most that fit in
+    memory, measured once for each model and device; on CPU 4096, because longer rows are slower."""
+
+
+class LoggingRecipe(Section):
+    """metrics.jsonl is always written; trackers come beside it."""
+
+    every_steps: Count = 1
+    """Steps between two logged lines."""
+    trackers: Annotated[
+        tuple[Tracker, ...], Strict(False), Allowed(f"a list of {', '.join(get_args(Tracker))}")
+    ] = ()
+    """Experiment trackers, by accelerate's names."""
+    run_name: Name | None = None
+    """Name of the run in trackers; null: the last part of output_dir."""
+
+    def broken_rules(self) -> Iterator[Problem]:
+        for tracker in self.trackers:
+            if self.trackers.count(tracker) > 1:
+                yield "trackers", f"'{tracker}' is given twice"
+
+
+class DistributedRecipe(Section):
+    """Several devices."""
+
+    num_processes: Literal["auto"] | Count = "auto"
+    """One per device; auto: all visible GPUs, 1 on CPU."""
+    strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
+    """ddp: a copy of the model on each device; fsdp2: one model in shards; auto: copies where their weights,
+    gradients and optimizer state fit. See docs/distributed.md."""
+    hybrid: bool = False
+    """fsdp2: shards over the devices of a node, copies over nodes."""
+    cpu_offload: bool = False
+    """fsdp2 on CUDA: shards, gradients and optimizer state rest in the memory of the CPU."""
+    gather_dtype: Literal["bfloat16"] | None = None
+    """fsdp2: gather shards and compute in this type instead of under autocast; null: weights are gathered as
+    they are, which gives the numbers of ddp."""
+    accumulate_unsharded: bool = False
+    """fsdp2: add up the gradients of a step's rows whole and reduce them once, which saves messages and takes
+    the memory of a whole gradient; false: reduce them after every row."""
+
+    def broken_rules(self) -> Iterator[Problem]:
+        for key, value in (
+            ("hybrid", self.hybrid),
+            ("cpu_offload", self.cpu_offload),
+            ("gather_dtype", self.gather_dtype),
+            ("accumulate_unsharded", self.accumulate_unsharded),
+        ):
+            if value and self.strategy != "fsdp2":
+                yield key, "needs distributed.strategy: fsdp2"
+
+
+class Recipe(Section):
+    """A training run. Attribute names are the YAML keys."""
+
+    output_dir: LocalPath = Field(examples=["runs/my-run"])
+    """Directory for everything the run leaves."""
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
+    """Seed of the order of pairs and of everything else random."""
+    model: ModelRecipe
+    tokenizer: TokenizerRecipe = Field(default_factory=TokenizerRecipe)
+    reference: ReferenceRecipe = Field(default_factory=ReferenceRecipe)
+    data: DataRecipe
+    packing: PackingRecipe = Field(default_factory=PackingRecipe)
+    loss: LossRecipe = Field(default_factory=LossRecipe)
+    optim: OptimRecipe = Field(default_factory=OptimRecipe)
+    train: TrainRecipe = Field(default_factory=TrainRecipe)
+    checkpoint: CheckpointRecipe = Field(default_factory=CheckpointRecipe)
+    logging: LoggingRecipe = Field(default_factory=LoggingRecipe)
+    distributed: DistributedRecipe = Field(default_factory=DistributedRecipe)
+    online: OnlineRecipe | None = None
+    """Train on pairs of the policy's own completions; null: on pairs from data."""
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a training row computes the common prefix of a pair's sequences only once.
+
+        It is False under LoRA dropout, which draws different numbers for each sequence.
+        """
+        return self.packing.share_prompt and (self.model.lora is None or self.model.lora.dropout == 0.0)
+
+    def broken_rules(self) -> Iterator[Problem]:
+        """Yields problems between sections that are each valid."""
+        yield from self._broken_model_rules()
+        yield from self._broken_evaluation_rules()
+        if self.online is not None:
+            yield from self._broken_online_rules(self.online)
+
+    def _broken_model_rules(self) -> Iterator[Problem]:
+        reference, types = self.reference, ", ".join(name for name, _ in self.loss.terms)
+        for key, is_set in (("path", reference.path is not None), ("sync", reference.sync is not None)):
+            if is_set and not self.loss.needs_reference:
+                yield f"reference.{key}", f"no reference is used by loss.type {types}; leave it out"
+        if self.model.lora is not None and self.model.lora.dropout > 0.0:
+            if coupling := self.loss.terms_that(lambda loss: loss.couples_pairs):
+                what = f"loss.type {coupling} computes each row twice, which dropout would change"
+                yield "model.lora.dropout", f"must be 0: {what}"
+            if self.packing.merge_prompts:
+                what = "packing.merge_prompts, which computes a prompt once"
+                yield "model.lora.dropout", f"must be 0 for {what}"
+        if self.distributed.gather_dtype and self.model.autocast not in ("auto", "none"):
+            yield "distributed.gather_dtype", "takes the place of model.autocast; leave one of the two out"
+
+    def _broken_evaluation_rules(self) -> Iterator[Problem]:
+        checkpoint, every_steps = self.checkpoint, self.train.eval_every_steps
+        if every_steps and not self.data.eval:
+            yield "train.eval_every_steps", "there is nothing to evaluate: data.eval is empty"
+        comparing = {  # keys that need several evaluations, and whether each key is set
+            "checkpoint.keep_best": checkpoint.keep_best > 0,
+            "checkpoint.load_best": checkpoint.load_best,
+            "train.early_stopping": self.train.early_stopping is not None,
+        }
+        naming = {  # keys that decide how evaluations are compared
+            "checkpoint.metric": checkpoint.metric is not None,
+            "checkpoint.eval_set": checkpoint.eval_set is not None,
+        }
+        for key in (name for name, is_set in {**comparing, **naming}.items() if is_set):
+            if not self.data.eval:
+                remedy = "name a source or a fraction"
+                yield key, f"compares evaluations, and data.eval holds nothing out; {remedy}"
+            elif every_steps is None and key in comparing:
+                yield key, "compares evaluations, and there is only one; set train.eval_every_steps"
+            elif key in naming and not any(comparing.values()):
+                either = "checkpoint.keep_best or train.early_stopping"
+                yield key, f"nothing compares evaluations; set {either}, or leave it out"
+        is_online, metric = self.online is not None, checkpoint.metric
+        if metric is not None and metric.startswith("online/") != is_online:
+            kind = "online" if is_online else "offline"
+            known = [name for name in get_args(EvalMetric) if name.startswith("online/") == is_online]
+            yield (
+                "checkpoint.metric",
+                f"evaluations of an {kind} run have no {metric}; they have {', '.join(known)}",
+            )
+
+    def _broken_online_rules(self, online: OnlineRecipe) -> Iterator[Problem]:
+        generator, max_steps, stale = online.generator.type, self.train.max_steps, online.max_staleness_steps
+        if max_steps is None:
+            yield "train.max_steps", "an online run needs it: its pairs do not exist before it"
+        if self.train.epochs != 1:
+            yield "train.epochs", "an online run is as long as train.max_steps says; leave it out"
+        if self.packing.scope == "epoch":
+            yield "packing.scope", "epoch needs pairs that exist beforehand; with online use step"
+        if self.data.truncation == "completion_right":
+            yield "data.truncation", "completions are yet to be written; with online use drop or prompt_left"
+        if online.max_new_tokens >= self.data.max_length:
+            limit = f"data.max_length ({self.data.max_length}), to leave room for a prompt"
+            yield "online.max_new_tokens", f"must be below {limit}, not {online.max_new_tokens}"
+        needs_copies = why_not_sharded(self)
+        if self.distributed.strategy == "fsdp2" and needs_copies is not None:
+            remedy = "use http with a vLLM server" if generator == "vllm" else "set ddp"
+            yield "distributed.strategy", f"{needs_copies}, so fsdp2 cannot train this run; {remedy}"
+        if generator == "vllm" and self.distributed.num_processes not in ("auto", 1):
+            remedy = "set 1, or use http with a vLLM server"
+            yield (
+                "distributed.num_processes",
+                f"online.generator.type vllm answers in one process; {remedy}",
+            )
+        # A server keeps the first weights, so the age of a pair in steps is the number of steps so far.
+        if generator == "http" and stale is not None and max_steps is not None and max_steps > stale + 1:
+            remedy = "leave it out, or set online.generator.type: transformers or vllm"
+            yield (
+                "online.max_staleness_steps",
+                f"a server's weights are not updated, so from step {stale + 2} of {max_steps} on every pair "
+                f"would be older; {remedy}",
+            )
+
+
+def why_not_sharded(recipe: Recipe) -> str | None:
+    """Returns why an online run needs a whole model on each rank; None if it needs no whole model."""
+    online, held_out = recipe.online, recipe.data.eval
+    if online is None:
+        return None
+    every_token = "and gathering shards for every token would take far too long"
+    if online.generator.type == "transformers":
+        return f"the policy answers the prompts itself, {every_token}"
+    if online.generator.type == "vllm":
+        return "online.generator.type vllm takes a whole model's weights in one process"
+    if not isinstance(held_out, tuple) or held_out:
+        return f"the policy answers the prompts of data.eval itself, {every_token}"
+    if online.offload_reference:
+        return "online.offload_reference moves a whole model"
+    return None

@@ -1,0 +1,140 @@
+"""The base class of a recipe's sections, types of keys (paths, ranges), and these types in words."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Strict,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+Problem = tuple[str, str]  # dotted key, what is wrong with it and how to mend it
+
+
+class Section(BaseModel):
+    """A mapping in a recipe. The string below a key is its description in all that the schema generates.
+
+    `broken_rules`, below the keys, has the rules between keys of the section. Pydantic reports the broken
+    rules and the values of a wrong type of all sections together.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        defer_build=True,  # so that the import of this package is quick
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split()) or None  # on one line
+
+    def broken_rules(self) -> Iterator[Problem]:
+        """Yields problems between keys that are each valid. Keys of problems are relative to this section."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _keep_the_rules(self) -> Self:
+        errors = [
+            InitErrorDetails(
+                type=PydanticCustomError(BROKEN_RULE, "{problem}", {"problem": problem}),
+                loc=tuple(key.split(".")),
+                input=None,
+            )
+            for key, problem in self.broken_rules()
+        ]
+        if errors:
+            raise ValidationError.from_exception_data(type(self).__name__, errors)
+        return self
+
+
+BROKEN_RULE: Literal["broken_rule"] = "broken_rule"  # pydantic's type of such an error
+
+
+def is_changed(section: Section, key: str) -> bool:
+    """Whether the value of a key is not the default."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The allowed values of a key in words, for a key whose annotation would be hard to read."""
+
+    text: str
+
+
+def allowed_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """Returns the allowed values of a key in words: "a number > 0", "auto or a whole number >= 1"."""
+    for item in metadata:
+        if isinstance(item, Allowed):
+            return item.text
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return allowed_values(arguments[0], arguments[1:])
+    if origin is Literal:
+        return str(arguments[0]) if len(arguments) == 1 else "one of " + ", ".join(arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(allowed_values(argument) for argument in arguments)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping with keys among {', '.join(annotation.model_fields)}"
+    bounds = [
+        f"{sign} {getattr(item, name)}"
+        for item in metadata
+        for kind, sign, name in ((Gt, ">", "gt"), (Ge, ">=", "ge"), (Lt, "<", "lt"), (Le, "<=", "le"))
+        if isinstance(item, kind)
+    ]
+    return f"{_SCALARS_IN_WORDS[annotation]} {' and '.join(bounds)}".rstrip()
+
+
+_SCALARS_IN_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "null",
+}
+
+
+def expand_path(value: object, info: ValidationInfo) -> object:
+    """Replaces `${recipe_dir}` and a leading `~`. Raises ValueError for any other `${...}`."""
+    if not isinstance(value, str):
+        return value
+    if not value:
+        raise ValueError("must not be empty")
+    if "${" in value.replace("${recipe_dir}", ""):
+        raise ValueError(f"only ${{recipe_dir}} is expanded in paths, so {value!r} cannot be used")
+    context: dict[str, str] = info.context or {}
+    return os.path.expanduser(value.replace("${recipe_dir}", context.get("recipe_dir", ".")))
+
+
+# YAML has no tuples and no paths: `Strict(False)` lets pydantic convert the values of these keys only.
+PathText = Annotated[str, BeforeValidator(expand_path), Allowed("a path or a hub id")]
+LocalPath = Annotated[Path, Strict(False), BeforeValidator(expand_path), Allowed("a path")]
+OptionalLocalPath = Annotated[
+    Path | None, Strict(False), BeforeValidator(expand_path), Allowed("a path or null")
+]
+Name = Annotated[str, MinLen(1)]
+MODULE_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # a function that the user wrote
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
+MAX_ROW_TOKENS = 2**31 - 1  # cu_seqlens are int32
+TokenCount = Annotated[int, Ge(1), Le(MAX_ROW_TOKENS)]
+PositiveNumber = Annotated[float, Gt(0)]
+NonNegativeNumber = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Gt(0), Lt(1)]
+PartBelowOne = Annotated[float, Ge(0), Lt(1)]

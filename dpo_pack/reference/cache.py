@@ -1,0 +1,191 @@
+"""Reference log-probs on disk, keyed by content.
+
+The unit is a *sequence* (prompt and completion), not a pair. So a run finds its values even if it pairs,
+mixes, orders or subsamples the data in another way. A namespace (`model/fingerprint.py`) is one directory of
+Parquet parts, which pandas can open too:
+
+    <cache_dir>/reference/<namespace>/namespace.json             the facts that the values depend on
+    <cache_dir>/reference/<namespace>/used.json                  model paths that used it, and the times
+    <cache_dir>/reference/<namespace>/part-<sha256>.parquet      see parts.py
+
+Jobs only add parts, and each part is whole or absent. So any number of jobs can read and write at the same
+time without locks. A part whose bytes do not match its name is renamed, and its sequences are computed again.
+
+Legend: n requested keys, U distinct keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from dpo_pack.reference.key_index import IntArray, KeyIndex, Keys
+from dpo_pack.reference.parts import (
+    KEY,
+    MAX_PART_SEQUENCES,
+    SUM,
+    TOKENS,
+    DamagedPart,
+    Floats,
+    SequenceLogps,
+    TokenLogps,
+    keys_of,
+    numbers_of,
+    part_paths,
+    read_part,
+    tokens_of,
+    write_part,
+)
+from dpo_pack.system.errors import CacheError
+from dpo_pack.system.files import read_json, write_json_atomically
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE_FILE, USED_FILE = "namespace.json", "used.json"
+
+
+def default_cache_directory() -> Path:
+    """Returns the cache directory of recipes that name none: $DPO_PACK_CACHE or ~/.cache/dpo_pack."""
+    return Path(os.environ.get("DPO_PACK_CACHE") or Path.home() / ".cache" / "dpo_pack")
+
+
+def reference_directory(cache_dir: Path) -> Path:
+    """Returns the directory of the namespaces in a cache directory."""
+    return cache_dir / "reference"
+
+
+def namespace_digest(namespace: Mapping[str, Any]) -> str:
+    """Returns 32 hex digits: the name of the namespace's directory."""
+    canonical = json.dumps(namespace, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+
+class ReferenceCache:
+    """Reference log-probs of one namespace on disk."""
+
+    def __init__(self, cache_dir: Path, namespace: Mapping[str, Any]) -> None:
+        """Opens or creates the namespace's directory. Raises CacheError if that is not possible."""
+        self.directory = reference_directory(cache_dir) / namespace_digest(namespace)
+        self.named_parts: set[str] = set()  # parts of this job; a directory listing may lack them
+        if not (self.directory / NAMESPACE_FILE).is_file():
+            write_json_atomically(self.directory / NAMESPACE_FILE, dict(namespace))
+
+    def note_use(self, model: str) -> None:
+        """Records on disk that a run with the model at this path uses the namespace now."""
+        used = read_json(self.directory / USED_FILE) or {}
+        with contextlib.suppress(CacheError):  # the cache may be read-only
+            write_json_atomically(self.directory / USED_FILE, {**used, model: time.time()})
+
+    def check_writable(self) -> None:
+        """Raises CacheError if this job cannot add parts. A pass calls it before it computes anything."""
+        probe = self.directory / f".probe.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            probe.write_bytes(b"probe")
+            probe.unlink()
+        except OSError as error:
+            raise CacheError(
+                f"cannot write in {self.directory}: {error.strerror}; free space, or set reference.cache_dir "
+                "to a writable directory"
+            ) from error
+
+    def lookup(self, keys: Keys) -> Floats:
+        """Maps [n, 16] sequence keys to [n] summed log-probs, NaN where the cache has no value.
+
+        Reads one part at a time; memory grows with `keys`, not with the cache.
+        """
+        index = KeyIndex.of(keys)
+        values = np.full(len(index), np.nan)
+        for table, rows, places in self._matches(index, (KEY, SUM)):
+            values[places] = numbers_of(table[SUM])[rows]
+        return values[index.inverse]
+
+    def lookup_tokens(self, keys: Keys) -> tuple[Floats, TokenLogps]:
+        """Maps [n, 16] sequence keys to [n] sums and to the per-token values behind these sums.
+
+        A sequence without per-token values in the cache gets NaN and no values, even if its sum is there.
+        """
+        index = KeyIndex.of(keys)
+        which = np.full(len(index), -1)  # [U] position among the found sequences; -1 if not found
+        found: list[TokenLogps] = []
+        sums: list[Floats] = []
+        num_found = 0
+        for table, rows, places in self._matches(index, (KEY, SUM, TOKENS)):
+            if TOKENS in table.column_names:
+                which[places] = np.arange(num_found, num_found + len(rows))
+                found.append(tokens_of(table).take(rows))
+                sums.append(numbers_of(table[SUM])[rows])
+                num_found += len(rows)
+        # An empty sequence at the end stands for all sequences that were not found.
+        nothing = TokenLogps(values=np.zeros(0, dtype=np.float32), offsets=np.zeros(2, dtype=np.int64))
+        every_sum = np.concatenate([*sums, np.full(1, np.nan)])
+        which = np.where(which < 0, num_found, which)[index.inverse]
+        return every_sum[which], TokenLogps.join([*found, nothing]).take(which)
+
+    def contains(self, keys: Keys, *, per_token: bool) -> npt.NDArray[np.bool_]:
+        """Returns [n]: True if the cache has the sequence's sum, or with `per_token` its per-token values."""
+        index = KeyIndex.of(keys)
+        is_there = np.zeros(len(index), dtype=np.bool_)
+        columns = (KEY, TOKENS) if per_token else (KEY,)
+        for table, _, places in self._matches(index, columns):
+            if not per_token or TOKENS in table.column_names:
+                is_there[places] = True
+        return is_there[index.inverse]
+
+    def append(
+        self,
+        keys: Keys,
+        sums: Floats,
+        num_tokens: npt.NDArray[np.integer],
+        tokens: TokenLogps | None = None,
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> list[Path]:
+        """Adds [n, 16] keys, [n] sums and [n] token counts in parts of bounded size. Raises CacheError."""
+        logps = SequenceLogps(keys=keys, sums=sums, num_tokens=num_tokens, tokens=tokens)
+        parts = []
+        for begin in range(0, len(logps), MAX_PART_SEQUENCES):
+            some = np.arange(begin, min(begin + MAX_PART_SEQUENCES, len(logps)))
+            parts.append(write_part(self.directory, logps.take(some), metadata or {}))
+            self.named_parts.add(parts[-1].name)
+        return parts
+
+    def _matches(
+        self, index: KeyIndex, columns: Sequence[str]
+    ) -> Iterator[tuple[pa.Table, IntArray, IntArray]]:
+        """Yields for each part that has some of the keys: columns, matching rows, their positions in `index`.
+
+        A listing of a network file system may lack new files, but a job can open a new file by its name. If
+        several parts have a sequence, callers use the last part by name, so it is always the same part.
+        """
+        listed = {part.name for part in part_paths(self.directory)} if len(index) else set()
+        for part in sorted(self.directory / name for name in listed | self.named_parts):
+            table = _read_or_set_aside(part, columns)
+            if table is not None:
+                places = index.find(keys_of(table))
+                rows = np.flatnonzero(places >= 0)
+                if len(rows):
+                    yield table, rows, places[rows]
+
+
+def _read_or_set_aside(part: Path, columns: Sequence[str]) -> pa.Table | None:
+    """Reads those of `columns` that the part has. Returns None if it is missing, or damaged and renamed."""
+    try:
+        return read_part(part, columns)
+    except DamagedPart:
+        aside = part.with_suffix(".damaged")
+        with contextlib.suppress(OSError):  # another job has renamed it, or we may only read here
+            part.rename(aside)
+        logger.warning("%s is damaged; set aside as %s, its log-probs are computed again", part, aside.name)
+        return None

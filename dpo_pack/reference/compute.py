@@ -1,0 +1,245 @@
+"""The pass that fills the reference cache. It computes rows without gradients, the costliest row first.
+
+Legend: G groups of the work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.scorer import CompletionLogps, RowLogps
+from dpo_pack.packing.flops import ModelShape
+from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.parts import SequenceLogps, TokenLogps
+from dpo_pack.reference.work import ReferenceWork, plan_rows, split_row
+from dpo_pack.system.errors import ModelError
+from dpo_pack.system.memory import HostCopies, release_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSettings:
+    """The settings of a pass: how rows are built, and how often results are written to disk."""
+
+    token_budget: int
+    share_prompt: bool
+    pad_token_id: int
+    device: torch.device
+    per_token: bool = False  # also keep per-token values, for a loss that weighs single tokens
+    rank: int = 0
+    num_ranks: int = 1
+    in_lockstep: bool = False  # True if the model is sharded: then all ranks compute a row at the same time
+    write_every_seconds: float = 20.0
+    metadata: Mapping[str, str] = field(default_factory=dict)  # a note in each part, for people who read it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """The size of one row, or of all rows of a pass."""
+
+    num_sequences: int
+    num_pairs: int  # pairs with a sequence to compute
+    num_tokens: int  # tokens that are computed; a shared prompt counts once
+    flops: float  # estimated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassPlan:
+    """The rows of this rank, with their tokens and FLOPs."""
+
+    work: ReferenceWork
+    rows: Sequence[IntArray]  # the groups of each row
+    idle_rows: Sequence[IntArray]  # not used; computed last, because other ranks in lockstep still have a row
+    row_tokens: IntArray  # [G] tokens as the budget counts them
+    tokens: IntArray  # [G] tokens that a forward pass computes, without padding
+    flops: FloatArray  # [G] estimated
+
+    def amount(self, groups: IntArray) -> Amount:
+        return Amount(
+            num_sequences=int(self.work.missing[groups].sum()),
+            num_pairs=len(groups),
+            num_tokens=int(self.tokens[groups].sum()),
+            flops=float(self.flops[groups].sum()),
+        )
+
+    @property
+    def total(self) -> Amount:
+        return self.amount(np.concatenate([np.zeros(0, dtype=np.int64), *self.rows]))
+
+
+def plan_pass(
+    work: ReferenceWork, scorer: CompletionLogps, shape: ModelShape, settings: PassSettings
+) -> PassPlan:
+    """Plans this rank's part of the work. The FLOPs of rows are estimated from the model's `shape`."""
+    is_packed = scorer.backend is not None
+    shares = settings.share_prompt and is_packed
+    rows, idle_rows = plan_rows(
+        work.lengths,
+        work.sides,
+        work.missing,
+        token_budget=settings.token_budget,
+        is_packed=is_packed,
+        share_prompt=shares,
+        shape=shape,
+        rank=settings.rank,
+        num_ranks=settings.num_ranks,
+        in_lockstep=settings.in_lockstep,
+    )
+    tokens = work.lengths.row_tokens(work.missing, share_prompt=shares)
+    return PassPlan(
+        work=work,
+        rows=rows,
+        idle_rows=idle_rows,
+        row_tokens=tokens if is_packed else work.lengths.padded_tokens(work.missing),
+        tokens=tokens,
+        flops=work.lengths.flops(work.missing, share_prompt=shares, shape=shape),
+    )
+
+
+@torch.no_grad()
+def compute_missing(
+    cache: ReferenceCache,
+    plan: PassPlan,
+    scorer: CompletionLogps,
+    settings: PassSettings,
+    *,
+    progress: Callable[[Amount], None] = lambda row: None,
+) -> int:
+    """Computes the plan's rows and writes them to the cache; returns the token budget that fitted in memory.
+
+    If a row does not fit in memory, the pass halves the budget and splits this row and all later rows, unless
+    ranks compute in lockstep. `progress` is called with each finished row. A killed pass loses all rows since
+    it wrote the last part. An interrupted pass (Ctrl-C) loses only rows whose results are still on the device
+    (at most two). Raises CacheError if the disk refuses a part, ModelError if a log-prob is not finite or if
+    a row that cannot be split does not fit in memory.
+    """
+    budget = settings.token_budget
+    rows = deque(plan.rows)
+    computed: deque[tuple[IntArray, HostCopies]] = deque()  # the groups of a row, and their results
+    finished: list[SequenceLogps] = []
+    written = time.monotonic()
+
+    def finish_row() -> None:
+        nonlocal finished, written
+        members, results = computed.popleft()
+        # One `append` adds keys and values together, so that a signal cannot come between them.
+        finished.append(_finished_row(plan.work, members, results))
+        progress(plan.amount(members))
+        if time.monotonic() - written > settings.write_every_seconds:
+            _write(cache, finished, settings)
+            finished, written = [], time.monotonic()
+
+    try:
+        while rows:
+            members = rows.popleft()
+            result = _try_row(plan.work, members, scorer, settings)
+            if result is None:
+                budget = _halved(budget, members, plan)
+                if settings.in_lockstep:
+                    raise _cannot_split(budget)
+                rows = deque(
+                    part for row in (members, *rows) for part in split_row(row, plan.row_tokens, budget)
+                )
+                continue
+            computed.append((members, _copies(result, settings)))
+            if len(computed) > _num_rows_behind(settings.device):
+                finish_row()
+        while computed:
+            finish_row()
+        for members in plan.idle_rows:
+            if _try_row(plan.work, members, scorer, settings) is None:
+                raise _cannot_split(_halved(budget, members, plan))
+    finally:
+        if finished:
+            _write(cache, finished, settings)
+    return budget
+
+
+def probe_row(plan: PassPlan, scorer: CompletionLogps, settings: PassSettings, token_budget: int) -> bool:
+    """Returns True if a row of `token_budget` tokens, from the plan's costliest groups, fits in memory."""
+    groups = np.concatenate(plan.rows)
+    row = split_row(groups, plan.row_tokens, token_budget)[0]
+    with torch.no_grad():
+        return _try_row(plan.work, row, scorer, settings) is not None
+
+
+def _try_row(
+    work: ReferenceWork, members: IntArray, scorer: CompletionLogps, settings: PassSettings
+) -> RowLogps | None:
+    """Returns the log-probs of the groups' missing sequences, or None if the row does not fit in memory."""
+    groups = [work.group(int(member)) for member in members]
+    try:
+        result: RowLogps = scorer(_row(groups, scorer.backend is not None, settings))
+        return result
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+    # Here Python has freed the error, its traceback and so the row's activations.
+    release_memory()
+    return None
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    # torch has an error class for accelerators only; on the CPU only the message names the cause.
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _halved(budget: int, members: IntArray, plan: PassPlan) -> int:
+    """Returns a smaller budget after this row did not fit. Raises ModelError if the row is one group."""
+    tokens = int(plan.row_tokens[members].sum())
+    if len(members) == 1:
+        raise ModelError(
+            f"the reference pass ran out of memory on row {plan.work.row_number(int(members[0]))} of its "
+            f"source alone ({tokens:,} tokens); lower data.max_length, or free memory"
+        )
+    return max(1, min(budget, tokens) // 2)
+
+
+def _cannot_split(budget: int) -> ModelError:
+    """Returns the error for a sharded model: a split would give this rank more rows than other ranks have."""
+    return ModelError(
+        "reference.token_budget: the reference pass ran out of memory, and rows of a sharded model are not "
+        f"split while it runs; set reference.token_budget: {budget}"
+    )
+
+
+def _num_rows_behind(device: torch.device) -> int:
+    """Returns how many later rows are queued before a row's results are read, so the device never waits."""
+    return 1 if device.type == "cuda" else 0
+
+
+def _copies(result: RowLogps, settings: PassSettings) -> HostCopies:
+    tensors = [result.sums, result.num_tokens]
+    return HostCopies.begin([*tensors, result.token_logps.float()] if settings.per_token else tensors)
+
+
+def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -> SequenceLogps:
+    keys = [work.keys(int(member)) for member in members]
+    sums, num_tokens, *token_logps = results.read()
+    wrong = np.flatnonzero(~np.isfinite(sums))
+    if len(wrong):
+        group = int(np.repeat(members, [len(of_group) for of_group in keys])[wrong[0]])
+        raise ModelError(
+            f"the reference model gives row {work.row_number(group)} of its source a log-prob of "
+            f"{sums[wrong[0]]}; check its weights, or give it more range with model.dtype: float32"
+        )
+    tokens = TokenLogps.of_lengths(token_logps[0], num_tokens) if token_logps else None
+    return SequenceLogps(keys=np.concatenate(keys), sums=sums, num_tokens=num_tokens, tokens=tokens)
+
+
+def _write(cache: ReferenceCache, finished: Sequence[SequenceLogps], settings: PassSettings) -> None:
+    logps = SequenceLogps.join(finished)
+    cache.append(logps.keys, logps.sums, logps.num_tokens, logps.tokens, metadata=settings.metadata)
+
+
+def _row(groups: Sequence[Group], is_packed: bool, settings: PassSettings) -> Row:
+    if is_packed:
+        return packed_row(layout_row(groups, share_prompt=settings.share_prompt), settings.device)
+    return padded_row(groups, pad_token_id=settings.pad_token_id, device=settings.device)

@@ -1,0 +1,195 @@
+"""Fills the reference cache with one loaded model: finds the token budget of rows and runs the pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.flops import ModelShape
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.compute import Amount, PassSettings, compute_missing, plan_pass, probe_row
+from dpo_pack.reference.work import ReferenceWork
+from dpo_pack.system.console import format_count, format_seconds
+from dpo_pack.system.files import read_json, write_json_atomically
+from dpo_pack.system.ranks import largest_over_ranks
+
+# On CPU longer rows are not faster. Their activations are too large for the allocator to keep, so every
+# operation maps new memory: in a row of 32,768 tokens, a token takes 1.25 times as long as in one of 4,096.
+CPU_TOKEN_BUDGET = 4096
+# The search stops here even if more fits, because longer rows are not faster. FlashAttention takes at most
+# 65,535 segments (a dimension of CUDA's grid). A row of this length has more segments only if its pairs have
+# fewer than 16 tokens on average.
+LARGEST_TOKEN_BUDGET = 2**19
+# On an accelerator the search begins with rows that are longer than in training by this factor, because
+# without gradients a layer's activations are freed after the layer.
+START_FACTOR = 4
+
+# After so many seconds, the time of the first rows gives an estimate for all other rows.
+ESTIMATE_AFTER_SECONDS = 3.0
+_LINE_EVERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetSearch:
+    """The file that keeps the largest budget that fits, and a test if the model is exact with a budget."""
+
+    memo_path: Path
+    key: str  # names model, device and the kind of rows
+    is_exact: Callable[[int], bool]
+
+
+def fill_cache(
+    cache: ReferenceCache,
+    work: ReferenceWork,
+    scorer: CompletionLogps,
+    shape: ModelShape,
+    settings: PassSettings,
+    *,
+    search: BudgetSearch | None,
+    console: Console,
+) -> None:
+    """Computes this rank's part of the missing sequences.
+
+    With `search`, rows get the largest budget that fits in memory; `settings.token_budget` is tried first.
+    Without `search`, rows get `settings.token_budget`. Raises CacheError, ModelError.
+    """
+    if search is not None:
+        found = _found_budget(work, scorer, shape, settings, search)
+        # All ranks use the same plan, so the smallest budget decides.
+        smallest = -largest_over_ranks(torch.tensor([-found], device=settings.device))
+        settings = replace(settings, token_budget=int(smallest))
+        console.print(f"  rows of up to {settings.token_budget:,} tokens")
+    plan = plan_pass(work, scorer, shape, settings)
+    with pass_progress(console, plan.total) as progress:
+        fitted = compute_missing(cache, plan, scorer, settings, progress=progress)
+    if fitted < settings.token_budget:
+        console.print(
+            f"  memory ran out; rows of up to {fitted:,} tokens fitted, so reference.token_budget={fitted} "
+            "is what this machine takes"
+        )
+        if search is not None:
+            remember_budget(search.memo_path, search.key, fitted)
+
+
+def _found_budget(
+    work: ReferenceWork,
+    scorer: CompletionLogps,
+    shape: ModelShape,
+    settings: PassSettings,
+    search: BudgetSearch,
+) -> int:
+    known = remembered_budget(search.memo_path, search.key)
+    if known is not None:
+        return known
+    # No row can be longer than a row with all missing sequences.
+    whole = plan_pass(work, scorer, shape, replace(settings, rank=0, num_ranks=1))
+    everything = int(whole.row_tokens[work.missing.any(axis=1)].sum())
+    most = min(everything, LARGEST_TOKEN_BUDGET)
+
+    def fits(token_budget: int) -> bool:
+        return search.is_exact(token_budget) and probe_row(whole, scorer, settings, token_budget)
+
+    found = largest_token_budget(fits, start=settings.token_budget, most=most)
+    if found < everything:  # else memory has set no limit, and another pass may need longer rows
+        remember_budget(search.memo_path, search.key, found)
+    return found
+
+
+def largest_token_budget(fits: Callable[[int], bool], *, start: int, most: int) -> int:
+    """Returns the largest budget that fits in memory, out of `most` and start x 2^k tokens below `most`.
+
+    The search doubles `start` while it fits, or halves it until it fits. If not even one token fits, it is 1.
+    """
+    budget = min(start, most)
+    if fits(budget):
+        while budget < most and fits(min(2 * budget, most)):
+            budget = min(2 * budget, most)
+        return budget
+    while budget > 1:
+        budget //= 2
+        if fits(budget):
+            break
+    return budget
+
+
+def remembered_budget(memo_path: Path, key: str) -> int | None:
+    """Returns the budget that an earlier search found for this key, or None if the file has no valid one."""
+    budget = (read_json(memo_path) or {}).get(key)
+    return budget if isinstance(budget, int) and budget >= 1 else None
+
+
+def remember_budget(memo_path: Path, key: str, budget: int) -> None:
+    """Writes the budget of this key into the file. Raises CacheError if the disk refuses."""
+    # Read the file again, because other processes add to it. A lost entry costs one measurement.
+    write_json_atomically(memo_path, {**(read_json(memo_path) or {}), key: budget})
+
+
+class PassMeter:
+    """Adds up finished rows and estimates the remaining time by FLOPs, because the first rows are longest."""
+
+    def __init__(self, total: Amount, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = total
+        self.clock = clock
+        self.begun = clock()
+        self.num_pairs = 0
+        self.num_tokens = 0
+        self.flops = 0.0
+
+    def add(self, row: Amount) -> None:
+        self.num_pairs += row.num_pairs
+        self.num_tokens += row.num_tokens
+        self.flops += row.flops
+
+    @property
+    def seconds(self) -> float:
+        return self.clock() - self.begun
+
+    @property
+    def seconds_left(self) -> float:
+        return self.seconds * (self.total.flops - self.flops) / max(self.flops, 1e-9)
+
+    def sentence(self) -> str:
+        seconds = max(self.seconds, 1e-9)
+        return (
+            f"{self.num_pairs:,} of {self.total.num_pairs:,} pairs, {format_count(self.num_tokens)} of "
+            f"{format_count(self.total.num_tokens)} tokens, {self.num_pairs / seconds:,.1f} pairs/s, "
+            f"{format_count(int(self.num_tokens / seconds))} tokens/s, "
+            f"{format_seconds(self.seconds_left)} left"
+        )
+
+
+@contextmanager
+def pass_progress(
+    console: Console, total: Amount, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[Amount], None]]:
+    """Yields a function that must be called with each finished row.
+
+    After the first rows a line estimates the remaining time. A terminal shows a bar; an output that is no
+    terminal gets a line every ten seconds.
+    """
+    meter, has_estimated, shown = PassMeter(total, clock), False, 0.0
+    columns = (TextColumn("Reference pass"), BarColumn(), TextColumn("{task.fields[sentence]}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total.flops, sentence="")
+
+        def finish_row(row: Amount) -> None:
+            nonlocal has_estimated, shown
+            meter.add(row)
+            is_done = meter.flops >= total.flops
+            if not has_estimated and not is_done and meter.seconds > ESTIMATE_AFTER_SECONDS:
+                has_estimated = True
+                console.print(f"  the rest will take about {format_seconds(meter.seconds_left)}")
+            bar.update(task, completed=meter.flops, sentence=meter.sentence())
+            if not console.is_terminal and not is_done and meter.seconds - shown >= _LINE_EVERY_SECONDS:
+                console.print(f"Reference pass: {meter.sentence()}")
+                shown = meter.seconds
+
+        yield finish_row

@@ -1,0 +1,219 @@
+"""One part of the reference cache: a Parquet file named by the sha256 of its bytes.
+
+    part-<sha256>.parquet    key          16 bytes, `data/keys.py`'s sequence_key
+                             logps_sum    float64, nats
+                             num_tokens   int32, tokens of the completion
+                             token_logps  list of float32, one for each token; only if a loss needed them
+
+A part is written under a temporary name, synced and renamed, so it is whole or absent. If a byte changes
+later, the part no longer matches its name.
+
+Legend: n sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dpo_pack.reference.key_index import IntArray, Keys
+from dpo_pack.system.errors import CacheError
+from dpo_pack.system.files import written_aside
+
+Floats = npt.NDArray[np.float64]
+
+KEY, SUM, NUM_TOKENS, TOKENS = "key", "logps_sum", "num_tokens", "token_logps"
+# The check of a part's bytes needs the whole part in memory.
+MAX_PART_SEQUENCES = 200_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLogps:
+    """The log-probs of all completion tokens of n sequences, one sequence after another."""
+
+    values: npt.NDArray[np.float32]  # [all tokens], nats
+    offsets: IntArray  # [n + 1] the beginning of each sequence, then the end of the last one
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> IntArray:
+        """The number of tokens of each sequence, [n]."""
+        return np.diff(self.offsets)
+
+    def of(self, sequence: int) -> npt.NDArray[np.float32]:
+        """Returns a view of the [L] values of one sequence."""
+        return self.values[self.offsets[sequence] : self.offsets[sequence + 1]]
+
+    def take(self, sequences: IntArray) -> TokenLogps:
+        """Returns the sequences at these positions, in this order; a position may repeat."""
+        lengths = self.lengths[sequences]
+        offsets = _ends(lengths)
+        from_here = np.repeat(self.offsets[sequences] - offsets[:-1], lengths)
+        return TokenLogps(values=self.values[from_here + np.arange(offsets[-1])], offsets=offsets)
+
+    @staticmethod
+    def join(parts: Sequence[TokenLogps]) -> TokenLogps:
+        """Joins all sequences of the parts, one part after another."""
+        lengths = [np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)]
+        values = [np.zeros(0, dtype=np.float32), *(part.values for part in parts)]
+        return TokenLogps(values=np.concatenate(values), offsets=_ends(np.concatenate(lengths)))
+
+    @staticmethod
+    def of_lengths(values: npt.NDArray[np.float32], lengths: npt.NDArray[np.integer]) -> TokenLogps:
+        return TokenLogps(values=values.astype(np.float32, copy=False), offsets=_ends(lengths))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SequenceLogps:
+    """The log-probs of n sequences under one model."""
+
+    keys: Keys  # [n, 16]
+    sums: Floats  # [n], nats
+    num_tokens: npt.NDArray[np.integer]  # [n] tokens of each completion
+    tokens: TokenLogps | None = None  # per-token values, only if a loss needs them
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def take(self, sequences: IntArray) -> SequenceLogps:
+        """Returns the sequences at these positions."""
+        return SequenceLogps(
+            keys=self.keys[sequences],
+            sums=self.sums[sequences],
+            num_tokens=self.num_tokens[sequences],
+            tokens=None if self.tokens is None else self.tokens.take(sequences),
+        )
+
+    @staticmethod
+    def join(parts: Sequence[SequenceLogps]) -> SequenceLogps:
+        """Joins the sequences of one or more parts. Either all parts have per-token values, or none has."""
+        tokens = [part.tokens for part in parts if part.tokens is not None]
+        assert len(tokens) in (0, len(parts))
+        return SequenceLogps(
+            keys=np.concatenate([part.keys for part in parts]),
+            sums=np.concatenate([part.sums for part in parts]),
+            num_tokens=np.concatenate([part.num_tokens for part in parts]),
+            tokens=TokenLogps.join(tokens) if tokens else None,
+        )
+
+
+class DamagedPart(CacheError):
+    """The bytes of a part have changed since it was written."""
+
+
+def write_part(directory: Path, logps: SequenceLogps, metadata: Mapping[str, str]) -> Path:
+    """Adds a part to a namespace's directory. `metadata` records where the values come from.
+
+    Raises CacheError if the disk refuses the file.
+    """
+    columns = {
+        KEY: key_column(logps.keys),
+        SUM: number_column(logps.sums.astype(np.float64, copy=False)),
+        NUM_TOKENS: number_column(logps.num_tokens.astype(np.int32)),
+    }
+    if logps.tokens is not None:
+        columns[TOKENS] = token_column(logps.tokens)
+    table = pa.table(columns).replace_schema_metadata({f"dpo_pack.{k}": v for k, v in metadata.items()})
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer, use_dictionary=False)
+    content = buffer.getvalue().to_pybytes()
+    path = directory / f"part-{hashlib.sha256(content).hexdigest()}.parquet"
+    with written_aside(path) as temporary:
+        temporary.write_bytes(content)
+    return path
+
+
+def part_paths(directory: Path) -> list[Path]:
+    """Returns the parts of a namespace's directory, in the order of their names."""
+    return sorted(directory.glob("part-*.parquet"))
+
+
+def read_part(part: Path, columns: Sequence[str]) -> pa.Table | None:
+    """Reads those of `columns` that the part has. Returns None if another job has just renamed the part.
+
+    Raises DamagedPart if the part's bytes do not match its name, CacheError if the file cannot be read or is
+    no part of ours.
+    """
+    try:
+        content = part.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CacheError(
+            f"cannot read {part}: {error.strerror}; mend its permissions or set reference.cache_dir"
+        ) from error
+    if part.stem != f"part-{hashlib.sha256(content).hexdigest()}":
+        raise DamagedPart(f"{part} is damaged: its bytes have changed")
+    try:
+        file = pq.ParquetFile(pa.BufferReader(content))
+        known = [name for name in columns if name in file.schema_arrow.names]
+        # Arrow's threads may free `content` at any time. If they do so while Python ends, the process aborts.
+        return file.read(columns=known, use_threads=False)
+    except pa.ArrowException as error:
+        raise CacheError(f"{part} is no part of a reference cache; move it elsewhere") from error
+
+
+def key_column(keys: Keys) -> pa.Array:
+    data = np.ascontiguousarray(keys, dtype=np.uint8)
+    buffers = [None, pa.py_buffer(data.tobytes())]
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(data), buffers)
+
+
+def number_column(values: npt.NDArray[Any]) -> pa.Array:
+    """Turns [n] numbers into an Arrow array without nulls. `pa.array` would import pandas (half a second)."""
+    buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
+
+
+# Arrow and numpy have different names for these number types.
+_NUMPY_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
+
+
+def numbers_of(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
+    """Returns the [n] numbers of an Arrow column without nulls. `to_numpy` would import pandas, and so would
+    `to_pandas_dtype` in older releases."""
+    name = str(column.type)
+    dtype = np.dtype(_NUMPY_NAMES.get(name, name))
+    chunks = [column] if isinstance(column, pa.Array) else column.chunks
+    values = [np.zeros(0, dtype=dtype)]
+    for chunk in chunks:
+        assert chunk.null_count == 0
+        if len(chunk):
+            values.append(np.frombuffer(chunk.buffers()[1], dtype=dtype)[chunk.offset :][: len(chunk)])
+    return values[1] if len(values) == 2 else np.concatenate(values)
+
+
+def keys_of(table: pa.Table) -> Keys:
+    """Returns the [n, 16] keys in a table's column `key`."""
+    chunks = [np.zeros((0, 16), dtype=np.uint8)]
+    for chunk in table[KEY].chunks:
+        data = np.frombuffer(chunk.buffers()[1], dtype=np.uint8)
+        chunks.append(data[16 * chunk.offset : 16 * (chunk.offset + len(chunk))].reshape(-1, 16))
+    return np.concatenate(chunks)
+
+
+def token_column(tokens: TokenLogps) -> pa.Array:
+    # A large list, because a run's values may have more tokens than 32-bit offsets can count.
+    return pa.LargeListArray.from_arrays(number_column(tokens.offsets), number_column(tokens.values))
+
+
+def tokens_of(table: pa.Table) -> TokenLogps:
+    """Returns the values of a table's column `token_logps`, which must have no nulls."""
+    parts = []
+    for chunk in table[TOKENS].chunks:
+        parts.append(TokenLogps.of_lengths(numbers_of(chunk.flatten()), numbers_of(chunk.value_lengths())))
+    return TokenLogps.join(parts)
+
+
+def _ends(lengths: npt.NDArray[np.integer]) -> IntArray:
+    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))

@@ -1,0 +1,197 @@
+"""Plans the work of the reference pass: its sequences, their rows, and the process of each row.
+
+A plan depends only on lengths, on the keys in the cache and on settings. Rows are planned over *all*
+sequences of the tables, as if the cache were empty. The pass then computes only the missing sequences of each
+row. The cache keeps finished rows whole. So a pass that is started again after a kill computes the same rows,
+even with another number of processes.
+
+Legend: G groups; a group is a pair or one side of a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dpo_pack.data.store import PairTable
+from dpo_pack.model.layout import Group
+from dpo_pack.packing.balance import split_over_ranks
+from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows
+from dpo_pack.packing.flops import ModelShape, causal_area, sequence_flops
+from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.key_index import KeyIndex, Keys
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupLengths:
+    """The token counts of every group's pair: its prompt, both completions and their common prefix."""
+
+    prompt: AnyIntArray  # [G]
+    completions: IntArray  # [G, (chosen, rejected)]
+    shared: AnyIntArray  # [G] common prefix of the pair's two sequences, at least the prompt
+
+    def row_tokens(self, sides: Bools, *, share_prompt: bool) -> IntArray:
+        """Returns [G]: the tokens, in a packed row, of each group's sides that are True in `sides` [G, 2]."""
+        tokens: IntArray = ((self.prompt[:, None] + self.completions) * sides).sum(axis=1)
+        if share_prompt:
+            tokens -= self.shared * sides.all(axis=1)
+        return tokens
+
+    def padded_tokens(self, sides: Bools) -> IntArray:
+        """Returns [G]: tokens of two sequences that are padded to the longest True side in `sides` [G, 2]."""
+        longest: IntArray = ((self.prompt[:, None] + self.completions) * sides).max(axis=1)
+        return 2 * longest
+
+    def flops(self, sides: Bools, *, share_prompt: bool, shape: ModelShape) -> FloatArray:
+        """Returns [G]: estimated FLOPs of a forward pass over the sides that are True in `sides` [G, 2]."""
+        ends = self.prompt[:, None] + self.completions
+        is_shared = sides.all(axis=1) & share_prompt
+        areas = []
+        for kind in shape.attention:
+            area: FloatArray = (causal_area(ends, kind.window) * sides).sum(axis=1)
+            areas.append(area - causal_area(self.shared, kind.window) * is_shared)
+        tokens = self.row_tokens(sides, share_prompt=share_prompt).astype(np.float64)
+        scored = (self.completions * sides).sum(axis=1).astype(np.float64)
+        repeated = (self.shared - self.prompt + 1) * is_shared
+        return sequence_flops(
+            shape,
+            tokens=tokens,
+            scored_tokens=scored,
+            areas=areas,
+            unread_positions=tokens - scored + repeated,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReferenceWork:
+    """The groups that rows consist of, with each sequence of the tables once, and the missing sequences.
+
+    Of equal sequences only the first one is in a group. Both sequences of a pair are in one group, so the
+    pass computes their prompt once.
+    """
+
+    tables: tuple[PairTable, ...]
+    table_indices: npt.NDArray[np.int64]  # [G]
+    pair_indices: npt.NDArray[np.int64]  # [G]
+    sides: Bools  # [G, (chosen, rejected)] True if this is the first of equal sequences
+    missing: Bools  # [G, 2] True if `sides` is True and the cache lacks the sequence
+    lengths: GroupLengths
+
+    @property
+    def num_unique(self) -> int:
+        return int(self.sides.sum())
+
+    @property
+    def num_missing(self) -> int:
+        return int(self.missing.sum())
+
+    @property
+    def num_cached(self) -> int:
+        return self.num_unique - self.num_missing
+
+    @property
+    def all_keys(self) -> Keys:
+        """The keys of each group's pair, [G, (chosen, rejected), 16]."""
+        tables = enumerate(self.tables)
+        pairs = [(table, self.pair_indices[self.table_indices == number]) for number, table in tables]
+        both = [np.stack((table.chosen_keys[of], table.rejected_keys[of]), axis=1) for table, of in pairs]
+        return np.concatenate(both)
+
+    def group(self, number: int) -> Group:
+        """Returns a group with its missing sequences only."""
+        table, pair = self._pair(number)
+        both = zip(self.missing[number], (table.chosen(pair), table.rejected(pair)), strict=True)
+        completions = tuple(completion for is_missing, completion in both if is_missing)
+        return Group(context=table.prompt(pair), completions=completions)
+
+    def keys(self, number: int) -> Keys:
+        """Returns [1 or 2, 16] keys of a group's missing sequences; the chosen one is first."""
+        table, pair = self._pair(number)
+        both = np.stack((table.chosen_keys[pair], table.rejected_keys[pair]))
+        needed: Keys = both[self.missing[number]]
+        return needed
+
+    def row_number(self, number: int) -> int:
+        """Returns the row number of a group's pair in its source, counted from 1."""
+        table, pair = self._pair(number)
+        return int(table.row_numbers[pair])
+
+    def _pair(self, number: int) -> tuple[PairTable, int]:
+        return self.tables[self.table_indices[number]], int(self.pair_indices[number])
+
+
+def find_work(
+    cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
+) -> ReferenceWork:
+    """Finds the sequences of the tables that the cache lacks. With `per_token`, a sum alone is not enough."""
+    keys = np.concatenate([np.stack((t.chosen_keys, t.rejected_keys), axis=1) for t in tables])
+    first = KeyIndex.of(keys.reshape(-1, 16)).first
+    is_first, is_missing = np.zeros((2, 2 * len(keys)), dtype=np.bool_)
+    is_first[first] = True
+    is_missing[first] = ~cache.contains(keys.reshape(-1, 16)[first], per_token=per_token)
+    sides, missing = is_first.reshape(-1, 2), is_missing.reshape(-1, 2)
+    pairs = np.flatnonzero(sides.any(axis=1))
+    sizes = [table.num_pairs for table in tables]
+
+    return ReferenceWork(
+        tables=tuple(tables),
+        table_indices=np.repeat(np.arange(len(tables)), sizes)[pairs],
+        pair_indices=np.concatenate([np.arange(size) for size in sizes])[pairs],
+        sides=sides[pairs],
+        missing=missing[pairs],
+        lengths=GroupLengths(
+            prompt=np.concatenate([table.prompt_lengths for table in tables])[pairs].astype(np.int64),
+            completions=np.concatenate(
+                [np.stack((t.chosen_lengths, t.rejected_lengths), axis=1) for t in tables]
+            )[pairs].astype(np.int64),
+            shared=np.concatenate([table.shared_lengths for table in tables])[pairs].astype(np.int64),
+        ),
+    )
+
+
+def plan_rows(
+    lengths: GroupLengths,
+    sides: Bools,
+    missing: Bools,
+    *,
+    token_budget: int,
+    is_packed: bool,
+    share_prompt: bool,
+    shape: ModelShape,
+    rank: int = 0,
+    num_ranks: int = 1,
+    in_lockstep: bool = False,
+) -> tuple[list[IntArray], list[IntArray]]:
+    """Returns (rows of this rank, idle rows) as arrays of groups. The costliest row is first, so that a lack
+    of memory shows at once.
+
+    The function first packs *all* sequences (`sides`) into rows, then removes groups without a missing
+    sequence. So a row depends neither on which other rows are finished nor on the ranks. Rows are divided
+    over ranks by estimated FLOPs. Ranks that compute `in_lockstep` need the same number of rows. A rank with
+    one row less gets the cheapest row of all ranks as an idle row; nobody uses the results of an idle row.
+    """
+    if is_packed:
+        whole = lengths.row_tokens(sides, share_prompt=share_prompt)
+        planned = pack_sequences_longest_first(whole, token_budget)
+    else:
+        planned = padded_rows(lengths.padded_tokens(sides), token_budget)
+    flops = lengths.flops(missing, share_prompt=share_prompt and is_packed, shape=shape)
+    is_open = np.asarray(missing.any(axis=1))
+    rows = [row[is_open[row]] for row in planned]
+    rows = [row for row in rows if len(row)]
+    costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
+    mine = split_over_ranks(costs, num_ranks, equal_counts=in_lockstep)[rank]
+    num_idle = -(-len(rows) // num_ranks) - len(mine) if in_lockstep else 0
+    idle = [rows[int(costs.argmin())]] * num_idle if num_idle else []
+    return [rows[number] for number in mine[np.argsort(-costs[mine], kind="stable")]], idle
+
+
+def split_row(row: IntArray, tokens: AnyIntArray, token_budget: int) -> list[IntArray]:
+    """Splits a row, in order, into rows of at most `token_budget` tokens. `tokens` [G] is of all groups."""
+    return [row[positions] for positions in next_fit(np.asarray(tokens[row], dtype=np.int64), token_budget)]

@@ -1,0 +1,1 @@
+"""Reports for people: tables in the terminal and pages in the browser."""

@@ -1,0 +1,111 @@
+"""Shows evaluations as tables in the terminal, or returns them for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from dpo_pack.reports.tables import Cells, terminal_table
+from dpo_pack.run.evaluation import Comparison
+from dpo_pack.training.held_out import HeldOutResult
+
+_METRICS = {
+    "rewards/accuracies": "reward accuracy",
+    "rewards/margins": "reward margin",
+    "loss": "loss",
+    "kl/chosen": "log-ratio of chosen",
+    "kl/rejected": "log-ratio of rejected",
+}
+# Short names of LENGTH_BUCKETS, for 80 columns.
+_RATIOS = {
+    "chosen_under_half": "below 1/2",
+    "chosen_shorter": "to 1/1.1",
+    "similar_length": "to 1.1",
+    "chosen_longer": "to 2",
+    "chosen_over_twice": "2 and up",
+}
+_BREAKDOWNS = {"by_source": "by source", "by_length": "by chosen tokens / rejected tokens"}
+_INTERVALS = "Intervals: 95 %, bootstrap over pairs"
+
+
+def render_results(results: Mapping[str, HeldOutResult], console: Console) -> None:
+    """Prints means and intervals of each held-out set, also by source and by length ratio."""
+    for name, result in results.items():
+        record = result.record
+        rows = [
+            (words, *_estimate(record, metric, sign=""))
+            for metric, words in _METRICS.items()
+            if metric in record
+        ]
+        title = f"{name}: {record['pairs']:,} pairs"
+        console.print(terminal_table(title, Cells(("", "mean", "interval"), rows), no_wrap=True))
+        _print_parts(record, console, sign="")
+        if "length/prefers_longer" in record:
+            console.print(
+                f"Rewards prefer the longer completion in {record['length/prefers_longer']:.1%} of pairs, "
+                f"the data does in {record['length/chosen_longer']:.1%}"
+            )
+    console.print(_INTERVALS)
+
+
+def render_comparisons(
+    comparisons: Mapping[str, Comparison], models: tuple[str, str], console: Console
+) -> None:
+    """Prints the metrics of both models and their paired difference: the second minus the first."""
+    for name, comparison in comparisons.items():
+        one, other, difference = comparison.first.record, comparison.second.record, comparison.difference
+        rows = [
+            (words, f"{one[metric]:.3f}", f"{other[metric]:.3f}", *_estimate(difference, metric, sign="+"))
+            for metric, words in _METRICS.items()
+            if metric in one
+        ]
+        title = f"{name}: {one['pairs']:,} pairs"
+        console.print(terminal_table(title, Cells(("", "A", "B", "B - A", "interval"), rows), no_wrap=True))
+        _print_parts(difference, console, sign="+")
+    console.print(f"A: {models[0]}\nB: {models[1]}")
+    console.print(f"{_INTERVALS}; those of B - A over each pair's own difference")
+
+
+def _print_parts(record: Mapping[str, Any], console: Console, *, sign: str) -> None:
+    """Prints accuracy and margin for each source and each length ratio."""
+    for breakdown, words in _BREAKDOWNS.items():
+        parts = record.get(breakdown, {})
+        if not parts:
+            continue
+        rows = [
+            (
+                _RATIOS[part] if breakdown == "by_length" else part,
+                f"{summary['pairs']:,}",
+                *_estimate(summary, "rewards/accuracies", sign=sign),
+                *_estimate(summary, "rewards/margins", sign=sign),
+            )
+            for part, summary in parts.items()
+        ]
+        columns = ("", "pairs", "accuracy", "interval", "margin", "interval")
+        title = f"B - A, {words}" if sign else words
+        console.print(terminal_table(title, Cells(columns, rows), no_wrap=True))
+
+
+def _estimate(summary: Mapping[str, Any], metric: str, *, sign: str) -> tuple[str, str]:
+    """Returns mean and interval as texts. With `sign` "+", positive numbers have a sign too."""
+    low, high = summary["intervals"][metric]
+    return f"{summary[metric]:{sign}.3f}", f"{low:{sign}.3f} to {high:{sign}.3f}"
+
+
+def results_json(results: Mapping[str, HeldOutResult]) -> dict[str, Any]:
+    """Returns the record of each held-out set, by its name."""
+    return {name: result.record for name, result in results.items()}
+
+
+def comparisons_json(comparisons: Mapping[str, Comparison], models: tuple[str, str]) -> dict[str, Any]:
+    """Returns for each held-out set, by name, the metrics of `a`, of `b` and the `difference` b - a."""
+    return {
+        name: {
+            "a": {"model": models[0], **comparison.first.record},
+            "b": {"model": models[1], **comparison.second.record},
+            "difference": comparison.difference,
+        }
+        for name, comparison in comparisons.items()
+    }

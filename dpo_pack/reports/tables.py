@@ -1,0 +1,32 @@
+"""Tables of reports: their cells are text, for the terminal or for an HTML page."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+
+class Cells(NamedTuple):
+    """A table of text cells. The first column is aligned to the left, the other columns to the right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    picked: int | None = None  # index of the highlighted row
+
+
+def cells_of(values: Sequence[object], columns: Mapping[str, str], *, picked: int | None = None) -> Cells:
+    """Returns one row for each value. `columns` maps a title to a cell format, such as "{.num_rows:,}"."""
+    rows = [[form.format(value) for form in columns.values()] for value in values]
+    return Cells(list(columns), rows, picked)
+
+
+def terminal_table(title: str, cells: Cells, *, no_wrap: bool = False) -> Table:
+    """Returns a rich table. With `no_wrap`, only the first column may wrap in a narrow terminal."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.min_width = len(title)  # rich would wrap a title that is wider than the table
+    for number, column in enumerate(cells.columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=no_wrap and number > 0)
+    for number, row in enumerate(cells.rows):
+        table.add_row(*row, style="bold" if number == cells.picked else None)
+    return table

@@ -1,0 +1,1 @@
+"""One run, from recipe to files: the code that prepares, saves, resumes and exports it."""

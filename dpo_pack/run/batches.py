@@ -1,0 +1,160 @@
+"""Turns the pairs of a recipe into rows, global batches and the packing report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from dpo_pack.data.merging import prompt_merging
+from dpo_pack.data.splits import DataSplits
+from dpo_pack.data.store import PairTable, pair_lengths
+from dpo_pack.model.scorer import resolve_precision
+from dpo_pack.packing.bin_packing import PADDED
+from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
+from dpo_pack.packing.lengths import PairSizes
+from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.packing.report import PackingReport, inspect_packing
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.run.models import resolve_policy
+from dpo_pack.run.prepare import Prepared, prepare_data, prepare_tokenizer
+from dpo_pack.system import ranks
+from dpo_pack.training.batches import RowBuilder
+from dpo_pack.training.offline import OfflineSource
+from dpo_pack.training.references import Reference
+
+# The numbers of ranks and the token budgets that a packing report compares by default.
+INSPECTED_RANKS = (1, 8, 64)
+INSPECTED_BUDGETS = (4096, 8192, 16384)
+# The counts of shortened pairs in the summary of a source.
+TRUNCATION_COUNTS = ("prompt_truncated", "completions_truncated", "eos_lost")
+CPU = torch.device("cpu")
+
+
+def row_builder(prepared: Prepared, table: PairTable, reference: Reference | None = None) -> RowBuilder:
+    """Returns a builder of rows from the table's pairs, with the reference log-probs known so far."""
+    return RowBuilder(
+        table=table,
+        reference=None if reference is None else reference.known(table),
+        is_packed=prepared.is_packed,
+        share_prompt=prepared.recipe.shares_prompts,
+        pad_token_id=prepared.pad_token_id,
+        device=prepared.device,
+    )
+
+
+def offline_source(
+    recipe: Recipe,
+    data: DataSplits,
+    shape: ModelShape,
+    *,
+    pad_token_id: int = 0,
+    device: torch.device = CPU,
+    equal_rows: bool = False,
+) -> OfflineSource:
+    """Returns the source of global batches, with the first epoch planned and no reference log-probs yet.
+
+    `shape` is the policy's. With `equal_rows` all ranks compute the same number of rows.
+    """
+    table, lengths = data.train, pair_lengths(data.train)
+    if recipe.packing.mode == "padded":
+        row_costs = lengths.padded_tokens().astype(np.float64)
+    else:
+        row_costs = pair_flops(shape, lengths, share_prompt=recipe.shares_prompts)
+    builder = RowBuilder(
+        table=table,
+        reference=None,
+        is_packed=recipe.packing.mode == "packed",
+        share_prompt=recipe.shares_prompts,
+        pad_token_id=pad_token_id,
+        device=device,
+        merging=prompt_merging(table, shape) if recipe.packing.merge_prompts else None,
+    )
+    return OfflineSource(
+        builder,
+        settings=plan_settings(recipe),
+        row_costs=row_costs,
+        source_weights=data.source_weights,
+        epochs=recipe.train.epochs,
+        max_steps=recipe.train.max_steps,
+        shuffle=recipe.data.shuffle,
+        seed=recipe.seed,
+        rank=ranks.rank(),
+        num_ranks=ranks.num_ranks(),
+        equal_rows=equal_rows,
+    )
+
+
+def plan_settings(recipe: Recipe) -> PlanSettings:
+    """Returns the recipe's settings for dividing an epoch into steps and rows."""
+    packing = recipe.packing
+    return PlanSettings(
+        token_budget=packing.token_budget,
+        pairs_per_step=packing.pairs_per_step,
+        rows_per_step=packing.rows_per_step if packing.scope == "epoch" else None,
+        window_pairs=packing.window_pairs,
+        algorithm=packing.algorithm if packing.mode == "packed" else PADDED,
+    )
+
+
+def inspect_recipe(
+    recipe: Recipe, console: Console, *, num_ranks: Sequence[int], budgets: Sequence[int]
+) -> PackingReport:
+    """Reads the data and reports how it packs. Needs the model's config and tokenizer, but no weights."""
+    data = prepare_data(recipe, prepare_tokenizer(recipe), console)
+    policy = resolve_policy(recipe, resolve_precision(recipe.model.dtype, recipe.model.autocast, CPU))
+    source = offline_source(recipe, data, policy.shape)
+    return packing_report(recipe, data, policy.shape, source, num_ranks=num_ranks, budgets=budgets)
+
+
+def packing_report(
+    recipe: Recipe,
+    data: DataSplits,
+    shape: ModelShape,
+    source: OfflineSource,
+    *,
+    num_ranks: Sequence[int] = INSPECTED_RANKS,
+    budgets: Sequence[int] = INSPECTED_BUDGETS,
+) -> PackingReport:
+    """Reports how the first epoch of `source` packs on each of `num_ranks`, and compares other `budgets`."""
+    table, sources = data.train, data.report["train"]["sources"]
+    names = [entry["name"] for entry in sources]
+    removed, truncated = Counter[str](), Counter[str]()
+    for entry in sources:
+        removed.update({reason: dropped["rows"] for reason, dropped in entry["dropped"].items()})
+        truncated.update({what: entry[what] for what in TRUNCATION_COUNTS if entry.get(what)})
+    return inspect_packing(
+        pair_lengths(table),
+        shape,
+        plan_settings(recipe),
+        order=source.order(0),
+        planned=source.first_plan,
+        share_prompt=recipe.shares_prompts,
+        merging=source.builder.merging,
+        ranks=num_ranks,
+        budgets=budgets,
+        model=recipe.model.path,
+        removed_pairs=removed,
+        truncated=truncated,
+        describe_pair=lambda pair: f"{names[table.source_indices[pair]]} row {table.row_numbers[pair]}",
+    )
+
+
+def trained_pair_sizes(prepared: Prepared, source: OfflineSource, *, trains_adapter: bool) -> PairSizes:
+    """Returns the tokens and the training FLOPs of each pair, without padding."""
+    table, shape = prepared.data.train, prepared.policy_facts.shape
+    passes = ADAPTER_PASSES if trains_adapter else TRAINING_PASSES
+    share_prompt = prepared.is_packed and prepared.recipe.shares_prompts
+    flops = pair_flops(shape, pair_lengths(table), share_prompt=share_prompt, passes=passes)
+    merging = source.builder.merging
+    if merging is not None and trains_adapter:  # `merging` has the FLOPs of full training
+        merging = prompt_merging(table, shape, passes=passes)
+    return PairSizes(tokens=source.real_tokens, costs=flops, merging=merging)
+
+
+def unknown_pair_sizes(num_prompts: int) -> PairSizes:
+    """Returns sizes of 0 for an online run, because its pairs do not exist yet."""
+    return PairSizes(tokens=np.zeros(num_prompts, dtype=np.int64), costs=np.zeros(num_prompts), merging=None)

@@ -1,0 +1,1 @@
+"""Checkpoints: their content, and the code that writes, keeps and reads them."""

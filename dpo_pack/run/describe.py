@@ -1,0 +1,63 @@
+"""Prints a description of a run before its first step."""
+
+from __future__ import annotations
+
+import torch
+
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.packing.plan import PackingPlan
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.run.prepare import Prepared
+from dpo_pack.system.console import format_count
+from dpo_pack.system.machine import bfloat16_instructions
+
+
+def describe_run(
+    prepared: Prepared, policy: LoadedModel, plan: PackingPlan | None, *, num_steps: int
+) -> None:
+    """Prints the policy, the steps, and notes on settings whose effect the user may not expect.
+
+    `plan` is the plan of the first epoch; None if the run is online.
+    """
+    recipe, console = prepared.recipe, prepared.console
+    parameters = list(policy.scorer.parameters())
+    size = f"{format_count(sum(p.numel() for p in parameters))} parameters"
+    if policy.adapter is not None:
+        num_trained = sum(p.numel() for p in parameters if p.requires_grad)
+        size += f", of which the adapter's {format_count(num_trained)} are trained"
+    precision = str(prepared.precision.parameters).removeprefix("torch.")
+    if prepared.precision.autocast is not None:
+        precision += f" with {str(prepared.precision.autocast).removeprefix('torch.')} autocast"
+    if prepared.precision.gathered is not None:
+        precision += f" gathered in {str(prepared.precision.gathered).removeprefix('torch.')}"
+    attention = policy.attention
+    loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
+    console.print(
+        f"Policy: {recipe.model.path}, {size}, {precision} on "
+        f"{prepared.device}; attention: {attention.name} ({attention.reason})"
+    )
+    console.print(
+        f"Training: {num_steps:,} steps of {_step_size(recipe)}, "
+        f"{recipe.packing.mode} rows of up to {recipe.packing.token_budget:,} tokens; "
+        f"loss {loss}, beta {recipe.loss.beta:g}, lr {recipe.optim.lr:g} {recipe.optim.schedule}"
+    )
+    is_bfloat16 = prepared.precision.activations == torch.bfloat16
+    if is_bfloat16 and prepared.device.type == "cpu" and bfloat16_instructions() == ():
+        console.print(
+            "Note: this CPU has no instructions for bfloat16 and converts to float32 and back, which takes "
+            "longer than model.dtype: float32 with model.autocast: none"
+        )
+    if recipe.packing.share_prompt and not recipe.shares_prompts:
+        console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
+    oversize = () if plan is None else plan.oversize_pairs
+    if plan is not None and len(oversize):
+        longest = int(plan.row_tokens[oversize].max())
+        console.print(
+            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({recipe.packing.token_budget:,}) "
+            f"and get a row of their own, the longest of {longest:,} tokens; nothing is cut"
+        )
+
+
+def _step_size(recipe: Recipe) -> str:
+    packing = recipe.packing
+    return f"{packing.rows_per_step} rows" if packing.scope == "epoch" else f"{packing.pairs_per_step} pairs"

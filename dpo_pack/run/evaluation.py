@@ -1,0 +1,194 @@
+"""Evaluates models on a recipe's held-out sets: in a run, by `dpopack evaluate`, and two models compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dpo_pack.losses import Objective
+from dpo_pack.model.lora import is_adapter
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.online.win_rate import WinRate, win_rate_sentence
+from dpo_pack.recipe.load import Recipe, source_names
+from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.run.batches import row_builder
+from dpo_pack.run.checkpoint.state import TrainState
+from dpo_pack.run.models import check_model, resolve_model
+from dpo_pack.run.prepare import Prepared, check_data, load_proved, prepare, recipe_objective
+from dpo_pack.run.recording import Recorder
+from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.run.selection import Selection, judge
+from dpo_pack.system import ranks
+from dpo_pack.system.console import progress_bar
+from dpo_pack.system.errors import ModelError, RecipeError
+from dpo_pack.system.hub import HUB_ID
+from dpo_pack.system.interrupts import Interruption
+from dpo_pack.system.memory import release_memory
+from dpo_pack.training.held_out import HeldOutResult, compare_results, evaluate_pairs, held_out_result
+from dpo_pack.training.references import CachedReference, Reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The results of two models on one held-out set, and the paired difference: second minus first."""
+
+    first: HeldOutResult
+    second: HeldOutResult
+    difference: dict[str, Any]
+
+
+def evaluate_sets(
+    prepared: Prepared,
+    policy: CompletionLogps,
+    reference: Reference,
+    objective: Objective,
+    *,
+    between_rows: Callable[[], None] = lambda: None,
+) -> Iterator[HeldOutResult]:
+    """Yields `policy`'s result on each held-out set. Collective; ranks call `between_rows` equally often."""
+    recipe = prepared.recipe
+    # If data.eval is a fraction, its pairs come from all training sources. Any other set has one source.
+    sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
+    for held_out in prepared.data.eval:
+        builder = row_builder(prepared, held_out.pairs, reference)
+        described = f"Evaluating {held_out.name}"
+        with progress_bar(prepared.console, described, held_out.pairs.num_pairs, "pairs") as bar:
+            values = evaluate_pairs(
+                policy,
+                builder,
+                objective,
+                token_budget=prepared.reference_token_budget,
+                rank=ranks.rank(),
+                num_ranks=ranks.num_ranks(),
+                score=reference.score,
+                progress=bar,
+                between_rows=between_rows,
+            )
+        names = sources or (held_out.name,)
+        yield held_out_result(held_out.name, values, builder, objective, source_names=names, seed=recipe.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Evaluates the policy of a run on its held-out sets."""
+
+    prepared: Prepared
+    reference: Reference
+    objective: Objective
+    win_rate: WinRate | None  # None unless the run is online and has held-out prompts
+    selection: Selection | None  # None if nothing is held out
+    interruption: Interruption
+    every_steps: int | None
+
+    def evaluate(self, state: TrainState, recorder: Recorder) -> None:
+        """Computes the metrics of every held-out set; writes them to metrics.jsonl and `state`.
+
+        If the run is stopped during the evaluation, `state.owes_evaluation` stays true.
+        """
+        begun = time.monotonic()
+        evaluation: dict[str, dict[str, Any]] = {}
+        results = evaluate_sets(
+            self.prepared,
+            state.policy,
+            self.reference,
+            self.objective,
+            between_rows=self.interruption.poll,
+        )
+        for held_out in results:
+            evaluation[held_out.name] = result = held_out.record
+            low, high = result["intervals"]["rewards/accuracies"]
+            sentence = (
+                f"reward accuracy {result['rewards/accuracies']:.3f} ({low:.3f} to {high:.3f}), "
+                f"margin {result['rewards/margins']:.4f}, loss {result['loss']:.4f}"
+            )
+            recorder.write_evaluation(state.step, held_out.name, result, sentence)
+        for name, result in self._win_rates():
+            evaluation[name] = result
+            recorder.write_evaluation(state.step, name, result, win_rate_sentence(result))
+        state.evaluation, state.owes_evaluation = evaluation, False
+        if self.selection is not None and state.step > 0:
+            state.standing = judge(state.standing, self.selection, evaluation, step=state.step)
+        recorder.seconds.evaluation += time.monotonic() - begun
+
+    def _win_rates(self) -> list[tuple[str, dict[str, Any]]]:
+        """Returns name and win rate against the starting policy, for each set of held-out prompts."""
+        if self.win_rate is None:
+            return []
+        with self.interruption.lifted():  # a signal may end it at once: the run repeats it when it resumes
+            return list(self.win_rate.evaluate())
+
+    def ends_run(self, state: TrainState) -> bool:
+        """Returns whether early stopping ends the run now."""
+        return self.selection is not None and self.selection.stops(state.standing)
+
+    def stop_sentence(self, state: TrainState) -> str:
+        """Returns a sentence with the reason why early stopping ends the run."""
+        assert self.selection is not None
+        standing, selection = state.standing, self.selection
+        best = (
+            f"; best is {standing.best[0][1]:.4g} after step {standing.best[0][0]}" if standing.best else ""
+        )
+        return (
+            f"Stopped early after step {state.step}: {selection.metric} of {selection.eval_set} has not "
+            f"improved in {standing.num_since_improvement} evaluations{best}"
+        )
+
+
+def evaluate_models(
+    recipe: Recipe, models: Sequence[str | None], console: Console
+) -> list[dict[str, HeldOutResult]]:
+    """Returns for each model its results by the name of the held-out set. One model at a time is in memory.
+
+    A model is a directory or a hub id; None means the model in the recipe's `output_dir`. Raises RecipeError
+    if the recipe has no held-out set, ModelError if a model cannot be loaded.
+    """
+    if not recipe.data.eval:
+        raise RecipeError("data.eval: the recipe holds nothing out; name a source or a fraction")
+    paths = [_model_path(recipe, model) for model in models]
+    objective = recipe_objective(recipe)
+    prepared = prepare(recipe, console)
+    values = prepare_reference(prepared).values() if objective.needs_reference else None
+    reference = CachedReference(values=values)
+    results = []
+    for path in paths:
+        release_memory()
+        policy = load_trained(prepared, path).scorer
+        results.append({r.name: r for r in evaluate_sets(prepared, policy, reference, objective)})
+        del policy
+    return results
+
+
+def load_trained(prepared: Prepared, path: Path) -> LoadedModel:
+    """Loads an exported model with the recipe's settings and proves its rows exact. Raises ModelError."""
+    facts = resolve_model(prepared.recipe, prepared.precision, str(path), recipe_key="--model")
+    check_model(prepared.recipe, facts, prepared.device)
+    check_data(prepared, facts)
+    return load_proved(prepared, facts)
+
+
+def compare_models(recipe: Recipe, first: str, second: str, console: Console) -> dict[str, Comparison]:
+    """Compares two models on each held-out set, by its name. Raises the errors of `evaluate_models`."""
+    ours, theirs = evaluate_models(recipe, [first, second], console)
+    return {
+        name: Comparison(
+            first=ours[name],
+            second=theirs[name],
+            difference=compare_results(ours[name], theirs[name], seed=recipe.seed),
+        )
+        for name in ours
+    }
+
+
+def _model_path(recipe: Recipe, model: str | None) -> Path:
+    path = recipe.output_dir / "model" if model is None else Path(model)
+    is_hub_id = model is not None and HUB_ID.fullmatch(model) is not None and not path.exists()
+    if not is_hub_id and not (is_adapter(path) or (path / "config.json").is_file()):
+        raise ModelError(
+            f"{path}: no trained model there; finish the run first, or give another with --model"
+        )
+    return path

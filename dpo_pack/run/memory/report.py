@@ -1,0 +1,300 @@
+"""The memory report of `train --dry-run`: an estimate, changes that make the run fit, a measurement on CUDA.
+
+All numbers are for the largest row, because no step holds more than one row at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, islice, product
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch.optim import Optimizer
+
+from dpo_pack.data.store import pair_lengths
+from dpo_pack.losses import Objective
+from dpo_pack.model.layout import Row
+from dpo_pack.model.lora import ADAPTER_CONFIG
+from dpo_pack.model.parallel import DistributedPolicy
+from dpo_pack.packing.lengths import IntArray
+from dpo_pack.packing.plan import PackingPlan
+from dpo_pack.recipe.load import Recipe, check_environment, parse_recipe
+from dpo_pack.run.memory.estimate import MemoryFacts, RowSize, estimate_memory, memory_shape, state_bytes
+from dpo_pack.run.prepare import Prepared, longest_sequence
+from dpo_pack.run.strategy import num_gradients
+from dpo_pack.system import ranks
+from dpo_pack.system.console import format_count
+from dpo_pack.system.errors import RecipeError, RunError
+from dpo_pack.system.files import read_json
+from dpo_pack.system.memory import AvailableMemory, host_memory, release_memory
+
+_STEPS_SEARCHED = 500  # `largest_row` searches these first steps; packed rows are nearly full in all steps
+_MOST_PROCESSES = 64
+LORA_RANK = 16
+
+
+def print_memory_estimate(prepared: Prepared, objective: Objective, plan: PackingPlan | None) -> None:
+    """Prints the memory that the run needs on one device, the free memory, and changes that make the run fit.
+
+    `plan` is the plan of the first epoch; None if the run is online.
+    """
+    recipe, console, available = prepared.recipe, prepared.console, available_memory(prepared.device)
+    facts, longest_pair = memory_facts(prepared, objective, plan)
+    estimate, in_host = estimate_memory(recipe, facts), 0.0
+    needed = sum(estimate.values())
+    if facts.num_shards > 1 and recipe.distributed.cpu_offload:
+        in_host = state_bytes(recipe, facts).total
+    texts = {
+        "parameters": f"the model has {format_count(facts.shape.num_parameters)}",
+        "optimizer": recipe.optim.name,
+        "gathered weights": f"of {facts.num_shards} shards",
+        "weights cast": "by autocast",
+        "activations": f"of {facts.row.tokens:,} tokens, the largest row",
+        "working memory": f"of the head on {facts.row.scored:,} scored tokens, or a layer",
+        "overhead": "of the allocator and the device's context",
+        "in host memory": "parameters, gradients and optimizer state",
+    }
+    console.print(f"Memory on one {facts.device.type} device, estimated, see docs/memory.md:")
+    for name, num_bytes in (estimate | {"a step": needed, "in host memory": in_host}).items():
+        if num_bytes:
+            console.print(f"  {name:<17}{format_bytes(num_bytes):>11}  {texts.get(name, '')}".rstrip())
+    if recipe.online is not None:
+        console.print("  not counted: the completions' keys and values, judges, and models of a server")
+    if available is None:
+        console.print("This system does not say how much memory it has")
+    elif needed <= available.free:
+        console.print(f"It fits: {_what_is_free(available)}")
+    else:
+        changes = advice(recipe, facts, longest_pair, available.free)
+        verdict = "This would:" if changes else "No change would make it fit."
+        console.print(f"It does not fit: {_what_is_free(available)}. {verdict}")
+        for overrides, num_bytes in changes:
+            console.print(f"  {overrides}: {format_bytes(num_bytes)}")
+    host = available_memory(torch.device("cpu"))
+    if host is not None and in_host > host.free:
+        console.print(
+            f"It does not fit in the host's memory: {_what_is_free(host)} for each process. Leave "
+            "distributed.cpu_offload out"
+        )
+
+
+def _what_is_free(memory: AvailableMemory) -> str:
+    return f"{format_bytes(memory.free)} of {format_bytes(memory.total)} are free"
+
+
+# ------------------------------------------------------------------------------------------ facts of a run
+
+
+def memory_facts(
+    prepared: Prepared, objective: Objective, plan: PackingPlan | None
+) -> tuple[MemoryFacts, int]:
+    """Returns the facts of a run for the estimate, and the tokens of its longest pair. Reads no weights."""
+    policy, mesh = prepared.policy_facts, prepared.strategy.mesh
+    row, longest_pair = _unknown_row(prepared) if plan is None else _largest_row(prepared, plan)
+    quantised = policy.quantization
+    facts = MemoryFacts(
+        shape=memory_shape(policy.config, policy.shape, policy.num_parameters),
+        row=row,
+        device=prepared.device,
+        lora_rank=_lora_rank(prepared),
+        bits=None if quantised is None else 4 if quantised.get("load_in_4bit") else 8,
+        can_shard=quantised is None and prepared.reference_facts.quantization is None,
+        has_second_model=objective.needs_reference and prepared.recipe.reference.sync is not None,
+        num_shards=1 if mesh is None else mesh.size(mesh.ndim - 1),
+        num_gradients=num_gradients(policy.config) if prepared.strategy.name == "ddp" else 1,
+    )
+    return facts, longest_pair
+
+
+def _lora_rank(prepared: Prepared) -> int | None:
+    new, saved = prepared.recipe.model.lora, prepared.policy_facts.adapter
+    if new is not None:
+        return new.r
+    return None if saved is None else int((read_json(saved / ADAPTER_CONFIG) or {}).get("r", LORA_RANK))
+
+
+def _unknown_row(prepared: Prepared) -> tuple[RowSize, int]:
+    """Returns the largest possible row and pair of an online run, because its pairs do not exist yet."""
+    assert prepared.recipe.online is not None
+    longest = 2 * (longest_sequence(prepared.tables) + prepared.recipe.online.max_new_tokens)
+    tokens = max(prepared.recipe.packing.token_budget, longest)
+    return RowSize(tokens=tokens, keys=tokens, scored=tokens), longest
+
+
+def _largest_row(prepared: Prepared, plan: PackingPlan) -> tuple[RowSize, int]:
+    """Returns the size of this rank's largest row, and the tokens of the longest pair on any rank."""
+    pairs = largest_row(plan, rank=ranks.rank())
+    lengths = pair_lengths(prepared.data.train).select(pairs)
+    tokens = plan.tokens_in(pairs)
+    is_shared = prepared.is_packed and prepared.recipe.shares_prompts
+    size = RowSize(
+        tokens=tokens,
+        keys=int(lengths.row_tokens(share_prompt=False).sum()) if is_shared else tokens,
+        scored=int(lengths.completion_tokens().sum()),
+    )
+    return size, int(plan.row_tokens[np.unique(plan.order)].max())
+
+
+def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:
+    """Returns the pairs of the row with the most tokens, among the first steps and the longest pair."""
+    rows = [row for ranked in islice(plan, _STEPS_SEARCHED) for row in ranked[rank]]
+    oversize = plan.oversize_pairs
+    if len(oversize):
+        rows.append(oversize[[int(plan.row_tokens[oversize].argmax())]])
+    return max(rows, key=plan.tokens_in, default=plan.pairs(0)[:1])
+
+
+# ------------------------------------------------------------------------------------------------- advice
+
+
+# Overrides of a recipe, and the fields of MemoryFacts that these overrides change.
+Change = tuple[list[str], dict[str, Any]]
+
+
+def advice(
+    recipe: Recipe, facts: MemoryFacts, longest_pair: int, available_bytes: float
+) -> list[tuple[str, float]]:
+    """Returns (overrides, bytes that the run then needs) for each single change that makes the run fit.
+
+    If no single change is enough, it returns one set: the cheapest of the smallest sets that are enough. If
+    all changes together are not enough, it returns []. It leaves out a change that other settings refuse.
+    """
+    changes = _changes(recipe, facts, longest_pair)
+    for count in range(1, len(changes) + 1):
+        tried = [_first_fit(recipe, facts, each, available_bytes) for each in combinations(changes, count)]
+        fitting = [found for found in tried if found is not None]
+        if fitting:
+            return fitting if count == 1 else fitting[:1]
+    return []
+
+
+def _changes(recipe: Recipe, facts: MemoryFacts, longest_pair: int) -> list[list[Change]]:
+    """Returns the possible changes of a recipe. Each change is a list of alternatives, the weakest first.
+
+    Changes that cost time come first, then those that change numerics, need devices, or train another model.
+    """
+    row, rows_per_step = facts.row, recipe.packing.rows_per_step
+    shorter_rows: list[Change] = []
+    tokens = row.tokens
+    while tokens > longest_pair:  # a pair is never cut
+        tokens = max(tokens // 2, longest_pair)
+        overrides, part = [f"packing.token_budget={tokens}"], tokens / row.tokens
+        if rows_per_step is not None:  # rows are nearly full, so a step has about as many pairs as before
+            overrides.append(f"packing.rows_per_step={round(rows_per_step / part)}")
+        shorter = RowSize(tokens=tokens, keys=round(part * row.keys), scored=round(part * row.scored))
+        shorter_rows.append((overrides, {"row": shorter}))
+    shards: list[Change] = []
+    if facts.can_shard and facts.device.type == "cuda" and recipe.optim.name == "adamw":
+        num_shards = 2 * facts.num_shards
+        while num_shards <= _MOST_PROCESSES:
+            overrides = [f"distributed.num_processes={num_shards}", "distributed.strategy=fsdp2"]
+            shards.append((overrides, {"num_shards": num_shards}))
+            num_shards *= 2
+    is_fp32 = recipe.model.dtype in ("auto", "float32") and facts.bits is None
+    # With an adapter, policy and reference use one base. The reference alone could not be moved away.
+    moves_base = recipe.online is not None and recipe.online.offload_reference and not recipe.reference.path
+    can_adapt = facts.lora_rank is None and not moves_base
+    return [
+        [] if recipe.model.gradient_checkpointing else [(["model.gradient_checkpointing=true"], {})],
+        shorter_rows,
+        [(["model.dtype=bfloat16"], {})] if is_fp32 else [],
+        shards,
+        [([f"model.lora={{r: {LORA_RANK}}}"], {"lora_rank": LORA_RANK})] if can_adapt else [],
+    ]
+
+
+def _first_fit(
+    recipe: Recipe, facts: MemoryFacts, changes: Sequence[list[Change]], available_bytes: float
+) -> tuple[str, float] | None:
+    """Returns the first combination that fits, by fewest devices, then longest rows; None if none fits."""
+    for alternatives in product(*reversed(changes)):
+        overrides: list[str] = []
+        fields: dict[str, Any] = {}
+        for more_overrides, more_fields in reversed(alternatives):
+            overrides += more_overrides
+            fields |= more_fields
+        try:
+            changed = parse_recipe(recipe.model_dump(mode="json"), overrides)
+            check_environment(changed)
+        except RecipeError:
+            continue
+        needed = sum(estimate_memory(changed, replace(facts, **fields)).values())
+        if needed <= available_bytes:
+            return shlex.join(overrides), needed  # quoted for the command line
+    return None
+
+
+# -------------------------------------------------------------------------------------------- measurement
+
+
+def available_memory(device: torch.device) -> AvailableMemory | None:
+    """Returns the memory that a rank may use. Ranks on CPUs divide the machine's memory equally.
+
+    Returns None if the system does not report its memory.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return AvailableMemory(free=free + torch.cuda.memory_reserved(device), total=total)
+    machine = host_memory()
+    if machine is None:
+        return None
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
+    return AvailableMemory(free=machine.free // num_here, total=machine.total // num_here)
+
+
+def print_measured_memory(
+    policy: DistributedPolicy, optimizer: Optimizer, row: Row, device: torch.device, console: Console
+) -> None:
+    """Runs the largest row forward and backward on CUDA, with optimizer state in memory; prints the peak.
+
+    Weights do not change, because gradients and learning rate are zero. Collective. Raises RunError if the
+    row does not fit.
+    """
+    release_memory()
+    try:
+        hold_optimizer_state(optimizer)
+        torch.cuda.reset_peak_memory_stats(device)
+        with policy.accumulating(is_last=True):
+            policy.idle(row)
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"the largest row, {row.num_tokens:,} tokens, does not fit in this device's memory; set "
+            "model.gradient_checkpointing: true, lower packing.token_budget, or see docs/memory.md"
+        ) from error
+    used = torch.cuda.max_memory_allocated(device)
+    held = torch.cuda.max_memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    console.print(
+        f"Measured on the largest row, {row.num_tokens:,} tokens: {format_bytes(used)} at the peak; "
+        f"torch held {format_bytes(held)}, and {format_bytes(total - free)} of the device's "
+        f"{format_bytes(total)} are in use"
+    )
+
+
+def hold_optimizer_state(optimizer: Optimizer) -> None:
+    """Allocates gradients and optimizer state as training does in its first step. Weights do not change."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            if parameter.grad is None:  # an existing gradient is zero, see model/parallel.py
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns a text such as 640 KiB, 12 MiB, 0.31 GiB or 104.6 GiB."""
+    if num_bytes < 2**20:
+        return f"{num_bytes / 2**10:.0f} KiB"
+    if num_bytes < 2**30 / 10:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**30:.{1 if num_bytes >= 10 * 2**30 else 2}f} GiB"

@@ -1,0 +1,292 @@
+"""The models of a recipe: finds the facts of each model, loads a model and proves that its rows are exact."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+import dpo_pack
+from dpo_pack.model.config import check_packs
+from dpo_pack.model.fingerprint import reference_namespace, weight_files
+from dpo_pack.model.loading import load_config, load_errors, load_model
+from dpo_pack.model.logps import WantedStatistics, compile_head
+from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter, require_peft
+from dpo_pack.model.parallel import ALONE, Strategy, shard_model
+from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.model.shape import model_shape, num_parameters, without_weights
+from dpo_pack.model.speed import check_compiler, check_kernels, compile_layers
+from dpo_pack.packing.flops import ModelShape
+from dpo_pack.proofs.rows import Proof, ProofOutcome
+from dpo_pack.proofs.start_up import prove
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.reference.cache import default_cache_directory, namespace_digest
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import CacheError, ModelError
+from dpo_pack.system.files import read_json, write_json_atomically
+from dpo_pack.system.machine import cpu_name, package_versions
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelFacts:
+    """The facts of a model that need no weights.
+
+    The cached properties take time to compute. They are computed only if a command reads them.
+    """
+
+    path: str  # a hub id or a directory; if `adapter` is given, of the base model
+    revision: str | None
+    recipe_key: str  # the recipe key that error messages name
+    adapter: Path | None  # the directory of a saved LoRA adapter; None also for a new adapter
+    config: PretrainedConfig
+    trust_remote_code: bool
+    precision: Precision
+    is_packed: bool
+    cache_dir: Path
+
+    @property
+    def label(self) -> str:
+        """The hub id or path by which the user named the model."""
+        return self.path if self.adapter is None else str(self.adapter)
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The config's quantisation settings; None if the weights are not quantised."""
+        settings: dict[str, Any] | None = self.config.to_dict().get("quantization_config")
+        return settings
+
+    @functools.cached_property
+    def architecture(self) -> PreTrainedModel:
+        """The model on the meta device, without weights and adapters. Raises ModelError."""
+        with load_errors(self.path, self.recipe_key):
+            return without_weights(self.config, trust_remote_code=self.trust_remote_code)
+
+    @functools.cached_property
+    def num_parameters(self) -> int:
+        """The number of parameters of the model. Tied embeddings count once."""
+        return num_parameters(self.architecture)
+
+    @functools.cached_property
+    def shape(self) -> ModelShape:
+        """The model's sizes from which the FLOPs of the run's rows follow."""
+        shape = model_shape(self.architecture)
+        return shape if self.is_packed else replace(shape, last_block_weights=0.0)
+
+    @functools.cached_property
+    def namespace(self) -> dict[str, Any]:
+        """All facts besides token ids that the model's log-probs depend on, see model/fingerprint.py.
+
+        All ranks must read this together. Rank 0 hashes all weights and stores the hashes for other ranks.
+        """
+        with ranks.first_goes_first():
+            return reference_namespace(
+                self.path,
+                self.config,
+                architecture=self.architecture,
+                revision=self.revision,
+                precision=self.precision,
+                memo_path=self.cache_dir / "model_hashes.json",
+                adapter=self.adapter,
+            )
+
+
+def resolve_models(recipe: Recipe, precision: Precision) -> tuple[ModelFacts, ModelFacts]:
+    """Returns the facts of policy and reference: one object if the reference is the starting policy.
+
+    Raises ModelError.
+    """
+    policy = resolve_policy(recipe, precision)
+    if recipe.reference.path is None:
+        return policy, policy
+    return policy, resolve_model(recipe, precision, recipe.reference.path, recipe_key="reference.path")
+
+
+def resolve_policy(recipe: Recipe, precision: Precision) -> ModelFacts:
+    """Returns the facts of the starting policy. Raises ModelError."""
+    model = recipe.model
+    return resolve_model(recipe, precision, model.path, revision=model.revision, recipe_key="model.path")
+
+
+def resolve_model(
+    recipe: Recipe, precision: Precision, path: str, *, revision: str | None = None, recipe_key: str
+) -> ModelFacts:
+    """Returns the facts of a model. `path` is a hub id, or the directory of a model or a saved LoRA adapter.
+
+    Raises ModelError.
+    """
+    adapter = None
+    if is_adapter(path):
+        saved = read_adapter(Path(path), recipe_key)
+        recipe_key = f"{recipe_key} (the base of {path})"
+        path, revision, adapter = saved.base, saved.base_revision, saved.directory
+    trusts = recipe.model.trust_remote_code
+    return ModelFacts(
+        path=path,
+        revision=revision,
+        recipe_key=recipe_key,
+        adapter=adapter,
+        config=load_config(path, revision=revision, trust_remote_code=trusts, recipe_key=recipe_key),
+        trust_remote_code=trusts,
+        precision=precision,
+        is_packed=recipe.packing.mode == "packed",
+        cache_dir=cache_directory(recipe),
+    )
+
+
+def cache_directory(recipe: Recipe) -> Path:
+    """Returns the cache directory: of the recipe, else of $DPO_PACK_CACHE, else in the home directory."""
+    if recipe.reference.cache_dir is not None:
+        return recipe.reference.cache_dir
+    return default_cache_directory()
+
+
+def new_adapter(recipe: Recipe) -> LoraSettings | None:
+    """Returns the settings of the policy's new LoRA adapter; None if the recipe has no `model.lora`."""
+    lora = recipe.model.lora
+    return None if lora is None else LoraSettings(**lora.model_dump(), seed=recipe.seed)
+
+
+def check_model(recipe: Recipe, model: ModelFacts, device: torch.device, *, is_trained: bool = False) -> None:
+    """Checks, before loading, that this machine can load, compute and (if `is_trained`) train the model.
+
+    Raises ModelError, RecipeError, UnsupportedModelError.
+    """
+    if model.adapter is not None:
+        require_peft(model.recipe_key)
+    if Path(model.path).is_dir():
+        try:
+            weight_files(Path(model.path))
+        except ModelError as error:
+            raise ModelError(f"{model.recipe_key}: {error}") from error
+    is_whole = model.adapter is None and recipe.model.lora is None
+    _check_quantised(model, device, is_trained=is_trained and is_whole)
+    check_kernels(recipe.model.kernels, model.config, device)
+    if recipe.model.compile:
+        check_compiler()
+    if model.is_packed:
+        check_packs(model.config)
+
+
+def _check_quantised(model: ModelFacts, device: torch.device, *, is_trained: bool) -> None:
+    """Raises ModelError for quantised weights that cannot be used here, or that training would change."""
+    if model.quantization is None:
+        return
+    method = model.quantization.get("quant_method", "an unknown method")
+    what = f"{model.recipe_key}: the weights of {model.path} are quantised ({method})"
+    if method != "bitsandbytes":
+        raise ModelError(f"{what}, and only bitsandbytes is supported; use the unquantised model")
+    if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(
+            f"{what}, which needs a CUDA device and pip install 'dpo-pack[bitsandbytes]'; use the "
+            "unquantised model here"
+        )
+    if is_trained:
+        raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
+
+
+def load_weights(
+    recipe: Recipe,
+    model: ModelFacts,
+    *,
+    device: torch.device,
+    strategy: Strategy = ALONE,
+    adapter: LoraSettings | None = None,
+) -> LoadedModel:
+    """Loads the model on the device with the settings of `recipe.model`, and with a new `adapter` if given.
+
+    Collective if the strategy shards: rank 0 reads the weights and sends the other ranks their shards.
+    Raises ModelError, UnsupportedModelError.
+    """
+    weights_on = device
+    in_turn: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if strategy.shards:
+        if model.quantization is not None:
+            raise ModelError(
+                f"{model.recipe_key}: the weights of {model.path} are quantised, and those are not sharded; "
+                "set distributed.strategy: ddp"
+            )
+        weights_on = torch.device("cpu" if ranks.is_first() else "meta")
+        in_turn = ranks.first_goes_first()
+    with in_turn:
+        loaded = load_model(
+            model.path,
+            config=model.config,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            precision=model.precision,
+            attention=recipe.model.attention,
+            packed=model.is_packed,
+            gradient_checkpointing=recipe.model.gradient_checkpointing,
+            device=device,
+            recipe_key=model.recipe_key,
+            adapter=adapter or model.adapter,
+            weights_on=weights_on,
+            wanted=WantedStatistics(squares=recipe.loss.weighting == "wpo"),
+            kernels=recipe.model.kernels,
+        )
+        if recipe.model.compile:
+            compile_layers(loaded.model)
+            loaded.scorer.head_passes = compile_head()
+    if strategy.shards:
+        shard_model(loaded.scorer, strategy, device)
+    return loaded
+
+
+def load_and_prove(
+    recipe: Recipe,
+    model: ModelFacts,
+    *,
+    device: torch.device,
+    strategy: Strategy = ALONE,
+    adapter: LoraSettings | None = None,
+    again: bool = False,
+) -> tuple[LoadedModel, ProofOutcome]:
+    """Loads the model with `load_weights`, and proves that its rows are exact. The proof may fail.
+
+    A proof that has passed before with the same model, settings, device and code is read from the cache,
+    unless `again` is set. Either all ranks run the proof, or all ranks use the one that rank 0 has read.
+    """
+    loaded = load_weights(recipe, model, device=device, strategy=strategy, adapter=adapter)
+    begun = time.monotonic()
+    setting: dict[str, Any] = {
+        "model": model.namespace,
+        "lora": None if adapter is None else asdict(adapter),
+        "attention": loaded.attention.name,
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+        "code": own_code(),
+        "layers": [recipe.model.kernels, "compiled" if recipe.model.compile else "eager"],
+        "versions": package_versions(),
+    }
+    if strategy.shards:
+        setting["shards"] = True  # the proof includes the code that gathers them
+    what = "padded batches" if loaded.scorer.backend is None else "packed rows"
+    memo_path, key = model.cache_dir / "proofs.json", namespace_digest(setting)
+    remembered = ranks.first_says((read_json(memo_path) or {}).get(key))
+    if remembered is not None and not again:
+        proofs = tuple(Proof(**proof) for proof in remembered)
+        return loaded, ProofOutcome(what=what, proofs=proofs, seconds=0.0, is_remembered=True)
+    proofs = tuple(prove(loaded.scorer, device))
+    if all(proof.passed for proof in proofs) and ranks.is_first():
+        memo = {**(read_json(memo_path) or {}), key: [asdict(proof) for proof in proofs]}
+        with contextlib.suppress(CacheError):  # a read-only cache is no error: the next run proves again
+            write_json_atomically(memo_path, memo)
+    seconds = time.monotonic() - begun
+    return loaded, ProofOutcome(what=what, proofs=proofs, seconds=seconds, is_remembered=False)
+
+
+@functools.cache
+def own_code() -> str:
+    """Returns the sha256 of this package's code: a proof is valid only for the code that ran it."""
+    files = sorted(Path(dpo_pack.__file__).parent.rglob("*.py"))
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -1,0 +1,224 @@
+"""Builds the source of batches of an online run, with generator, judges and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+from dpo_pack.model.loading import load_tokenizer
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.online.endpoint import Endpoint, api_key
+from dpo_pack.online.http_generator import HttpGenerator
+from dpo_pack.online.interface import Generator, Judge
+from dpo_pack.online.judges import INSTRUCTIONS, FunctionJudge, LlmJudge, WeightedJudges
+from dpo_pack.online.pairing import PairingSettings
+from dpo_pack.online.phases import RolloutLog
+from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model, prove_reward_model
+from dpo_pack.online.sampling import SamplingSettings
+from dpo_pack.online.source import OnlineSettings, OnlineSource, RowSettings
+from dpo_pack.online.transformers_generator import TransformersGenerator
+from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, prove_agreement, start_engine
+from dpo_pack.online.vllm_weights import checkpoint_tensors
+from dpo_pack.online.win_rate import WinRate
+from dpo_pack.recipe.online import EndpointRecipe, JudgeRecipe, OnlineRecipe
+from dpo_pack.run.batches import plan_settings, row_builder
+from dpo_pack.run.prepare import Prepared, load_second_model
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import ModelError, RecipeError
+from dpo_pack.system.imports import load_function
+from dpo_pack.training.references import LiveReference
+
+
+def build_online(
+    prepared: Prepared, policy: LoadedModel, *, rollouts: Path
+) -> tuple[OnlineSource, WinRate | None]:
+    """Returns the source of batches, and the evaluation on the prompts of `data.eval` if there are any.
+
+    The policy must have its starting weights. Raises RecipeError or ModelError if a generator or a judge
+    cannot be created.
+    """
+    recipe, online, prompts = prepared.recipe, _section(prepared), prepared.data.prompts
+    assert recipe.train.max_steps is not None and prompts is not None
+    judge, seed = build_judge(prepared), recipe.seed
+    source = OnlineSource(
+        prepared.data,
+        generator=_generator(prepared, policy),
+        judge=judge,
+        pairing=PairingSettings(
+            method=online.pairing.type,
+            min_margin=online.pairing.min_margin,
+            missing_eos_penalty=online.pairing.missing_eos_penalty,
+            seed=seed,
+        ),
+        settings=OnlineSettings(
+            pairs_per_step=recipe.packing.pairs_per_step,
+            rollouts_per_update=online.rollouts_per_update,
+            max_staleness_steps=online.max_staleness_steps,
+            num_steps=recipe.train.max_steps,
+            shuffle=recipe.data.shuffle,
+            seed=seed,
+        ),
+        rows=RowSettings(
+            plan=plan_settings(recipe),
+            builder=partial(row_builder, prepared),
+            shape=prepared.policy_facts.shape if prepared.is_packed else None,
+            equal_rows=prepared.strategy.shards,
+        ),
+        log=RolloutLog(directory=rollouts) if ranks.is_first() else None,
+    )
+    if not prompts.eval:
+        return source, None
+    return source, WinRate(prompts.eval, _policy_generator(prepared, policy, 1), judge, seed=seed)
+
+
+def check_generator(prepared: Prepared) -> None:
+    """Checks, before a model is loaded, that the generator can work. Raises RecipeError, ModelError."""
+    if _section(prepared).generator.type != "vllm":
+        return
+    if ranks.num_ranks() > 1:
+        raise RecipeError(
+            f"{KEY}: vllm answers in one process, and this run has {ranks.num_ranks()}; set "
+            "distributed.num_processes: 1, or use http with a vLLM server"
+        )
+    check_installed(prepared.device)
+    if prepared.policy_facts.quantization is not None:
+        raise ModelError(f"{KEY}: vllm cannot be handed quantised weights; use transformers, or another base")
+
+
+def _generator(prepared: Prepared, policy: LoadedModel) -> Generator:
+    """Returns the generator that answers the training prompts."""
+    online = _section(prepared)
+    if online.generator.type == "vllm":
+        return _vllm_generator(prepared, policy)
+    if online.generator.endpoint is not None:
+        return HttpGenerator(
+            endpoint=_endpoint(online.generator.endpoint, "online.generator.endpoint"),
+            tokenizer=prepared.tokenizer,
+            sampling=_sampling(online),
+            seed=prepared.recipe.seed,
+            console=prepared.console,
+        )
+    return _policy_generator(prepared, policy, online.completions_per_prompt)
+
+
+def _vllm_generator(prepared: Prepared, policy: LoadedModel) -> VllmGenerator:
+    """Starts vLLM with the policy's weights; proves that vLLM and the policy compute the same log-probs."""
+    recipe, online = prepared.recipe, _section(prepared)
+    assert prepared.data.prompts is not None
+    prompts = prepared.data.prompts.train
+    dtype = prepared.precision.activations
+    engine = start_engine(
+        policy.model,
+        prepared.tokenizer,
+        dtype=dtype,
+        device=prepared.device,
+        max_tokens=max(len(prompt.ids) for prompt in prompts) + online.max_new_tokens,
+        gpu_memory_utilization=online.generator.gpu_memory_utilization,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    engine.take_weights(checkpoint_tensors(policy.model, has_adapter=policy.adapter is not None))
+    difference = prove_agreement(
+        engine,
+        policy.scorer,
+        prompts[0].ids,
+        max_new_tokens=online.max_new_tokens,
+        dtype=dtype,
+        device=prepared.device,
+    )
+    prepared.console.print(
+        f"vLLM {engine.version}: has the policy's weights; log-probs differ by {difference:.1e} nats a token"
+    )
+    return VllmGenerator(
+        engine=engine,
+        policy=policy.scorer,
+        tokenizer=prepared.tokenizer,
+        sampling=_sampling(online),
+        seed=recipe.seed,
+    )
+
+
+def _policy_generator(
+    prepared: Prepared, policy: LoadedModel, completions_per_prompt: int
+) -> TransformersGenerator:
+    """Returns a generator in which the policy itself answers the prompts."""
+    online = _section(prepared)
+    return TransformersGenerator(
+        policy=policy.scorer,
+        tokenizer=prepared.tokenizer,
+        sampling=replace(_sampling(online), completions_per_prompt=completions_per_prompt),
+        seed=prepared.recipe.seed,
+        token_budget=online.generator.token_budget,
+        device=prepared.device,
+    )
+
+
+def _sampling(online: OnlineRecipe) -> SamplingSettings:
+    """Returns SamplingSettings with the keys of the same names in the `online` section."""
+    return SamplingSettings(**online.model_dump(include={field.name for field in fields(SamplingSettings)}))
+
+
+def build_judge(prepared: Prepared) -> Judge:
+    """Combines the recipe's judges. Raises RecipeError or ModelError if a judge cannot be created."""
+    with ranks.first_goes_first():  # the other ranks then find rank 0's downloads in the caches
+        judges = [
+            (_judge(prepared, judge, f"online.judges.{number}"), judge.weight)
+            for number, judge in enumerate(_section(prepared).judges)
+        ]
+    return WeightedJudges(judges=tuple(judges))
+
+
+def _judge(prepared: Prepared, judge: JudgeRecipe, key: str) -> Judge:
+    if judge.function is not None:
+        function = load_function(judge.function, f"{key}.function")
+        return FunctionJudge(name=judge.function, function=function, retries=judge.retries)
+    if judge.path is not None:
+        return _reward_model(prepared, judge.path, f"{key}.path")
+    assert judge.endpoint is not None
+    endpoint = _endpoint(judge.endpoint, f"{key}.endpoint")
+    return LlmJudge(endpoint=endpoint, instructions=judge.instructions or INSTRUCTIONS)
+
+
+def _reward_model(prepared: Prepared, path: str, key: str) -> RewardModelJudge:
+    recipe = prepared.recipe
+    trusts = recipe.model.trust_remote_code
+    tokenizer = load_tokenizer(
+        path, revision=None, trust_remote_code=trusts, chat_template=None, recipe_key=key
+    )
+    judge = load_reward_model(
+        path,
+        tokenizer,
+        trust_remote_code=trusts,
+        precision=prepared.precision,
+        attention=recipe.model.attention,
+        packed=prepared.is_packed,
+        token_budget=prepared.reference_token_budget,
+        device=prepared.device,
+        recipe_key=key,
+    )
+    prove_reward_model(judge, key)
+    return judge
+
+
+def _endpoint(endpoint: EndpointRecipe, key: str) -> Endpoint:
+    key_of_api = api_key(endpoint.api_key_env, f"{key}.api_key_env")
+    return Endpoint(**endpoint.model_dump(exclude={"api_key_env"}), api_key=key_of_api, recipe_key=key)
+
+
+def live_reference(prepared: Prepared, policy: LoadedModel) -> LiveReference:
+    """Returns the frozen reference: the policy without its new adapter, or a second model."""
+    recipe, online = prepared.recipe, _section(prepared)
+    if recipe.reference.path is None and policy.adapter is not None and policy.adapter.is_new:
+        if online.offload_reference:
+            raise ModelError(
+                "online.offload_reference: with model.lora the reference is the policy without its adapter, "
+                "so there is no second model to offload; leave online.offload_reference out"
+            )
+        return LiveReference(model=policy, device=prepared.device, is_offloaded=False)
+    model = load_second_model(prepared)
+    return LiveReference(model=model, device=prepared.device, is_offloaded=online.offload_reference)
+
+
+def _section(prepared: Prepared) -> OnlineRecipe:
+    assert prepared.recipe.online is not None
+    return prepared.recipe.online

@@ -1,0 +1,148 @@
+"""Records a run: writes metrics.jsonl, trackers and totals; prints lines and warnings on the console."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+
+from dpo_pack.data.store import PairTable
+from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
+from dpo_pack.run.checkpoint.state import TrainState
+from dpo_pack.run.run_dir import RunDir
+from dpo_pack.system.console import TrainingLines
+from dpo_pack.system.errors import RunError
+from dpo_pack.training.batches import GlobalBatch
+from dpo_pack.training.health import RunFacts, examine
+from dpo_pack.training.nonfinite import NonfiniteGuard
+from dpo_pack.training.throughput import Meter, PhaseClock
+from dpo_pack.training.trackers import MetricsLog, end_trackers, track
+
+
+@dataclass(slots=True, kw_only=True)
+class Seconds:
+    """The seconds that this process spent outside of steps."""
+
+    begun: float  # time.monotonic() at the start of the run
+    startup: float = 0.0
+    reference: float = 0.0
+    evaluation: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Recorder:
+    """Writes and prints the results of steps and evaluations."""
+
+    console: Console
+    accelerator: Accelerator  # sends metrics to the trackers
+    run: RunDir
+    every_steps: int  # number of steps from one logged step to the next
+    lines: TrainingLines
+    clock: PhaseClock
+    meter: Meter
+    facts: RunFacts
+    guard: NonfiniteGuard
+    stops_on_nonfinite: bool
+    table: PairTable  # the training pairs
+    source_names: Sequence[str]
+    seconds: Seconds
+    log: MetricsLog | None = None
+    step_begun: float = 0.0
+
+    @contextlib.contextmanager
+    def writing(self, *, offset: int) -> Iterator[None]:
+        """Opens metrics.jsonl for the `with` block, and first removes its lines after `offset` bytes."""
+        with MetricsLog(self.run.metrics, offset=offset) as self.log:
+            yield
+
+    @property
+    def metrics_offset(self) -> int:
+        """The present length of metrics.jsonl, in bytes."""
+        assert self.log is not None
+        return self.log.offset
+
+    def begin_step(self) -> None:
+        """Starts the clock of the next step. The time to lay out the batch is part of the step."""
+        self.step_begun = time.monotonic()
+        self.clock.restart()
+
+    def end_step(self, state: TrainState, batch: GlobalBatch) -> None:
+        """Adds the step's time and FLOPs to the totals."""
+        seconds = time.monotonic() - self.step_begun
+        state.train_seconds += seconds
+        state.num_flops += self.meter.add(
+            batch.row_pairs, pairs=batch.num_pairs, tokens=batch.num_tokens, seconds=seconds
+        )
+
+    def write_step(self, state: TrainState, record: dict[str, Any]) -> None:
+        """Writes and prints the line of a logged step; prints warnings that follow from the lines so far."""
+        record |= self.meter.take()
+        self._write(record)
+        seconds_left = state.train_seconds / state.step * (state.source.num_steps - state.step)
+        self.lines.show(record, seconds_left=seconds_left)
+        state.health, warnings = examine(state.health, record, self.facts)
+        for warning in warnings:
+            self.console.print(f"  Warning: {warning}")
+
+    def write_evaluation(self, step: int, name: str, result: Mapping[str, Any], sentence: str) -> None:
+        """Writes the result of one held-out set to the log, and prints `sentence`."""
+        self._write({"split": "eval", "source": name, "step": step, **result})
+        self.console.print(f"  held out ({name}) after step {step}: {sentence}")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self.log is not None
+        self.log.write(record)
+        track(self.accelerator, record)
+
+    def report_nonfinite(self) -> None:
+        """Prints which steps made no update; lists their pairs in the run's directory. Waits for the device.
+
+        Every rank must call it. Raises RunError for the first such step if the recipe stops at such a step.
+        """
+        for message in self.guard.report(self.run.root, self.table, self.source_names):
+            if self.stops_on_nonfinite:
+                raise RunError(message)
+            self.console.print(f"  {message}")
+
+    def totals(self, state: TrainState) -> dict[str, Any]:
+        """Returns run.json's totals. Only `train_seconds` and rates include earlier processes of the run."""
+        train_seconds = max(state.train_seconds, 1e-9)
+        peak = self.meter.peak_flops
+        return {
+            **self.run.info.get("totals", {}),
+            "steps": state.step,
+            "pairs": state.num_pairs,
+            "tokens": state.num_tokens,
+            "seconds": time.monotonic() - self.seconds.begun,
+            "startup_seconds": self.seconds.startup,
+            "reference_seconds": self.seconds.reference,
+            "train_seconds": state.train_seconds,
+            "eval_seconds": self.seconds.evaluation,
+            "pairs_per_second": state.num_pairs / train_seconds,
+            "tokens_per_second": state.num_tokens / train_seconds,
+            **({} if peak is None else {"mfu": state.num_flops / train_seconds / peak}),
+        }
+
+    def close(self) -> None:
+        """Sends the remaining metrics to the trackers and closes them."""
+        end_trackers(self.accelerator)
+
+
+def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[str]) -> float | None:
+    """Returns the loss if policy and reference are equal; None if that loss depends on the log-probs."""
+    has_own_loss = any(":" in name for name in loss_names)
+    if objective.weighting is not None or has_own_loss:
+        return None
+    if not all(loss.needs_reference for loss, _ in objective.terms):
+        return None
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.int64)
+    same = PairLogps(chosen=zero, rejected=zero, chosen_tokens=one, rejected_tokens=one)
+    weight = torch.from_numpy(table.weights.max(keepdims=True)).double()
+    pair = ScoredPairs(policy=same, reference=same, pair_weights=weight)
+    return float(weighted_losses(objective, pair, mean_chosen_tokens=1.0))

@@ -1,0 +1,152 @@
+"""The reference stage of a run: it computes the reference log-probs that the cache lacks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import dpo_pack
+from dpo_pack.data.store import PairTable
+from dpo_pack.model.config import check_rows
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.reference.cache import ReferenceCache, namespace_digest
+from dpo_pack.reference.compute import PassSettings
+from dpo_pack.reference.fill import BudgetSearch, fill_cache
+from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.work import find_work
+from dpo_pack.run.models import ModelFacts
+from dpo_pack.run.prepare import Prepared, check_data, load_proved, longest_sequence
+from dpo_pack.system import ranks
+from dpo_pack.system.console import format_seconds
+from dpo_pack.system.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferencePass:
+    """The result of a reference pass: the cache, numbers of sequences, and the time."""
+
+    cache: ReferenceCache
+    tables: Sequence[PairTable]  # the pairs whose log-probs the cache now has
+    per_token: bool  # whether the cache also has a log-prob for each token
+    num_computed: int  # sequences that the pass computed
+    num_cached: int  # sequences that the cache had before
+    seconds: float
+
+    def values(self) -> FrozenReference:
+        """Returns the log-probs of all sequences of `tables`. Raises CacheError if the cache has lost one."""
+        return FrozenReference.take(self.cache, self.tables, per_token=self.per_token)
+
+
+def resume_reference(prepared: Prepared, frozen: Path) -> tuple[FrozenReference, float]:
+    """Returns the reference log-probs of a resumed run, and the seconds of the reference pass.
+
+    `frozen` is the file that the run wrote when it began. Only new held-out pairs need a reference pass.
+    Raises CacheError if the file is missing or damaged.
+    """
+    per_token = prepared.recipe.loss.ld_alpha is not None
+    reference = FrozenReference.load(frozen, per_token=per_token)
+    lacking = [held_out.pairs for held_out in prepared.data.eval if not reference.covers(held_out.pairs)]
+    if not ranks.any_rank(bool(lacking)):
+        return reference, 0.0
+    filled = prepare_reference(prepared, tables=lacking)
+    return reference.joined(filled.values()), filled.seconds
+
+
+def prepare_reference(
+    prepared: Prepared, policy: LoadedModel | None = None, *, tables: Sequence[PairTable] | None = None
+) -> ReferencePass:
+    """Computes every reference log-prob that the cache lacks for the recipe's pairs (or for `tables`).
+
+    If the starting policy is the reference and the caller has loaded it, the caller passes it as `policy`.
+    Otherwise this function loads the reference if something is missing, and frees it before it returns.
+    """
+    facts, console = prepared.reference_facts, prepared.console
+    if facts is not prepared.policy_facts:
+        check_data(prepared, facts)
+    tables = prepared.tables if tables is None else tables
+    cache = ReferenceCache(facts.cache_dir, facts.namespace)
+    cache.note_use(facts.label)
+    per_token = prepared.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
+    work = find_work(cache, tables, per_token=per_token)
+    # All ranks use the list of rank 0: another rank may look later, when the cache already has more.
+    work = replace(work, missing=ranks.first_says(work.missing))
+    todo = work.num_missing
+    console.print(
+        f"Reference log-probs: {work.num_cached:,} of {work.num_unique:,} sequences cached"
+        f"{f', {todo:,} to compute' if todo else ''}"
+    )
+    begun = time.monotonic()
+    if todo:
+        cache.check_writable()
+        loaded = policy or load_proved(prepared, facts)
+        settings = _pass_settings(prepared, loaded, per_token=per_token)
+        search = _budget_search(prepared, facts)
+        with loaded.as_reference():
+            fill_cache(cache, work, loaded.scorer, facts.shape, settings, search=search, console=console)
+        for names in ranks.every_rank_says(cache.named_parts):  # this rank reads other ranks' parts next
+            cache.named_parts |= names
+    seconds = time.monotonic() - begun
+    if todo:
+        rate = todo / max(seconds, 1e-9)
+        console.print(f"Reference pass: {todo:,} sequences in {format_seconds(seconds)}, {rate:,.0f}/s")
+    return ReferencePass(
+        cache=cache,
+        tables=tables,
+        per_token=per_token,
+        num_computed=todo,
+        num_cached=work.num_cached,
+        seconds=seconds,
+    )
+
+
+def _pass_settings(prepared: Prepared, loaded: LoadedModel, *, per_token: bool) -> PassSettings:
+    token_budget = prepared.reference_token_budget
+    return PassSettings(
+        token_budget=token_budget,
+        share_prompt=prepared.recipe.packing.share_prompt,
+        pad_token_id=prepared.pad_token_id,
+        device=prepared.device,
+        per_token=per_token,
+        rank=ranks.rank(),
+        num_ranks=ranks.num_ranks(),
+        in_lockstep=prepared.strategy.shards,
+        metadata={
+            "origin": f"dpo-pack {dpo_pack.__version__}",
+            "attention": loaded.attention.name,
+            "device": prepared.device.type,
+            "token_budget": str(token_budget),
+        },
+    )
+
+
+def _budget_search(prepared: Prepared, model: ModelFacts) -> BudgetSearch | None:
+    """Returns the search for the token budget; None unless it is `auto`, on CUDA and without shards."""
+    recipe, device = prepared.recipe, prepared.device
+    if recipe.reference.token_budget != "auto" or device.type != "cuda" or prepared.strategy.shards:
+        return None  # with shards, one rank alone cannot try a row
+    properties = torch.cuda.get_device_properties(device)
+    setting = {
+        "model": model.namespace,
+        "device": [properties.name, properties.total_memory],
+        "rows": [recipe.model.attention, recipe.packing.mode, recipe.packing.share_prompt],
+    }
+    longest = longest_sequence(prepared.tables)
+
+    def is_exact(token_budget: int) -> bool:
+        if not model.is_packed:
+            return True
+        try:
+            check_rows(model.config, longest_sequence=longest, longest_row=token_budget)
+        except UnsupportedModelError:
+            return False
+        return True
+
+    return BudgetSearch(
+        memo_path=model.cache_dir / "reference_budgets.json",
+        key=namespace_digest(setting),
+        is_exact=is_exact,
+    )

@@ -1,0 +1,284 @@
+"""A run's `output_dir`: its files, which files a run may replace, and how a run treats an earlier run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dpo_pack
+from dpo_pack.recipe.changes import changed_values
+from dpo_pack.recipe.errors import show
+from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
+from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.run.checkpoint.directory import checkpoints, find_damage, step_of
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import RunError
+from dpo_pack.system.files import (
+    discard,
+    read_json,
+    remove_directory,
+    write_json_atomically,
+    write_text_atomically,
+)
+from dpo_pack.system.machine import git_commit, package_versions
+
+RECIPE_FILE, INFO_FILE = "recipe.yaml", "run.json"
+RUN_FILES = (
+    RECIPE_FILE,
+    "metrics.jsonl",
+    "data_report.json",
+    "packing_report.json",
+    "reference.parquet",
+    INFO_FILE,  # removed last: without it, no file shows that a run wrote the others
+)
+RUN_DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet")
+_MOST_SHOWN = 30  # characters of a recipe's value
+
+
+@dataclass(slots=True, kw_only=True)
+class RunDir:
+    """Paths of one run, and the content of `run.json`. Each change rewrites the whole file."""
+
+    root: Path
+    checkpoint: Path | None  # the run resumes from it; None if the run begins at step 0
+    is_finished: bool
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def reference(self) -> Path:
+        return self.root / "reference.parquet"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts.parquet"
+
+    @property
+    def has_own_checkpoint(self) -> bool:
+        """Whether the run resumes from a checkpoint in this directory."""
+        return self.checkpoint is not None and self.checkpoint.resolve().parent == self.checkpoints.resolve()
+
+    @property
+    def resumed_reference(self) -> Path:
+        """The reference file of the run that wrote the checkpoint; that run may have another directory."""
+        assert self.checkpoint is not None
+        return self.checkpoint.resolve().parents[1] / "reference.parquet"
+
+    def update(self, **changes: Any) -> None:
+        """Sets keys of `run.json` and writes the file; only rank 0 writes."""
+        self.info.update(changes)
+        if ranks.is_first():
+            write_json_atomically(self.root / INFO_FILE, self.info)
+
+
+def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
+    """Decides whether the run is new, resumed or finished. Writes nothing.
+
+    Raises RunError when `output_dir` holds a run that this recipe must not touch.
+    """
+    root = recipe.output_dir
+    resume = recipe.checkpoint.resume
+    _refuse_to_replace_inputs(recipe)
+    info = _read_info(root)
+    checkpoint = None if resume in ("auto", "never") else Path(resume)
+    if info is None and (checkpoint is None or root.resolve() not in checkpoint.resolve().parents):
+        _refuse_to_replace_foreign_files(recipe, overwrite=overwrite)
+    ways_out = "start again with checkpoint.resume=never and --overwrite, or use another output_dir"
+    if checkpoint is not None:
+        if not (checkpoint / "checkpoint.json").is_file():
+            raise RunError(f"checkpoint.resume: {checkpoint} is not a checkpoint; give a step-... directory")
+        owner = checkpoint.resolve().parents[1]
+        _refuse_changes(owner, recipe, "use another checkpoint")
+        if info is not None and owner != root.resolve():
+            raise RunError(f"output_dir: {root} holds another run than {checkpoint}; use another output_dir")
+        return RunDir(root=root, checkpoint=checkpoint, is_finished=False, info=info or {})
+    if info is None or overwrite or _stopped_before_it_began(root, info):
+        return RunDir(root=root, checkpoint=None, is_finished=False)
+    if resume == "never":
+        raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
+    _refuse_changes(root, recipe, ways_out)
+    found = checkpoints(root / "checkpoints")
+    return RunDir(
+        root=root,
+        checkpoint=found[-1] if found else None,
+        is_finished=info["status"] == "finished",
+        info=info,
+    )
+
+
+def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Sets `run.checkpoint` to the newest checkpoint without damaged files; every rank must call it.
+
+    Raises RunError if the recipe names a checkpoint and it is damaged, or if a rank cannot see it.
+    """
+    if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
+        raise RunError(
+            f"output_dir: not every node sees {run.checkpoint}; use a directory on a file system that all "
+            "nodes share"
+        )
+    while run.checkpoint is not None:
+        path = run.checkpoint
+        damage = damage_of(path)
+        if damage is None:
+            return
+        if recipe.checkpoint.resume != "auto":
+            raise RunError(
+                f"checkpoint.resume: {path} is damaged: {damage}; give another, or auto for the newest whole"
+            )
+        older = ranks.first_says([c for c in checkpoints(path.parent) if step_of(c) < step_of(path)])
+        run.checkpoint = older[-1] if older else None
+        instead = f"going on from {run.checkpoint}" if older else "none is older, and the run begins anew"
+        say(f"Warning: {path} is damaged: {damage}; {instead}")
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """Returns the damage of a checkpoint's files, or None. Every rank must call it; each checks some files.
+
+    If one rank cannot read a file, all ranks raise RunError: the run must not begin again for that reason.
+    """
+
+    def look() -> str | None:
+        try:
+            return find_damage(checkpoint, rank=ranks.rank(), num_ranks=ranks.num_ranks())
+        except OSError as error:
+            reason = f"{error.filename or checkpoint}: {error.strerror or error}"
+            raise RunError(
+                f"{checkpoint} cannot be read ({reason}); run the same command when the disk is back"
+            ) from error
+
+    return next((damage for damage in ranks.every_rank_does(look) if damage is not None), None)
+
+
+def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
+    """Writes recipe.yaml and run.json. A run that begins at step 0 first removes an earlier run's files."""
+    if run.checkpoint is None:
+        _clear(run.root)
+    for directory in (run.root, run.checkpoints, run.rollouts):
+        for leftover in directory.glob(".*.tmp"):  # files of a killed process
+            discard(leftover)
+    write_text_atomically(run.root / RECIPE_FILE, dump_recipe(recipe))
+    run.update(
+        status="running",
+        dpo_pack=dpo_pack.__version__,
+        versions=package_versions(),
+        devices=[device],
+        git_commit=git_commit(),
+    )
+
+
+def _clear(root: Path) -> None:
+    for name in RUN_DIRECTORIES:
+        if (root / name).is_dir():
+            remove_directory(root / name)
+    for dump in root.glob("nonfinite-step-*.json"):
+        dump.unlink()
+    for name in RUN_FILES:
+        (root / name).unlink(missing_ok=True)
+
+
+def _read_info(root: Path) -> dict[str, Any] | None:
+    """Returns the content of run.json; None if the file is missing or no run wrote it."""
+    info = read_json(root / INFO_FILE)
+    return info if isinstance(info, dict) and "status" in info else None
+
+
+def _stopped_before_it_began(root: Path, info: dict[str, Any]) -> bool:
+    """Returns whether an earlier run failed and left no step, no checkpoint, no rollouts and no model."""
+    kept = (root / "rollouts.parquet", root / "model")
+    return (
+        info.get("status") == "failed"
+        and info.get("totals", {}).get("steps", 0) == 0
+        and not checkpoints(root / "checkpoints")
+        and not any(path.exists() for path in kept)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
+    changed = changed_values(load_recipe(root / RECIPE_FILE), recipe)
+    if changed:
+        differences = ", ".join(f"{key}{_then_and_now(*values)}" for key, values in changed.items())
+        raise RunError(f"output_dir: {root} holds a run with another {differences}; {ways_out}")
+
+
+def _then_and_now(then: Any, now: Any) -> str:
+    """Returns a key's value in the earlier run and in this run; empty if one of the two is long."""
+    shown = show(then), show(now)
+    return f" ({shown[0]} then, {shown[1]} now)" if max(map(len, shown)) <= _MOST_SHOWN else ""
+
+
+def _refuse_to_replace_inputs(recipe: Recipe) -> None:
+    """Raises RunError if an input lies where the run writes: the run could replace or remove it."""
+    for key, path in _inputs(recipe):
+        for name in (*RUN_DIRECTORIES, *RUN_FILES):
+            if Path(path).resolve().is_relative_to((recipe.output_dir / name).resolve()):
+                raise RunError(
+                    f"output_dir: this run would replace {path}, which {key} names; use another output_dir"
+                )
+
+
+def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yields key and path of every file or directory on this machine that the recipe reads."""
+    held_out = () if isinstance(recipe.data.eval, EvalFraction) else recipe.data.eval
+    judges = () if recipe.online is None else recipe.online.judges
+    named = [
+        ("model.path", recipe.model.path),
+        ("tokenizer.path", recipe.tokenizer.path),
+        ("reference.path", recipe.reference.path),
+        *((f"data.train.{number}.path", source.path) for number, source in enumerate(recipe.data.train)),
+        *((f"data.eval.{number}.path", source.path) for number, source in enumerate(held_out)),
+        *((f"online.judges.{number}.path", judge.path) for number, judge in enumerate(judges)),
+    ]
+    for key, path in named:
+        if path is None or not os.path.exists(path):
+            continue
+        yield key, path
+        adapter = read_json(Path(path) / "adapter_config.json")
+        base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
+        if isinstance(base, str) and os.path.exists(base):
+            yield f"the adapter of {key}", base
+
+
+def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None:
+    """Raises RunError if the run would replace files of unknown origin: there is no valid run.json."""
+    root = recipe.output_dir
+    if (root / INFO_FILE).exists():
+        if overwrite:
+            return
+        raise RunError(
+            f"output_dir: {root / INFO_FILE} cannot be read, so nothing says what run {root} holds; mend it, "
+            "use another output_dir, or start again with --overwrite"
+        )
+    for name in (*RUN_DIRECTORIES, *RUN_FILES):
+        path = root / name
+        is_empty_directory = path.is_dir() and not any(path.iterdir())
+        if not path.exists() or is_empty_directory or (name == RECIPE_FILE and _is_ours(path, recipe)):
+            continue
+        raise RunError(
+            f"output_dir: this run would replace {path}, and no {INFO_FILE} beside it says that a run wrote "
+            "it; move it away, or use another output_dir"
+        )
+
+
+def _is_ours(path: Path, recipe: Recipe) -> bool:
+    # A process that is killed right after its start leaves only this file.
+    try:
+        return path.read_text(encoding="utf-8") == dump_recipe(recipe)
+    except (OSError, UnicodeDecodeError):
+        return False

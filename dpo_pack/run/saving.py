@@ -1,0 +1,171 @@
+"""Saves a run: it marks the places from which the run can resume, and writes checkpoints and the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.run.checkpoint.directory import checkpoint_path
+from dpo_pack.run.checkpoint.state import Identity, Place, TrainState, checkpoint_content, load_policy
+from dpo_pack.run.checkpoint.writer import CheckpointWriter
+from dpo_pack.run.export import export_model
+from dpo_pack.run.recording import Recorder
+from dpo_pack.run.run_dir import RunDir, damage_of
+from dpo_pack.run.selection import Selection
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.files import sync
+
+
+def is_multiple(step: int, every_steps: int | None) -> bool:
+    """Returns whether `step` is a multiple of `every_steps`; False if `every_steps` is None."""
+    return every_steps is not None and step % every_steps == 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Saver:
+    """Remembers the latest place from which the run can resume, and writes checkpoints of that place."""
+
+    recipe: Recipe
+    run: RunDir
+    state: TrainState
+    policy: LoadedModel  # for exports; `state.policy` is the scorer of this model
+    tokenizer: PreTrainedTokenizerBase
+    identity: Identity
+    selection: Selection | None
+    recorder: Recorder
+    writer: CheckpointWriter
+    place: Place
+    saved: Place | None = None  # the place that the newest checkpoint holds
+
+    def mark_place(self) -> None:
+        """Records the present step, length of metrics.jsonl and state of the batch source as the place."""
+        self.place = Place(
+            step=self.state.step,
+            metrics_offset=self.recorder.metrics_offset,
+            source=self.state.source.state_dict(),
+        )
+
+    def begin(self) -> None:
+        """Marks the first place: the start of the run, or the checkpoint from which the run resumes."""
+        self.mark_place()
+        if self.run.has_own_checkpoint:
+            self.saved = self.place
+        if self.run.checkpoint is not None:
+            self._forget_lost_bests()
+
+    @property
+    def is_multiple(self) -> bool:
+        """Whether the step is a multiple of `checkpoint.every_steps`."""
+        return is_multiple(self.state.step, self.recipe.checkpoint.every_steps)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a checkpoint is due: by `checkpoint.every_steps`, or because the step is among the best."""
+        best_steps = self.state.standing.best_steps[: self.recipe.checkpoint.keep_best]
+        return self.state.step > 0 and (self.is_multiple or self.state.step in best_steps)
+
+    def save(self) -> None:
+        """Writes a checkpoint with the full state, so that a resumed run continues as without a stop."""
+        settings = self.recipe.checkpoint
+        if ranks.is_first():
+            sync(self.run.metrics)  # the checkpoint refers to the lines of this file
+        content = checkpoint_content(
+            self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
+        )
+        path = self.writer.write(content, export=self.export if settings.export else None)
+        self.saved = self.place
+        self.recorder.console.print(f"  {'saving' if self.writer.is_busy else 'saved'} {path}")
+
+    def export(self, target: Path) -> None:
+        """Writes the policy as a model that transformers, PEFT or vLLM can load."""
+        export_model(
+            self.policy,
+            self.tokenizer,
+            target,
+            recipe=self.recipe,
+            totals=self.recorder.totals(self.state),
+            evaluation=self.state.evaluation,
+        )
+
+    def save_on_the_way_out(self) -> None:
+        """Saves the latest place of an interrupted run; an unfinished step is discarded."""
+        console = self.recorder.console
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.recorder.report_nonfinite()
+        if self.state.step == 0:
+            console.print("  nothing is trained yet, so there is nothing to save")
+        elif self.saved is self.place:
+            console.print(f"  step {self.state.step} is saved already")
+        else:
+            self.save()
+
+    def save_what_is_done(self) -> None:
+        """Saves the latest place after an error, unless a later step has changed the parameters already."""
+        if self.state.step != self.place.step:
+            return
+        try:
+            self.save_on_the_way_out()
+        except CacheError as refused:  # the user must see the error that ends the run, not this one
+            self.recorder.console.print(f"  Warning: {refused}")
+
+    def best_evaluation(self) -> dict[str, Any] | None:
+        """Returns for run.json the best step by the recipe's metric; `checkpoint` is None if not kept."""
+        standing = self.state.standing
+        if self.selection is None or not standing.best:
+            return None
+        step, value = standing.best[0]
+        path = checkpoint_path(self.run.checkpoints, step)
+        return {
+            "step": step,
+            "metric": self.selection.metric,
+            "eval_set": self.selection.eval_set,
+            "value": value,
+            "checkpoint": str(path) if path.is_dir() else None,
+        }
+
+    def require_best(self) -> None:
+        """Raises RunError if `load_best` would find no weights. At this point the run can still be saved.
+
+        Every rank must call it.
+        """
+        remedy = "set it to false, and the same command leaves the last weights"
+        standing = self.state.standing
+        if not standing.best:
+            raise RunError(f"checkpoint.load_best: no evaluation gave a finite metric; {remedy}")
+        path = checkpoint_path(self.run.checkpoints, standing.best_steps[0])
+        self.writer.wait()  # the writer may still be writing this checkpoint
+        damage = damage_of(path)
+        if damage is not None:
+            raise RunError(f"checkpoint.load_best: {path} is damaged: {damage}; {remedy}")
+
+    def load_best(self) -> None:
+        """Loads the best evaluation's weights into the policy. `require_best` has checked their files."""
+        path = checkpoint_path(self.run.checkpoints, self.state.standing.best_steps[0])
+        self.state.evaluation = load_policy(path, self.state.policy)
+
+    def _forget_lost_bests(self) -> None:
+        """Forgets each best evaluation whose checkpoint is not in this run's directory.
+
+        Such a checkpoint is in another directory, was never kept, or was removed when a later one was better.
+        """
+        standing = self.state.standing
+        kept = ranks.first_says(
+            tuple(
+                (step, value)
+                for step, value in standing.best
+                if checkpoint_path(self.run.checkpoints, step).is_dir()
+            )
+        )
+        if self.recipe.checkpoint.keep_best > 0 and kept != standing.best:
+            lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
+            self.recorder.console.print(
+                f"Note: the best evaluations were after step {lost}, of which {self.run.checkpoints} has no "
+                "checkpoint; the best of those to come are kept"
+            )
+            self.state.standing = replace(standing, best=kept)

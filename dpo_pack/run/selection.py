@@ -1,0 +1,102 @@
+"""Finds the best evaluation of a run, and decides when early stopping ends the run.
+
+`judge(standing, selection, ...)` has no side effects: it returns the standing after an evaluation. A
+checkpoint holds the standing, so a resumed run stops at the same step as a run without a stop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dpo_pack.recipe.errors import show
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.recipe.training import LOWER_IS_BETTER
+from dpo_pack.system.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The recipe's settings for comparing evaluations."""
+
+    metric: str
+    eval_set: str
+    num_best: int  # number of best evaluations to remember
+    patience: int | None = None  # evaluations without improvement that end the run; None: no early stop
+    min_delta: float = 0.0  # smallest change that counts as an improvement
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.metric in LOWER_IS_BETTER
+
+    def stops(self, standing: Standing) -> bool:
+        """Returns whether early stopping ends the run after this standing."""
+        return self.patience is not None and standing.num_since_improvement >= self.patience
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """The results of the evaluations so far, as plain values that a checkpoint can hold."""
+
+    best: tuple[tuple[int, float], ...] = ()  # (step, value); the best is first
+    bar: float | None = None  # a new value must be better than this
+    num_since_improvement: int = 0  # number of evaluations
+
+    @property
+    def best_steps(self) -> tuple[int, ...]:
+        return tuple(step for step, _ in self.best)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the standing as a dict for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def load(state: Mapping[str, Any]) -> Standing:
+        return Standing(**{**state, "best": tuple((int(step), value) for step, value in state["best"])})
+
+
+def judge(
+    standing: Standing, selection: Selection, evaluation: Mapping[str, Mapping[str, Any]], *, step: int
+) -> Standing:
+    """Returns the standing after an evaluation; `evaluation` maps each held-out set to its metrics.
+
+    If two values are equal, the earlier is better. A value that is not finite is no improvement. A missing
+    value is no improvement either: an online run has no value if no prompt could be scored.
+    """
+    value = evaluation[selection.eval_set].get(selection.metric)
+    sign = 1.0 if selection.lower_is_better else -1.0
+    if value is None or not math.isfinite(value):
+        return Standing(
+            best=standing.best, bar=standing.bar, num_since_improvement=standing.num_since_improvement + 1
+        )
+    improves = standing.bar is None or sign * value < sign * standing.bar - selection.min_delta
+    best = sorted((*standing.best, (step, value)), key=lambda entry: (sign * entry[1], entry[0]))
+    return Standing(
+        best=tuple(best[: selection.num_best]),
+        bar=value if improves else standing.bar,
+        num_since_improvement=0 if improves else standing.num_since_improvement + 1,
+    )
+
+
+def find_selection(recipe: Recipe, eval_sets: Sequence[str]) -> Selection | None:
+    """Returns the recipe's settings for comparing evaluations; None if nothing is held out.
+
+    Raises RecipeError if the recipe names a held-out set that does not exist.
+    """
+    if not eval_sets:
+        return None
+    wanted, stopping = recipe.checkpoint.eval_set, recipe.train.early_stopping
+    if wanted is not None and wanted not in eval_sets:
+        raise RecipeError(
+            f"checkpoint.eval_set: no held-out set is called {show(wanted)}; there are {', '.join(eval_sets)}"
+        )
+    default = "loss" if recipe.online is None else "online/win_rate"
+    return Selection(
+        metric=recipe.checkpoint.metric or default,
+        eval_set=wanted or eval_sets[0],
+        num_best=max(1, recipe.checkpoint.keep_best),
+        patience=None if stopping is None else stopping.patience,
+        min_delta=0.0 if stopping is None else stopping.min_delta,
+    )

@@ -1,0 +1,114 @@
+"""Chooses how the ranks hold the model: each rank a copy (ddp) or a shard (fsdp2), and gives the reason."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PretrainedConfig
+
+from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.parallel import ALONE, Strategy
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.recipe.schema import why_not_sharded
+from dpo_pack.run.memory.estimate import training_bytes
+from dpo_pack.run.models import ModelFacts
+from dpo_pack.system import ranks
+from dpo_pack.system.console import format_count
+from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.memory import machine_memory_bytes
+
+# `auto` chooses ddp only if weights, gradients and optimizer state take at most this part of the memory.
+STATE_SHARE = 0.6
+
+
+def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) -> Strategy:
+    """Returns the recipe's strategy for the ranks of this run. Collective. Raises RecipeError.
+
+    `auto` shards a model if a whole copy, its gradients and its optimizer state would leave too little of a
+    device's memory for activations.
+    """
+    settings = recipe.distributed
+    if ranks.num_ranks() == 1:
+        if settings.gather_dtype is not None or settings.cpu_offload:
+            key = "gather_dtype" if settings.gather_dtype is not None else "cpu_offload"
+            raise RecipeError(
+                f"distributed.{key}: shards need several processes, and this is one; leave it out"
+            )
+        return ALONE
+    name, reason = settings.strategy, "distributed.strategy"
+    if name == "auto":
+        needs_copies = why_not_sharded(recipe)
+        name, reason = _by_size(recipe, policy, device) if needs_copies is None else ("ddp", needs_copies)
+    if name == "ddp":
+        return Strategy(name="ddp", reason=reason)
+    if recipe.optim.name != "adamw":
+        raise RecipeError(
+            f"optim.name: {recipe.optim.name} updates whole weights only, and fsdp2 ({reason}) has shards of "
+            "them; set optim.name: adamw or distributed.strategy: ddp"
+        )
+    if settings.cpu_offload and device.type != "cuda":
+        raise RecipeError(
+            f"distributed.cpu_offload: weights are in the memory of the {device.type} already; leave it out"
+        )
+    return Strategy(
+        name="fsdp2",
+        reason=reason,
+        mesh=_mesh(device, is_hybrid=settings.hybrid),
+        cpu_offload=settings.cpu_offload,
+        accumulate_unsharded=settings.accumulate_unsharded,
+    )
+
+
+def _by_size(recipe: Recipe, policy: ModelFacts, device: torch.device) -> tuple[Literal["ddp", "fsdp2"], str]:
+    """Returns ddp or fsdp2, by the memory that a copy, gradients and optimizer state take, and the reason."""
+    if policy.quantization is not None:
+        return "ddp", "quantised weights are not sharded"
+    count = policy.num_parameters
+    is_adapted = recipe.model.lora is not None or policy.adapter is not None
+    precision = policy.precision
+    state = training_bytes(
+        num_trained=0 if is_adapted else count,  # an adapter is too small to matter
+        num_frozen=count * (is_adapted + (recipe.reference.sync is not None)),
+        trained_bytes=precision.parameters.itemsize,
+        frozen_bytes=precision.parameters.itemsize,
+        optimizer=recipe.optim.name,
+    )
+    needed = state.total + state.gradients * (num_gradients(policy.config) - 1)
+    if precision.casts_weights and not recipe.model.gradient_checkpointing:
+        needed += 2.0 * count
+    memory = -ranks.largest_number(-device_memory(device))  # the memory of the smallest device
+    what = (
+        f"what training holds of {format_count(count)} parameters takes {needed / 1e9:.3g} GB, "
+        f"a device has {memory / 1e9:.3g} GB"
+    )
+    return ("ddp" if needed <= STATE_SHARE * memory else "fsdp2"), what
+
+
+def num_gradients(config: PretrainedConfig) -> int:
+    """Returns how often ddp holds the gradient: twice if rows add up outside DDP's own buckets, else once."""
+    return 2 if routes_tokens(config) else 1
+
+
+def device_memory(device: torch.device) -> int:
+    """Returns the bytes of memory for one rank. Ranks on CPUs divide the machine's memory equally."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
+    return machine_memory_bytes() // num_here
+
+
+def _mesh(device: torch.device, *, is_hybrid: bool) -> DeviceMesh:
+    num_ranks = ranks.num_ranks()
+    if not is_hybrid:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if num_here in (1, num_ranks) or num_ranks % num_here:
+        raise RecipeError(
+            "distributed.hybrid: shards within nodes and copies over them need several nodes of as many "
+            f"processes each, more than one; here are {num_here} of the run's {num_ranks}; leave it out"
+        )
+    shape = (num_ranks // num_here, num_here)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

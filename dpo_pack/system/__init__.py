@@ -1,0 +1,1 @@
+"""Code about the process and its machine: ranks, signals, files, errors, console."""

@@ -1,0 +1,135 @@
+"""Ends a command after an error or a stop signal: one rank prints one line, and all get an exit status.
+
+Exit status 2: the user can repair the mistake. 130 or 143: the command was interrupted. 1: a bug of dpo-pack.
+To import this file does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dpo_pack.system.errors import DpoPackError
+from dpo_pack.system.interrupts import STOP_SIGNALS, Interrupted
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+OUR_BUG = 1
+USER_CAN_MEND = 2
+
+_POLL_SECONDS = 0.05
+# A rank that failed waits this long, so that other ranks with the same mistake can report it too. If a rank
+# was killed, its launcher ends the others in this time, before they print that a connection broke.
+_SECONDS_FOR_THE_OTHERS = 1.0
+_SECONDS_FOR_THE_TELLER = 5.0
+_SECONDS_TO_END = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The message and the exit status for an exception that ended a command."""
+
+    message: str | None  # one line; None: a bug of dpo-pack, for which the traceback is printed
+    exit_status: int
+    is_interruption: bool = False
+    is_urgent: bool = False  # a second signal came: the process waits for nothing, not even for files
+
+
+def ending_of(error: BaseException) -> Ending:
+    match error:
+        case Interrupted():
+            return Ending(
+                message=f"{error}; the same command goes on from what is done",
+                exit_status=error.exit_status,
+                is_interruption=True,
+                is_urgent=error.is_urgent,
+            )
+        case DpoPackError():
+            # A cause quoted from another library may have several lines.
+            message = " ".join(line.strip() for line in f"error: {error}".splitlines())
+            return Ending(message=message, exit_status=USER_CAN_MEND)
+        case RuntimeError() if "out of memory" in str(error):  # torch has several classes for it, and no code
+            return Ending(message=f"error: {_out_of_memory(str(error))}", exit_status=USER_CAN_MEND)
+    return Ending(message=None, exit_status=OUR_BUG)
+
+
+def complain(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _out_of_memory(message: str) -> str:
+    """Returns torch's text about the failed allocation, and settings that make allocations smaller."""
+    sentences = message.strip().partition("\n")[0].split(". ")
+    what = ". ".join(sentences[:3]).rstrip(".")  # size of the allocation, free memory of the device
+    return (
+        f"{what}; lower packing.token_budget (reference.token_budget if it was in the reference pass or an "
+        "evaluation), or set model.gradient_checkpointing=true"
+    )
+
+
+# --------------------------------------------------------------------------------------- of several ranks
+
+
+def settle_failure(error: BaseException, *, rank: int, num_ranks: int, store: Store) -> int:
+    """Prints the error that ended this rank, unless another rank prints first; returns the exit status.
+
+    If a rank fails, other ranks fail too: their connections break, or they find the same mistake. Each failed
+    rank writes its message to `store`. The first rank in the store prints its message; the other ranks print
+    nothing and end with the exit status of the first rank.
+    """
+    from torch._C._distributed_c10d import PrefixStore  # torch.distributed's, with its types
+
+    ending = ending_of(error)
+    store = PrefixStore("dpo_pack/failures", store)
+    messages = []
+    try:
+        place = store.add("number", 1)
+        store.set(str(place), json.dumps([ending.message, ending.exit_status]))
+        if place > 1:
+            _wait_until(lambda: store.check(["told"]), _SECONDS_FOR_THE_TELLER)
+            return int(json.loads(store.get("1"))[1])
+        if not ending.is_interruption:
+            is_bug = ending.message is None
+            _wait_until(lambda: not is_bug and store.add("number", 0) == num_ranks, _SECONDS_FOR_THE_OTHERS)
+        messages = [json.loads(store.get(str(n)))[0] for n in range(1, store.add("number", 0) + 1)]
+    except (RuntimeError, ValueError):  # the process that served the store has ended
+        pass
+    is_common = ending.message is not None and messages == [ending.message] * num_ranks
+    _tell(error, ending, speaker=None if rank == 0 or is_common or ending.is_interruption else rank)
+    with contextlib.suppress(RuntimeError):
+        store.set("told", "")
+    return ending.exit_status
+
+
+def end_soon(error: BaseException) -> None:
+    """Sets an alarm that ends this process in 60 seconds; after an interruption, ignores stop signals."""
+    is_interruption = ending_of(error).is_interruption
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN if is_interruption else signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_SECONDS_TO_END)
+
+
+def _tell(error: BaseException, ending: Ending, *, speaker: int | None) -> None:
+    where = "" if speaker is None else f"rank {speaker} ({socket.gethostname()}): "
+    if ending.message is not None:
+        complain(f"{where}{ending.message}")
+        return
+    if where:
+        complain(f"{where}our bug")
+    traceback.print_exception(error)
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,66 @@
+"""Checks that the Hugging Face hub can be reached, before a client of the hub waits for it.
+
+A mistyped path looks like a hub id. If the hub cannot be reached, its clients repeat their requests for half
+a minute. This file does not use the hub's answer about an id: the clients report a wrong id.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Literal
+
+from dpo_pack.system.errors import DataError, ModelError
+
+HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+_TIMEOUT_SECONDS = 10.0
+
+
+def check_model(path: str, revision: str | None, recipe_key: str) -> None:
+    """Raises ModelError if `path` is a hub id without cached files and the hub cannot be reached."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(path).exists() or not HUB_ID.fullmatch(path):
+        return
+    if isinstance(try_to_load_from_cache(path, "config.json", revision=revision), str):
+        return
+    obstacle = _obstacle("model", path, recipe_key)
+    if obstacle is not None:
+        raise ModelError(f"{recipe_key}: no directory {path} here, and {obstacle}")
+
+
+def check_dataset(path: str, recipe_key: str) -> None:
+    """Raises DataError if `path` is a hub id without cached files and the hub cannot be reached."""
+    from datasets import config
+
+    if Path(path).exists() or not HUB_ID.fullmatch(path):
+        return
+    if (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).exists():
+        return
+    obstacle = _obstacle("dataset", path, recipe_key)
+    if obstacle is not None:
+        raise DataError(f"{path}: no such file here, and {obstacle}")
+
+
+def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> str | None:
+    """Returns why the hub does not answer, and a remedy; None if it answers or HF_HUB_OFFLINE is set."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    reason = ""
+    for seconds_before in (0.0, 1.0):  # a network may fail once
+        time.sleep(seconds_before)
+        try:
+            HfApi().repo_info(path, repo_type=kind, timeout=_TIMEOUT_SECONDS)
+            return None
+        except HfHubHTTPError:
+            return None
+        except Exception as error:  # its class depends on the HTTP library of the hub's client
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return (
+        f"the hub, which may have it, cannot be reached ({reason}); correct {recipe_key}, or connect, or "
+        "download it first"
+    )

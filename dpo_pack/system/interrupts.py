@@ -1,0 +1,131 @@
+"""Handles stop signals: Ctrl-C, SIGTERM, and SIGUSR1, by which schedulers announce preemption.
+
+The first signal stops the command at once, except in a `deferred` block, where work could be lost. There the
+signal waits until every rank has called `poll`, at a point where all ranks may stop. A second signal stops
+the command at once in every part of the program. Signals within SAME_REQUEST_SECONDS count as one signal.
+
+`recorded`, `held_back` and `accept_stop_signals` are for a process that starts ranks, and for these ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Launcher and terminal may each send a signal for one Ctrl-C. Signals within this time are one request.
+SAME_REQUEST_SECONDS = 1.0
+
+
+class Interrupted(BaseException):
+    """The user or the scheduler asked the run to stop; `exit_status` is the shell's convention.
+
+    SIGUSR1 gives the exit status of SIGTERM. This class, like KeyboardInterrupt, is no Exception: libraries
+    retry after an Exception, or report it as their own failure.
+    """
+
+    def __init__(self, signum: int, *, is_urgent: bool = False) -> None:
+        """`is_urgent`: a second signal came, so the process must not save anything or wait for anything."""
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_status = 128 + (signal.SIGTERM if signum == signal.SIGUSR1 else signum)
+        self.is_urgent = is_urgent
+
+
+class Interruption:
+    """The stop signal that has arrived, if any. While `is_deferred`, the first signal only sets `signum`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.signum: int | None = None
+        self.is_deferred = False
+        self._clock = clock
+        self._arrived = 0.0
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum is not None:
+            if self._clock() - self._arrived >= SAME_REQUEST_SECONDS:
+                raise Interrupted(signum, is_urgent=True)
+            return
+        self.signum, self._arrived = signum, self._clock()
+        if not self.is_deferred:
+            raise Interrupted(signum)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """In this `with` block, the first signal has an effect only at `poll` or at a `lifted` block."""
+        yield from self._deferring(True)
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Within `deferred`: a signal stops this block at once, or with several ranks, waits for `poll`."""
+        from dpo_pack.system.ranks import num_ranks  # imports torch
+
+        yield from self._deferring(num_ranks() > 1)
+
+    def _deferring(self, is_deferred: bool) -> Iterator[None]:
+        before, self.is_deferred = self.is_deferred, is_deferred
+        try:
+            if self.signum is not None and not is_deferred:
+                raise Interrupted(self.signum)
+            yield
+        finally:
+            self.is_deferred = before
+
+    def poll(self) -> None:
+        """Raises Interrupted on every rank if one rank got a signal. All ranks must call it equally often."""
+        from dpo_pack.system.ranks import largest_number  # imports torch
+
+        signum = largest_number(self.signum or 0)
+        if signum:
+            raise Interrupted(signum)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Interruption]:
+    """Raises `Interrupted` for stop signals in this block. Python handles signals in the main thread only."""
+    interruption = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+    with _handled_by(interruption.handle):
+        yield interruption
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[int]]:
+    """Yields a list that collects the stop signals of this block; they have no other effect."""
+    received: list[int] = []
+    with _handled_by(lambda signum, frame: received.append(signum)):
+        yield received
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Holds stop signals back from processes that are started in this `with` block.
+
+    Such a process gets these signals when it calls `accept_stop_signals`. A signal during the start of Python
+    would end the process with a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def accept_stop_signals() -> None:
+    """Lets stop signals reach this process, also those that came while they were held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,0 +1,82 @@
+"""Describes the machine and the software of a run: facts of the CPU that decide speed, versions, the commit.
+
+Linux describes the CPU in /proc/cpuinfo; on other systems most facts of the CPU are unknown.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+# Instructions that multiply bfloat16. Keys are the names in Linux. They are for x86 vectors, x86 tiles, Arm.
+_BFLOAT16_FLAGS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "pyarrow",
+    "numpy",
+    "flash-attn",
+    "liger-kernel",
+    "peft",
+)
+
+
+def cpu_name() -> str:
+    """Returns the CPU's name for people. On Linux, platform.processor() is empty or an architecture."""
+    return _field("model name") or platform.processor() or platform.machine()
+
+
+def is_intel(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether Intel made the CPU; MKL is written for CPUs of Intel. False if the maker is unknown."""
+    return _field("vendor_id", cpuinfo=cpuinfo) == "GenuineIntel"
+
+
+def bfloat16_instructions(cpuinfo: Path = _CPUINFO) -> tuple[str, ...] | None:
+    """Returns the instructions of this CPU that multiply bfloat16; None if the CPU's flags are unknown.
+
+    If the CPU has no such instructions, torch converts bfloat16 to float32 and back, which takes longer than
+    float32 without conversions.
+    """
+    flags = _field("flags", "Features", cpuinfo=cpuinfo)
+    if flags is None:
+        return None
+    return tuple(name for flag, name in _BFLOAT16_FLAGS.items() if flag in flags.split())
+
+
+def _field(*names: str, cpuinfo: Path = _CPUINFO) -> str | None:
+    """Returns the value of the first line with one of `names`; None if there is no such line."""
+    if not cpuinfo.is_file():
+        return None
+    lines = (line.partition(":") for line in cpuinfo.read_text(encoding="utf-8").splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() in names), None)
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+    """Returns the installed versions of Python and of the packages whose versions may change results."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_commit() -> str | None:
+    """Returns the commit checked out in the working directory; None if there is no repository."""
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()

@@ -1,0 +1,163 @@
+"""Starts the ranks of one node and watches them. If one rank fails, all ranks end.
+
+torchrun is not used. Since torch 2.13, torchrun can wait for ranks that save after a signal
+(--shutdown_timeout) and pass on SIGUSR1 (--signals_to_handle), but the oldest supported torch cannot. And in
+2.13, too, torchrun sends SIGTERM to the other ranks if a rank fails, waits 30 seconds for them, and prints a
+page about the failure after the rank's line. If torchrun is killed, its ranks go on. Ranks get the same
+variables from this file as from torchrun. They meet at a store that the parent serves, so that no port is
+guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from torch._C._distributed_c10d import TCPStore  # torch.distributed's, with its types
+
+from dpo_pack.system.endings import OUR_BUG, complain
+from dpo_pack.system.interrupts import Interrupted, held_back, recorded
+from dpo_pack.system.placement import Placement
+
+PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; reading it ends when the parent has ended
+
+_POLL_SECONDS = 0.05
+# After a rank has failed, the others get this time to end: some notice broken connections, some never.
+_SECONDS_AFTER_A_FAILURE = 5.0
+# After an interrupted rank has ended, the others get this time: they may still write large files.
+_SECONDS_AFTER_AN_INTERRUPTION = 600.0
+_INTERRUPTED_STATUSES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+def start_ranks(command: Sequence[str], num_ranks: int) -> int:
+    """Runs `command` as ranks 0 to `num_ranks` - 1 on this node until all have ended; returns an exit status.
+
+    The status is that of the rank that failed first. If a rank was killed, this function prints a message and
+    returns 1. The first SIGINT, SIGTERM or SIGUSR1 is sent once to every rank; a second signal ends all ranks
+    at once. Raises Interrupted after a second signal, or if no rank could report the first one.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = _environment(num_ranks)
+    read_end, write_end = os.pipe()
+    processes: list[subprocess.Popen[bytes]] = []  # by rank
+    with recorded() as received:
+        try:
+            with held_back():
+                for rank in range(num_ranks):
+                    place = Placement(
+                        rank=rank,
+                        num_ranks=num_ranks,
+                        local_rank=rank,
+                        num_local_ranks=num_ranks,
+                        address="127.0.0.1",
+                        port=store.port,
+                    )
+                    processes.append(_start(command, place, environment, parent_pipe=read_end))
+            os.close(read_end)
+            return _watch(processes, received)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # the rank, and every process that it has started
+                process.wait()
+            os.close(write_end)
+
+
+def usable_cores() -> int:
+    """Returns how many cores this process may use; a scheduler may have bound it to fewer than all."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _environment(num_ranks: int) -> dict[str, str]:
+    """Returns the environment variables of all ranks. Variables that the user has set are not changed."""
+    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks))}
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        # All ranks are on this host: they must meet even if its name resolves to a wrong address.
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**defaults, **os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def _start(
+    command: Sequence[str], place: Placement, environment: Mapping[str, str], *, parent_pipe: int
+) -> subprocess.Popen[bytes]:
+    """Starts a rank in a new session, which includes all processes that the rank will start."""
+    own = {**environment, **place.environment(), PARENT_PIPE: str(parent_pipe)}
+    if place.rank > 0:
+        own.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # rank 0 gives the same warnings
+    return subprocess.Popen(
+        command, env=own, stdin=subprocess.DEVNULL, pass_fds=(parent_pipe,), start_new_session=True
+    )
+
+
+def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
+    """Waits for all ranks, or until the remaining ranks must end. Returns the status of the command."""
+    statuses: dict[int, int] = {}  # by rank, in the order of their ends
+    passed_on = False
+    deadline = math.inf
+    while len(statuses) < len(processes):
+        for rank, process in enumerate(processes):
+            status = process.poll() if rank not in statuses else None
+            if status is None:
+                continue
+            statuses[rank] = status
+            if status < 0 and -status not in received:
+                complain(_killed(rank, -status))
+                return OUR_BUG
+            if status != 0:
+                is_interruption = status in _INTERRUPTED_STATUSES or received
+                seconds = _SECONDS_AFTER_AN_INTERRUPTION if is_interruption else _SECONDS_AFTER_A_FAILURE
+                deadline = min(deadline, time.monotonic() + seconds)
+        if received and not passed_on:
+            passed_on = True
+            for rank, process in enumerate(processes):
+                if rank not in statuses:
+                    process.send_signal(received[0])
+        if len(received) > 1 or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    return _status_of_all(list(statuses.values()), len(processes), received)
+
+
+def _status_of_all(statuses: Sequence[int], num_ranks: int, received: Sequence[int]) -> int:
+    """Returns the command's status; `statuses` are those of ended ranks, in the order of their ends."""
+    if len(statuses) == num_ranks and not any(statuses):
+        return 0  # no signal came, or it came after all work was done
+    told = [status for status in statuses if status > 0]
+    if len(received) > 1 or not told:
+        raise Interrupted(received[-1])
+    failures = [status for status in told if status not in _INTERRUPTED_STATUSES]
+    if failures:
+        return failures[0]
+    return Interrupted(received[0]).exit_status if received else told[0]
+
+
+def _killed(rank: int, signum: int) -> str:
+    name = signal.Signals(signum).name
+    if signum == signal.SIGKILL:
+        return f"error: rank {rank} was killed ({name}), often by the system for want of memory"
+    return f"error: rank {rank} died of {name}"
+
+
+# ------------------------------------------------------------------------------------------- in a rank
+
+
+def end_with_parent() -> None:
+    """Makes a rank of `start_ranks`, and all processes it started, end when the parent has ended."""
+    pipe = os.environ.pop(PARENT_PIPE, None)
+    if pipe is not None:
+        threading.Thread(target=_wait_for_the_end, args=(int(pipe),), daemon=True, name="parent").start()
+
+
+def _wait_for_the_end(pipe: int) -> None:
+    os.read(pipe, 1)  # nothing is written: this returns when the only writer, the parent, has ended
+    os.killpg(0, signal.SIGKILL)

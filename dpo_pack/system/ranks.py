@@ -1,0 +1,256 @@
+"""Communication between ranks. Every rank makes the same calls in the same order.
+
+A single process does not communicate: its functions return at once. Objects go from host to host by gloo, so
+they wait for no device. Tensors (the functions at the end of this file) go from device to device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpo_pack.system.errors import DpoPackError, RunError
+
+# Ranks wait at most this long for rank 0, which may tokenise for hours. If a rank ends, the others notice it
+# by the broken connection.
+_HOST_TIME = timedelta(days=7)
+_MOST_SHOWN = 40  # characters of a value in an error message
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+_host_groups: dict[Any, Any] = {}  # keys are default groups; tests make several of these
+
+
+def rank() -> int:
+    """Returns the number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0, which prints and writes files."""
+    return rank() == 0
+
+
+def uses_cuda() -> bool:
+    """Whether ranks compute on CUDA devices. Under `accelerate launch --cpu` they do not."""
+    return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
+
+
+def host_group() -> Any:
+    """Returns the group whose messages go between hosts. All ranks must make the first call together."""
+    default = dist.group.WORLD
+    if default not in _host_groups:
+        _host_groups[default] = dist.new_group(backend="gloo", timeout=_HOST_TIME)
+    return _host_groups[default]
+
+
+def leave() -> None:
+    """Destroys the groups of this process, which cannot communicate with other ranks afterwards.
+
+    The threads of a group end when the last reference to the group is deleted. A thread that runs on while
+    the interpreter ends may call the interpreter; the process would then abort after all its work.
+    """
+    dist.destroy_process_group()
+    _host_groups.clear()
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on some rank."""
+    return bool(largest_number(int(flag)))
+
+
+def largest_number(number: int) -> int:
+    """Returns the largest of all ranks' numbers."""
+    if num_ranks() == 1:
+        return number
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=host_group())
+    return int(largest)
+
+
+def first_says(value: Value) -> Value:
+    """Returns rank 0's value on every rank. The value is an object that can be pickled."""
+    if num_ranks() == 1:
+        return value
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, src=0, group=host_group())
+    received: Value = values[0]
+    return received
+
+
+def every_rank_says(value: Value, group: Any = None) -> list[Value]:
+    """Returns the values of all ranks, in the order of ranks.
+
+    A thread other than the main thread passes its own `group`, so that its messages and those of the main
+    thread are never mixed.
+    """
+    if num_ranks() == 1:
+        return [value]
+    values: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(values, value, group=group or host_group())
+    return values
+
+
+def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]:
+    """Runs `work` on every rank; returns all values. If some raise a DpoPackError, all raise the first."""
+    value: Any = None
+    failure: DpoPackError | None = None
+    try:
+        value = work()
+    except DpoPackError as error:
+        if num_ranks() == 1:
+            raise
+        failure = error
+    outcomes = every_rank_says((value, failure), group)
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [value for value, _ in outcomes]
+
+
+def first_does(work: Callable[[], Value]) -> Value:
+    """Runs `work` on rank 0 only; all ranks return its value, or raise the DpoPackError that it raises."""
+    result: Any = every_rank_does(lambda: work() if is_first() else None)[0]
+    return result  # type: ignore[no-any-return]
+
+
+def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Value]]) -> list[Value]:
+    """Splits `items` over ranks and runs `work` on each part; returns the values of all items on every rank.
+
+    `work` takes items and returns one value for each item; values can be pickled. A rank without items does
+    not call `work`. If `work` raises a DpoPackError on one rank, all ranks raise it. The values have the
+    order of the items.
+    """
+    own = items[rank() :: num_ranks()]
+    results: list[Any] = [None] * len(items)
+    for other, values in enumerate(every_rank_does(lambda: list(work(own)) if own else [])):
+        results[other :: num_ranks()] = values
+    return results
+
+
+def wait_for_all() -> None:
+    """Waits until every rank has called this function."""
+    if num_ranks() > 1:
+        dist.barrier(group=host_group())
+
+
+@contextlib.contextmanager
+def first_goes_first() -> Iterator[None]:
+    """Rank 0 runs the `with` block first; then the other ranks run it, and find the files of rank 0.
+
+    If rank 0 raises a DpoPackError in the block, the other ranks raise the same error.
+    """
+    failure: DpoPackError | None = None
+    if not is_first():
+        failure = first_says(None)
+        if failure is not None:
+            raise failure
+        yield
+        return
+    try:
+        yield
+    except DpoPackError as error:
+        failure = error
+        raise
+    finally:
+        first_says(failure)
+
+
+def require_same(facts: Mapping[str, Any], remedy: str) -> None:
+    """Raises the same RunError on every rank if a fact differs between ranks. facts: name -> value."""
+    outcomes = every_rank_says((socket.gethostname(), dict(facts)))
+    host, expected = outcomes[0]
+    for other, (other_host, found) in enumerate(outcomes):
+        names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+        if names:
+            name = names[0]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RunError(
+                f"rank {other} (on {other_host}) and rank 0 (on {host}) differ in {name}{more}: "
+                f"{_shown(found.get(name))} and {_shown(expected.get(name))}; {remedy}"
+            )
+
+
+def require_shared(directory: Path, recipe_key: str) -> None:
+    """Raises the same RunError on every rank if a node does not see rank 0's files in `directory`."""
+    hosts = every_rank_says(socket.gethostname())
+    if len(set(hosts)) == 1:
+        return
+    mark = first_does(lambda: _leave_mark(directory, recipe_key))
+    try:
+        seen = every_rank_says(mark.exists())
+    finally:
+        if is_first():
+            mark.unlink()
+    for host, is_seen in zip(hosts, seen, strict=True):
+        if not is_seen:
+            raise RunError(
+                f"{recipe_key}: what rank 0 (on {hosts[0]}) writes in {directory} is not there on {host}; "
+                "use a directory on a file system that all nodes share"
+            )
+
+
+def _leave_mark(directory: Path, recipe_key: str) -> Path:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=".shared-", suffix=".tmp", dir=directory)
+    except OSError as error:
+        raise RunError(f"{recipe_key}: cannot write in {directory}: {error.strerror}") from error
+    os.close(descriptor)
+    return Path(path)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+# ----------------------------------------------------------------------------------------------- tensors
+
+
+def gather_over_ranks(rows: Tensor) -> Tensor:
+    """Concatenates the `rows` of all ranks, on every rank. Ranks may have different numbers of rows.
+
+    rows: [n, ...] -> [sum of n over ranks, ...]. Waits for the device, which sends the numbers of rows.
+    """
+    return gather_and_place(rows)[0]
+
+
+def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
+    """Returns `gather_over_ranks` of the rows, and the slice of this rank's rows in it."""
+    if num_ranks() == 1:
+        return rows, slice(0, len(rows))
+    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(num_ranks())]
+    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+    sizes: list[int] = torch.cat(counts).tolist()
+    padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    first = sum(sizes[: rank()])
+    together = torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+    return together, slice(first, first + len(rows))
+
+
+def largest_over_ranks(values: Tensor) -> Tensor:
+    """Returns the elementwise largest of all ranks' values. The host does not wait for the device."""
+    if num_ranks() == 1:
+        return values
+    largest = values.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest

@@ -1,0 +1,25 @@
+"""Seeds random numbers from the recipe's seed, the step and the rank, so checkpoints need no random state."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds random numbers drawn before the first step, mainly the weights of new adapters."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_step(seed: int, *, step: int, rank: int) -> None:
+    """Seeds the random numbers of a step: the dropout in adapters. Each rank has a different seed.
+
+    A resumed run draws the same numbers as a run without a stop, if the number of ranks is the same.
+    """
+    # The first number of the key is the purpose; rollouts have 2, see online/sampling.py.
+    state = np.random.SeedSequence(seed, spawn_key=(3, step, rank)).generate_state(1, np.uint64)
+    torch.manual_seed(int(state[0] >> np.uint64(1)))

@@ -1,0 +1,1 @@
+"""The parts of a training step: batches, metrics, optimizers and guards."""

@@ -1,0 +1,250 @@
+"""Global batches, the rows of a batch, and the interface of a source of batches.
+
+The training loop asks a source only for batches. There are two sources: pairs on disk (offline.py) and online
+rollouts (online/source.py).
+
+Legend: P pairs of a row, S sequences, N scored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dpo_pack.data.merging import merge_group
+from dpo_pack.data.store import PairTable, pair_lengths
+from dpo_pack.losses import Objective, PairLogps, ScoredPairs, length_desensitized_sums, wpo_weights
+from dpo_pack.model.layout import Group, Row, layout_row, on_device, packed_row, padded_row
+from dpo_pack.model.scorer import RowLogps
+from dpo_pack.packing.lengths import IntArray, PromptMerging
+from dpo_pack.packing.plan import PackingPlan
+from dpo_pack.reference.frozen import PairReference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRow:
+    """The pairs of one row, ready for the policy.
+
+    A pair is two of the row's S sequences. Usually they lie pair by pair (chosen, rejected, chosen, ...). If
+    one sequence belongs to several pairs, `sequence_index` gives the sequences of each pair to `by_pair`.
+    """
+
+    row: Row
+    sequence_index: Tensor | None  # [2 P] int64, chosen and rejected of each pair; None: 0, 1, 2, ...
+    token_index: Tensor | None  # [N] int64, scored tokens of those sequences; None: 0, 1, 2, ...
+    reference_chosen: Tensor  # [P] float64, summed log-probs, nats
+    reference_rejected: Tensor  # [P] float64
+    reference_tokens: Tensor | None  # [N] per-token log-probs, pair by pair, for LD-DPO
+    pair_weights: Tensor  # [P] float64, the weights in the data
+    pair_indices: npt.NDArray[np.int64]  # [P] positions in the source's table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """One optimizer step: this rank's rows, and counts over all ranks, by which the loss is divided."""
+
+    epoch: float  # epochs finished after this step
+    num_pairs: int  # over all ranks, like the three following counts
+    num_chosen_tokens: int
+    num_rows: int
+    num_tokens: int  # without padding; a shared prompt counts once
+    rows: Sequence[PairRow]  # the rows of this rank
+    row_pairs: Sequence[npt.NDArray[np.int64]]  # the pairs of each row of all ranks
+    # This rank computes these after `rows`, with a gradient of zero, while other ranks still have rows.
+    idle_rows: Sequence[Row] = ()
+    common_passes: int | None = None  # every rank has at least so many passes; None: there is one rank
+    metrics: Mapping[str, float] = field(default_factory=dict)  # metrics that the source adds to the step
+
+    @property
+    def mean_chosen_tokens(self) -> float:
+        """Mean chosen tokens of a pair. Losses turn a mean over pairs into one over tokens by this number."""
+        return self.num_chosen_tokens / self.num_pairs
+
+    @property
+    def pair_indices(self) -> npt.NDArray[np.int64]:
+        """The pair indices of this rank's rows, one row after another."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(row.pair_indices for row in self.rows)])
+
+    @property
+    def num_passes(self) -> int:
+        """The number of forward and backward passes of this rank."""
+        return len(self.rows) + len(self.idle_rows)
+
+
+class BatchSource(Protocol):
+    """A source of global batches. It can stop at any step and continue there in another process."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def steps_fingerprint(self) -> str: ...
+
+    def __iter__(self) -> Iterator[GlobalBatch]: ...
+
+    def prepare_next(self) -> None:
+        """Makes the next batch now, while the device works, unless this batch needs the step's result."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBuilder:
+    """Makes rows of a table's pairs on one device: packed or padded, with shared prompts or without."""
+
+    table: PairTable
+    reference: PairReference | None  # None: rows get zeros instead of log-probs
+    is_packed: bool
+    share_prompt: bool
+    pad_token_id: int
+    device: torch.device
+    merging: PromptMerging | None = None  # merges the pairs of one prompt in a row into one group
+
+    def row_tokens(self) -> npt.NDArray[np.int64]:
+        """Returns [all pairs of the table] tokens that each pair takes in a row, as the planner counts."""
+        lengths = pair_lengths(self.table)
+        if not self.is_packed:
+            return lengths.padded_tokens()
+        return lengths.row_tokens(share_prompt=self.share_prompt)
+
+    def build(self, pairs: npt.NDArray[np.int64]) -> PairRow:
+        """Builds the row of `pairs`, [P] positions in the table."""
+        groups, sequences = self._groups(pairs)
+        if self.is_packed:
+            row = packed_row(layout_row(groups, share_prompt=self.share_prompt), self.device)
+        else:
+            row = padded_row(groups, pad_token_id=self.pad_token_id, device=self.device)
+        zeros = np.zeros(len(pairs))
+        chosen = zeros if self.reference is None else self.reference.chosen[pairs]
+        rejected = zeros if self.reference is None else self.reference.rejected[pairs]
+        tokens = None
+        if self.reference is not None and self.reference.tokens is not None:
+            tokens = self.reference.token_logps(pairs)
+        is_as_it_lies = np.array_equal(sequences, np.arange(2 * len(pairs)))
+        return PairRow(
+            row=row,
+            sequence_index=None if is_as_it_lies else on_device(sequences, self.device),
+            token_index=None if is_as_it_lies else on_device(_token_index(groups, sequences), self.device),
+            reference_chosen=self._put(chosen),
+            reference_rejected=self._put(rejected),
+            reference_tokens=None if tokens is None else self._put(tokens),
+            pair_weights=self._put(self.table.weights[pairs]),
+            pair_indices=pairs,
+        )
+
+    def _groups(self, pairs: npt.NDArray[np.int64]) -> tuple[list[Group], npt.NDArray[np.int64]]:
+        """Returns the row's groups, and [2 P] positions of each pair's chosen and rejected sequence."""
+        if self.merging is None:
+            return [self._group(int(pair)) for pair in pairs], np.arange(2 * len(pairs))
+        groups: list[Group] = []
+        sequences = np.zeros((len(pairs), 2), dtype=np.int64)
+        num_sequences = 0
+        for positions in self.merging.groups_of(pairs):
+            merged = merge_group(self.table, pairs[positions].tolist())
+            context = self.table.prompt(int(pairs[positions[0]]))
+            groups.append(Group(context=context, completions=merged.completions))
+            sequences[positions] = num_sequences + merged.pair_completions
+            num_sequences += len(merged.completions)
+        return groups, sequences.ravel()
+
+    def _group(self, pair: int) -> Group:
+        completions = (self.table.chosen(pair), self.table.rejected(pair))
+        return Group(context=self.table.prompt(pair), completions=completions)
+
+    def _put(self, values: npt.NDArray[np.floating]) -> Tensor:
+        return on_device(values.astype(np.float64), self.device)
+
+
+def _token_index(groups: Sequence[Group], sequences: npt.NDArray[np.int64]) -> IntArray:
+    """Returns [N] int64 positions of `sequences`' scored tokens among all scored tokens of the groups."""
+    lengths = np.array([len(completion) for group in groups for completion in group.completions])
+    begins = np.cumsum(lengths) - lengths
+    return np.concatenate([np.arange(begins[s], begins[s] + lengths[s]) for s in sequences.tolist()])
+
+
+def by_pair(output: RowLogps, row: PairRow) -> RowLogps:
+    """Repeats a row's outputs of the policy, so that each pair has two: [2 P] chosen, rejected, chosen, ...
+
+    If a sequence belongs to several pairs, its gradient is the sum of the gradients of these pairs.
+    """
+    if row.sequence_index is None or row.token_index is None:
+        return output
+    sequences = {
+        name: values.index_select(0, row.sequence_index)
+        for name, values in output._asdict().items()
+        if name != "token_logps"
+    }
+    return output._replace(**sequences, token_logps=output.token_logps.index_select(0, row.token_index))
+
+
+def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredPairs:
+    """Returns policy log-probs, reference log-probs and weights, [P] each, of a row's pairs.
+
+    `output` must be a result of `by_pair`.
+    """
+    assert len(output.sums) == 2 * len(row.pair_indices), "sequences of a merged row: use by_pair"
+    num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
+    policy = output.sums.view(-1, 2)
+    reference = torch.stack((row.reference_chosen, row.reference_rejected), dim=1)
+    pair_weights = row.pair_weights
+    if objective.weighting == "wpo":
+        pair_weights = pair_weights * wpo_weights(policy - output.log_square_sums.view(-1, 2), num_tokens)
+    if objective.ld_alpha is not None:
+        assert row.reference_tokens is not None, "the reference was frozen without per-token values"
+        policy = length_desensitized_sums(output.token_logps, num_tokens, objective.ld_alpha)
+        reference = length_desensitized_sums(row.reference_tokens, num_tokens, objective.ld_alpha)
+    return ScoredPairs(
+        policy=_pair_logps(policy, num_tokens),
+        reference=_pair_logps(reference, num_tokens),
+        pair_weights=pair_weights,
+    )
+
+
+def _pair_logps(sums: Tensor, num_tokens: Tensor) -> PairLogps:
+    """Splits [P, (chosen, rejected)] sums and token counts into columns."""
+    return PairLogps(
+        chosen=sums[:, 0],
+        rejected=sums[:, 1],
+        chosen_tokens=num_tokens[:, 0],
+        rejected_tokens=num_tokens[:, 1],
+    )
+
+
+def global_batch(
+    builder: RowBuilder, plan: PackingPlan, step: int, *, rank: int, real_tokens: IntArray, epoch: float
+) -> GlobalBatch:
+    """Returns the plan's step for one `rank`. real_tokens: [all pairs] tokens in a row, without padding."""
+    of_ranks, pairs = plan.pack_step(step), plan.pairs(step)
+    num_tokens = int(real_tokens[pairs].sum())
+    if builder.merging is not None:
+        num_tokens = sum(plan.tokens_in(row) for rows in of_ranks for row in rows)
+    least_passes = max(map(len, of_ranks)) if plan.equal_rows else 1
+    # A smaller row fits into the previous row's memory. Ranks that compute rows together wait less.
+    largest_first = sorted(of_ranks[rank], key=plan.tokens_in, reverse=True)
+    return GlobalBatch(
+        epoch=epoch,
+        num_pairs=len(pairs),
+        num_chosen_tokens=int(builder.table.chosen_lengths[pairs].sum()),
+        num_rows=sum(map(len, of_ranks)),
+        num_tokens=num_tokens,
+        rows=[builder.build(row) for row in largest_first],
+        row_pairs=[row for rows in of_ranks for row in rows],
+        idle_rows=_idle_rows(builder, pairs[real_tokens[pairs].argmin()], least_passes - len(of_ranks[rank])),
+        common_passes=max(least_passes, min(map(len, of_ranks))),
+    )
+
+
+def _idle_rows(builder: RowBuilder, shortest_pair: np.int64, num_rows: int) -> list[Row]:
+    """Returns a row of the step's shortest pair, `num_rows` times; no row if `num_rows` is below 1.
+
+    So each rank has a gradient. In a plan of equal rows, each rank also computes equally many rows.
+    """
+    return [builder.build(np.array([shortest_pair])).row] * num_rows if num_rows > 0 else []

@@ -1,0 +1,81 @@
+"""Splits a loss that couples the pairs of a step (aot) into one part for each row.
+
+Such a loss needs the log-probs of all pairs of the step at once, but a backward pass has only one row's
+log-probs. So the step begins with a pass over its rows without gradients. The log-probs of all rows and ranks
+are gathered, and the loss is differentiated once in all these log-probs. The result is a loss and a slope for
+every pair. Each row then trains on its tangent. The tangent is linear in the row's log-probs and has the same
+value and gradient as the loss.
+
+Legend: P pairs of a row, A pairs of the step over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
+from dpo_pack.system.ranks import gather_and_place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tangent:
+    """A row's part of a coupled loss. It is linear around the log-probs of the first pass."""
+
+    values: Tensor  # [P] weighted losses
+    chosen_slopes: Tensor  # [P] derivatives of the whole step's loss in each log-prob
+    rejected_slopes: Tensor  # [P]
+
+    def losses(self, policy: PairLogps) -> Tensor:
+        """Returns the [P] values. Their gradient in `policy` is the gradient of the step's loss."""
+        chosen = self.chosen_slopes * (policy.chosen - policy.chosen.detach())
+        rejected = self.rejected_slopes * (policy.rejected - policy.rejected.detach())
+        return self.values + chosen + rejected
+
+
+def row_tangents(
+    objective: Objective, rows: Sequence[ScoredPairs], *, mean_chosen_tokens: float, device: torch.device
+) -> list[Tangent]:
+    """Returns the tangent of each of this rank's rows. A rank without rows must call the function too."""
+    pairs, own = _gather_pairs(rows, device)
+    leaves = (pairs.policy.chosen.requires_grad_(), pairs.policy.rejected.requires_grad_())
+    with torch.enable_grad():
+        losses = weighted_losses(objective, pairs, mean_chosen_tokens=mean_chosen_tokens)
+        slopes = torch.autograd.grad(losses.sum(), leaves)
+    columns = torch.stack((losses.detach(), *slopes), dim=1)[own]
+    return [
+        Tangent(values=part[:, 0], chosen_slopes=part[:, 1], rejected_slopes=part[:, 2])
+        for part in columns.split([len(row) for row in rows])
+    ]
+
+
+def _gather_pairs(rows: Sequence[ScoredPairs], device: torch.device) -> tuple[ScoredPairs, slice]:
+    """Returns the A pairs of all ranks, and the slice of this rank's pairs."""
+    none = torch.zeros((0, 7), dtype=torch.float64, device=device)
+    gathered, own = gather_and_place(_columns(ScoredPairs.join(rows)) if rows else none)
+    policy_chosen, policy_rejected, chosen_tokens, rejected_tokens, *others = gathered.unbind(dim=1)
+    reference_chosen, reference_rejected, pair_weights = others
+    tokens = {"chosen_tokens": chosen_tokens.long(), "rejected_tokens": rejected_tokens.long()}
+    pairs = ScoredPairs(
+        policy=PairLogps(chosen=policy_chosen.clone(), rejected=policy_rejected.clone(), **tokens),
+        reference=PairLogps(chosen=reference_chosen, rejected=reference_rejected, **tokens),
+        pair_weights=pair_weights,
+    )
+    return pairs, own
+
+
+def _columns(pairs: ScoredPairs) -> Tensor:
+    """Returns [P, 7] float64: all values of pairs that a loss may use, in the order of `_gather_pairs`."""
+    columns = (
+        pairs.policy.chosen,
+        pairs.policy.rejected,
+        pairs.policy.chosen_tokens.double(),
+        pairs.policy.rejected_tokens.double(),
+        pairs.reference.chosen,
+        pairs.reference.rejected,
+        pairs.pair_weights,
+    )
+    return torch.stack(columns, dim=1).detach()

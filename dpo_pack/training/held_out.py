@@ -1,0 +1,234 @@
+"""Evaluation on held-out pairs: a pass over all pairs, then means, 95 % intervals and groups of pairs.
+
+Preference data often prefers the longer completion, and a policy can raise its accuracy by learning only this
+preference. The accuracy is then high on pairs whose chosen completion is longer, and low on pairs whose
+chosen completion is shorter. So an evaluation also gives every mean by length.
+
+Legend: P pairs of the held-out set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
+from dpo_pack.system.ranks import gather_over_ranks
+from dpo_pack.training.batches import PairRow, RowBuilder, by_pair, score_pairs
+from dpo_pack.training.metrics import PairValues, averages, pair_metrics, pair_values
+
+Floats = npt.NDArray[np.float64]
+Positions = npt.NDArray[np.int64]  # of pairs in the set's table
+
+# The metrics that get intervals and groups.
+METRICS_WITH_INTERVALS = ("loss", "rewards/accuracies", "rewards/margins", "kl/chosen", "kl/rejected")
+# Groups by the ratio chosen tokens / rejected tokens: the lowest ratio of each group, in rising order.
+LENGTH_BUCKETS: dict[str, float] = {
+    "chosen_under_half": 0.0,
+    "chosen_shorter": 0.5,
+    "similar_length": 1 / 1.1,
+    "chosen_longer": 1.1,
+    "chosen_over_twice": 2.0,
+}
+CONFIDENCE = 0.95
+NUM_RESAMPLES = 1000
+# With many pairs, a resample takes long, and fewer resamples are enough. So all resamples together draw at
+# most this many pairs, unless there would be fewer than _MIN_RESAMPLES.
+_MAX_DRAWS = 50_000_000
+_MIN_RESAMPLES = 200
+_VALUES_AT_A_TIME = 4_000_000  # 32 MB of float64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTraits:
+    """The properties by which held-out pairs are grouped."""
+
+    chosen_tokens: npt.NDArray[np.integer]  # [P]
+    rejected_tokens: npt.NDArray[np.integer]  # [P]
+    source_indices: npt.NDArray[np.integer]  # [P] positions in `source_names`
+    source_names: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutResult:
+    """The result of a policy on one held-out set."""
+
+    name: str
+    metrics: dict[str, Floats]  # METRICS_WITH_INTERVALS, [P] each in the order of the set's table
+    traits: PairTraits
+    record: dict[str, Any]  # averages, intervals, groups: the line of metrics.jsonl
+
+
+@torch.no_grad()
+def evaluate_pairs(
+    policy: CompletionLogps,
+    builder: RowBuilder,
+    objective: Objective,
+    *,
+    token_budget: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+    score: Callable[[PairRow], PairRow] = lambda row: row,
+    progress: Callable[[int], None] = lambda num_pairs: None,
+    between_rows: Callable[[], None] = lambda: None,
+) -> PairValues:
+    """Returns the values of all pairs of the builder's table, in the table's order, on every rank.
+
+    A loss that couples pairs couples all pairs of the table. The pass has no gradients; `token_budget` limits
+    the size of its rows. `score` puts the reference's log-probs into a row that was built without log-probs.
+    `progress` gets the number of pairs of each of this rank's rows. `between_rows` is called before each row,
+    equally often on every rank.
+    """
+    build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
+    values = [PairValues.none(builder.device)]
+    positions = [np.zeros(0, dtype=np.int64)]
+    rows = build_rows(builder.row_tokens(), token_budget)
+    for pairs, counts in rank_share(rows, rank=rank, num_ranks=num_ranks):
+        between_rows()
+        row = score(builder.build(pairs))
+        output = by_pair(policy(row.row), row)
+        scored = score_pairs(objective, output, row)
+        if counts:  # the loss may need all pairs, so its column holds the weights for now
+            values.append(pair_values(output, scored.policy, scored.reference, scored.pair_weights))
+            positions.append(pairs)
+            progress(len(pairs))
+    everywhere = gather_over_ranks(torch.from_numpy(np.concatenate(positions)).to(builder.device))
+    order = everywhere.argsort()
+    assert torch.equal(everywhere[order].cpu(), torch.arange(builder.table.num_pairs)), "each pair once"
+    joined = PairValues.join(values).over_ranks().select(order)
+    scored = ScoredPairs(
+        policy=joined.policy_logps(), reference=joined.reference_logps(), pair_weights=joined.losses
+    )
+    mean_chosen_tokens = float(builder.table.chosen_lengths.mean())
+    return joined.with_losses(weighted_losses(objective, scored, mean_chosen_tokens=mean_chosen_tokens))
+
+
+def rank_share(rows: Sequence[Positions], *, rank: int, num_ranks: int) -> list[tuple[Positions, bool]]:
+    """Returns this rank's rows, and whether each row counts; every row counts on exactly one rank.
+
+    All ranks get equally many rows, because the ranks of a sharded model compute only together. A rank that
+    has no row left computes the final row of `rows` again, and this copy does not count. Neighbouring rows
+    have similar sizes and go to different ranks.
+    """
+    num_rounds = -(-len(rows) // num_ranks)
+    numbers = [turn * num_ranks + rank for turn in range(num_rounds)]
+    return [(rows[min(number, len(rows) - 1)], number < len(rows)) for number in numbers]
+
+
+def held_out_result(
+    name: str, values: PairValues, builder: RowBuilder, objective: Objective, *, source_names: Sequence[str],
+    seed: int,
+) -> HeldOutResult:  # fmt: skip
+    """Returns averages, intervals and groups of `evaluate_pairs`' values. `seed` is for the bootstrap."""
+    beta, has_reference = objective.options.beta, objective.needs_reference
+    columns = pair_metrics(values, beta=beta)
+    judged = [m for m in METRICS_WITH_INTERVALS if has_reference or not m.startswith("kl/")]
+    metrics = {metric: columns[metric].cpu().numpy() for metric in judged}
+    table = builder.table
+    traits = PairTraits(
+        chosen_tokens=table.chosen_lengths,
+        rejected_tokens=table.rejected_lengths,
+        source_indices=table.source_indices,
+        source_names=source_names,
+    )
+    record = {
+        **averages(values, beta=beta, has_reference=has_reference),
+        **length_preference(metrics["rewards/margins"], traits),
+    }
+    # `averages` replace the means of `means_by_group`, because another order of summation may change the
+    # lowest bit.
+    record = {**means_by_group(metrics, traits, seed=seed), **record}
+    return HeldOutResult(name=name, metrics=metrics, traits=traits, record=record)
+
+
+def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> dict[str, Any]:
+    """Returns means, intervals and groups of `other` - `one`, pair by pair, for each metric.
+
+    Both results must have the same pairs. Some pairs are hard for any model, but this effect cancels in the
+    difference. So the interval of the difference is narrower than the intervals of the two models.
+    """
+    differences = {metric: other.metrics[metric] - one.metrics[metric] for metric in one.metrics}
+    return means_by_group(differences, one.traits, seed=seed)
+
+
+# ------------------------------------------------------------------------------- means, intervals, groups
+
+
+def means_by_group(metrics: Mapping[str, Floats], traits: PairTraits, *, seed: int) -> dict[str, Any]:
+    """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_length`, and `by_source` if
+    the pairs have several sources."""
+    everything = _means(metrics, np.arange(len(traits.chosen_tokens)), seed=seed)
+    by_source = _groups(traits.source_indices, traits.source_names)
+    if len(by_source) > 1:
+        everything["by_source"] = {name: _means(metrics, by_source[name], seed=seed) for name in by_source}
+    by_length = length_buckets(traits)
+    everything["by_length"] = {name: _means(metrics, by_length[name], seed=seed) for name in by_length}
+    return everything
+
+
+def length_buckets(traits: PairTraits) -> dict[str, Positions]:
+    """Returns the pairs of each non-empty bucket of LENGTH_BUCKETS. Every pair is in exactly one bucket."""
+    ratios = traits.chosen_tokens / traits.rejected_tokens
+    buckets = np.searchsorted(list(LENGTH_BUCKETS.values()), ratios, side="right") - 1
+    return _groups(buckets, LENGTH_BUCKETS)
+
+
+def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str, Positions]:
+    """Returns the pairs of each non-empty group, by name. numbers: [P] each pair's group, from 0."""
+    groups = {name: np.flatnonzero(numbers == number) for number, name in enumerate(names)}
+    return {name: pairs for name, pairs in groups.items() if len(pairs)}
+
+
+def _means(metrics: Mapping[str, Floats], pairs: Positions, *, seed: int) -> dict[str, Any]:
+    """Returns the number of `pairs`, the metrics' means over these pairs, and the means' `intervals`."""
+    values = np.stack([column[pairs] for column in metrics.values()], axis=1)
+    intervals = mean_intervals(values, seed=seed).tolist()
+    means = dict(zip(metrics, values.mean(axis=0).tolist(), strict=True))
+    return {"pairs": len(pairs), **means, "intervals": dict(zip(metrics, intervals, strict=True))}
+
+
+def length_preference(margins: Floats, traits: PairTraits) -> dict[str, float]:
+    """Measures whether data and policy prefer the longer completion. Pairs with two equal lengths are left
+    out.
+
+    `length/chosen_longer`: the part of pairs whose chosen completion is longer, by one token or more (the
+    bucket `chosen_longer` begins at a ratio of 1.1). `length/prefers_longer`: the part of pairs whose longer
+    completion has the larger reward; a tie counts half. margins: [P]. Returns {} if no pair is left.
+    """
+    difference = traits.chosen_tokens.astype(np.int64) - traits.rejected_tokens
+    differs = difference != 0
+    if not differs.any():
+        return {}
+    prefers_longer = 0.5 + 0.5 * np.sign(margins[differs]) * np.sign(difference[differs])
+    return {
+        "length/chosen_longer": float((difference[differs] > 0).mean()),
+        "length/prefers_longer": float(prefers_longer.mean()),
+    }
+
+
+def mean_intervals(values: Floats, *, seed: int, num_resamples: int = NUM_RESAMPLES) -> Floats:
+    """Bounds means: [P, M] values of P pairs -> [M, 2], a 95 % interval (lower, upper) of each mean.
+
+    This is the bootstrap's percentile interval (Efron & Tibshirani 1993, An Introduction to the Bootstrap,
+    chapter 13). A resample draws P pairs with replacement, the same pairs for all columns. The interval holds
+    the middle 95 % of the resamples' means. The same values and seed give the same bounds.
+    """
+    num_pairs, num_metrics = values.shape
+    num_resamples = max(_MIN_RESAMPLES, min(num_resamples, _MAX_DRAWS // num_pairs))
+    rng = np.random.default_rng(seed)
+    means = np.empty((num_resamples, num_metrics))
+    at_a_time = max(1, _VALUES_AT_A_TIME // (num_pairs * num_metrics))
+    for start in range(0, num_resamples, at_a_time):
+        stop = min(start + at_a_time, num_resamples)
+        drawn = rng.integers(0, num_pairs, (stop - start, num_pairs))
+        means[start:stop] = values[drawn].mean(axis=1)
+    tail = (1 - CONFIDENCE) / 2
+    bounds: Floats = np.quantile(means, (tail, 1 - tail), axis=0).T
+    return bounds

@@ -1,0 +1,186 @@
+"""Metrics of a step or an evaluation: numbers that are kept for each pair, and averages over all pairs.
+
+While a step runs, `pair_values` keeps numbers that the step computes anyway, one table line for each pair. It
+averages nothing and does not wait for the device. When a metrics line is logged, the tables of all rows and
+ranks are joined. So every average, quantile and fraction is over all pairs of the global step, and does not
+depend on how the pairs were divided among rows and ranks.
+
+To add a metric: if it needs a number that is not kept yet, add a line to KEPT; then add a line to
+`pair_metrics` (a mean over pairs) or to `_token_metrics` (a mean over tokens), and a line to docs/metrics.md.
+
+A metric has TRL's name if TRL has the metric. For every loss, a reward is beta x (policy - reference) summed
+log-probs, never divided by the length. Legend: P pairs of a table, [2 P] completions in the order chosen,
+rejected, chosen, ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpo_pack.losses import PairLogps
+from dpo_pack.model.scorer import RowLogps
+from dpo_pack.system.ranks import gather_over_ranks
+
+# A pair is saturated if sigmoid(-margin), the factor in the sigmoid loss's gradient, is below this.
+SATURATED_SLOPE = 0.01
+SATURATED_MARGIN = math.log(1 / SATURATED_SLOPE - 1)  # 4.595
+MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rewards/margins_p90": 0.9}
+
+
+class RowResult(NamedTuple):
+    """The values that a step computed for the pairs of one row."""
+
+    output: RowLogps  # [2 P], statistics are sums over a completion's tokens
+    policy: PairLogps  # [P]
+    reference: PairLogps  # [P]
+    losses: Tensor  # [P] loss x weight of each pair
+
+
+# The numbers that are kept for each pair: [P] by name, log-probs in nats.
+KEPT: dict[str, Callable[[RowResult], Tensor]] = {
+    "loss": lambda row: row.losses,
+    "policy_chosen": lambda row: row.policy.chosen,
+    "policy_rejected": lambda row: row.policy.rejected,
+    "reference_chosen": lambda row: row.reference.chosen,
+    "reference_rejected": lambda row: row.reference.rejected,
+    "chosen_tokens": lambda row: row.policy.chosen_tokens,
+    "rejected_tokens": lambda row: row.policy.rejected_tokens,
+    "chosen_entropy": lambda row: row.output.entropy_sums[0::2],
+    "rejected_entropy": lambda row: row.output.entropy_sums[1::2],
+    "chosen_top1": lambda row: row.output.top1_sums[0::2],
+    "chosen_mean_logit": lambda row: row.output.mean_logit_sums[0::2],
+    "rejected_mean_logit": lambda row: row.output.mean_logit_sums[1::2],
+}
+_NAMES = tuple(KEPT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairValues:
+    """A table of P pairs. Each line has the numbers of KEPT for one pair."""
+
+    table: Tensor  # [P, numbers kept] float64, detached
+
+    def column(self, name: str) -> Tensor:
+        """Returns [P] values of one number of KEPT."""
+        return self.table[:, _NAMES.index(name)]
+
+    @property
+    def losses(self) -> Tensor:
+        """[P] loss x weight of each pair."""
+        return self.column("loss")
+
+    def policy_logps(self) -> PairLogps:
+        return self._logps("policy")
+
+    def reference_logps(self) -> PairLogps:
+        return self._logps("reference")
+
+    def _logps(self, model: str) -> PairLogps:
+        return PairLogps(
+            chosen=self.column(f"{model}_chosen"),
+            rejected=self.column(f"{model}_rejected"),
+            chosen_tokens=self.column("chosen_tokens").long(),
+            rejected_tokens=self.column("rejected_tokens").long(),
+        )
+
+    def select(self, indices: Tensor) -> PairValues:
+        """Returns the pairs at `indices`, in that order."""
+        return PairValues(table=self.table[indices])
+
+    def with_losses(self, losses: Tensor) -> PairValues:
+        """Returns the same pairs with other losses, [P]."""
+        table = self.table.clone()
+        table[:, _NAMES.index("loss")] = losses
+        return PairValues(table=table)
+
+    @staticmethod
+    def join(parts: Sequence[PairValues]) -> PairValues:
+        """Joins the pairs of one or more tables, in the order of `parts`."""
+        return PairValues(table=torch.cat([part.table for part in parts]))
+
+    @staticmethod
+    def none(device: torch.device) -> PairValues:
+        """Returns a table without pairs."""
+        return PairValues(table=torch.zeros((0, len(KEPT)), dtype=torch.float64, device=device))
+
+    def over_ranks(self) -> PairValues:
+        """Returns, on every rank, the pairs of all ranks."""
+        return PairValues(table=gather_over_ranks(self.table))
+
+
+@torch.no_grad()
+def pair_values(output: RowLogps, policy: PairLogps, reference: PairLogps, losses: Tensor) -> PairValues:
+    """Keeps the numbers of KEPT for a row's pairs (see RowResult). Does not wait for the device."""
+    row = RowResult(output, policy, reference, losses)
+    return PairValues(table=torch.stack([column(row).double() for column in KEPT.values()], dim=1))
+
+
+def pair_metrics(values: PairValues, *, beta: float) -> dict[str, Tensor]:
+    """Returns the metrics that are means over pairs, before the mean is computed, [P] each."""
+    policy, reference = values.policy_logps(), values.reference_logps()
+    chosen_logratios = policy.chosen - reference.chosen
+    rejected_logratios = policy.rejected - reference.rejected
+    chosen_rewards, rejected_rewards = beta * chosen_logratios, beta * rejected_logratios
+    margins = chosen_rewards - rejected_rewards
+    chosen_tokens, rejected_tokens = values.column("chosen_tokens"), values.column("rejected_tokens")
+    return {
+        "loss": values.losses,
+        "rewards/chosen": chosen_rewards,
+        "rewards/rejected": rejected_rewards,
+        "rewards/margins": margins,
+        # A tie counts half: a policy that has not moved yet prefers neither completion.
+        "rewards/accuracies": (chosen_rewards > rejected_rewards).double()
+        + 0.5 * (chosen_rewards == rejected_rewards),
+        "rewards/saturated": (margins > SATURATED_MARGIN).double(),
+        "rewards/chosen_per_token": chosen_rewards / chosen_tokens,
+        "rewards/rejected_per_token": rejected_rewards / rejected_tokens,
+        "logps/chosen": policy.chosen,
+        "logps/rejected": policy.rejected,
+        "logps/chosen_per_token": policy.chosen / chosen_tokens,
+        "logps/rejected_per_token": policy.rejected / rejected_tokens,
+        # Means of log pi - log pi_ref over completions, in nats: the k1 estimate of KL(policy || reference).
+        # The estimate is unbiased for the policy's own completions, and may be negative for others.
+        "kl/chosen": chosen_logratios,
+        "kl/rejected": rejected_logratios,
+    }
+
+
+def averages(values: PairValues, *, beta: float, has_reference: bool = True) -> dict[str, float]:
+    """Returns all metrics by name, over all pairs of the table. Waits for the device, once.
+
+    If there is no reference, there is no divergence from it, and so no `kl/*`.
+    """
+    columns = pair_metrics(values, beta=beta)
+    metrics = {name: column.mean() for name, column in columns.items()}
+    metrics |= _margin_quantiles(columns["rewards/margins"])
+    metrics |= _token_metrics(values)
+    if not has_reference:
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("kl/")}
+    numbers = torch.stack(list(metrics.values())).tolist()
+    return dict(zip(metrics, numbers, strict=True))
+
+
+def _margin_quantiles(margins: Tensor) -> Mapping[str, Tensor]:
+    """Returns quantiles of [P] margins, interpolated linearly between the two nearest pairs."""
+    levels = torch.tensor(list(MARGIN_QUANTILES.values()), dtype=margins.dtype, device=margins.device)
+    return dict(zip(MARGIN_QUANTILES, torch.quantile(margins, levels).unbind(), strict=True))
+
+
+def _token_metrics(values: PairValues) -> Mapping[str, Tensor]:
+    """Returns means over the completion tokens of all pairs together, so a long completion counts more than a
+    short completion."""
+    totals = dict(zip(_NAMES, values.table.sum(dim=0).unbind(), strict=True))
+    chosen_tokens, rejected_tokens = totals["chosen_tokens"], totals["rejected_tokens"]
+    entropy = totals["chosen_entropy"] + totals["rejected_entropy"]
+    return {
+        "entropy": entropy / (chosen_tokens + rejected_tokens),
+        "mean_token_accuracy": totals["chosen_top1"] / chosen_tokens,
+        "logits/chosen": totals["chosen_mean_logit"] / chosen_tokens,
+        "logits/rejected": totals["rejected_mean_logit"] / rejected_tokens,
+    }

@@ -1,0 +1,158 @@
+"""The offline source of global batches: pairs on disk with cached reference log-probs.
+
+Legend: P pairs of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dpo_pack.data.store import pair_lengths
+from dpo_pack.packing.epoch_order import epoch_order
+from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.plan import PackingPlan, PlanSettings
+from dpo_pack.reference.frozen import PairReference
+from dpo_pack.training.batches import GlobalBatch, RowBuilder, global_batch
+
+
+class OfflineSource:
+    """Hands out global batches of a table, epoch after epoch. Its state is the number of these batches.
+
+    `prepare_next` makes the next batch while the host would otherwise wait for the device. A thread would not
+    be faster: the layout of rows holds Python's lock (GIL), and the launch of kernels needs this lock too.
+    """
+
+    def __init__(
+        self,
+        builder: RowBuilder,
+        *,
+        settings: PlanSettings,
+        row_costs: FloatArray | None,
+        source_weights: npt.NDArray[np.float64],
+        epochs: int,
+        max_steps: int | None,
+        shuffle: bool,
+        seed: int,
+        rank: int,
+        num_ranks: int,
+        equal_rows: bool = False,
+    ) -> None:
+        """`row_costs`: [all pairs] costs by which ranks are balanced. `equal_rows`: each rank gets equally
+        many rows if a step has enough pairs; otherwise ranks with fewer rows also compute idle rows.
+        """
+        self.builder = builder
+        self.settings = settings
+        self.row_costs = row_costs
+        self.source_weights = source_weights
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.equal_rows = equal_rows
+        shares = builder.is_packed and builder.share_prompt
+        self.real_tokens = pair_lengths(builder.table).row_tokens(share_prompt=shares)  # [all pairs]
+        self.first_plan = self.plan(0)
+        self._planned = (0, self.first_plan)  # the newest epoch and its plan
+        self._ahead: tuple[int, GlobalBatch] | None = None  # a step and its batch, not handed out yet
+        self._epoch_ends = self._count_steps(epochs, max_steps)
+        self.next_step = 0
+
+    def _count_steps(self, epochs: int, max_steps: int | None) -> list[int]:
+        """Returns the number of steps until the end of each epoch; the final entry counts all steps.
+
+        In scope step, all epochs are equally long, because the mixture draws other pairs but not more pairs.
+        In scope epoch, another order of the pairs may need one more row.
+        """
+        ends = [0]
+        for epoch in range(epochs):
+            is_as_long = epoch == 0 or self.settings.rows_per_step is None
+            ends.append(ends[-1] + len(self.first_plan if is_as_long else self.plan(epoch)))
+            if max_steps is not None and ends[-1] >= max_steps:
+                return [*ends[1:-1], max_steps]
+        return ends[1:]
+
+    @property
+    def num_steps(self) -> int:
+        return self._epoch_ends[-1]
+
+    def order(self, epoch: int) -> IntArray:
+        """Returns [E] the pairs of an epoch, in the order of the draws. Epochs are counted from 0."""
+        table = self.builder.table
+        return epoch_order(
+            table.num_pairs,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            epoch=epoch,
+            source_indices=table.source_indices,
+            source_weights=self.source_weights,
+        )
+
+    def plan(self, epoch: int) -> PackingPlan:
+        """Returns the plan of an epoch, counted from 0. Pure, and fast enough for a second call on resume."""
+        return self.settings.plan(
+            self.builder.row_tokens(),
+            order=self.order(epoch),
+            num_ranks=self.num_ranks,
+            row_costs=self.row_costs,
+            equal_rows=self.equal_rows,
+            merging=self.builder.merging,
+        )
+
+    def use_reference(self, reference: PairReference) -> None:
+        """Puts the log-probs of `reference` into all batches from now on."""
+        self.builder = replace(self.builder, reference=reference)
+        self._ahead = None
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        while self.next_step < self.num_steps:
+            self.prepare_next()
+            assert self._ahead is not None
+            (_, batch), self._ahead = self._ahead, None
+            self.next_step += 1
+            yield batch
+
+    def prepare_next(self) -> None:
+        """Makes the batch of the next step, unless the batch is ready or no step is left."""
+        is_made = self._ahead is not None and self._ahead[0] == self.next_step
+        if is_made or self.next_step >= self.num_steps:
+            return
+        epoch = bisect_right(self._epoch_ends, self.next_step)
+        step = self.next_step - (self._epoch_ends[epoch - 1] if epoch else 0)
+        if self._planned[0] != epoch:
+            self._planned = (epoch, self.plan(epoch))
+        self._ahead = (self.next_step, self._batch(self._planned[1], step, epoch))
+
+    def _batch(self, plan: PackingPlan, step: int, epoch: int) -> GlobalBatch:
+        return global_batch(
+            self.builder,
+            plan,
+            step,
+            rank=self.rank,
+            real_tokens=self.real_tokens,
+            epoch=epoch + (step + 1) / len(plan),
+        )
+
+    @property
+    def steps_fingerprint(self) -> str:
+        """A key of the pairs in each step. The rows of these pairs do not change training or the key."""
+        plan = self.first_plan
+        digest = hashlib.blake2b(plan.step_begins.astype("<i8").tobytes(), digest_size=16)
+        steps = np.repeat(np.arange(len(plan)), np.diff(plan.step_begins))
+        # Scope epoch puts the pairs of a step in the order of its rows. The key ignores this order.
+        order = plan.order if plan.row_begins is None else plan.order[np.lexsort((plan.order, steps))]
+        digest.update(order.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues after the latest batch that was handed out."""
+        self.next_step = int(state["next_step"])

@@ -1,0 +1,130 @@
+"""Optimizers by name, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adafactor, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import get_scheduler
+
+from dpo_pack.recipe.machine import NO_MASTER_WEIGHTS
+from dpo_pack.system.errors import RecipeError
+from dpo_pack.training.split_adamw import SplitAdamW
+
+
+def build_optimizer(
+    name: str,
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> Optimizer:
+    """Builds the optimizer that a recipe's `optim.name` names, for the parameters that are trained.
+
+    adamw: see `adamw`. adamw_8bit: AdamW with moments in blocks of 8 bits (Dettmers et al. 2021, arXiv
+    2110.02861). adafactor (Shazeer & Stern 2018, arXiv 1804.04235) has no first moments, and only row and
+    column means of second moments; its update is `lr` times the tensor's root mean square, at least `lr` x
+    1e-3; it ignores `betas` and `eps`. Raises RecipeError if adamw_8bit or adafactor would train bfloat16.
+    """
+    if name == "adamw":
+        return adamw(model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    groups = _groups(model, weight_decay)
+    if _trains_bfloat16(groups):
+        raise RecipeError(f"optim.name: {name} {NO_MASTER_WEIGHTS}")
+    if name == "adafactor":
+        return Adafactor(groups, lr=lr, weight_decay=weight_decay)
+    assert name == "adamw_8bit"
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    return optimizer
+
+
+def check_optimizer(name: str, device: torch.device) -> None:
+    """Raises RecipeError when a recipe's `optim.name` does not run on this device."""
+    if name == "adamw_8bit" and device.type != "cuda":
+        raise RecipeError(
+            f"optim.name: adamw_8bit is bitsandbytes' kernel for CUDA devices, and this is {device.type}; "
+            "set optim.name: adamw"
+        )
+
+
+def adamw(
+    model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> AdamW | SplitAdamW:
+    """Builds AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101); it computes in fp32 for any parameter dtype.
+
+    Weight decay leaves out vectors (biases, norm weights), because small vectors have no advantage.
+    """
+    groups = _groups(model, weight_decay)
+    if _trains_bfloat16(groups):
+        return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def _trains_bfloat16(groups: list[dict[str, Any]]) -> bool:
+    return any(parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"])
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Scales gradients down to the L2 norm `max_norm` if their norm is larger; returns the norm before, [].
+
+    The host does not wait. For sharded parameters, the norm is over all shards. The norm of bfloat16
+    gradients is computed in fp32, because torch would compute it in bfloat16, which has three digits.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = torch._foreach_norm(grads, 2.0, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+    nn.utils.clip_grads_with_norm_(parameters, math.inf if max_norm is None else max_norm, norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def learning_rate_schedule(
+    optimizer: Optimizer, name: str, *, num_steps: int, warmup_steps: int, min_lr_ratio: float
+) -> LRScheduler:
+    """Returns transformers' schedule `name`. Step i of w warm-up steps has lr x (i - 1) / w: step 1 has 0.
+
+    `min_lr_ratio`, for `linear` and `cosine`: the final learning rate divided by the largest.
+    """
+
+    def linear(step: int) -> float:
+        if step < warmup_steps:
+            return step / warmup_steps
+        remaining = max(0.0, (num_steps - step) / max(1, num_steps - warmup_steps))
+        return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
+
+    options = None
+    if min_lr_ratio > 0.0:
+        if name == "linear":  # transformers has no linear schedule that ends above 0
+            return LambdaLR(optimizer, linear)
+        name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
+    scheduler: LRScheduler = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=warmup_steps,
+        num_training_steps=num_steps,
+        scheduler_specific_kwargs=options,
+    )
+    return scheduler
+
+
+def num_warmup_steps(num_steps: int, *, warmup_ratio: float, warmup_steps: int | None) -> int:
+    """Returns `warmup_steps` if it is given, even 0; else `warmup_ratio` times all steps, rounded up."""
+    return math.ceil(warmup_ratio * num_steps) if warmup_steps is None else warmup_steps

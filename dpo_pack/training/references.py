@@ -1,0 +1,171 @@
+"""The sources of the reference log-probs of a step's pairs.
+
+The training loop asks a `Reference` to score a batch and to follow the policy. It does not know the kind:
+
+- `CachedReference`: the rows already have log-probs from the cache; nothing is computed.
+- `LiveReference`: a reference model scores the rows of each step. Online runs need this kind, because the
+  cache has no log-probs of new pairs. If `sync` is set, the reference also follows the policy (TR-DPO,
+  Gorbatovski et al. 2024, arXiv 2404.09656): every `every_steps` steps,
+
+      reference <- mixup * policy + (1 - mixup) * reference,
+
+  which is a soft update if mixup < 1, and a hard update if mixup = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpo_pack.data.store import PairTable
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.reference.frozen import FrozenReference, PairReference
+from dpo_pack.system.errors import ModelError
+from dpo_pack.training.batches import GlobalBatch, PairRow, by_pair
+
+
+class Reference(Protocol):
+    """The interface of a reference for the training loop and the evaluation."""
+
+    @property
+    def moving(self) -> CompletionLogps | None:
+        """The reference model, for checkpoints, if its weights follow the policy; None if they do not."""
+
+    def known(self, table: PairTable) -> PairReference | None:
+        """Returns log-probs for rows of the table; None if `score` adds them later or the loss needs none."""
+
+    def score(self, row: PairRow) -> PairRow:
+        """Returns the row with the reference's log-probs in it."""
+
+    def score_batch(self, batch: GlobalBatch) -> GlobalBatch:
+        """Returns the batch with the reference's log-probs in all rows. Every rank must call this method."""
+
+    def follow(self, policy: CompletionLogps, *, step: int) -> None:
+        """Moves the reference towards the policy, if a move is due after step number `step`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedReference:
+    """Takes log-probs from the cache; the run computed or read them at its start."""
+
+    values: FrozenReference | None  # None: the loss needs no reference
+
+    @property
+    def moving(self) -> None:
+        return None
+
+    def known(self, table: PairTable) -> PairReference | None:
+        """Raises CacheError when the cached log-probs are for other data."""
+        return None if self.values is None else self.values.of(table)
+
+    def score(self, row: PairRow) -> PairRow:
+        return row
+
+    def score_batch(self, batch: GlobalBatch) -> GlobalBatch:
+        return batch
+
+    def follow(self, policy: CompletionLogps, *, step: int) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """The settings by which a reference follows the policy."""
+
+    every_steps: int
+    mixup: float  # the factor of the policy's weights in the new reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveReference:
+    """A model that scores the rows of each step: a second model, or the policy without its new adapter.
+
+    The policy trains on the same rows, so a policy that equals its reference has exactly the same log-probs
+    as the reference.
+    """
+
+    model: LoadedModel
+    device: torch.device
+    is_offloaded: bool = False  # between steps, the model is in host memory; only for a second model
+    sync: Sync | None = None  # None: no updates; only for a second model without an adapter
+
+    @property
+    def moving(self) -> CompletionLogps | None:
+        return None if self.sync is None else self.model.scorer
+
+    def known(self, table: PairTable) -> None:
+        return None
+
+    @torch.no_grad()
+    def score(self, row: PairRow) -> PairRow:
+        with self.model.as_reference():
+            output = by_pair(self.model.scorer(row.row), row)
+        chosen, rejected = output.sums.view(-1, 2).unbind(dim=1)  # [P] each
+        return replace(
+            row, reference_chosen=chosen, reference_rejected=rejected, reference_tokens=output.token_logps
+        )
+
+    @torch.no_grad()
+    def score_batch(self, batch: GlobalBatch) -> GlobalBatch:
+        if self.is_offloaded:
+            self.model.scorer.to(self.device)
+        rows = [self.score(row) for row in batch.rows]
+        with self.model.as_reference():
+            for idle_row in batch.idle_rows:  # a sharded model computes on all ranks or on none
+                self.model.scorer(idle_row)
+        if self.is_offloaded:
+            self.model.scorer.to("cpu")
+        return replace(batch, rows=rows)
+
+    @torch.no_grad()
+    def follow(self, policy: CompletionLogps, *, step: int) -> None:
+        if self.sync is None or step % self.sync.every_steps:
+            return
+        weights = dict(self.model.scorer.model.named_parameters())
+        for name, trained in trained_weights(policy):
+            weights[name].lerp_(trained.to(weights[name].dtype), self.sync.mixup)
+
+
+def trained_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
+    """Yields all weights that training changes, with names and values for a model without an adapter."""
+    if policy.adapter is None:
+        yield from policy.model.named_parameters()
+        return
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    for name, module in policy.model.named_modules():
+        if isinstance(module, LoraLayer):
+            (adapter,) = module.active_adapters
+            # Each subclass has `get_delta_weight`, but the common base class does not declare it.
+            yield f"{name}.weight", module.get_base_layer().weight + module.get_delta_weight(adapter)  # type: ignore[attr-defined]
+        elif isinstance(module, ModulesToSaveWrapper):
+            (adapter,) = module.active_adapters
+            for parameter, value in module.modules_to_save[adapter].named_parameters():
+                yield f"{name}.{parameter}", value
+
+
+def check_followable(policy: CompletionLogps) -> None:
+    """Raises ModelError when training changes something that `trained_weights` does not yield."""
+    if policy.adapter is None:
+        return
+    from peft.tuners.lora import Embedding, Linear
+
+    # A variant (DoRA) adds more than B A; other layers (of quantised weights, of experts) have other bases.
+    plain = {
+        name
+        for name, module in policy.model.named_modules()
+        if isinstance(module, Linear | Embedding) and not module.lora_variant
+    }
+    for name, parameter in policy.model.named_parameters():
+        layer, _, part = name.partition(".lora_")
+        is_low_rank = layer in plain and part != "" and not part.endswith("bias")
+        if parameter.requires_grad and not is_low_rank and ".modules_to_save." not in name:
+            raise ModelError(
+                f"reference.sync: a reference cannot follow {name}, only plain LoRA (no DoRA, no biases) and "
+                "modules_to_save; merge the adapter first (dpopack merge), or leave reference.sync out"
+            )

@@ -1,0 +1,172 @@
+"""Seconds of each phase of a step, pairs and tokens a second, and the used part of the device's peak."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from dpo_pack.model.speed import times_transposed
+from dpo_pack.packing.lengths import IntArray, PairSizes
+from dpo_pack.system.ranks import num_ranks
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass(slots=True, kw_only=True)
+class PhaseClock:
+    """Measures the seconds of each phase of a step.
+
+    On CUDA the host runs ahead of the device. So a phase on CUDA ends when the device reaches an event on its
+    stream. Nothing waits for these events until `seconds` is called.
+    """
+
+    device: torch.device
+    _laps: list[tuple[str, float, torch.cuda.Event | None]] = field(default_factory=list)
+
+    def restart(self) -> None:
+        """Starts the clock of a step."""
+        self._laps = []
+        self.lap("")
+
+    def lap(self, phase: str) -> None:
+        """Ends `phase`, which began at the previous call of `lap` or `restart`."""
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self._laps.append((phase, time.monotonic(), event))
+
+    def seconds(self) -> dict[str, float]:
+        """Returns `seconds/<phase>` of the step. Waits for the device."""
+        totals = dict.fromkeys(PHASES, 0.0)
+        for (_, begun, start), (phase, ended, end) in itertools.pairwise(self._laps):
+            if (
+                start is None or end is None or phase == "data"
+            ):  # the host makes rows, the device does the rest
+                totals[phase] += ended - begun
+            else:
+                end.synchronize()
+                totals[phase] += start.elapsed_time(end) / 1000.0
+        return {f"seconds/{phase}": total for phase, total in totals.items()}
+
+
+@dataclass(slots=True, kw_only=True)
+class Meter:
+    """Sums over the steps since the newest logged line. Evaluations and checkpoints are left out."""
+
+    device: torch.device
+    sizes: PairSizes  # of the pairs that are trained on; `costs` are FLOPs
+    peak_flops: float | None  # FLOPs a second that this device can do; None: no `mfu`
+    steps: int = 0
+    pairs: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, rows: Iterable[IntArray], *, pairs: int, tokens: int, seconds: float) -> float:
+        """Counts a step. rows: the pairs of each row of all ranks; `pairs`, `tokens`: their numbers.
+
+        Returns the step's FLOPs on one device, as a mean over devices.
+        """
+        flops = rows_flops(self.sizes, rows) / num_ranks()
+        self.steps += 1
+        self.pairs += pairs
+        self.tokens += tokens
+        self.flops += flops
+        self.seconds += seconds
+        return flops
+
+    def take(self) -> dict[str, float]:
+        """Returns rates of the steps since the previous call, and mean seconds a step. Sets sums to zero."""
+        seconds = max(self.seconds, 1e-9)
+        rates = {
+            "tokens_per_second": self.tokens / seconds,
+            "pairs_per_second": self.pairs / seconds,
+            "seconds": self.seconds / max(self.steps, 1),
+        }
+        if self.peak_flops is not None:
+            rates["mfu"] = self.flops / seconds / self.peak_flops
+        self.steps, self.pairs, self.tokens, self.flops, self.seconds = 0, 0, 0, 0.0, 0.0
+        return rates
+
+
+def rows_flops(sizes: PairSizes, rows: Iterable[IntArray]) -> float:
+    """Returns the FLOPs of training on rows of pairs; common tokens of merged pairs count once."""
+    return sum(sizes.cost_of(row) for row in rows)
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Returns the device's peak FLOPs a second in dense matrix products of `dtype`; None if it is not known.
+
+    A GPU's peak comes from its maker's data sheet. A CPU's peak is measured once a process, on all threads
+    that torch may use.
+    """
+    if device.type == "cuda":
+        return gpu_peak(torch.cuda.get_device_name(device), dtype)
+    return _measured_cpu_peak(dtype, torch.get_num_threads()) if device.type == "cpu" else None
+
+
+def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
+    """Returns the peak of a GPU by its `name` in CUDA; None if the GPU is unknown.
+
+    A MIG slice is unknown, because its name does not give its size. A laptop's GPU is unknown, because its
+    speed depends on the laptop's power limit.
+    """
+    if "MIG" in name or "Laptop" in name:
+        return None
+    for words, teraflops in PEAK_TERAFLOPS.items():
+        if re.search(rf"(?<!\w)({words})(?!\w)(?! (Ti|D)\b)", name):  # not A100 in RTX A1000, nor T4 in T400
+            half, single = teraflops
+            known = {torch.bfloat16: half, torch.float16: half, torch.float32: single}.get(dtype)
+            return None if known is None else known * 1e12
+    return None
+
+
+@functools.cache
+def _measured_cpu_peak(dtype: torch.dtype, num_threads: int) -> float:
+    """Returns FLOPs a second of the fastest product of large square matrices in a tenth of a second."""
+    size = 768
+    left, right = (torch.full((size, size), 0.5, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    times_transposed(left, right)  # the first product is slow: it also starts threads
+    begun = time.monotonic()
+    while best == float("inf") or time.monotonic() - begun < 0.1:
+        started = time.perf_counter()
+        times_transposed(left, right)
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
+
+
+# Words of a GPU's name, with the teraFLOPs a second of dense matrix products in bf16 (and fp16), and in fp32
+# (not TF32, which is off by default), from the makers' data sheets. A GPU has the first entry whose words are
+# in its name.
+PEAK_TERAFLOPS: dict[str, tuple[float | None, float]] = {
+    "GB200": (2500.0, 80.0),
+    "B200": (2250.0, 75.0),
+    "H200 NVL|H100 NVL": (835.5, 60.0),
+    "H100 PCIe|H800 PCIe": (756.0, 51.2),
+    "H200|GH200|H100|H800": (989.4, 66.9),
+    "H20": (148.0, 44.0),
+    "A100|A800": (312.0, 19.5),
+    "A30": (165.0, 10.3),
+    "A40": (149.7, 37.4),
+    "A10G": (70.0, 31.5),
+    "A10": (125.0, 31.2),
+    "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
+    "L4": (121.0, 30.3),
+    "RTX 6000 Ada": (364.2, 91.1),
+    "RTX A6000": (154.8, 38.7),
+    "RTX 5090": (209.5, 104.8),
+    "RTX 4090": (165.2, 82.6),
+    "RTX 3090": (71.0, 35.6),
+    "T4": (None, 8.1),  # it has no bf16 units
+    "MI300X": (1307.4, 163.4),
+    "MI250X": (191.5, 47.9),  # for one half: a card is two devices
+}

@@ -1,0 +1,140 @@
+"""Writes lines of metrics to metrics.jsonl, and sends them to the trackers that the recipe names."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import WandBTracker
+
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """Writes `metrics.jsonl`: one JSON object a line. Only the first rank writes.
+
+    `offset` is the length of the file in bytes, and a checkpoint holds it. A resumed run opens the log at
+    that offset. The lines that were written after the checkpoint are then cut off.
+    """
+
+    def __init__(self, path: Path, *, offset: int = 0) -> None:
+        """Opens the file at `offset` bytes, or at the end of a shorter file; cuts off the bytes after it."""
+        self.offset = offset
+        self._file = None
+        if ranks.is_first():
+            path.touch()
+            self.offset = min(offset, path.stat().st_size)
+            os.truncate(path, self.offset)
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Writes a line. Numbers that are not finite become null, because JSON has no such numbers."""
+        if self._file is None:
+            return
+        line = json.dumps(_finite(record), allow_nan=False) + "\n"
+        self._file.write(line)
+        self._file.flush()
+        self.offset += len(line.encode())
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def start_trackers(
+    accelerator: Accelerator,
+    settings: Mapping[str, Any],
+    *,
+    trackers: Sequence[str],
+    directory: Path,
+    name: str,
+    run_id: str,
+) -> None:
+    """Starts accelerate's `trackers`; they must be the same as in `Accelerator(log_with=...)`.
+
+    `settings`: the recipe as plain values; trackers show these. The trackers' files go to `directory`. A
+    resumed run has the same `run_id` as before. Raises RunError if a tracker does not start.
+    """
+    directory.mkdir(exist_ok=True)
+    # accelerate would name the project after the run, and begin a new W&B run when this one is resumed.
+    wandb = WandBTracker(
+        os.environ.get("WANDB_PROJECT", "dpo-pack"), name=name, id=run_id, resume="allow", dir=str(directory)
+    )
+    accelerator.log_with = [wandb if str(kind) == "wandb" else kind for kind in accelerator.log_with]
+    leaves = _leaves(settings, separator=".")
+    config = {key: v if isinstance(v, bool | int | float | str) else json.dumps(v) for key, v in leaves}
+    try:
+        accelerator.init_trackers(name, config=config)
+    except Exception as error:  # each tracker raises its own errors: no login, no server
+        raise RunError(
+            f"logging.trackers: {', '.join(trackers)} cannot be started ({_first_line(error)}); log in, "
+            "or leave it out"
+        ) from error
+
+
+def end_trackers(accelerator: Accelerator) -> None:
+    """Sends unsent lines, and closes trackers. accelerate's `end_training` would end the process group."""
+    for tracker in accelerator.trackers:
+        try:
+            tracker.finish()
+        except Exception as error:  # the model is saved; see `track`
+            _warn_once(_first_line(error))
+
+
+def track(accelerator: Accelerator, record: dict[str, Any]) -> None:
+    """Sends a metrics line to the trackers. An evaluation's metrics get the prefix `eval/<source>/`.
+
+    A tracker's error does not end training, because metrics.jsonl has every line.
+    """
+    prefix = "" if record["split"] == "train" else f"eval/{record['source']}/"
+    numbers = {  # intervals are lists, which only metrics.jsonl holds
+        prefix + name: value
+        for name, value in _leaves(record, separator="/")
+        if isinstance(value, int | float) and name != "step"
+    }
+    try:
+        accelerator.log(numbers, step=record["step"])
+    except Exception as error:
+        _warn_once(_first_line(error))
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("logging.trackers: one failed (%s); training goes on, and metrics.jsonl is whole", reason)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested dicts, each with its keys joined by `separator`."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from ((key + separator + name, leaf) for name, leaf in _leaves(value, separator=separator))
+        else:
+            yield key, value

@@ -1,0 +1,367 @@
+"""`dpopack cache`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.reference_pairs import NAMESPACE, random_keys
+from support.tiny_run import NUM_PAIRS, tiny_run
+from typer.testing import CliRunner
+
+from dpo_pack.commands.cache import cache_app
+from dpo_pack.data.keys import sequence_key
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.parts import TokenLogps
+from dpo_pack.run.prepare import Prepared, prepare
+from dpo_pack.run.reference_stage import ReferencePass, prepare_reference
+from dpo_pack.system.console import make_console
+from dpo_pack.system.errors import DpoPackError
+
+DAY = 86400.0
+
+
+def cache(*arguments: str | Path) -> str:
+    """What the command prints."""
+    result = CliRunner().invoke(cache_app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refusal(*arguments: str | Path) -> str:
+    """The one line a command ends with, exit status 2 as main gives every DpoPackError."""
+    with pytest.raises(DpoPackError) as caught:
+        cache(*arguments)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def fill(directory: Path, namespace: dict[str, str], *, num: int = 3, seed: int = 0) -> ReferenceCache:
+    filled = ReferenceCache(directory, namespace)
+    keys = random_keys(num, seed=seed)
+    filled.append(keys, -np.arange(1.0, num + 1), np.ones(num, dtype=np.int64))
+    return filled
+
+
+def age(filled: ReferenceCache, days: float) -> None:
+    then = time.time() - days * DAY
+    for path in filled.directory.iterdir():
+        os.utime(path, (then, then))
+
+
+# ---- list, verify, prune
+
+
+def test_list_says_whose_log_probs_there_are(tmp_path: Path) -> None:
+    assert "0 namespaces" in cache("list", "--cache-dir", tmp_path)
+    first = fill(tmp_path, NAMESPACE)
+    first.note_use("org/model")
+    first.append(random_keys(3), np.full(3, -1.0), np.ones(3, dtype=np.int64))  # the same sequences again
+    tokens = TokenLogps.of_lengths(np.full(2, -1.0, dtype=np.float32), np.ones(2, dtype=np.int64))
+    first.append(random_keys(2, seed=1), np.full(2, -1.0), np.ones(2, dtype=np.int64), tokens)
+    age(fill(tmp_path, {"parameters": "bfloat16", "autocast": "bfloat16"}), 3)
+    found = json.loads(cache("list", "--json", "--cache-dir", tmp_path))
+    assert [entry["parameters"] for entry in found] == ["float32", "bfloat16"]  # the latest used first
+    assert found[0]["models"] == ["org/model"] and found[0]["namespace"] == first.directory.name
+    assert (found[0]["sequences"], found[0]["sequences_per_token"], found[0]["parts"]) == (5, 2, 3)
+    assert found[0]["size_bytes"] == sum(path.stat().st_size for path in first.directory.iterdir())
+    text = cache("list", "--cache-dir", tmp_path)
+    assert "org/model" in text and "2 namespaces" in text
+
+
+def test_verify_finds_a_changed_byte_names_the_part_and_changes_nothing(tmp_path: Path) -> None:
+    filled = fill(tmp_path, NAMESPACE)
+    assert "1 part, all as written" in cache("verify", "--cache-dir", tmp_path)
+    part = next(filled.directory.glob("part-*"))
+    content = bytearray(part.read_bytes())
+    content[40] ^= 1
+    part.write_bytes(content)
+    message = refusal("verify", "--cache-dir", tmp_path)
+    assert message.startswith("1 of 1 parts are bad") and str(part) in message
+    assert part.exists()
+    fill(tmp_path, {"parameters": "bfloat16"})
+    other = ReferenceCache(tmp_path, {"parameters": "bfloat16"}).directory.name
+    assert "all as written" in cache("verify", other[:10], "--cache-dir", tmp_path)
+    assert "beginning of one namespace" in refusal("verify", "nonsense", "--cache-dir", tmp_path)
+    assert "nothing to verify" in cache("verify", "--cache-dir", tmp_path / "mistyped")
+
+
+def test_prune_by_age_removes_what_was_not_used_and_keeps_the_rest(tmp_path: Path) -> None:
+    old, new = fill(tmp_path, NAMESPACE), fill(tmp_path, {"parameters": "bfloat16"})
+    age(old, 100)
+    age(new, 10)
+    told = cache("prune", "--older-than", "90d", "--dry-run", "--cache-dir", tmp_path)
+    assert "would remove" in told and "nothing was removed" in told and old.directory.exists()
+    assert "not used for 100 days" in cache("prune", "--older-than", "90d", "--cache-dir", tmp_path)
+    assert not old.directory.exists() and new.directory.exists()
+    assert "nothing to remove" in cache("prune", "--older-than", "90d", "--cache-dir", tmp_path)
+
+
+def test_a_use_makes_a_namespace_young_again(tmp_path: Path) -> None:
+    used = fill(tmp_path, NAMESPACE)
+    age(used, 100)
+    used.note_use("org/model")
+    assert "nothing to remove" in cache("prune", "--older-than", "90d", "--cache-dir", tmp_path)
+
+
+def test_prune_by_size_removes_the_longest_unused_first(tmp_path: Path) -> None:
+    filled = [fill(tmp_path, {"parameters": name}, num=1000) for name in ("a", "b", "c")]
+    for days, one in enumerate(filled):
+        age(one, 10 + days)
+    size = sum(path.stat().st_size for path in filled[0].directory.iterdir())
+    cache("prune", "--max-size", f"{2 * size + 100}B", "--cache-dir", tmp_path)
+    assert [one.directory.exists() for one in filled] == [True, True, False]
+    cache("prune", "--max-size", "0B", "--cache-dir", tmp_path)
+    assert [one.directory.exists() for one in filled] == [False, False, False]
+
+
+def test_prune_never_deletes_what_this_program_has_not_written(tmp_path: Path) -> None:
+    filled = fill(tmp_path, NAMESPACE)
+    root = filled.directory.parent
+    ours = [path.name for path in filled.directory.iterdir()]
+    (filled.directory / "notes.txt").write_text("mine")
+    (filled.directory / "part-mine.parquet").write_text("mine")
+    (filled.directory / "folder").mkdir()
+    (root / "not-a-namespace").mkdir()
+    (root / ("0" * 32)).mkdir()  # named like one, but it describes none
+    (root / ("0" * 32) / "namespace.json").write_text("{}")
+    told = cache("prune", "--max-size", "0B", "--cache-dir", tmp_path)
+    assert "folder, notes.txt, part-mine.parquet" in told
+    assert sorted(path.name for path in filled.directory.iterdir()) == [
+        "folder",
+        "notes.txt",
+        "part-mine.parquet",
+    ]
+    assert not any((filled.directory / name).exists() for name in ours)
+    assert (root / "not-a-namespace").is_dir() and (root / ("0" * 32) / "namespace.json").is_file()
+
+
+def test_prune_does_not_follow_links(tmp_path: Path) -> None:
+    elsewhere = fill(tmp_path / "elsewhere", NAMESPACE)
+    root = tmp_path / "cache" / "reference"
+    root.mkdir(parents=True)
+    (root / elsewhere.directory.name).symlink_to(elsewhere.directory)
+    cache("prune", "--max-size", "0B", "--cache-dir", tmp_path / "cache")
+    assert len(list(elsewhere.directory.iterdir())) == 2
+
+
+def test_prune_removes_damaged_parts_and_old_leftovers_of_what_stays(tmp_path: Path) -> None:
+    filled = fill(tmp_path, NAMESPACE)
+    part = next(filled.directory.glob("part-*.parquet"))
+    damaged = part.with_suffix(".damaged")
+    damaged.write_bytes(b"x")
+    old = filled.directory / f".{part.name}.0123abcd.tmp"
+    old.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    young = filled.directory / f".{part.name}.0123abce.tmp"
+    young.write_bytes(b"x")  # another process may be writing it right now
+    cache("prune", "--cache-dir", tmp_path)
+    assert not damaged.exists() and not old.exists() and young.exists() and part.exists()
+
+
+@pytest.mark.parametrize(("option", "value"), [("--older-than", "soon"), ("--max-size", "-1GB")])
+def test_an_age_or_size_that_is_none_is_refused(option: str, value: str, tmp_path: Path) -> None:
+    assert option in refusal("prune", option, value, "--cache-dir", tmp_path)
+
+
+# ---- export and import
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return tiny_run(tmp_path / "work")
+
+
+def prepared_of(recipe: Path, *overrides: str) -> Prepared:
+    return prepare(load_recipe(recipe, overrides), make_console(quiet=True))
+
+
+def fill_by(recipe: Path, *overrides: str) -> ReferencePass:
+    return prepare_reference(prepared_of(recipe, *overrides))
+
+
+def test_what_is_exported_imports_elsewhere_bitwise(recipe: Path, tmp_path: Path) -> None:
+    filled = fill_by(recipe)
+    cache_dir = recipe.parent / "cache"
+    told = cache("export", tmp_path / "all.parquet", "--cache-dir", cache_dir)
+    assert told.startswith("44 sequences")
+    elsewhere = f"reference.cache_dir={tmp_path / 'elsewhere'}"
+    # These commands are one process, whatever number of them the recipe trains on.
+    told = cache("import", tmp_path / "all.parquet", recipe, elsewhere, "distributed.num_processes=8")
+    assert "44 sequences added, 0 were there" in told and "44 of the recipe's 44" in told
+    imported = fill_by(recipe, elsewhere)
+    assert imported.num_computed == 0
+    table = prepared_of(recipe).data.train
+    keys = np.concatenate((table.chosen_keys, table.rejected_keys))
+    assert imported.cache.lookup(keys).tobytes() == filled.cache.lookup(keys).tobytes()
+    assert "0 sequences added, 44 were there" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+
+
+def test_a_recipe_s_export_says_where_each_sequence_is_and_hashes_its_texts(
+    recipe: Path, tmp_path: Path
+) -> None:
+    assert "precompute-ref" in refusal("export", tmp_path / "x.parquet", "--recipe", recipe)
+    filled = fill_by(recipe)
+    assert cache("export", tmp_path / "x.parquet", "--recipe", recipe).endswith("x.parquet\n")
+    rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert len(rows) == 44
+    first = next(
+        row
+        for row in rows
+        if row["source"] == "pairs" and row["row_number"] == 3 and row["side"] == "rejected"
+    )
+    table = prepared_of(recipe).data.train
+    assert (
+        first["key"] == table.rejected_keys[2].tobytes() and first["num_tokens"] == table.rejected_lengths[2]
+    )
+    assert first["logps_sum"] == filled.cache.lookup(table.rejected_keys[2:3])[0]
+    assert len(first["prompt_sha256"]) == len(first["completion_sha256"]) == 64
+    chosen = next(row for row in rows if row["row_number"] == 3 and row["side"] == "chosen")
+    assert chosen["prompt_sha256"] == first["prompt_sha256"]
+    assert chosen["completion_sha256"] != first["completion_sha256"]
+
+
+def test_an_export_of_a_recipe_that_is_evaluated_on_its_training_file_says_the_training_rows(
+    recipe: Path, tmp_path: Path
+) -> None:
+    recipe.write_text(recipe.read_text().replace("heldout.jsonl", "pairs.jsonl"))
+    fill_by(recipe)
+    cache("export", tmp_path / "x.parquet", "--recipe", recipe)
+    rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert len(rows) == 32 and {row["source"] for row in rows} == {"pairs"}
+
+
+def test_log_probs_of_another_model_are_refused(recipe: Path, tmp_path: Path) -> None:
+    fill_by(recipe, "model.autocast=bfloat16")
+    cache("export", tmp_path / "x.parquet", "--cache-dir", recipe.parent / "cache")
+    message = refusal("import", tmp_path / "x.parquet", recipe)
+    assert "another model" in message and "autocast differ" in message
+
+
+def test_own_log_probs_come_by_key(recipe: Path, tmp_path: Path) -> None:
+    table = prepared_of(recipe).data.train
+    keys = [sequence_key(table.prompt(pair), table.chosen(pair)) for pair in range(NUM_PAIRS)]
+    columns = {
+        "key": pa.array(keys, pa.binary(16)),
+        "logps_sum": -table.chosen_lengths.astype(float),
+        "num_tokens": table.chosen_lengths,
+        "token_logps": [[-1.0] * int(length) for length in table.chosen_lengths],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "own.parquet")
+    assert "16 sequences added" in cache("import", tmp_path / "own.parquet", recipe)
+    filled = fill_by(recipe)
+    assert (filled.num_cached, filled.num_computed) == (16, 28)
+    assert filled.cache.lookup(table.chosen_keys).tolist() == (-table.chosen_lengths.astype(float)).tolist()
+    assert filled.cache.contains(table.chosen_keys, per_token=True).all()
+
+
+def key_of(number: int) -> bytes:
+    return sequence_key(np.array([1], dtype=np.int32), np.array([number], dtype=np.int32))
+
+
+GOOD = {
+    "key": pa.array([key_of(1), key_of(2), key_of(3)], pa.binary(16)),
+    "logps_sum": pa.array([-1.0, -2.0, -3.0]),
+    "num_tokens": pa.array([1, 2, 2]),
+}
+BAD: dict[str, tuple[dict[str, pa.Array], str]] = {
+    "not finite": ({"logps_sum": pa.array([-1.0, float("nan"), -1.0])}, "row 2: the log-prob is nan"),
+    "positive": ({"logps_sum": pa.array([-1.0, -2.0, 3.0])}, "row 3: the log-prob is 3; it is at most 0"),
+    "null": ({"logps_sum": pa.array([-1.0, None, -3.0])}, "row 2: logps_sum is null"),
+    "text": ({"logps_sum": pa.array(["-1", "-2", "-3"])}, "column logps_sum must hold numbers, not string"),
+    "no tokens": ({"num_tokens": pa.array([1, 0, 2])}, "row 2: num_tokens is 0"),
+    "half a token": ({"num_tokens": pa.array([1.5, 1.0, 2.0])}, "num_tokens must hold whole numbers"),
+    "short key": ({"key": pa.array([b"a", b"b", b"c"])}, "column key must hold fixed_size_binary[16]"),
+    "too few token values": (
+        {"token_logps": pa.array([[-1.0], [-2.0], [-1.0, -2.0]])},
+        "row 2: token_logps has 1 values for a completion of 2 tokens",
+    ),
+    "token values that add up to something else": (
+        {"token_logps": pa.array([[-1.0], [-1.0, -1.0], [-1.0, -1.0]])},
+        "row 3: logps_sum is -3, and token_logps add up to -2",
+    ),
+    "positive token value": (
+        {"token_logps": pa.array([[-1.0], [-3.0, 1.0], [-1.0, -2.0]])},
+        "row 2: token_logps has a value that is not finite or above 0",
+    ),
+    "two values for one sequence": (
+        {
+            "key": pa.array([key_of(1), key_of(2), key_of(1)], pa.binary(16)),
+            "num_tokens": pa.array([1, 2, 1]),
+        },
+        "row 3: the sequence has a log-prob of -3 here and of -1 in row 1",
+    ),
+    "null token value": (
+        {"token_logps": pa.array([[-1.0], [-3.0, None], [-1.0, -2.0]])},
+        "token_logps has a value that is null",
+    ),
+    "token values that are texts": (
+        {"token_logps": pa.array([["a"], ["b", "c"], ["d", "e"]])},
+        "token_logps must hold lists of numbers",
+    ),
+    "no such column": ({"key": None}, "has no column key; its columns are logps_sum, num_tokens"),
+}
+
+
+@pytest.fixture(scope="module")
+def shared_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run(tmp_path_factory.mktemp("shared") / "work")
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_row_is_named_and_nothing_is_imported(kind: str, shared_recipe: Path, tmp_path: Path) -> None:
+    changes, expected = BAD[kind]
+    columns = {name: column for name, column in {**GOOD, **changes}.items() if column is not None}
+    pq.write_table(pa.table(columns), tmp_path / "bad.parquet")
+    message = refusal("import", tmp_path / "bad.parquet", shared_recipe)
+    assert expected in message and str(tmp_path / "bad.parquet") in message
+    assert not list((shared_recipe.parent / "cache").glob("reference/*/part-*"))
+
+
+def test_a_completion_as_long_as_the_recipe_says_is_asked_for(shared_recipe: Path, tmp_path: Path) -> None:
+    table = prepared_of(shared_recipe).data.train
+    columns = {
+        "key": pa.array([table.chosen_keys[0].tobytes()], pa.binary(16)),
+        "logps_sum": [-1.0],
+        "num_tokens": [int(table.chosen_lengths[0]) + 1],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "bad.parquet")
+    message = refusal("import", tmp_path / "bad.parquet", shared_recipe)
+    assert "row 1: num_tokens is" in message and "completion has" in message
+
+
+@pytest.mark.parametrize("content", [None, b"not parquet"])
+def test_a_file_that_cannot_be_read_is_named(
+    content: bytes | None, shared_recipe: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "file.parquet"
+    if content is not None:
+        file.write_bytes(content)
+    assert str(file) in refusal("import", file, shared_recipe)
+
+
+def test_a_damaged_part_is_not_left_out_of_an_export_silently(tmp_path: Path) -> None:
+    filled = fill(tmp_path, NAMESPACE)
+    part = next(filled.directory.glob("part-*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    message = refusal("export", tmp_path / "x.parquet", "--cache-dir", tmp_path)
+    assert "is damaged" in message and not (tmp_path / "x.parquet").exists()
+
+
+def test_an_export_holds_of_each_sequence_the_value_a_run_would_read(tmp_path: Path) -> None:
+    filled, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(2)
+    for value in (-1.0, -2.0, -3.0):
+        filled.append(keys, np.full(2, value), np.ones(2, dtype=np.int64))
+    cache("export", tmp_path / "x.parquet", "--cache-dir", tmp_path)
+    table = pq.read_table(tmp_path / "x.parquet")
+    assert table["logps_sum"].to_pylist() == filled.lookup(keys).tolist()
+    fill(tmp_path, {"parameters": "bfloat16"})
+    assert "--namespace" in refusal("export", tmp_path / "x.parquet", "--cache-dir", tmp_path)
+    cache("export", tmp_path / "x.parquet", "--namespace", filled.directory.name[:8], "--cache-dir", tmp_path)

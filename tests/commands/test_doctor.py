@@ -1,0 +1,262 @@
+"""Proofs as commands use them: shown, remembered, and in the way of a run when one fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.tiny_models import tiny_model
+from support.tiny_run import tiny_run
+from support.tiny_tokenizer import tiny_tokenizer
+
+import dpo_pack.model.attention as attention
+import dpo_pack.model.families as families
+from dpo_pack.commands.main import main
+from dpo_pack.model.families import FAMILIES
+from dpo_pack.proofs.start_up import prove
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run.models import own_code
+from dpo_pack.system.errors import UnsupportedModelError
+from dpo_pack.system.machine import package_versions
+from dpo_pack.train import train
+
+NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence", "head"]
+
+# Runs a command: (exit status, stdout, stderr).
+Dpopack = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def dpopack(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dpopack:
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dpopack", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run(tmp_path_factory.mktemp("pristine")).parent
+
+
+@pytest.fixture
+def recipe(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "job")) / "recipe.yaml"
+
+
+@pytest.fixture
+def broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel's scale is off by 2 percent."""
+    exact = attention.BACKENDS["sdpa"]
+
+    def off(*inputs: Any, scale: float, **options: Any) -> Any:
+        return exact(*inputs, scale=1.02 * scale, **options)
+
+    monkeypatch.setitem(attention.BACKENDS, "sdpa", off)
+
+
+@pytest.fixture
+def num_proved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each time that a model was proved, not remembered."""
+    entries = []
+
+    def counting(*arguments: Any) -> Any:
+        entries.append("proved")
+        return prove(*arguments)
+
+    monkeypatch.setattr("dpo_pack.run.models.prove", counting)
+    return entries
+
+
+# --------------------------------------------------------------------------------------------- the command
+
+
+def test_doctor_shows_every_proof_with_its_numbers_and_bound(recipe: Path, dpopack: Dpopack) -> None:
+    status, out, err = dpopack("doctor", recipe)
+    assert (status, err) == (0, "")
+    for told in (*NAMES, "relative error", "1e-04", "Packed rows are exact on this model"):
+        assert told in out
+    status, out, _ = dpopack("doctor", recipe, "--json")
+    proofs = json.loads(out)["proofs"]
+    assert status == 0
+    assert [proof["name"] for proof in proofs] == NAMES
+    for proof in proofs:
+        assert proof.keys() == {"name", "passed", "numbers", "bound", "remedy"}
+        assert proof["passed"] and proof["numbers"] and proof["bound"] and proof["remedy"]
+
+
+def test_doctor_proves_padded_batches(recipe: Path, dpopack: Dpopack) -> None:
+    status, out, _ = dpopack("doctor", recipe, "packing.mode=padded")
+    assert status == 0
+    assert "equivalence" in out and "wiring" not in out and "Padded batches are exact on this model" in out
+
+
+@pytest.mark.usefixtures("broken_kernel")
+def test_a_proof_that_fails_is_exit_status_2_with_its_numbers_and_remedy(
+    recipe: Path, dpopack: Dpopack
+) -> None:
+    status, out, err = dpopack("doctor", recipe, "--json")
+    failed = [proof["name"] for proof in json.loads(out)["proofs"] if not proof["passed"]]
+    assert status == 2 and failed[0] == "kernel"
+    assert err.startswith("error: packed rows are not exact on this model: the kernel proof measured")
+    assert "relative error" in err and "1.0e-05" in err and "model.attention: sdpa" in err
+    assert err.count("\n") == 1
+    status, out, err = dpopack("doctor", recipe)
+    assert status == 2 and "NO" in out and err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("broken_kernel")
+@pytest.mark.parametrize("command", ["train", "precompute-ref"])
+def test_a_proof_that_fails_stops_a_run_before_it_computes_anything(
+    command: str, recipe: Path, dpopack: Dpopack
+) -> None:
+    for _ in range(2):  # a failure is not remembered
+        status, _, err = dpopack(command, recipe)
+        assert status == 2 and "the kernel proof measured" in err and err.count("\n") == 1
+    assert not (recipe.parent / "run").exists()
+    assert not list((recipe.parent / "cache").rglob("*.parquet"))
+
+
+# ---------------------------------------------------------------------------------------------- remembered
+
+
+def start(recipe: Path, console: Console, *overrides: str) -> None:
+    train(load_recipe(recipe, overrides), console, dry_run=True)
+
+
+def test_the_same_model_is_proved_once_and_by_doctor_again(
+    recipe: Path, dpopack: Dpopack, console: Console, num_proved: list[str]
+) -> None:
+    start(recipe, console)
+    assert len(num_proved) == 1
+    start(recipe, console, "optim.lr=1e-4", "packing.token_budget=64", "seed=5", "output_dir=elsewhere")
+    assert len(num_proved) == 1
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("Proof: packed rows are exact on this model") == 2
+    assert text.count("(remembered)") == 1
+    assert dpopack("doctor", recipe)[0] == 0
+    assert len(num_proved) == 2
+
+
+def test_every_module_of_the_package_counts_as_its_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "__init__.py").touch()
+    (tmp_path / "data" / "layout.py").write_text("one")
+    monkeypatch.setattr("dpo_pack.__file__", str(tmp_path / "__init__.py"))
+    before = own_code.__wrapped__()
+    (tmp_path / "data" / "layout.py").write_text("two")
+    assert own_code.__wrapped__() != before
+
+
+@pytest.mark.parametrize("overrides", [("model.autocast=bfloat16",), ("packing.mode=padded",)])
+def test_another_precision_or_mode_is_proved_again(
+    overrides: tuple[str, ...], recipe: Path, console: Console, num_proved: list[str]
+) -> None:
+    start(recipe, console)
+    start(recipe, console, *overrides)
+    assert len(num_proved) == 2
+
+
+def change_weights(job: Path, patch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama", seed=1, vocab_size=len(tiny_tokenizer())).save_pretrained(job / "model")
+
+
+def change_config(job: Path, patch: pytest.MonkeyPatch) -> None:
+    path = job / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
+
+
+def change_version(job: Path, patch: pytest.MonkeyPatch) -> None:
+    versions = {**package_versions(), "transformers": "99.0"}
+    patch.setattr("dpo_pack.run.models.package_versions", lambda: versions)
+
+
+def change_code(job: Path, patch: pytest.MonkeyPatch) -> None:
+    """An editable install keeps its version."""
+    patch.setattr("dpo_pack.run.models.own_code", lambda: "changed")
+
+
+def change_cpu(job: Path, patch: pytest.MonkeyPatch) -> None:
+    """Nodes of a cluster share a cache."""
+    patch.setattr("dpo_pack.run.models.cpu_name", lambda: "another")
+
+
+def lose_memory(job: Path, patch: pytest.MonkeyPatch) -> None:
+    (job / "cache" / "proofs.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "change", [change_weights, change_config, change_version, change_code, change_cpu, lose_memory]
+)
+def test_another_model_or_version_is_proved_again(
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    recipe: Path,
+    console: Console,
+    num_proved: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start(recipe, console)
+    change(recipe.parent, monkeypatch)
+    start(recipe, console)
+    assert len(num_proved) == 2
+
+
+# ------------------------------------------------------------------------------------------- hybrid models
+
+
+@pytest.fixture
+def hybrid(recipe: Path) -> Path:
+    """A recipe whose model has gated delta nets."""
+    model = recipe.parent / "model"
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    tiny_model("qwen3_next", vocab_size=len(tiny_tokenizer())).save_pretrained(model)
+    return recipe
+
+
+@pytest.mark.parametrize("command", ["train", "precompute-ref", "doctor"])
+def test_a_hybrid_model_is_refused_in_packed_rows_with_the_reason(
+    command: str, hybrid: Path, dpopack: Dpopack
+) -> None:
+    status, _, err = dpopack(command, hybrid)
+    assert status == 2 and err.count("\n") == 1
+    assert str(FAMILIES["qwen3_next"].reason) in err and "packing.mode: padded" in err
+
+
+def test_a_hybrid_model_trains_in_padded_batches_however_large(hybrid: Path, console: Console) -> None:
+    losses = []
+    for budget in (1, 4096):  # a pair a batch, and all in one
+        run = hybrid.parent / f"run-{budget}"
+        overrides = (f"output_dir={run}", "packing.mode=padded", f"packing.token_budget={budget}")
+        train(load_recipe(hybrid, overrides), console)
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses.append([record["loss"] for record in records])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
+    assert losses[0][-1] != losses[0][0]
+    assert "padded batches are exact on this model" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_family_that_the_table_does_not_know_is_left_to_the_proofs(
+    recipe: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "FAMILIES", {})
+    model = recipe.parent / "model"
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    tiny_model("stablelm", vocab_size=len(tiny_tokenizer())).save_pretrained(model)
+    with pytest.raises(UnsupportedModelError, match="wiring proof .*does not pass keyword arguments.*padded"):
+        start(recipe, console)

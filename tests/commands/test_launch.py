@@ -1,0 +1,283 @@
+"""A command over several processes, however they are started: it works, and it ends as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from support.old_releases import without_gloo
+from support.tiny_recipe import load, message_of
+from support.tiny_run import tiny_run
+
+from dpo_pack.commands import launch
+from dpo_pack.commands.launch import wanted_processes
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run.prepare import prepare
+from dpo_pack.system.console import make_console
+from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.placement import ALONE, Placement
+
+PROBE = [sys.executable, str(Path(__file__).parents[1] / "support" / "launched.py"), "probe"]
+DPOPACK = [sys.executable, "-m", "dpo_pack"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ACCELERATE = [
+    *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+    *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+]
+TWO = "distributed.num_processes=2"
+PLACE = Placement(rank=1, num_ranks=4, local_rank=1, num_local_ranks=2, address="127.0.0.1", port=1)
+
+
+# ------------------------------------------------------------------------------------ how many processes
+
+
+def with_devices(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+
+@pytest.mark.parametrize(("devices", "processes"), [(0, 1), (1, 1), (8, 8)])
+def test_auto_is_one_process_a_device(devices: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_devices(monkeypatch, devices)
+    assert wanted_processes(load(), None) == processes
+
+
+def test_a_number_is_taken_as_it_is_where_there_are_so_many_devices_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for devices in (0, 2, 8):
+        with_devices(monkeypatch, devices)
+        assert wanted_processes(load(TWO), None) == 2
+    with_devices(monkeypatch, 1)
+    assert "2 processes need as many GPUs, and 1 are visible" in message_of(
+        lambda: wanted_processes(load(TWO), None)
+    )
+
+
+def test_the_cpu_is_used_on_a_machine_with_devices_where_accelerate_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_devices(monkeypatch, 1)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert wanted_processes(load(TWO), None) == 2
+    assert wanted_processes(load(), None) == 1
+
+
+def test_a_launcher_that_starts_another_number_is_refused_naming_both() -> None:
+    assert wanted_processes(load(), PLACE) == 4
+    assert wanted_processes(load("distributed.num_processes=4"), PLACE) == 4
+    assert wanted_processes(load("distributed.num_processes=1"), ALONE) == 1
+    for place, number in ((PLACE, 4), (ALONE, 1)):
+        message = message_of(lambda place=place: wanted_processes(load(TWO), place))  # type: ignore[misc]
+        assert f"num_processes: 2 are asked for, but the launcher has started {number}" in message
+
+
+def test_more_processes_than_devices_on_a_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = Placement(rank=9, num_ranks=16, local_rank=1, num_local_ranks=8, address="a", port=1)
+    with_devices(monkeypatch, 4)
+    assert "8 processes were started on a node with 4" in message_of(lambda: wanted_processes(load(), eight))
+    with_devices(monkeypatch, 1)  # srun --gpus-per-task=1
+    assert wanted_processes(load(), eight) == 16
+
+
+def test_from_python_several_processes_are_not_started_behind_the_caller_s_back(tmp_path: Path) -> None:
+    recipe = load_recipe(tiny_run(tmp_path), [TWO])
+    with pytest.raises(RecipeError, match="num_processes: 2 are asked for, but this is 1"):
+        prepare(recipe, make_console(quiet=True))
+
+
+def test_the_ranks_get_the_command_line_and_find_the_modules_that_this_process_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/dpopack", "train", "recipe.yaml", "optim.lr=1e-6"])
+    module = ["-m", "dpo_pack", "train", "recipe.yaml", "optim.lr=1e-6"]
+    monkeypatch.setattr(sys, "path", ["/bin", *sys.path])
+    assert launch._own_command() == [sys.executable, "-P", *module]
+    monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path])
+    assert launch._own_command() == [sys.executable, *module]
+
+
+# --------------------------------------------------------------------------------------- real processes
+
+Start = Callable[[Sequence[str | Path]], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return tiny_run(tmp_path)
+
+
+@pytest.fixture
+def start(recipe: Path) -> Iterator[Start]:
+    """Starts a command; afterwards nothing that it has started may be alive."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started: list[subprocess.Popen[str]] = []
+
+    def start(command: Sequence[str | Path], **variables: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment, **variables},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    assert not alive(rank_pids(recipe.parent))
+
+
+def rank_pids(directory: Path) -> list[int]:
+    return [int(path.read_text() or 0) for path in sorted(directory.glob("rank-*.pid"))]
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+def probe(recipe: Path, what: str, start: Start) -> subprocess.Popen[str]:
+    """The command of launched.py on two ranks, when both are at work."""
+    process = start([*PROBE, recipe, what, TWO])
+    wait_until(lambda: all(rank_pids(recipe.parent)) and len(rank_pids(recipe.parent)) == 2, 120)
+    return process
+
+
+@pytest.mark.multiprocess
+def test_a_mistake_of_one_rank_ends_both_with_its_one_line(recipe: Path, start: Start) -> None:
+    process = start([*PROBE, recipe, "one-mistake", TWO])
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert without_gloo(out) == "2 ranks, 1 threads each\n", "rank 0 alone prints"
+    assert err.startswith("rank 1 (")
+    assert err.endswith("): error: pairs.jsonl, row 7: no chosen completion\n") and err.count("\n") == 1
+
+
+ENDS: dict[str, tuple[int, str, str]] = {
+    "same-mistake": (2, "error: pairs.jsonl: no such file\n", "error: pairs.jsonl: no such file\n"),
+    "disagree": (2, "error: rank 1 (on ", "same recipe, overrides and packages\n"),
+    "bug": (1, "rank 1 (", "ValueError: a bug of ours\n"),
+    "killed": (1, "error: rank 1 was killed (SIGKILL)", "for want of memory\n"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", ENDS)
+def test_however_ranks_fail_the_user_reads_it_once(what: str, recipe: Path, start: Start) -> None:
+    status, begin, end = ENDS[what]
+    process = start([*PROBE, recipe, what, TWO])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == status
+    assert err.startswith(begin) and err.endswith(end)
+    assert err.count("\n") == 1 or what == "bug"
+    assert err.count("Traceback") == (what == "bug")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
+)
+def test_a_signal_is_waited_for_until_all_ranks_have_saved(
+    signum: int, status: int, recipe: Path, start: Start
+) -> None:
+    process = probe(recipe, "wait", start)
+    time.sleep(0.5)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    name = signal.Signals(signum).name
+    assert err == f"stopped by {name}; the same command goes on from what is done\n"
+    assert len(list(recipe.parent.glob("rank-*.saved"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_ranks_do_not_outlive_a_command_that_is_killed(recipe: Path, start: Start) -> None:
+    process = probe(recipe, "sleep", start)
+    pids = rank_pids(recipe.parent)
+    assert len(alive(pids)) == 2
+    process.kill()
+    wait_until(lambda: not alive(pids), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate launch"])
+def test_other_launchers_start_the_same_command(launcher: list[str], recipe: Path, start: Start) -> None:
+    process = start([*launcher, "-m", "dpo_pack", "precompute-ref", recipe, "reference.token_budget=100"])
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1].endswith("0 sequences reused, 44 computed")
+    assert out.count("sequences reused") == 1
+    parts = list((recipe.parent / "cache").rglob("part-*.parquet"))
+    assert len(parts) == 2, "each of two processes wrote its own"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_wrong_recipe_under_torchrun_is_told_once(recipe: Path, start: Start) -> None:
+    process = start([*TORCHRUN, "-m", "dpo_pack", "precompute-ref", recipe, "optim.lrr=1"])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert err.startswith("error: optim.lrr: unknown key")
+    assert err.count("unknown key") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_tasks_of_a_slurm_step_find_each_other(recipe: Path, start: Any) -> None:
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+    }
+    tasks = [
+        start([*DPOPACK, "precompute-ref", recipe], **step, SLURM_PROCID=str(task), SLURM_LOCALID=str(task))
+        for task in range(2)
+    ]
+    (out, err), (other_out, other_err) = [task.communicate(timeout=120) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], err + other_err
+    assert "0 sequences reused, 44 computed" in out
+    assert (without_gloo(other_out), other_err) == ("", "")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_training_on_two_processes_prints_and_writes_as_one(recipe: Path, start: Start) -> None:
+    process = start([*DPOPACK, "train", recipe, TWO])
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    assert err == ""
+    assert out.count("Done: 2 steps, 16 pairs") == out.count("Data: 16 pairs to train on") == 1
+    lines = [json.loads(line) for line in (recipe.parent / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [(line["split"], line["step"]) for line in lines]
+    assert steps == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
+    process = start([*DPOPACK, "train", recipe, TWO, "optim.lr=0.5"])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err.startswith("error: output_dir: ") and err.count("\n") == 1

@@ -1,0 +1,633 @@
+"""The commands as a user runs them: exit statuses, what they print, what they leave behind."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from support.tiny_models import tiny_model
+from support.tiny_run import NUM_PAIRS, tiny_run, write_rows
+
+import dpo_pack
+from dpo_pack.commands.main import main
+from dpo_pack.run.export import export_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a command did."""
+
+    status: int
+    out: str
+    err: str
+
+
+Dpopack = Callable[..., Outcome]
+
+
+@pytest.fixture
+def dpopack(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dpopack:
+    """Runs a command in this process; what C code and other libraries print is captured as well."""
+
+    def run(*arguments: str | Path) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["dpopack", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Outcome(status=ended.value.code, out=out, err=err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nothing has touched; tests work on copies."""
+    return tiny_run(tmp_path_factory.mktemp("pristine")).parent
+
+
+@pytest.fixture
+def recipe(pristine: Path, tmp_path: Path) -> Path:
+    """A recipe with everything it needs, to be spoilt."""
+    return Path(shutil.copytree(pristine, tmp_path / "job")) / "recipe.yaml"
+
+
+@pytest.fixture
+def trained(recipe: Path, dpopack: Dpopack) -> Path:
+    """A recipe whose run is finished."""
+    assert dpopack("train", recipe).status == 0
+    return recipe
+
+
+def snapshot(directory: Path) -> dict[Path, tuple[int, bytes]]:
+    """Modification time and content of every file."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def assert_refused(outcome: Outcome, pattern: str) -> None:
+    """Exit status 2 and one line, which matches."""
+    assert outcome.status == 2, outcome
+    assert re.fullmatch(r"error: [^\n]+\n", outcome.err), outcome.err
+    assert re.search(pattern, outcome.err), outcome.err
+    assert "Traceback" not in outcome.out + outcome.err
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+def _edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _with_second_line(line: bytes) -> Callable[[Path], Sequence[str]]:
+    """Spoils the second row of the training pairs."""
+
+    def spoil(job: Path) -> Sequence[str]:
+        lines = (job / "pairs.jsonl").read_bytes().splitlines()
+        (job / "pairs.jsonl").write_bytes(b"\n".join([lines[0], line, *lines[2:], b""]))
+        return ()
+
+    return spoil
+
+
+def _with_rows(*rows: dict[str, Any]) -> Callable[[Path], Sequence[str]]:
+    def spoil(job: Path) -> Sequence[str]:
+        write_rows(job / "pairs.jsonl", list(rows))
+        return ()
+
+    return spoil
+
+
+def _without(name: str) -> Callable[[Path], Sequence[str]]:
+    def spoil(job: Path) -> Sequence[str]:
+        (job / name).unlink()
+        return ()
+
+    return spoil
+
+
+def _with(*overrides: str) -> Callable[[Path], Sequence[str]]:
+    return lambda job: overrides
+
+
+def _without_a_tensor(job: Path) -> Sequence[str]:
+    tensors = load_file(job / "model" / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, job / "model" / "model.safetensors", metadata={"format": "pt"})
+    return ()
+
+
+def _with_damaged_weights(job: Path) -> Sequence[str]:
+    weights = job / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    return ()
+
+
+def _without_eos(job: Path) -> Sequence[str]:
+    _edit_json(job / "model" / "tokenizer_config.json", eos_token=None)
+    return ()
+
+
+def _with_few_embeddings(job: Path) -> Sequence[str]:
+    tiny_model("llama", vocab_size=300).save_pretrained(job / "model")  # the tokenizer's ids go up to 383
+    return ()
+
+
+def _with_few_positions(job: Path) -> Sequence[str]:
+    _edit_json(job / "model" / "config.json", max_position_embeddings=16)
+    return ()
+
+
+def _with_text_for_a_number(job: Path) -> Sequence[str]:
+    _edit_json(job / "model" / "config.json", num_hidden_layers="2")
+    return ()
+
+
+def _with_binary_template(job: Path) -> Sequence[str]:
+    (job / "template.jinja").write_bytes(b"\xff\xfe")
+    return (f"tokenizer.chat_template={job}/template.jinja",)
+
+
+def _with_text_recipe(job: Path) -> Sequence[str]:
+    (job / "recipe.yaml").write_text("output_dir: [unclosed")
+    return ()
+
+
+def _below_a_file(job: Path) -> Sequence[str]:
+    (job / "file").touch()
+    return (f"output_dir={job}/file/run",)
+
+
+_CHAT = {
+    "prompt": [{"role": "user", "content": "ask"}],
+    "chosen": [{"role": "assistant", "content": "yes"}],
+    "rejected": [{"role": "assistant", "content": "no"}],
+}
+
+# What is wrong: (how to spoil a good job, giving overrides; what the one line must say)
+BAD_INPUT: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
+    "unknown key": (_with("optim.lrr=1"), r"optim\.lrr: unknown key; did you mean optim\.lr\?"),
+    "wrong type": (_with("optim.lr=fast"), r"optim\.lr: must be a number.*, not 'fast'"),
+    "out of range": (_with("loss.beta=-1"), r"loss\.beta: must be .*> 0.*, not -1"),
+    "override without a value": (_with("optim.lr"), r"'optim\.lr': write it as key=value"),
+    "no recipe": (_without("recipe.yaml"), r"recipe\.yaml: no such recipe; .*--defaults"),
+    "recipe is no YAML": (_with_text_recipe, r"recipe\.yaml"),
+    "no data file": (_with("data.train=absent.jsonl"), r"data\.train\.0\.path: no such file.*absent\.jsonl"),
+    "no column": (_with_rows({"prompt": "a", "chosen": "b"}), r"line 1: .*'?rejected'?.*columns"),
+    "empty file": (_with_rows(), r"pairs\.jsonl has no rows; correct or remove data\.train\.0"),
+    "empty completion": (
+        _with_second_line(b'{"prompt": "a", "chosen": "b", "rejected": ""}'),
+        r"pairs\.jsonl line 2: the rejected completion is empty; mend the row.*on_bad_row: skip",
+    ),
+    "identical completions": (
+        _with_second_line(b'{"prompt": "a", "chosen": "b", "rejected": "b"}'),
+        r"pairs\.jsonl line 2: .*(identical|the same).*on_bad_row: skip",
+    ),
+    "invalid JSON": (_with_second_line(b'{"prompt": '), r"pairs\.jsonl line 2: invalid JSON.*mend the row"),
+    "not UTF-8": (_with_second_line(b'{"prompt": "\xff"}'), r"pairs\.jsonl line 2: not UTF-8"),
+    "no weights": (_without("model/model.safetensors"), r"model\.path: .*/model has no weights: neither"),
+    "no config": (_without("model/config.json"), r"model\.path: directory .*/model' has no config\.json"),
+    "a wrong type in config.json": (
+        _with_text_for_a_number,
+        r"model\.path: cannot load .*/model: .*num_hidden_layers",
+    ),
+    "a template that is no text": (
+        _with_binary_template,
+        r"tokenizer\.chat_template: cannot read .*template\.jinja: it is not UTF-8",
+    ),
+    "damaged weights": (_with_damaged_weights, r"model\.path: cannot load .*/model"),
+    "a tensor missing": (
+        _without_a_tensor,
+        r"model\.path: the weights in .*/model lack 1 of .*layers\.1\.mlp\.down_proj",
+    ),
+    "no tokenizer": (_without("model/tokenizer.json"), r"model\.path: .*tokenizer"),
+    "no EOS": (_without_eos, r"no EOS token.*set tokenizer\.path"),
+    "chats without a template": (_with_rows(_CHAT), r"no chat template.*tokenizer\.chat_template"),
+    "ids beyond the tokenizer's": (
+        _with_rows({"prompt_ids": [1, 5], "chosen_ids": [6, 2], "rejected_ids": [384, 2]}),
+        r"pairs\.jsonl line 1: rejected_ids has the token id 384; the tokenizer's are 0 to 383",
+    ),
+    "ids beyond the model's": (
+        _with_few_embeddings,
+        r"model\.path: the data has token id 3\d\d, but .*/model embeds 300 tokens only",
+    ),
+    "too few positions": (
+        _with_few_positions,
+        r"data\.max_length: the longest sequence has \d+ tokens.* 16 positions.*set data\.max_length: 16",
+    ),
+    "output_dir below a file": (_below_a_file, r"output_dir: .*/file' is in the way: it is not a directory"),
+    "a loss of one's own that is nowhere": (
+        _with("loss.type=no_such_losses:mine"),
+        r"loss\.type: cannot import no_such_losses: ModuleNotFoundError",
+    ),
+    "a checkpoint that is none": (_with("checkpoint.resume=/nowhere"), r"checkpoint\.resume: .*/nowhere"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_bad_input_is_refused_in_one_line_and_nothing_is_half_written(
+    what: str, recipe: Path, dpopack: Dpopack
+) -> None:
+    job = recipe.parent
+    spoil, pattern = BAD_INPUT[what]
+    assert_refused(dpopack("train", recipe, *spoil(job)), pattern)
+    assert not (job / "run").exists()
+    assert not [path for path in job.rglob("*") if path.name.endswith(".tmp")]
+
+
+def test_another_run_in_output_dir_is_left_alone_and_both_ways_out_are_named(
+    trained: Path, dpopack: Dpopack
+) -> None:
+    before = snapshot(trained.parent)
+    again = dpopack("train", trained)
+    assert again.status == 0 and "finished" in again.out and "nothing to do" in again.out
+    ways_out = r"checkpoint\.resume=never and --overwrite, or use another output_dir"
+    changed = dpopack("train", trained, "optim.lr=0.5")
+    assert_refused(
+        changed,
+        rf"output_dir: .*/run holds a run with another optim\.lr \(0\.001 then, 0\.5 now\); .*{ways_out}",
+    )
+    assert_refused(
+        dpopack("train", trained, "checkpoint.resume=never"), rf"output_dir: .*finished.*{ways_out}"
+    )
+    assert snapshot(trained.parent) == before
+
+
+def test_both_ways_out_work(trained: Path, dpopack: Dpopack) -> None:
+    elsewhere = f"output_dir={trained.parent / 'elsewhere'}"
+    for arguments in (("checkpoint.resume=never", "--overwrite"), (elsewhere,)):
+        outcome = dpopack("train", trained, "optim.lr=0.5", "train.max_steps=1", *arguments)
+        assert outcome.status == 0, outcome
+    for run in ("run", "elsewhere"):
+        assert yaml.safe_load((trained.parent / run / "recipe.yaml").read_text())["optim"]["lr"] == 0.5
+        assert len(steps_of(trained.parent / run)) == 1
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["split"] == "train"]
+
+
+@pytest.mark.parametrize("command", ["train", "precompute-ref", "evaluate"])
+def test_half_an_environment_of_several_processes_is_refused(
+    command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_refused(dpopack(command, recipe), r"one of several processes, but not RANK; start it with dpopack")
+
+
+@pytest.mark.parametrize("command", ["train", "precompute-ref", "evaluate"])
+def test_one_process_where_the_launcher_was_asked_for_two_is_refused(
+    command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    problem = r"num_processes: 2 are asked for, but the launcher has started 1 "
+    assert_refused(dpopack(command, recipe, "distributed.num_processes=2"), problem)
+
+
+def test_evaluate_needs_held_out_pairs_and_a_trained_model(recipe: Path, dpopack: Dpopack) -> None:
+    assert_refused(dpopack("evaluate", recipe), r"run/model: no trained model there; finish the run.*--model")
+    assert_refused(dpopack("evaluate", recipe, "data.eval=[]"), r"data\.eval: .*nothing out; name a source")
+
+
+def test_flags_that_make_no_sense_are_refused(recipe: Path, dpopack: Dpopack) -> None:
+    ranks, budgets = ("--ranks", "1,x"), ("--budgets", "0")
+    assert_refused(dpopack("inspect-packing", recipe, *ranks), r"--ranks '1,x': not positive whole numbers")
+    assert_refused(dpopack("inspect-packing", recipe, *budgets), r"--budgets '0': not positive whole numbers")
+    assert_refused(dpopack("recipe"), r"give one of --defaults, --schema and --check FILE")
+    (recipe.parent / "file").touch()
+    below_a_file = ("--json", recipe.parent / "file" / "report.json")
+    assert_refused(dpopack("inspect-packing", recipe, *below_a_file), r"cannot write .*file/report\.json")
+
+
+@pytest.mark.parametrize("arguments", [("train",), ("train", "r.yaml", "--nonsense"), ("nonsense",)])
+def test_a_mistyped_command_line_is_answered_with_its_usage(
+    arguments: tuple[str, ...], dpopack: Dpopack
+) -> None:
+    outcome = dpopack(*arguments)
+    assert outcome.status == 2 and outcome.err.startswith("Usage: dpopack") and "Error: " in outcome.err
+
+
+# --------------------------------------------------------------------------------- bugs, memory, interruption
+
+
+def _raise_in_training(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("dpo_pack.train.accumulate_gradients", fail)
+
+
+def test_running_out_of_device_memory_names_the_keys_that_need_less(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As torch 2.13 words it.
+    message = (
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.68 GiB of which "
+        "14.00 MiB is free. Including non-PyTorch memory, this process has 23.66 GiB memory in use."
+    )
+    _raise_in_training(monkeypatch, torch.OutOfMemoryError(message))
+    outcome = dpopack("train", recipe)
+    assert_refused(outcome, r"20\.00 MiB\..*14\.00 MiB is free; lower packing\.token_budget")
+    assert "reference.token_budget" in outcome.err
+    assert "model.gradient_checkpointing=true" in outcome.err and "Including" not in outcome.err
+    assert json.loads((recipe.parent / "run" / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_device_error_of_several_lines_still_becomes_one(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be\nasynchronous")
+    _raise_in_training(monkeypatch, error)
+    assert_refused(dpopack("train", recipe), r"error: CUDA error: out of memory; lower packing\.token_budget")
+
+
+def test_an_error_of_ours_is_not_hidden(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for bug in (ZeroDivisionError("a bug"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
+        _raise_in_training(monkeypatch, bug)
+        with pytest.raises(type(bug)):
+            dpopack("train", recipe)
+
+
+def test_a_bug_ends_with_status_1_and_a_traceback() -> None:
+    code = (
+        "import sys, dpo_pack.commands.main, dpo_pack.recipe.load\n"
+        "dpo_pack.recipe.load.recipe_defaults = lambda: 1 / 0\n"
+        "sys.argv = ['dpopack', 'recipe', '--defaults']\n"
+        "dpo_pack.commands.main.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert "Traceback" in ended.stderr and "ZeroDivisionError" in ended.stderr
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", ["train", "precompute-ref", "inspect-packing"])
+def test_a_signal_ends_a_command_with_the_shell_s_status(
+    signum: signal.Signals,
+    status: int,
+    command: str,
+    recipe: Path,
+    dpopack: Dpopack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While pairs are read; what happens to one in the middle of training, tests/test_train.py says."""
+
+    def interrupt(*arguments: Any, **settings: Any) -> None:
+        signal.raise_signal(signum)
+
+    monkeypatch.setattr("dpo_pack.run.prepare.load_data", interrupt)
+    outcome = dpopack(command, recipe)
+    assert outcome.status == status
+    assert outcome.err == f"stopped by {signum.name}; the same command goes on from what is done\n"
+    assert not (recipe.parent / "run").exists()
+
+
+def test_a_signal_is_not_taken_for_a_failure_of_the_library_it_interrupts(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: signal.raise_signal(signal.SIGTERM))
+    outcome = dpopack("train", recipe, "data.train=org/pairs")
+    assert outcome.status == 143 and "SIGTERM" in outcome.err and "error" not in outcome.err
+
+
+def test_a_signal_while_the_model_is_exported_waits_for_it(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **settings: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        export_model(*arguments, **settings)
+
+    monkeypatch.setattr("dpo_pack.run.saving.export_model", interrupted)
+    assert dpopack("train", recipe).status == 0
+    assert (recipe.parent / "run" / "model" / "model.safetensors").is_file()
+
+
+# ---------------------------------------------------------------------------------------------- what works
+
+
+def test_help_is_light_and_fast() -> None:
+    code = (
+        "import sys, dpo_pack.commands.main\n"
+        "sys.argv = ['dpopack', '--help']\n"
+        "try:\n"
+        "    dpo_pack.commands.main.main()\n"
+        "finally:\n"
+        "    heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy', 'pyarrow', 'pydantic'}\n"
+        "    print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (ended.returncode, ended.stderr) == (0, "[]\n")
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 0.5  # seconds of CPU
+    for command in OPTIONS:
+        assert f"  {command} " in ended.stdout
+    assert "..." not in ended.stdout.replace("[ARGS]...", ""), "a command's summary is cut off"
+
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "train": ("RECIPE", "KEY=VALUE", "--dry-run", "--overwrite"),
+    "precompute-ref": ("RECIPE", "KEY=VALUE"),
+    "inspect-packing": ("RECIPE", "KEY=VALUE", "--ranks", "--budgets", "--json", "--html"),
+    "evaluate": ("RECIPE", "KEY=VALUE", "--model", "--compare", "--json"),
+    "doctor": ("RECIPE", "--json"),
+    "recipe": ("KEY=VALUE", "--defaults", "--schema", "--check"),
+    "cache": ("list", "verify", "export", "import", "prune"),
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_the_help_of_a_command_names_its_options(command: str, dpopack: Dpopack) -> None:
+    outcome = dpopack(command, "--help")
+    assert outcome.status == 0
+    for option in OPTIONS[command]:
+        assert option in outcome.out
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "dpo_pack", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"dpo-pack {dpo_pack.__version__}\n", "")
+
+
+def test_train_prints_plain_lines_and_nothing_of_other_libraries(recipe: Path, dpopack: Dpopack) -> None:
+    outcome = dpopack("train", recipe, "train.epochs=2", "packing.token_budget=256")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "\r" not in outcome.out and "\x1b" not in outcome.out
+    run = recipe.parent / "run"
+    resolved = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert (resolved["train"]["epochs"], resolved["packing"]["token_budget"]) == (2, 256)
+    assert len(steps_of(run)) == 2 * NUM_PAIRS // 8
+    for told in ("16 pairs to train on", "44 to compute", "step 4/4", "reward accuracy", f"{run / 'model'}"):
+        assert told in outcome.out
+
+
+def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
+    recipe: Path, dpopack: Dpopack
+) -> None:
+    outcome = dpopack("train", recipe, "--dry-run")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "2 steps of 8 pairs" in outcome.out and "Dry run" in outcome.out
+    assert not (recipe.parent / "run").exists()
+
+
+def test_train_computes_no_reference_that_precompute_ref_has_left(recipe: Path, dpopack: Dpopack) -> None:
+    first = dpopack("precompute-ref", recipe)
+    assert (first.status, first.err) == (0, "")
+    assert "0 sequences reused, 44 computed" in first.out and not (recipe.parent / "run").exists()
+    assert "44 sequences reused, 0 computed" in dpopack("precompute-ref", recipe, "optim.lr=1e-6").out
+    assert dpopack("train", recipe).status == 0
+    totals = json.loads((recipe.parent / "run" / "run.json").read_text())["totals"]
+    assert totals["reference_sequences_computed"] == 0 and totals["reference_sequences_cached"] == 44
+
+
+def test_evaluate_gives_the_metrics_that_training_ended_with(trained: Path, dpopack: Dpopack) -> None:
+    ended_with = json.loads((trained.parent / "run" / "run.json").read_text())["evaluation"]
+    before = snapshot(trained.parent / "run")
+    printed = dpopack("evaluate", trained, "--json", "-")
+    assert (printed.status, printed.err) == (0, "")
+    metrics = json.loads(printed.out)
+    assert list(metrics) == ["heldout"] and metrics["heldout"]["pairs"] == 6
+    for name in ("rewards/accuracies", "rewards/margins", "loss", "kl/chosen", "kl/rejected"):
+        assert metrics["heldout"][name] == pytest.approx(ended_with["heldout"][name], abs=1e-5)
+    in_words = dpopack("evaluate", trained, "--json", trained.parent / "metrics.json")
+    assert f"{metrics['heldout']['rewards/accuracies']:.3f}" in in_words.out
+    assert json.loads((trained.parent / "metrics.json").read_text()) == metrics
+    assert snapshot(trained.parent / "run") == before
+
+
+def test_evaluate_compares_two_models_pair_by_pair(trained: Path, dpopack: Dpopack) -> None:
+    models = (trained.parent / "model", trained.parent / "run" / "model")
+    printed = dpopack("evaluate", trained, "--compare", *models, "--json", "-")
+    assert (printed.status, printed.err) == (0, "")
+    compared = json.loads(printed.out)["heldout"]
+    assert [Path(compared[side]["model"]) for side in ("a", "b")] == list(models)
+    difference = compared["difference"]
+    for name in ("rewards/accuracies", "rewards/margins", "loss"):
+        assert difference[name] == pytest.approx(compared["b"][name] - compared["a"][name], abs=1e-9)
+    low, high = difference["intervals"]["rewards/margins"]
+    assert 0 < low < difference["rewards/margins"] < high  # training has raised them
+    in_words = dpopack("evaluate", trained, "--compare", *models)
+    line = next(line for line in in_words.out.splitlines() if "reward margin" in line)
+    assert line.split()[-4:] == [f"{difference['rewards/margins']:+.3f}", f"{low:+.3f}", "to", f"{high:+.3f}"]
+    assert f"A: {models[0]}\nB: {models[1]}" in in_words.out
+
+
+def test_evaluate_shows_intervals_and_whether_rewards_follow_length(trained: Path, dpopack: Dpopack) -> None:
+    outcome = dpopack("evaluate", trained, "--json", trained.parent / "metrics.json")
+    metrics = json.loads((trained.parent / "metrics.json").read_text())["heldout"]
+    low, high = metrics["intervals"]["rewards/accuracies"]
+    line = next(line for line in outcome.out.splitlines() if "reward accuracy" in line)
+    assert line.split()[-4:] == [f"{metrics['rewards/accuracies']:.3f}", f"{low:.3f}", "to", f"{high:.3f}"]
+    assert "prefer the longer completion in" in outcome.out
+    assert sum(part["pairs"] for part in metrics["by_length"].values()) == 6
+    by_length = outcome.out.split("by chosen tokens / rejected tokens")[1]
+    assert "below 1/2" in by_length and "2 and up" in by_length
+    assert max(map(len, outcome.out.split("Proof: ")[1].splitlines()[1:])) <= 80
+
+
+def test_evaluate_tells_held_out_pairs_of_several_sources_apart(trained: Path, dpopack: Dpopack) -> None:
+    sources = f"data.train=[{trained.parent}/pairs.jsonl, {trained.parent}/heldout.jsonl]"
+    outcome = dpopack("evaluate", trained, sources, "data.eval={fraction: 0.5}", "--json", "-")
+    by_source = json.loads(outcome.out)["held_out"]["by_source"]
+    assert list(by_source) == ["pairs", "heldout"]
+    assert sum(part["pairs"] for part in by_source.values()) >= 11
+
+
+def test_evaluate_takes_one_model_or_two(recipe: Path, dpopack: Dpopack) -> None:
+    both = ("--model", "a", "--compare", "a", "b")
+    assert_refused(dpopack("evaluate", recipe, *both), r"give --model or --compare, not both")
+    tiny_model("llama", vocab_size=300).save_pretrained(recipe.parent / "small")
+    small = ("--model", recipe.parent / "small")
+    assert_refused(dpopack("evaluate", recipe, *small), r"--model: the data has token id 3\d\d, but .*/small")
+    missing = ("--compare", recipe.parent / "model", recipe.parent / "missing")
+    assert_refused(dpopack("evaluate", recipe, *missing), r"missing: no trained model there")
+
+
+def test_evaluate_of_the_reference_itself_prefers_nothing(recipe: Path, dpopack: Dpopack) -> None:
+    outcome = dpopack("evaluate", recipe, "--model", recipe.parent / "model", "--json", "-")
+    assert json.loads(outcome.out)["heldout"]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+def test_inspect_packing_needs_no_weights_and_gives_the_report_a_run_leaves(
+    trained: Path, dpopack: Dpopack
+) -> None:
+    (trained.parent / "model" / "model.safetensors").unlink()
+    printed = dpopack("inspect-packing", trained, "--json", "-")
+    assert (printed.status, printed.err) == (0, "")
+    report = json.loads(printed.out)
+    assert report == json.loads((trained.parent / "run" / "packing_report.json").read_text())
+    files = ("--json", trained.parent / "report.json", "--html", trained.parent / "report.html")
+    shown = dpopack("inspect-packing", trained, "--ranks", "1,2,4", "--budgets", "64,256", *files)
+    assert (shown.status, shown.err) == (0, "") and "Recommended: packing.token_budget=" in shown.out
+    assert (trained.parent / "report.html").read_text().startswith("<!doctype html>")
+    sweep = json.loads((trained.parent / "report.json").read_text())["sweep"]
+    assert [outcome["token_budget"] for outcome in sweep] == [64, 128, 256]
+    balance = json.loads((trained.parent / "report.json").read_text())["balance"]
+    assert [entry["num_ranks"] for entry in balance] == [1, 2, 4]
+
+
+def test_recipe_prints_defaults_that_it_accepts(recipe: Path, dpopack: Dpopack) -> None:
+    defaults = dpopack("recipe", "--defaults")
+    assert (defaults.status, defaults.err) == (0, "")
+    own = recipe.parent / "own.yaml"
+    own.write_text(defaults.out)
+    here = (f"data.train={recipe.parent}/pairs.jsonl", f"model.path={recipe.parent}/model")
+    checked = dpopack("recipe", "--check", own, *here)
+    assert (checked.status, checked.out) == (0, f"{own} is in order\n")
+    assert_refused(dpopack("recipe", "--check", own, *here, "seed=-1"), r"seed: must be")
+    elsewhere = (here[0], "model.path=./no")
+    assert_refused(dpopack("recipe", "--check", own, *elsewhere), r"model\.path: no such directory")
+
+
+def test_recipe_prints_the_schema(dpopack: Dpopack) -> None:
+    outcome = dpopack("recipe", "--schema")
+    assert outcome.status == 0
+    assert {"model", "data", "output_dir"} <= set(json.loads(outcome.out)["required"])
+
+
+def test_doctor_names_versions_devices_and_backends(dpopack: Dpopack) -> None:
+    outcome = dpopack("doctor", "--json")
+    assert (outcome.status, outcome.err) == (0, "")
+    environment = json.loads(outcome.out)
+    assert environment["versions"]["torch"] == importlib.metadata.version("torch")
+    assert environment["devices"][0]["memory_bytes"] > 2**28
+    assert set(environment["attention"]) == {"flash_attn", "torch_varlen", "sdpa"}
+    assert environment["attention"][environment["auto"]] is None
+    in_words = dpopack("doctor")
+    assert in_words.status == 0 and "\x1b" not in in_words.out
+    device = environment["devices"][0]["name"].split()  # a long name takes several lines of its column
+    for told in (dpo_pack.__version__, *device, "torch_varlen", "auto picks it"):
+        assert told in in_words.out
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss.type=simpo", r"loss\.type: this loss needs no reference"),
+        ("reference.sync={mixup: 0.5}", r"reference\.sync: a reference that follows the policy"),
+    ],
+)
+def test_precompute_ref_says_when_there_is_nothing_to_precompute(
+    override: str, message: str, recipe: Path, dpopack: Dpopack
+) -> None:
+    assert_refused(dpopack("precompute-ref", recipe, override), message)

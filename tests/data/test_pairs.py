@@ -1,0 +1,499 @@
+"""Recipes' sources become splits; what became of every row is reported; nothing is tokenised twice."""
+
+import errno
+import gzip
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny_tokenizer import tiny_tokenizer
+
+from dpo_pack.data import ingest
+from dpo_pack.data.keys import content_key
+from dpo_pack.data.load import load_data
+from dpo_pack.data.locating import locate_source
+from dpo_pack.data.splits import DataSplits, split_by_prompt
+from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
+from dpo_pack.system.errors import CacheError, DataError, DpoPackError, RecipeError
+
+TOKENIZER = tiny_tokenizer()
+
+
+def rows(*numbers: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"q{number}", "chosen": f" yes {number}", "rejected": " no"} for number in numbers]
+
+
+def write(path: Path, content: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return str(path)
+
+
+def load(
+    tmp_path: Path, train: Any, tokenizer: Any = TOKENIZER, seed: int = 0, **settings: Any
+) -> DataSplits:
+    data = DataRecipe.model_validate({"train": train, **settings})
+    return load_data(data, tokenizer=tokenizer, seed=seed, cache_dir=tmp_path / "cache")
+
+
+def refused(tmp_path: Path, train: Any, **settings: Any) -> str:
+    with pytest.raises(DpoPackError) as error:
+        load(tmp_path, train, **settings)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_weights_that_leave_no_pair_of_an_epoch_are_refused_when_data_is_read(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{number}.jsonl", rows(number)) for number in range(2)]
+    light = [{"path": path, "weight": 0.4} for path in paths]
+    assert refused(tmp_path, light) == (
+        "data.train: the sources' weights leave no pair of an epoch; raise data.train.*.weight"
+    )
+    assert load(tmp_path, [light[0], paths[1]]).train.num_pairs == 2
+    heavy_held_out = [{"path": write(tmp_path / "three.jsonl", rows(1, 2, 3)), "weight": 0.1}]
+    assert "weights leave no pair" in refused(tmp_path, heavy_held_out, eval={"fraction": 0.5})
+
+
+def test_pairs_of_all_sources_are_in_order_with_source_row_and_weight(tmp_path: Path) -> None:
+    first = write(tmp_path / "first.jsonl", rows(0, 1))
+    second = write(tmp_path / "second.jsonl", [{**rows(2)[0], "weight": 0.25}])
+    splits = load(tmp_path, [first, {"path": second, "weight": 1.5}])
+    assert [TOKENIZER.decode(splits.train.prompt(pair)) for pair in range(3)] == ["q0", "q1", "q2"]
+    assert TOKENIZER.decode(splits.train.chosen(2)) == " yes 2</s>"
+    assert TOKENIZER.decode(splits.train.rejected(0)) == " no</s>"
+    assert splits.train.source_indices.tolist() == [0, 0, 1]
+    assert splits.train.row_numbers.tolist() == [1, 2, 1]
+    assert splits.train.weights.tolist() == [1.0, 1.0, 0.25]
+    assert splits.source_weights.tolist() == [1.0, 1.5]
+    assert splits.eval == ()
+
+
+def test_max_pairs_are_the_first_that_are_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*rows(0), {"prompt": "bad"}, *rows(1, 2, 3)])
+    splits = load(tmp_path, {"path": path, "max_pairs": 2}, on_bad_row="skip")
+    assert splits.train.row_numbers.tolist() == [1, 3]
+    assert splits.report["train"]["sources"][0]["rows_read"] == 3
+
+
+def test_a_second_start_does_not_call_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, dev = write(tmp_path / "a.jsonl", rows(*range(20))), write(tmp_path / "b.jsonl", rows(1, 30))
+    first = load(tmp_path, train, eval=dev)
+    assert first.report["rows_tokenized"] == 22
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr(type(TOKENIZER), "__call__", fail)
+    monkeypatch.setattr(type(TOKENIZER), "apply_chat_template", fail)
+    second = load(tmp_path, train, eval=dev)
+    assert second.report["rows_tokenized"] == 0
+    assert second.fingerprint == first.fingerprint
+    assert second.report["train"]["sources"][0]["token_store_reused"]
+    again = {key: value for key, value in second.report["train"].items() if key != "sources"}
+    assert again == {key: value for key, value in first.report["train"].items() if key != "sources"}
+
+
+def test_what_does_not_change_tokens_does_not_tokenise_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows(0, 1, 2, 3))
+    load(tmp_path, path)
+    moved = tmp_path / "moved.jsonl"
+    (tmp_path / "a.jsonl").rename(moved)
+    source = {"path": str(moved), "weight": 2.0, "name": "other"}
+    again = load(tmp_path, source, seed=7, num_workers=1, shuffle=False, eval={"fraction": 0.25})
+    assert again.report["rows_tokenized"] == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "settings"),
+    [
+        ({"columns": {"chosen": "rejected", "rejected": "chosen"}}, {}),
+        ({"max_pairs": 2}, {}),
+        ({"format": "preference"}, {}),
+        ({}, {"max_length": 100}),
+        ({}, {"max_prompt_length": 50}),
+        ({}, {"truncation": "prompt_left"}),
+        ({}, {"on_bad_row": "skip"}),
+    ],
+)
+def test_what_may_change_tokens_is_tokenised_anew(
+    tmp_path: Path, source: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    path = write(tmp_path / "a.jsonl", rows(0, 1, 2))
+    load(tmp_path, path)
+    assert load(tmp_path, {"path": path, **source}, **settings).report["rows_tokenized"] > 0
+    assert load(tmp_path, path).report["rows_tokenized"] == 0
+
+
+def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_changes_no_token(
+    tmp_path: Path,
+) -> None:
+    class MoreOptions(SourceRecipe):
+        added_later: int = 0
+
+    path = write(tmp_path / "a.jsonl", rows(0))
+    data = DataRecipe.model_validate({"train": path, "truncation": "prompt_left"})
+
+    def key(source: SourceRecipe) -> str:
+        located = locate_source(source, "data.train.0", tmp_path / "hashes.json")
+        return ingest._store_key(located, source, data, "tokenizer")
+
+    assert key(MoreOptions(path=path, added_later=1)) != key(MoreOptions(path=path))
+    # Stores that earlier versions wrote are found.
+    fingerprint = locate_source(data.train[0], "data.train.0", tmp_path / "hashes.json").fingerprint
+    assert key(data.train[0]) == content_key(
+        {
+            "version": 2,
+            "source": fingerprint,
+            "split": "train",
+            "format": "auto",
+            "columns": {},
+            "max_pairs": None,
+            "max_length": 2048,
+            "max_prompt_length": None,
+            "truncation": "prompt_left",
+            "on_bad_row": "error",
+            "system_prompt": None,
+            "tokenizer": "tokenizer",
+        }
+    )
+
+
+def test_another_system_prompt_is_tokenised_anew(tmp_path: Path) -> None:
+    answers = [[{"role": "assistant", "content": content}] for content in "ab"]
+    row = {"prompt": [{"role": "user", "content": "q"}], "chosen": answers[0], "rejected": answers[1]}
+    path, tokenizer = write(tmp_path / "a.jsonl", [row]), tiny_tokenizer(chat_template=True)
+    loads = [load(tmp_path, path, tokenizer, system_prompt=text) for text in (None, "Be kind.", "Be brief.")]
+    assert len({splits.fingerprint for splits in loads}) == 3
+    assert "Be brief." in tokenizer.decode(loads[2].train.prompt(0))
+
+
+def test_another_split_of_a_directory_is_tokenised_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files" / "train.jsonl", rows(0, 1))
+    write(tmp_path / "files" / "test.jsonl", rows(2, 3, 4))
+    directory = str(tmp_path / "files")
+    splits = load(tmp_path, directory, eval={"path": directory, "split": "test"})
+    assert (splits.train.num_pairs, splits.eval[0].pairs.num_pairs) == (2, 3)
+
+
+def test_changed_rows_and_changed_tokenizers_are_tokenised_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows(0, 1, 2))
+    first = load(tmp_path, path)
+    write(tmp_path / "a.jsonl", rows(0, 1, 9))
+    changed = load(tmp_path, path)
+    assert changed.report["rows_tokenized"] == 3
+    assert changed.fingerprint != first.fingerprint
+    assert load(tmp_path, path, tiny_tokenizer(chat_template=True)).report["rows_tokenized"] == 3
+
+
+def test_another_source_is_tokenised_alone(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a.jsonl", rows(0, 1)), write(tmp_path / "b.jsonl", rows(2, 3, 4))
+    load(tmp_path, first)
+    both = load(tmp_path, [second, first])
+    assert both.report["rows_tokenized"] == 3
+    assert both.train.num_pairs == 5
+
+
+def test_a_store_that_was_damaged_is_written_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows(0, 1))
+    first = load(tmp_path, path)
+    (Path(first.report["train"]["sources"][0]["token_store"]) / "tokens.bin").write_bytes(b"")
+    assert load(tmp_path, path).fingerprint == first.fingerprint
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", rows(0))
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(CacheError, match="cannot write .*No space left on device"):
+        load(tmp_path, path)
+
+
+BAD_LINE = '{"prompt": "q" "chosen": 1}'
+
+
+def test_the_first_bad_row_stops_with_its_line_and_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    write(path, rows(0, 1))
+    path.write_text(path.read_text() + f"\n{BAD_LINE}\n" + json.dumps({"prompt": "q"}))
+    assert refused(tmp_path, str(path)) == (
+        f"{path} line 4: invalid JSON (Expecting ',' delimiter at column 16); "
+        "mend the row, or set data.on_bad_row: skip"
+    )
+    assert not (tmp_path / "cache" / "tokens").exists() or not any((tmp_path / "cache" / "tokens").iterdir())
+
+
+def test_a_line_cut_short_is_told_in_plain_words(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "q')
+    assert "invalid JSON (Unterminated string starting at column 12)" in refused(tmp_path, str(path))
+
+
+def test_skipped_rows_are_counted_and_listed_by_reason(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    bad = [{"prompt": "q"}, {"prompt": "q", "chosen": " ", "rejected": "b"}, {"prompt": "q", "chosen": "b"}]
+    write(path, [*bad, *rows(0, 1)])
+    path.write_text(path.read_text() + f"{BAD_LINE}\n")
+    splits = load(tmp_path, str(path), on_bad_row="skip")
+    source = splits.report["train"]["sources"][0]
+    assert splits.train.num_pairs == source["pairs_kept"] == 2
+    assert source["rows_read"] == 6
+    assert source["format"] == "preference"
+    assert source["dropped"] == {
+        "empty_completion": {"rows": 1, "line_numbers": [2]},
+        "invalid_json": {"rows": 1, "line_numbers": [6]},
+        "missing_column": {"rows": 2, "line_numbers": [1, 3]},
+    }
+
+
+def test_a_hundred_rows_are_listed_for_a_reason_and_all_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*rows(0), *[{"prompt": "q", "chosen": "a", "rejected": " "}] * 150])
+    source = load(tmp_path, path, on_bad_row="skip").report["train"]["sources"][0]
+    dropped = source["dropped"]["empty_completion"]
+    assert (dropped["rows"], dropped["line_numbers"]) == (150, list(range(2, 102)))
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_a_column_that_a_whole_file_lacks_always_stops(tmp_path: Path, on_bad_row: str) -> None:
+    (tmp_path / "a.csv").write_text("prompt,chosen,rejected\nq,a,b\n")
+    source = {"path": str(tmp_path / "a.csv"), "format": "tokenized"}
+    message = refused(tmp_path, source, on_bad_row=on_bad_row)
+    assert "row 1: no column 'prompt_ids'" in message
+    assert message.endswith("; name the column in data.train.0.columns")  # skip would stop, too
+
+
+def test_missing_columns_of_json_rows_name_the_key_that_maps_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "q", "better": "a", "worse": "b"}])
+    message = refused(tmp_path, path)
+    assert "line 1: no column 'chosen' (there are: question, better, worse); " in message
+    assert message.endswith("; name the column in data.train.0.columns, or set data.on_bad_row: skip")
+    columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}
+    assert load(tmp_path, {"path": path, "columns": columns}).train.num_pairs == 1
+
+
+def test_too_long_pairs_are_dropped_counted_and_listed_or_stop_the_run(tmp_path: Path) -> None:
+    long = {"prompt": "long", "chosen": " word" * 50, "rejected": "b"}
+    path = write(tmp_path / "a.jsonl", [*rows(0), long])
+    source = load(tmp_path, path, max_length=40).report["train"]["sources"][0]
+    assert source["dropped"] == {"too_long": {"rows": 1, "line_numbers": [2]}}
+    message = refused(tmp_path, path, max_length=40, truncation="error")
+    assert "line 2: " in message and "data.max_length is 40; raise data.max_length" in message
+    cut = load(tmp_path, path, max_length=40, truncation="completion_right").report["train"]["sources"][0]
+    assert (cut["dropped"], cut["completions_truncated"], cut["eos_lost"]) == ({}, 1, 1)
+
+
+def test_completions_that_are_equal_or_become_so_are_counted_apart(tmp_path: Path) -> None:
+    equal = {"prompt": "equal", "chosen": "same", "rejected": "same"}
+    cut = {"prompt": "cut", "chosen": " word" * 50 + "a", "rejected": " word" * 50 + "b"}
+    path = write(tmp_path / "b.jsonl", [equal, cut, {"prompt": "p", "chosen": "a", "rejected": "b"}])
+    splits = load(tmp_path, path, max_length=20, truncation="completion_right", on_bad_row="skip")
+    dropped = splits.report["train"]["sources"][0]["dropped"]
+    assert dropped == {
+        "identical_after_truncation": {"rows": 1, "line_numbers": [2]},
+        "identical_completions": {"rows": 1, "line_numbers": [1]},
+    }
+    message = refused(tmp_path, path, max_length=20)
+    assert "line 1: chosen and rejected are the same" in message
+
+
+def test_a_source_without_rows_or_without_pairs_is_refused(tmp_path: Path) -> None:
+    assert "has no rows; correct or remove data.train.0" in refused(tmp_path, write(tmp_path / "a.jsonl", []))
+    path = write(tmp_path / "b.jsonl", [{"chosen": "a"}, {"chosen": 1, "rejected": 2}])
+    message = refused(tmp_path, path, on_bad_row="skip")
+    assert "no pairs left of 2 rows (missing_column 1, wrong_type 1)" in message
+    assert "the first: line 1: no column 'rejected'" in message
+    assert message.endswith("name the column in data.train.0.columns")
+    long = write(tmp_path / "c.jsonl", [{"prompt": "p", "chosen": "a " * 50, "rejected": "b"}])
+    assert refused(tmp_path, long, max_length=20).endswith("choose another data.truncation")
+
+
+def test_the_format_is_detected_past_bad_rows_and_reported(tmp_path: Path) -> None:
+    turns = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
+    path = write(tmp_path / "a.jsonl", [{"text": "?"}, turns])
+    assert load(tmp_path, path, on_bad_row="skip").report["train"]["sources"][0]["format"] == "transcript"
+    assert "line 1: no column 'chosen'" in refused(tmp_path, path)
+
+
+def test_a_first_row_that_cannot_be_read_does_not_decide_the_format(tmp_path: Path) -> None:
+    question = {"role": "user", "content": "q"}
+    dialogues = [[question, {"role": "assistant", "content": answer}] for answer in "ab"]
+    row = {"chosen": dialogues[0], "rejected": dialogues[1]}
+    path = write(tmp_path / "a.jsonl", [{**row, "chosen": None}, row])
+    splits = load(tmp_path, path, tiny_tokenizer(chat_template=True), on_bad_row="skip")
+    source = splits.report["train"]["sources"][0]
+    assert (source["format"], source["pairs_kept"]) == ("conversational", 1)
+
+
+def test_real_transcripts_lose_exactly_their_known_bad_rows(tmp_path: Path, shared_dir: Path) -> None:
+    path = shared_dir / "data" / "hh_harmless_base_test.jsonl.gz"
+    assert "line 87: the chosen completion is empty" in refused(tmp_path, str(path))
+    splits = load(tmp_path, str(path), on_bad_row="skip", max_length=8192)
+    source = splits.report["train"]["sources"][0]
+    assert {reason: dropped["rows"] for reason, dropped in source["dropped"].items()} == {
+        "empty_completion": 4,
+        "no_common_prompt": 5,
+    }
+    assert (source["format"], source["rows_read"], source["pairs_kept"]) == ("transcript", 2312, 2303)
+
+
+def test_conversations_from_a_parquet_file_with_a_repeated_text_prompt(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def dialogue(answer: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "the sky?"}, {"role": "assistant", "content": answer}]
+
+    row = {"prompt": "the sky?", "chosen": dialogue("blue"), "rejected": dialogue("green"), "score": 1.0}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    splits = load(tmp_path, str(tmp_path / "a.parquet"), tiny_tokenizer(chat_template=True))
+    assert TOKENIZER.decode(splits.train.prompt(0)) == "<s>user\nthe sky?</s>\n<s>assistant\n"
+    assert TOKENIZER.decode(splits.train.chosen(0)) == "blue</s>\n"
+    assert splits.report["train"]["sources"][0]["format"] == "conversational"
+    assert "chat template" in refused(tmp_path, str(tmp_path / "a.parquet"))
+
+
+def test_a_system_prompt_for_text_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows(0))
+    with pytest.raises(RecipeError, match="data.system_prompt applies to conversational data only"):
+        load(tmp_path, path, system_prompt="Be kind.")
+
+
+def test_repetitions_and_leaks_are_counted(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", rows(0, 1, 1, 2, 3))
+    other_answer = {"prompt": "q0", "chosen": " perhaps", "rejected": " no"}
+    dev = write(tmp_path / "dev.jsonl", [*rows(1, 9), other_answer])
+    report = load(tmp_path, train, eval=[dev]).report
+    assert (report["train"]["pairs"], report["train"]["prompts"]) == (5, 4)
+    assert report["train"]["duplicate_pairs"] == 1
+    assert report["train_pairs_in_eval"] == 2  # both copies of pair 1
+    assert report["train_prompts_in_eval"] == 2  # q0 and q1
+    assert report["eval"]["dev"]["duplicate_pairs"] == 0
+
+
+def test_lengths_are_summarised_in_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows(*range(10)))
+    splits = load(tmp_path, path)
+    lengths = splits.report["train"]["lengths_tokens"]
+    longest = splits.train.prompt_lengths + np.maximum(
+        splits.train.chosen_lengths, splits.train.rejected_lengths
+    )
+    assert set(lengths) == {"prompt", "chosen", "rejected", "longest_sequence"}
+    assert lengths["longest_sequence"]["max"] == longest.max()
+    assert lengths["longest_sequence"]["mean"] == pytest.approx(longest.mean())
+    # Of 10 lengths, half are no longer than the fifth.
+    assert lengths["chosen"]["p50"] == np.sort(splits.train.chosen_lengths)[4]
+
+
+def test_the_report_can_be_written_as_json(tmp_path: Path) -> None:
+    report = load(tmp_path, write(tmp_path / "a.jsonl", rows(*range(8))), eval={"fraction": 0.3}).report
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+def test_eval_sets_are_named_after_their_sources(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    paths = [write(tmp_path / "dev.jsonl", rows(5)), write(tmp_path / "other" / "dev.jsonl", rows(6, 7))]
+    named = {"path": paths[0], "name": "mine"}
+    splits = load(tmp_path, write(tmp_path / "a.jsonl", rows(0)), eval=[*paths, named])
+    assert [(e.name, e.pairs.num_pairs) for e in splits.eval] == [("dev", 1), (paths[1], 2), ("mine", 1)]
+    assert [splits.report["eval"][e.name]["source"]["path"] for e in splits.eval] == [*paths, paths[0]]
+
+
+def keys_of(prompts: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """[P, 16] one key for each different prompt."""
+    return np.array([[prompt] * 16 for prompt in prompts], dtype=np.uint8)
+
+
+@given(st.lists(st.integers(0, 20), min_size=2, max_size=60), st.floats(0.01, 0.6), st.integers(-5, 5))
+def test_a_held_out_fraction_splits_by_prompt_wherever_the_prompt_stands(
+    prompts: list[int], fraction: float, seed: int
+) -> None:
+    try:
+        kept, held_out = split_by_prompt(keys_of(prompts), fraction, seed)
+    except DataError:
+        largest_group = max(map(prompts.count, prompts))
+        assert len(set(prompts)) < 2 or fraction * len(prompts) > len(prompts) - largest_group
+        return
+    assert sorted([*kept, *held_out]) == list(range(len(prompts)))
+    assert len(kept) > 0
+    assert len(held_out) >= fraction * len(prompts)
+    held_out_prompts = {prompts[pair] for pair in held_out}
+    assert held_out_prompts.isdisjoint(prompts[pair] for pair in kept)
+    backwards = split_by_prompt(keys_of(prompts[::-1]), fraction, seed)[1]
+    assert {prompts[::-1][pair] for pair in backwards} == held_out_prompts
+
+
+def test_a_held_out_fraction_is_about_what_was_asked_and_depends_on_the_seed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows(*range(200)))
+    first, same, other = (load(tmp_path, path, seed=seed, eval={"fraction": 0.1}) for seed in (0, 0, 1))
+    (held_out,) = first.eval
+    assert (held_out.name, held_out.pairs.num_pairs, first.train.num_pairs) == ("held_out", 20, 180)
+    assert first.report["train_prompts_in_eval"] == 0
+    assert same.fingerprint == first.fingerprint
+    assert other.fingerprint != first.fingerprint
+
+
+def test_a_fraction_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows(0, 0, 0))
+    message = refused(tmp_path, path, eval={"fraction": 0.02})
+    assert "data.eval.fraction: 0.02 of 3 pairs with 1 prompts leaves none to train on" in message
+
+
+def test_progress_tells_rows_done_of_how_many(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,chosen,rejected\n" + "q,a,b\n" * 600)
+    told: list[tuple[str, int, int | None]] = []
+    data = DataRecipe.model_validate({"train": str(tmp_path / "a.csv")})
+    load_data(
+        data,
+        tokenizer=TOKENIZER,
+        seed=0,
+        cache_dir=tmp_path / "cache",
+        progress=lambda what, done, total: told.append((what, done, total)),
+    )
+    assert told == [(f"Tokenizing {tmp_path / 'a.csv'}", done, None) for done in (512, 600)]
+
+
+def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
+    data = DataRecipe(train=(SourceRecipe(path="unused"),))
+    peaks_bytes = []
+    for num_rows in (1_200, 3_200):  # at least two whole batches
+        path = tmp_path / f"{num_rows}.jsonl.gz"
+        with gzip.open(path, "wt", compresslevel=1) as file:
+            for number in range(num_rows):
+                row = {"prompt_ids": [number % 300] * 200, "chosen_ids": [3] * 50, "rejected_ids": [4] * 50}
+                file.write(json.dumps(row) + "\n")
+        tracemalloc.start()
+        try:
+            ingest.load_source(
+                SourceRecipe(path=str(path)),
+                "data.train.0",
+                data,
+                tokenizer=TOKENIZER,
+                tokenizer_key="tiny",
+                cache_dir=tmp_path / "cache",
+                progress=lambda what, done, total: None,
+            )
+            peaks_bytes.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    # The 2,000 rows more have 2.4 MB of token ids and 0.2 MB of records.
+    assert peaks_bytes[1] - peaks_bytes[0] < 0.6e6
+
+
+def test_data_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, dpo_pack.data.load; print(*sys.modules)"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"torch", "transformers", "datasets", "pyarrow"}.isdisjoint(process.stdout.split())

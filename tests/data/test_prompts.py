@@ -1,0 +1,117 @@
+"""Prompts for online runs: from rows of every format, with room for a completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.tiny_run import write_rows
+from support.tiny_tokenizer import tiny_tokenizer
+
+from dpo_pack.data.load import load_prompts
+from dpo_pack.data.splits import DataSplits, Prompt
+from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.recipe.schema import DataRecipe
+from dpo_pack.system.errors import DataError
+
+USER = [{"role": "user", "content": "how are you"}]
+
+
+def prompts(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **data: Any) -> DataSplits:
+    path = tmp_path / "prompts.jsonl"
+    if rows is not None:
+        write_rows(path, rows)
+    tokenizer: Tokenizer = tiny_tokenizer(chat_template=True)
+    recipe = DataRecipe.model_validate({"train": str(path), "max_length": 64, **data})
+    return load_prompts(recipe, tokenizer=tokenizer, max_new_tokens=16, seed=0, cache_dir=tmp_path / "cache")
+
+
+def train_prompts(splits: DataSplits) -> tuple[Prompt, ...]:
+    assert splits.prompts is not None
+    return splits.prompts.train
+
+
+def test_weights_that_leave_no_prompt_of_an_epoch_are_refused(tmp_path: Path) -> None:
+    source = {"path": str(tmp_path / "prompts.jsonl"), "weight": 0.1}
+    with pytest.raises(DataError, match="weights leave no pair of an epoch"):
+        prompts(tmp_path, [{"prompt": "ask me"}], train=[source])
+
+
+@pytest.mark.parametrize(
+    "row, text",
+    [
+        ({"prompt": "ask me"}, "ask me"),
+        ({"prompt": "ask me", "chosen": "a", "rejected": "b"}, "ask me"),
+        ({"chosen": "ask me this", "rejected": "ask me that"}, "ask me th"),
+        ({"chosen": "\n\nHuman: hi\n\nAssistant: a", "rejected": "\n\nHuman: hi\n\nAssistant: b"},
+         "\n\nHuman: hi\n\nAssistant:"),
+        ({"prompt": USER}, "<s>user\nhow are you</s>\n<s>assistant\n"),
+        ({"prompt": "how are you", "chosen": [*USER, {"role": "assistant", "content": "a"}],
+          "rejected": [*USER, {"role": "assistant", "content": "b"}]},
+         "<s>user\nhow are you</s>\n<s>assistant\n"),
+        ({"prompt_ids": [5, 6, 7]}, tiny_tokenizer().decode([5, 6, 7])),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_read_from_every_kind_of_row(row: dict[str, Any], text: str, tmp_path: Path) -> None:
+    (prompt,) = train_prompts(prompts(tmp_path, [row]))
+    assert prompt.text == text and prompt.row_number == 1
+    assert prompt.ids.tolist() == (row.get("prompt_ids") or tiny_tokenizer()(text)["input_ids"])
+    assert (prompt.messages is None) == ("how are you" not in text)
+    assert prompt.messages is None or list(prompt.messages) == USER
+
+
+def test_a_system_prompt_begins_conversations_that_have_none(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, *USER]
+    first, second = train_prompts(prompts(tmp_path, [{"prompt": USER}, {"prompt": own}], system_prompt="be"))
+    assert first.text.startswith("<s>system\nbe</s>") and second.text.startswith("<s>system\nown</s>")
+
+
+def test_a_columnar_source_needs_a_prompt_column_only(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"question": ["one", "two"], "noise": [1, 2]}), tmp_path / "q.parquet")
+    source = {"path": str(tmp_path / "q.parquet"), "columns": {"prompt": "question"}}
+    assert [p.text for p in train_prompts(prompts(tmp_path, train=[source]))] == ["one", "two"]
+    with pytest.raises(DataError, match=r"no column 'prompt'.*data\.train\.0\.columns\.prompt"):
+        prompts(tmp_path, train=[str(tmp_path / "q.parquet")])
+
+
+def test_a_prompt_leaves_room_for_its_completion_or_is_dropped_cut_or_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b c"}, {"prompt": "a b " * 40}]
+    dropped = prompts(tmp_path, rows)
+    assert len(train_prompts(dropped)) == 1
+    source = dropped.report["train"]["sources"][0]
+    assert source["dropped"] == {"too_long": {"rows": 1, "line_numbers": [2]}} and source["rows_read"] == 2
+    cut = train_prompts(prompts(tmp_path, rows, truncation="prompt_left"))
+    assert [len(p.ids) for p in cut] == [len(tiny_tokenizer()("a b c")["input_ids"]), 64 - 16]
+    with pytest.raises(DataError, match=r"prompts\.jsonl line 2: .*data\.max_length is 64; raise"):
+        prompts(tmp_path, rows, truncation="error")
+
+
+def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "one"}, {"prompt": 3}, {"prompt": ""}, {"prompt": "two"}]
+    with pytest.raises(DataError, match=r"prompts\.jsonl line 2: prompt is a number, not text"):
+        prompts(tmp_path, rows)
+    skipped = prompts(tmp_path, rows, on_bad_row="skip")
+    assert [p.text for p in train_prompts(skipped)] == ["one", "two"]
+    assert set(skipped.report["train"]["sources"][0]["dropped"]) == {"wrong_type", "empty_prompt"}
+    with pytest.raises(DataError, match="no prompts left of 1 rows"):
+        prompts(tmp_path, [{"prompt": ""}], on_bad_row="skip")
+
+
+def test_held_out_prompts_are_a_source_or_a_fraction_that_training_never_sees(tmp_path: Path) -> None:
+    rows = [{"prompt": f"number {number % 10}"} for number in range(20)]
+    splits = prompts(tmp_path, rows, eval={"fraction": 0.2})
+    assert splits.prompts is not None
+    held_out = {p.text for p in splits.prompts.eval["held_out"]}
+    assert held_out and held_out.isdisjoint(p.text for p in splits.prompts.train)
+    assert splits.train.num_pairs == len(splits.prompts.train) == 20 - len(splits.prompts.eval["held_out"])
+    named = prompts(tmp_path, eval=[{"path": str(tmp_path / "prompts.jsonl"), "max_pairs": 3}])
+    assert named.prompts is not None and len(named.prompts.eval["prompts"]) == 3
+
+
+def test_the_fingerprint_names_the_prompts(tmp_path: Path) -> None:
+    first = prompts(tmp_path, [{"prompt": "one"}, {"prompt": "two"}]).fingerprint
+    assert prompts(tmp_path).fingerprint == first
+    assert prompts(tmp_path, [{"prompt": "one"}, {"prompt": "three"}]).fingerprint != first

@@ -1,0 +1,456 @@
+"""Files of every kind give their rows; damaged ones one clear line."""
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dpo_pack.data import readers
+from dpo_pack.data.formats import FORMATS, BadRow, Pair
+from dpo_pack.data.locating import LocatedSource, locate_source
+from dpo_pack.data.readers import READERS, ColumnNames, NumberedRow, OpenRows, data_suffix
+from dpo_pack.recipe.schema import SourceRecipe
+from dpo_pack.system.errors import DataError, RecipeError
+
+ROWS = [{"prompt": f"q{i} “ü”", "chosen": f"a,{i}\n", "rejected": f'"b{i}"'} for i in range(5)]
+TABLE = pa.Table.from_pylist([{**row, "unused": [1, 2]} for row in ROWS])
+
+
+def json_lines(rows: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def write_csv(path: Path) -> None:
+    fields = [list(ROWS[0]), *(list(row.values()) for row in ROWS)]
+    quoted = [",".join('"' + field.replace('"', '""') + '"' for field in row) for row in fields]
+    text = ("\r\n".join(quoted) + "\r\n").encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+def write_ipc(path: Path, new_writer: Callable[..., Any], table: pa.Table = TABLE) -> None:
+    with new_writer(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "a.jsonl": lambda path: path.write_bytes(json_lines(ROWS)),
+    "b.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + json_lines(ROWS).rstrip()),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(json_lines(ROWS))),
+    "a.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "b.json": lambda path: path.write_text("\ufeff" + json.dumps(ROWS, indent=2, ensure_ascii=False)),
+    "lines.json": lambda path: path.write_bytes(json_lines(ROWS)),
+    "a.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
+    "a.parquet": lambda path: pq.write_table(TABLE, path, row_group_size=2),
+    "file.arrow": lambda path: write_ipc(path, pa.ipc.new_file),
+    "stream.arrow": lambda path: write_ipc(path, pa.ipc.new_stream),
+    "a.csv": write_csv,
+    "a.csv.gz": write_csv,
+}
+
+
+def names(label: str = "pairs", **mapping: str) -> ColumnNames:
+    return ColumnNames(mapping=mapping, label=label, key="data.train.0")
+
+
+def opened(path: Path, **mapping: str) -> OpenRows:
+    return READERS[data_suffix(path)](path, names(path.name, **mapping))
+
+
+def read(path: Path, **mapping: str) -> list[NumberedRow]:
+    return list(opened(path, **mapping).rows)
+
+
+def locate(path: Path | str, tmp_path: Path, **settings: Any) -> LocatedSource:
+    source = SourceRecipe.model_validate({"path": str(path), **settings})
+    return locate_source(source, "data.train.0", tmp_path / "cache" / "file_hashes.json")
+
+
+def refusal(error: pytest.ExceptionInfo[Exception]) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    assert read(tmp_path / name) == list(enumerate(ROWS, start=1))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_columns_are_read_under_our_names_even_when_swapped(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    rows = read(tmp_path / name, chosen="rejected", rejected="chosen")
+    expected = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in ROWS]
+    assert rows == list(enumerate(expected, start=1))
+
+
+def test_columnar_files_are_not_read_beyond_the_columns_that_formats_use(tmp_path: Path) -> None:
+    WRITERS["a.parquet"](tmp_path / "a.parquet")
+    source = opened(tmp_path / "a.parquet")
+    assert (source.num_rows, source.columns) == (5, ("prompt", "chosen", "rejected", "unused"))
+    assert "unused" not in next(source.rows)[1]  # type: ignore[operator]
+    source.rows.close()
+
+
+def test_line_numbers_count_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n" + json_lines(ROWS[:1]) + b"  \r\n" + json_lines(ROWS[1:2]))
+    assert read(tmp_path / "a.jsonl") == [(2, ROWS[0]), (4, ROWS[1])]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "detail"),
+    [
+        (b'{"prompt": "q" "chosen": 1}', "invalid_json", "Expecting ',' delimiter at column 16"),
+        (b'{"prompt": "q', "invalid_json", "Unterminated string"),
+        (b'{"prompt": "\xff"}', "not_utf8", "byte 0xff at position 13"),
+        (b"[1, 2]", "not_an_object", "list"),
+        (b"[" * 100_000, "invalid_json", "recursion"),
+        (b"9" * 5000, "invalid_json", "4300 digits"),
+    ],
+)
+def test_a_line_that_is_no_json_object_is_a_bad_row_and_the_next_is_read(
+    tmp_path: Path, line: bytes, reason: str, detail: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(ROWS[:1]) + line + b"\n" + json_lines(ROWS[1:2]))
+    first, (number, bad), last = read(tmp_path / "a.jsonl")
+    assert (first, last) == ((1, ROWS[0]), (3, ROWS[1]))
+    assert isinstance(bad, BadRow) and number == 2
+    assert bad.reason == reason
+    assert detail in bad.detail and "\n" not in bad.detail
+
+
+def test_a_mapped_column_missing_in_a_json_row_is_a_bad_row_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines([{"question": "q"}, {"answer": "a"}]))
+    (_, first), (_, second) = read(tmp_path / "a.jsonl", prompt="question")
+    assert first == {"question": "q", "prompt": "q"}
+    assert isinstance(second, BadRow) and second.reason == "missing_column"
+    assert "'question', which data.train.0.columns.prompt names (there are: answer)" in second.detail
+
+
+@pytest.mark.parametrize("chunk_chars", [1, 2, 7, 64])
+def test_json_arrays_are_read_whatever_part_of_a_row_fits_the_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_chars: int
+) -> None:
+    monkeypatch.setattr(readers, "_JSON_CHUNK_CHARS", chunk_chars)
+    (tmp_path / "a.json").write_text(" \n" + json.dumps(ROWS, indent=1) + "\n")
+    assert read(tmp_path / "a.json") == list(enumerate(ROWS, start=1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"prompt": "q"}', "a.json row 2: invalid JSON (the array is not closed)"),
+        ('[{"prompt": "q"}, {"prompt" "r"}]', "row 2: invalid JSON (Expecting ':' delimiter 11 characters"),
+        ('[{"prompt": "q"}] [{"prompt": "r"}]', "a.json: text after the end of the array"),
+    ],
+)
+def test_an_invalid_json_array_is_refused_at_its_row(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError) as error:
+        read(tmp_path / "a.json")
+    assert message in refusal(error)
+
+
+def test_a_json_row_without_end_is_not_read_into_memory_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_JSON_CHUNK_CHARS", 100)
+    monkeypatch.setattr(readers, "_MAX_JSON_ROW_CHARS", 1000)
+    (tmp_path / "a.json").write_text('["' + "x" * 100_000 + '"]')
+    with pytest.raises(DataError, match="a.json row 1: invalid JSON"):
+        read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", ["big.json", "big.jsonl"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
+    row = {"prompt": "q" * 1000, "chosen": "a" * 1000, "rejected": "b" * 1000}
+    big = [row] * 6000  # 18 MB
+    (tmp_path / name).write_bytes(json_lines(big) if name == "big.jsonl" else json.dumps(big).encode())
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in opened(tmp_path / name).rows) == len(big)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 6e6
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz"])
+def test_a_cut_off_gzip_file_is_refused(tmp_path: Path, name: str) -> None:
+    rows = json.dumps(ROWS).encode() if name == "a.json.gz" else json_lines(ROWS)
+    text = b"prompt,chosen,rejected\n" + b"q,a,b\n" * 50 if name == "a.csv.gz" else rows
+    (tmp_path / name).write_bytes(gzip.compress(text)[:-12])
+    with pytest.raises(DataError, match="cannot be read .* damaged or incomplete") as error:
+        read(tmp_path / name)
+    assert refusal(error).startswith(name)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.parquet", "a.arrow"])
+def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"neither one nor the other, but long enough to have a footer")
+    with pytest.raises(DataError, match="cannot be read") as error:
+        read(tmp_path / name)
+    assert refusal(error).startswith(name)
+
+
+def test_a_parquet_file_damaged_in_the_middle_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(TABLE, path, compression="none", use_dictionary=False, write_statistics=False)
+    content = bytearray(path.read_bytes())
+    content[4:60] = b"\xff" * 56
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.csv", b"prompt,chosen,rejected\nq,a,\xff\n"), ("a.json", b'["\xff"]')]
+)
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path, name: str, text: bytes) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(DataError, match="not UTF-8: byte 0xff.*; save it as UTF-8") as error:
+        read(tmp_path / name)
+    assert refusal(error).startswith(name)
+
+
+def test_csv_rows_of_another_width_are_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,chosen,rejected\nq,a,b\n\nq,a\nq,a,b,c\nq,a,b\n")
+    rows = read(tmp_path / "a.csv")
+    assert [number for number, _ in rows] == [1, 2, 3, 4]
+    assert [row.reason for _, row in rows if isinstance(row, BadRow)] == ["wrong_number_of_fields"] * 2
+    assert "2 fields for 3 columns (it ends on line 4)" in str(rows[1][1])
+
+
+def test_csv_quotes_that_never_close_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompt,chosen,rejected\nq,a,b\nq,"a,b\n')
+    with pytest.raises(DataError, match="a.csv: cannot be read after row 1"):
+        read(tmp_path / "a.csv")
+
+
+def test_csv_fields_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"prompt,chosen,rejected\nq,{'a' * 200_000},b\n")
+    ((_, row),) = read(tmp_path / "a.csv")
+    assert isinstance(row, dict) and len(row["chosen"]) == 200_000
+
+
+def test_an_empty_csv_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("")
+    with pytest.raises(DataError, match="a.csv is empty"):
+        read(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "a.csv"])
+def test_missing_columns_are_refused_with_those_there_are_and_the_key_that_names_them(
+    tmp_path: Path, name: str
+) -> None:
+    WRITERS[name](tmp_path / name)
+    there = "the columns are: prompt, chosen, rejected"
+    with pytest.raises(DataError) as error:
+        opened(tmp_path / name, prompt="question")
+    assert f"{name}: no column 'question', which data.train.0.columns.prompt names; {there}" in refusal(error)
+    table = pa.table({"better": ["a"], "worse": ["b"]})
+    pq.write_table(table, tmp_path / "b.parquet")
+    with pytest.raises(DataError) as error:
+        opened(tmp_path / "b.parquet")
+    assert "the columns are: better, worse; say which they are in data.train.0.columns, " in refusal(error)
+
+
+def test_a_missing_path_is_refused_with_its_key(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file or directory .*; correct data.train.0.path") as error:
+        locate(tmp_path / "none.jsonl", tmp_path)
+    refusal(error)
+
+
+def test_a_file_of_no_known_kind_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    (tmp_path / "pairs.xlsx").write_text("")
+    with pytest.raises(DataError, match="no reader for this kind of file; there are: .jsonl"):
+        locate(tmp_path / "pairs.xlsx", tmp_path)
+
+
+def test_a_split_of_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(ROWS))
+    with pytest.raises(RecipeError, match="data.train.0.split: .* has no splits"):
+        locate(tmp_path / "a.jsonl", tmp_path, split="test")
+
+
+def test_a_directory_without_data_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no data files in it"):
+        locate(tmp_path / "empty", tmp_path)
+
+
+@pytest.fixture
+def saved_splits(tmp_path: Path) -> Path:
+    train = datasets.Dataset.from_list(ROWS)
+    test = datasets.Dataset.from_list(ROWS[:2])
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_a_saved_datasets_directory_gives_the_rows_of_a_split(tmp_path: Path, saved_splits: Path) -> None:
+    train, test = locate(saved_splits, tmp_path), locate(saved_splits, tmp_path, split="test")
+    assert list(train.open().rows) == list(enumerate(ROWS, start=1))
+    assert list(test.open().rows) == list(enumerate(ROWS[:2], start=1))
+    assert test.open().num_rows == 2
+    assert train.fingerprint != test.fingerprint
+    assert list(locate(saved_splits / "test", tmp_path).open().rows) == list(enumerate(ROWS[:2], start=1))
+
+
+# Each row has keys that the others lack; in JSON some hold null.
+CONVERSATIONS: list[dict[str, Any]] = [
+    {
+        "prompt": [{"role": "user", "content": "weather?", "name": "Ann"}],
+        "chosen": [
+            {"role": "user", "content": "weather?", "name": "Ann"},
+            {
+                "role": "assistant",
+                "reasoning_content": "ask",
+                "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}],
+            },
+        ],
+        "rejected": [
+            {"role": "user", "content": "weather?", "name": "Ann"},
+            {"role": "assistant", "content": "no"},
+        ],
+        "tools": [{"name": "weather", "parameters": {"city": {"type": "string", "enum": ["Paris"]}}}],
+        "chat_template_kwargs": {"enable_thinking": True, "language": None},
+    },
+    {
+        "prompt": [{"role": "user", "content": "1+1?", "name": None}],
+        "chosen": [
+            {"role": "user", "content": "1+1?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "sum", "arguments": {"expr": "1+1", "base": None}}}],
+            },
+        ],
+        "rejected": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "3"}],
+        "tools": [{"name": "sum", "parameters": {"expr": {"type": "string"}}}],
+        "chat_template_kwargs": {"language": "en"},
+    },
+    {
+        "prompt": [{"role": "user", "content": "hi"}],
+        "chosen": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
+        "rejected": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "what"}],
+    },
+]
+
+
+def write_dataset_files(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.mkdir()
+    (path / "train.jsonl").write_bytes(json_lines(rows))
+
+
+CONVERSATION_WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
+    "a.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "a.parquet": lambda path, rows: pq.write_table(pa.Table.from_pylist(rows), path),
+    "file.arrow": lambda path, rows: write_ipc(path, pa.ipc.new_file, pa.Table.from_pylist(rows)),
+    "stream.arrow": lambda path, rows: write_ipc(path, pa.ipc.new_stream, pa.Table.from_pylist(rows)),
+    "saved": lambda path, rows: datasets.Dataset.from_list(rows).save_to_disk(path),
+    "files": write_dataset_files,
+}
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("prompt", ["explicit", "implicit"])
+@pytest.mark.parametrize("name", CONVERSATION_WRITERS)
+def test_conversations_of_unlike_keys_are_the_same_pairs_in_every_kind_of_file(
+    tmp_path: Path, name: str, prompt: str
+) -> None:
+    rows = CONVERSATIONS
+    if prompt == "implicit":
+        rows = [{column: row[column] for column in row if column != "prompt"} for row in rows]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(rows))
+    CONVERSATION_WRITERS[name](tmp_path / name, rows)
+    pairs = conversations(tmp_path / "a.jsonl", tmp_path)
+    assert conversations(tmp_path / name, tmp_path) == pairs
+    assert [len(pair.prompt) + len(pair.chosen) for pair in pairs] == [2, 2, 2]
+    assert pairs[0].template_options == {"tools": CONVERSATIONS[0]["tools"], "enable_thinking": True}
+    calling: Any = pairs[1].chosen[0]
+    assert calling["tool_calls"][0]["function"]["arguments"] == {"expr": "1+1"}
+
+
+def conversations(path: Path, tmp_path: Path) -> list[Pair]:
+    rows = [row for _, row in locate(path, tmp_path).open().rows]
+    return [FORMATS["conversational"].pair(row) for row in rows if not isinstance(row, BadRow)]
+
+
+def test_an_unknown_split_is_refused_with_those_there_are(tmp_path: Path, saved_splits: Path) -> None:
+    with pytest.raises(DataError, match="no split 'dev'; data.train.0.split can be: test, train"):
+        locate(saved_splits, tmp_path, split="dev")
+    with pytest.raises(RecipeError, match="saved without splits"):
+        locate(saved_splits / "train", tmp_path, split="test")
+
+
+def test_a_damaged_datasets_directory_is_refused(tmp_path: Path, saved_splits: Path) -> None:
+    (saved_splits / "train" / "data-00000-of-00001.arrow").write_bytes(b"")
+    with pytest.raises(DataError, match="`datasets` cannot load it") as error:
+        locate(saved_splits, tmp_path).open()
+    refusal(error)
+
+
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_directory_of_data_files_gives_the_rows_of_a_split(tmp_path: Path) -> None:
+    directory = tmp_path / "files"
+    directory.mkdir()
+    (directory / "train.jsonl").write_bytes(json_lines(ROWS))
+    (directory / "test.jsonl").write_bytes(json_lines(ROWS[:2]))
+    assert list(locate(directory, tmp_path).open().rows) == list(enumerate(ROWS, start=1))
+    assert len(list(locate(directory, tmp_path, split="test").open().rows)) == 2
+    with pytest.raises(DataError, match='Unknown split "dev".*data.train.0.split') as error:
+        locate(directory, tmp_path, split="dev").open()
+    refusal(error)
+
+
+def test_a_hub_id_is_loaded_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(path: str, split: str) -> datasets.Dataset:
+        asked.append((path, split))
+        return datasets.Dataset.from_list([{**row, "extra": 1} for row in ROWS])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = locate("owner/pairs", tmp_path, split="prefs")
+    assert asked == [("owner/pairs", "prefs")]
+    assert list(source.open().rows) == list(enumerate(ROWS, start=1))
+    assert source.fingerprint
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(path: str, split: str) -> datasets.Dataset:
+        raise ConnectionError("Couldn't reach the Hub\nand a traceback")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match="Couldn't reach the Hub.*correct data.train.0.path") as error:
+        locate("owner/pairs", tmp_path)
+    refusal(error)
+
+
+def test_the_fingerprint_of_a_file_is_its_content(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(json_lines(ROWS))
+    first = locate(tmp_path / "a.jsonl", tmp_path).fingerprint
+    assert locate(tmp_path / "b.jsonl", tmp_path).fingerprint == first
+    (tmp_path / "b.jsonl").write_bytes(json_lines(ROWS)[:-2] + b" \n")  # as long as before
+    assert locate(tmp_path / "b.jsonl", tmp_path).fingerprint != first
+
+
+def test_an_unchanged_file_is_not_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(ROWS))
+    first = locate(tmp_path / "a.jsonl", tmp_path).fingerprint
+    monkeypatch.delattr("hashlib.file_digest")
+    assert locate(tmp_path / "a.jsonl", tmp_path).fingerprint == first

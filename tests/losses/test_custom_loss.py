@@ -1,0 +1,93 @@
+"""`loss.type: module:function`: found, tried out, and refused in one line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.loss_options import loss_options
+
+from dpo_pack.losses import Loss, PairLogps, load_loss
+from dpo_pack.system.errors import RecipeError
+
+OPTIONS = loss_options(beta=0.5)
+
+MODULE = """
+import torch
+
+def good(policy, reference, options):
+    margin = policy.chosen - reference.chosen - policy.rejected + reference.rejected
+    return torch.nn.functional.softplus(-options.beta * margin)
+
+def scalar(policy, reference, options):
+    return good(policy, reference, options).mean()
+
+def number(policy, reference, options):
+    return 1.0
+
+def detached(policy, reference, options):
+    return good(policy, reference, options).detach()
+
+def coupled(policy, reference, options):
+    return good(policy, reference, options) - policy.chosen.mean()
+
+def two_arguments(policy, reference):
+    return policy.chosen
+
+def fails(policy, reference, options):
+    raise ValueError("of two\\nlines")
+
+constant = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "losses_of_mine.py").write_text(MODULE)
+    (tmp_path / "broken_losses.py").write_text("import no_such_module_anywhere\n")
+    (tmp_path / "package_of_mine").mkdir()
+    (tmp_path / "package_of_mine" / "losses.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    for name in ("losses_of_mine", "broken_losses", "package_of_mine", "package_of_mine.losses"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.parametrize("name", ["losses_of_mine:good", "package_of_mine.losses:good"])
+def test_a_function_of_the_working_directory_becomes_a_loss(name: str) -> None:
+    path = list(sys.path)
+    loss = load_loss(name, OPTIONS)
+    assert isinstance(loss, Loss) and loss.needs_reference and sys.path == path
+    one = torch.ones(1, dtype=torch.float64)
+    pair = PairLogps(chosen=-one, rejected=-2 * one, chosen_tokens=one.long(), rejected_tokens=one.long())
+    assert loss.function(pair, pair, OPTIONS).tolist() == pytest.approx([0.6931471805599453])
+
+
+def test_a_function_of_an_installed_module_becomes_a_loss() -> None:
+    loss = load_loss("dpo_pack.losses.contrastive:sigmoid", OPTIONS)
+    assert isinstance(loss, Loss) and loss.function.__name__ == "sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("name", "fragments"),
+    [
+        ("no_such_losses:good", ["cannot import no_such_losses", "ModuleNotFoundError", "looked in /"]),
+        ("broken_losses:good", ["cannot import broken_losses", "no_such_module_anywhere"]),
+        ("losses_of_mine:bad", ["module losses_of_mine has no function bad"]),
+        ("losses_of_mine:constant", ["losses_of_mine:constant is int, not a function"]),
+        ("losses_of_mine:scalar", ["must return one value a pair, shape (3,)", "not shape ()"]),
+        ("losses_of_mine:number", ["must return one value a pair", "not float"]),
+        ("losses_of_mine:detached", ["must return values that are differentiable"]),
+        ("losses_of_mine:coupled", ["must return for each pair a value that does not depend on the other"]),
+        ("losses_of_mine:two_arguments", ["failed on made-up pairs: TypeError", "docs/losses.md"]),
+        ("losses_of_mine:fails", ["failed on made-up pairs: ValueError: of two;"]),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_that_names_the_key(name: str, fragments: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_loss(name, OPTIONS)
+    message = str(caught.value)
+    assert message.startswith("loss.type: ") and message.isprintable()
+    for fragment in fragments:
+        assert fragment in message

@@ -1,0 +1,335 @@
+"""Losses of log-ratios to a reference: hand-computed values, gradients, extreme margins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp, log
+from typing import Any
+
+import pytest
+import torch
+from support.loss_options import loss_options
+from torch import Tensor
+
+from dpo_pack.losses import LOSSES, Loss, LossOptions, PairLogps, make_objective
+from dpo_pack.losses.contrastive import DIVERGENCES, mixed_logistic
+from dpo_pack.recipe.loss import LOSS_DECLARATIONS, LossRecipe
+
+CONTRASTIVE = {name: loss for name, loss in LOSSES.items() if isinstance(loss, Loss) and loss.needs_reference}
+NAMES = tuple(CONTRASTIVE)
+
+
+def options_for(name: str, *, beta: float, label_smoothing: float = 0.0) -> LossOptions:
+    """exo_pair takes the logarithm of its label smoothing."""
+    if name == "exo_pair":
+        label_smoothing = label_smoothing or 0.1
+    return loss_options(beta=beta, label_smoothing=label_smoothing)
+
+
+def logistic(x: float) -> float:
+    return 1 / (1 + exp(-x))
+
+
+def softplus(x: float) -> float:
+    return log(1 + exp(x))
+
+
+def pair_logps(
+    chosen: float | list[float] | Tensor,
+    rejected: float | list[float] | Tensor,
+    *,
+    chosen_tokens: int = 4,
+    rejected_tokens: int = 2,
+) -> PairLogps:
+    sides = [torch.as_tensor(side, dtype=torch.float64).reshape(-1) for side in (chosen, rejected)]
+    return PairLogps(
+        chosen=sides[0],
+        rejected=sides[1],
+        chosen_tokens=torch.full((len(sides[0]),), chosen_tokens),
+        rejected_tokens=torch.full((len(sides[1]),), rejected_tokens),
+    )
+
+
+# One pair: logratios +2 (chosen, 4 tokens) and -1 (rejected, 2 tokens), so a margin of 3 and one of
+# 2 / 4 - -1 / 2 = 1 a token. beta = 0.5: rewards 1 and -0.5.
+POLICY = pair_logps(-10.0, -8.0)
+REFERENCE = pair_logps(-12.0, -7.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "label_smoothing", "expected"),
+    [
+        ("sigmoid", 0.0, softplus(-1.5)),
+        ("sigmoid", 0.2, 0.8 * softplus(-1.5) + 0.2 * softplus(1.5)),
+        ("robust", 0.0, softplus(-1.5)),
+        ("robust", 0.2, (0.8 * softplus(-1.5) - 0.2 * softplus(1.5)) / 0.6),
+        ("hinge", 0.0, 0.0),  # max(0, 1 - 0.5 * 3)
+        ("ipo", 0.0, 0.0),  # (1 - 1 / (2 * 0.5))^2
+        (
+            "exo_pair",
+            0.2,
+            logistic(1.5) * log(logistic(1.5) / 0.8) + logistic(-1.5) * log(logistic(-1.5) / 0.2),
+        ),
+        ("nca_pair", 0.0, softplus(-1) + softplus(1) / 2 + softplus(-0.5) / 2),
+        ("bco_pair", 0.0, softplus(-1) + softplus(-0.5)),
+        ("sppo_hard", 0.0, 1.0),  # (2 - 1)^2 + (-1 + 1)^2
+        ("apo_zero", 0.0, 1 - logistic(1) + logistic(-0.5)),
+        ("apo_down", 0.0, logistic(1) + 1 - logistic(1.5)),
+        ("discopop", 0.0, logistic(-30) * softplus(-1.5) + logistic(30) * exp(-1.5)),  # 1.5 / 0.05 = 30
+        ("sigmoid_norm", 0.0, softplus(-0.5)),
+    ],
+)
+def test_a_loss_is_what_its_formula_gives_by_hand(name: str, label_smoothing: float, expected: float) -> None:
+    options = loss_options(beta=0.5, label_smoothing=label_smoothing)
+    value = CONTRASTIVE[name].function(POLICY, REFERENCE, options)
+    assert value.shape == (1,) and value.dtype == torch.float64
+    assert float(value) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sigmoid", softplus(0.3)),
+        ("robust", softplus(0.3)),
+        ("hinge", 1.3),  # 1 - 0.1 * -3
+        ("ipo", 36.0),  # (-2 / 4 - 1 / 2 - 1 / 0.2)^2
+        ("exo_pair", logistic(-0.3) * log(logistic(-0.3) / 0.9) + logistic(0.3) * log(logistic(0.3) / 0.1)),
+        ("nca_pair", softplus(0.2) + softplus(-0.2) / 2 + softplus(0.1) / 2),
+        ("bco_pair", softplus(0.2) + softplus(0.1)),
+        ("sppo_hard", 85.0),  # (-2 - 5)^2 + (1 + 5)^2
+        ("apo_zero", 1 - logistic(-0.2) + logistic(0.1)),
+        ("apo_down", logistic(-0.2) + 1 - logistic(-0.3)),
+        ("discopop", logistic(6) * softplus(0.3) + logistic(-6) * exp(0.3)),  # -0.3 / 0.05 = -6
+        ("sigmoid_norm", softplus(0.1)),
+    ],
+)
+def test_a_pair_in_the_wrong_order_costs_what_the_formula_gives_by_hand(name: str, expected: float) -> None:
+    """Policy and reference exchanged: a margin of -3, and of -1 a token; rewards -0.2 and 0.1."""
+    value = CONTRASTIVE[name].function(REFERENCE, POLICY, options_for(name, beta=0.1))
+    assert float(value) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_temperature_of_discopop_is_the_recipe_s() -> None:
+    value = CONTRASTIVE["discopop"].function(POLICY, REFERENCE, loss_options(beta=0.5, discopop_tau=0.5))
+    assert float(value) == pytest.approx(logistic(-3) * softplus(-1.5) + logistic(3) * exp(-1.5), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_gradients_are_those_of_the_formula(name: str, label_smoothing: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    chosen, rejected = 5 * torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    reference = pair_logps(torch.zeros(6), torch.zeros(6))
+    options = options_for(name, beta=0.3, label_smoothing=label_smoothing)
+
+    def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+        return CONTRASTIVE[name].function(pair_logps(chosen, rejected), reference, options)
+
+    assert torch.autograd.gradcheck(loss, (chosen.requires_grad_(), rejected.requires_grad_()))
+
+
+def slopes(name: str, chosen: float, rejected: float, *, beta: float = 0.1) -> tuple[float, float]:
+    """Of the loss in the logratios."""
+    sides = [torch.tensor([side], dtype=torch.float64, requires_grad=True) for side in (chosen, rejected)]
+    loss = CONTRASTIVE[name].function(pair_logps(*sides), pair_logps(0.0, 0.0), options_for(name, beta=beta))
+    gradients = torch.autograd.grad(loss.sum(), sides)
+    return gradients[0].item(), gradients[1].item()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"apo_down", "discopop"}])
+def test_a_step_down_the_gradient_raises_chosen_and_lowers_rejected(name: str) -> None:
+    chosen, rejected = slopes(name, 0.0, 0.0)
+    assert chosen < 0 < rejected
+
+
+def test_apo_down_lowers_rejected_and_then_chosen_as_well() -> None:
+    chosen, rejected = slopes("apo_down", 0.0, 0.0)
+    assert chosen == 0 < rejected
+    chosen, rejected = slopes("apo_down", 5.0, -5.0)
+    assert 0 < chosen < rejected
+
+
+def test_discopop_starts_by_lowering_margins_at_its_usual_temperature() -> None:
+    chosen, rejected = slopes("discopop", 0.0, 0.0, beta=1.0)
+    assert chosen == pytest.approx((1 - log(2)) / (4 * 0.05) - 0.75) and rejected == pytest.approx(-chosen)
+    assert chosen > 0
+    chosen, rejected = slopes("discopop", 5.0, -5.0)  # past the dip it is an ordinary loss
+    assert chosen < 0 < rejected
+
+
+# For logratios of +-10,000 on both sides: a margin of +-20,000, of +-7,500 a token; beta = 0.1, so rewards of
+# +-1,000. Loss and the size of its slope in the chosen log-prob, for the right order and for the wrong one.
+EXTREMES = {
+    "sigmoid": ((0.0, 0.0), (2_000.0, 0.1)),
+    "robust": ((0.0, 0.0), (2_000.0, 0.1)),
+    "hinge": ((0.0, 0.0), (2_001.0, 0.1)),
+    "ipo": ((7_495.0**2, 3_747.5), (7_505.0**2, 3_752.5)),
+    "exo_pair": ((-log(0.9), 0.0), (-log(0.1), 0.0)),
+    "nca_pair": ((500.0, 0.05), (1_500.0, 0.1)),
+    "bco_pair": ((0.0, 0.0), (2_000.0, 0.1)),
+    "sppo_hard": ((2 * 9_995.0**2, 19_990.0), (2 * 10_005.0**2, 20_010.0)),
+    "apo_zero": ((0.0, 0.0), (2.0, 0.0)),
+    "apo_down": ((1.0, 0.0), (1.0, 0.0)),
+    "discopop": ((0.0, 0.0), (2_000.0, 0.1)),
+    "sigmoid_norm": ((0.0, 0.0), (750.0, 0.025)),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extreme_logratios_give_the_finite_values_and_slopes_of_the_mathematics(name: str) -> None:
+    for sign, (expected_loss, expected_slope) in zip((1, -1), EXTREMES[name], strict=True):
+        chosen = torch.tensor([sign * 1e4], dtype=torch.float64, requires_grad=True)
+        policy = pair_logps(chosen, -sign * 1e4)
+        loss = CONTRASTIVE[name].function(policy, pair_logps(0.0, 0.0), options_for(name, beta=0.1))
+        (slope,) = torch.autograd.grad(loss.sum(), chosen)
+        assert loss.item() == pytest.approx(expected_loss, abs=1e-9)
+        assert abs(slope.item()) == pytest.approx(expected_slope, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected_losses", "expected_slopes"),
+    [
+        ("sigmoid", [500.0, 1_500.0], [0.025, -0.075]),
+        ("robust", [-1_000.0, 3_000.0], [-0.05, -0.15]),  # (0.75 * 0 - 0.25 * 2,000) / 0.5
+    ],
+)
+def test_extreme_logratios_stay_finite_with_label_smoothing(
+    name: str, expected_losses: list[float], expected_slopes: list[float]
+) -> None:
+    chosen = torch.tensor([1e4, -1e4], dtype=torch.float64, requires_grad=True)
+    policy = pair_logps(chosen, [-1e4, 1e4])
+    options = loss_options(beta=0.1, label_smoothing=0.25)
+    loss = CONTRASTIVE[name].function(policy, pair_logps([0.0, 0.0], [0.0, 0.0]), options)
+    (gradient,) = torch.autograd.grad(loss.sum(), chosen)
+    assert loss.tolist() == pytest.approx(expected_losses)
+    assert gradient.tolist() == pytest.approx(expected_slopes)
+
+
+def test_an_infinite_margin_without_label_smoothing_is_no_nan() -> None:
+    policy = pair_logps(0.0, -torch.inf)
+    assert CONTRASTIVE["sigmoid"].function(policy, pair_logps(0.0, 0.0), loss_options(beta=0.1)).item() == 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pair_s_loss_does_not_depend_on_the_other_pairs(name: str) -> None:
+    options = options_for(name, beta=0.1)
+    policy, reference = pair_logps([-10.0, -3.0], [-8.0, -9.0]), pair_logps([-12.0, -4.0], [-7.0, -5.0])
+    alone = CONTRASTIVE[name].function(pair_logps(-3.0, -9.0), pair_logps(-4.0, -5.0), options)
+    assert torch.equal(CONTRASTIVE[name].function(policy, reference, options)[1:], alone)
+
+
+# The losses that put a divergence's scores in the place of logratios, of those there are.
+WITH_DIVERGENCE = tuple(name for name in NAMES if LOSS_DECLARATIONS[name].takes_divergences)
+OTHER_DIVERGENCES = tuple(name for name in DIVERGENCES if name != "reverse_kl")
+
+
+class Watched:
+    """Stands in for a value, and notes which of its attributes are read."""
+
+    def __init__(self, value: object) -> None:
+        self.value, self.read = value, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.value, name)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_declares_all_that_its_function_reads(name: str) -> None:
+    declared, loss = LOSS_DECLARATIONS[name], LOSSES[name]
+    divergence = "alpha_divergence" if declared.takes_divergences else "reverse_kl"
+    options: Any = Watched(loss_options(beta=0.5, label_smoothing=0.1, f_divergence=divergence))
+    reference: Any = Watched(REFERENCE)
+    weights = () if isinstance(loss, Loss) else (torch.ones(1, dtype=torch.float64),)
+    loss.function(POLICY, reference, options, *weights)
+    is_measured = declared.takes_divergences and declared.needs_reference
+    divergence_options = {"f_divergence", "f_alpha"} if is_measured else set()
+    assert options.read - {"beta", "mean_chosen_tokens"} == {*declared.options, *divergence_options}
+    assert bool(reference.read) == declared.needs_reference == loss.needs_reference
+    assert isinstance(loss, Loss) != declared.couples_pairs
+
+
+def test_an_option_that_recipe_or_functions_lack_is_an_error_and_no_silent_default() -> None:
+    options = LossRecipe().options
+    make_objective([("sigmoid", 1.0)], options)
+    for name in options:
+        with pytest.raises(TypeError, match=name):
+            make_objective([("sigmoid", 1.0)], {key: options[key] for key in options if key != name})
+    with pytest.raises(TypeError, match="forgotten"):
+        make_objective([("sigmoid", 1.0)], {**options, "forgotten": 1.0})
+    assert {option for loss in LOSS_DECLARATIONS.values() for option in loss.options} <= options.keys()
+
+
+def test_dpo_written_out_is_bitwise_the_loss_that_takes_smoothing_and_divergences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    chosen, rejected = (50 * torch.randn(2, 64, generator=generator, dtype=torch.float64)).requires_grad_()
+    reference = pair_logps(torch.zeros(64), torch.zeros(64))
+    options = loss_options(beta=0.3)
+    written_out = CONTRASTIVE["sigmoid"].function(pair_logps(chosen, rejected), reference, options)
+    general = mixed_logistic(options.beta * (chosen - rejected), 0.0)
+    assert torch.equal(written_out, general)
+    slopes = [torch.autograd.grad(values.sum(), (chosen, rejected)) for values in (written_out, general)]
+    assert all(map(torch.equal, *slopes))
+
+
+@pytest.mark.parametrize(
+    ("divergence", "chosen_score", "rejected_score"),
+    [
+        ("forward_kl", 1 - exp(-2), 1 - exp(1)),
+        ("js_divergence", log(2 * logistic(2)), log(2 * logistic(-1))),
+        ("alpha_divergence", (exp(-1.4) - 1) / -0.7, (exp(0.7) - 1) / -0.7),  # alpha = 0.3
+    ],
+)
+def test_a_divergence_takes_the_place_of_logratios(
+    divergence: str, chosen_score: float, rejected_score: float
+) -> None:
+    options = loss_options(beta=0.5, f_divergence=divergence, f_alpha=0.3)
+    loss = CONTRASTIVE["sigmoid"].function(POLICY, REFERENCE, options)
+    assert float(loss) == pytest.approx(softplus(-0.5 * (chosen_score - rejected_score)), abs=1e-12)
+    per_token = chosen_score / 4 - rejected_score / 2
+    loss = CONTRASTIVE["sigmoid_norm"].function(POLICY, REFERENCE, options)
+    assert float(loss) == pytest.approx(softplus(-0.5 * per_token), abs=1e-12)
+    loss = CONTRASTIVE["ipo"].function(POLICY, REFERENCE, options)
+    assert float(loss) == pytest.approx((per_token - 1) ** 2, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("divergence", OTHER_DIVERGENCES)
+def test_a_divergence_changes_the_losses_that_the_recipe_allows_it_for(name: str, divergence: str) -> None:
+    plain = options_for(name, beta=0.1)
+    other = replace(plain, f_divergence=divergence)
+    values = [CONTRASTIVE[name].function(POLICY, REFERENCE, options).item() for options in (plain, other)]
+    assert (values[0] != values[1]) == (name in WITH_DIVERGENCE)
+
+
+@pytest.mark.parametrize("name", WITH_DIVERGENCE)
+@pytest.mark.parametrize("divergence", OTHER_DIVERGENCES)
+def test_gradients_with_a_divergence_are_those_of_the_formula(name: str, divergence: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    chosen, rejected = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    reference = pair_logps(torch.zeros(6), torch.zeros(6))
+    options = replace(options_for(name, beta=0.3), f_divergence=divergence)
+
+    def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+        return CONTRASTIVE[name].function(pair_logps(chosen, rejected), reference, options)
+
+    assert torch.autograd.gradcheck(loss, (chosen.requires_grad_(), rejected.requires_grad_()))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "hinge", "exo_pair", "discopop", "sigmoid_norm"])
+@pytest.mark.parametrize("divergence", OTHER_DIVERGENCES)
+def test_a_pair_far_on_the_right_side_has_no_slope_whatever_the_divergence(
+    name: str, divergence: str
+) -> None:
+    """Also where a score is beyond float64, and when both scores are."""
+    for chosen_logratio, rejected_logratio in ((1e4, -1e4), (0.0, -1e4), (-3_000.0, -1e4)):
+        sides = [
+            torch.tensor([side], dtype=torch.float64, requires_grad=True)
+            for side in (chosen_logratio, rejected_logratio)
+        ]
+        options = replace(options_for(name, beta=0.1), f_divergence=divergence)
+        policy = pair_logps(*sides, chosen_tokens=2, rejected_tokens=2)
+        loss = CONTRASTIVE[name].function(policy, pair_logps(0.0, 0.0), options)
+        gradients = torch.autograd.grad(loss.sum(), sides)
+        assert loss.item() == pytest.approx(-log(0.9) if name == "exo_pair" else 0.0, abs=1e-9)
+        assert [gradient.item() for gradient in gradients] == pytest.approx([0.0, 0.0], abs=1e-9)

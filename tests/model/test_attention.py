@@ -1,0 +1,246 @@
+"""Attention backends: masks by hand, choice of backend, and kernels against an fp32 reference."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import dpo_pack.model.attention.flash as flash
+import dpo_pack.model.attention.select as select
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.model.attention.flash import flash_attn_attention
+from dpo_pack.model.attention.sdpa import sdpa_attention
+from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.select import AttentionNeeds, backend_obstacle, select_backend
+from dpo_pack.model.layout import Group, layout_row, packed_row
+from dpo_pack.system.errors import UnsupportedModelError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PLAIN = AttentionNeeds(
+    head_dim=64,
+    value_head_dim=64,
+    has_window=False,
+    has_softcap=False,
+    has_sinks=False,
+    has_custom_scale=False,
+)
+
+
+def make_segments(device: torch.device) -> RowSegments:
+    """Three groups: a long prompt, a one-token tail, and one with three branches."""
+    random = np.random.default_rng(0)
+
+    def group(context: int, *lengths: int) -> Group:
+        completions = tuple(random.integers(0, 50, length) for length in lengths)
+        return Group(context=random.integers(0, 50, context), completions=completions)
+
+    groups = [group(37, 5, 20), group(3, 8, 1), group(12, 4, 9, 6)]
+    segments = packed_row(layout_row(groups, share_prompt=True), device).segments
+    assert segments is not None
+    return segments
+
+
+def test_the_mask_is_causal_aligned_bottom_right_and_counts_the_query_in_its_window() -> None:
+    segments = make_segments(CPU)
+    assert segments.mask(2, 4, None).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert segments.mask(2, 4, 2).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    assert segments.mask(2, 4, 2) is segments.mask(2, 4, 2)  # every layer uses the same one
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: RowSegments,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Softmax over an explicit list of positions, one query and head at a time."""
+    groups = query.shape[1] // key.shape[1]
+    outputs, key_start, query_start = [], 0, 0
+    for num_queries, num_keys in zip(segments.query_lengths, segments.key_lengths, strict=True):
+        for offset in range(num_queries):
+            last = num_keys - num_queries + offset
+            first = 0 if window is None else max(0, last - window + 1)
+            places = slice(key_start + first, key_start + last + 1)
+            heads = []
+            for head in range(query.shape[1]):
+                scores = key[places, head // groups] @ query[query_start + offset, head] * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1]))
+                weights = scores.softmax(0)[: last + 1 - first]
+                heads.append(weights @ value[places, head // groups])
+            outputs.append(torch.stack(heads))
+        query_start, key_start = query_start + num_queries, key_start + num_keys
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 1000])
+@pytest.mark.parametrize("special", ["", "softcap", "sinks", "narrow values"])
+def test_sdpa_equals_a_softmax_written_out(window: int | None, special: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    segments = make_segments(CPU)
+    tokens, keys = sum(segments.query_lengths), sum(segments.key_lengths)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    value_dim = 4 if special == "narrow values" else 8
+    inputs = random(tokens, 4, 8), random(keys, 2, 8), random(keys, 2, value_dim)
+    sinks = random(4) if special == "sinks" else None
+    options: dict[str, Any] = {
+        "scale": 0.5,
+        "window": window,
+        "softcap": 1.5 if special == "softcap" else None,
+        "sinks": sinks,
+    }
+    trained = (*inputs, sinks) if sinks is not None else inputs
+    ours, plain = sdpa_attention(*inputs, segments, **options), plain_attention(*inputs, segments, **options)
+    # Sinks are summed in fp32, as their models do; the rest is float64 throughout.
+    bound = 1e-5 if special in ("sinks", "softcap") else 1e-12
+    torch.testing.assert_close(ours, plain, atol=bound, rtol=bound)
+    weights = torch.randn(ours.shape, dtype=torch.float64, generator=generator)
+    for mine, other in zip(
+        torch.autograd.grad(ours, trained, weights), torch.autograd.grad(plain, trained, weights), strict=True
+    ):
+        torch.testing.assert_close(mine, other, atol=10 * bound, rtol=10 * bound)
+
+
+def test_auto_takes_the_first_backend_without_an_obstacle_and_says_why() -> None:
+    choice = select_backend("auto", PLAIN, device=CPU, dtype=torch.float32)
+    assert choice.name == "sdpa" and "not torch_varlen: it needs a CUDA device" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "words"),
+    [
+        ({}, torch.float32, "bf16 or fp16, not float32"),
+        ({"has_softcap": True}, torch.bfloat16, "caps attention logits"),
+        ({"has_sinks": True}, torch.bfloat16, "sinks"),
+        ({"value_head_dim": 32}, torch.bfloat16, "differ"),
+        ({"head_dim": 512, "value_head_dim": 512}, torch.bfloat16, "above 256"),
+        ({"head_dim": 100, "value_head_dim": 100}, torch.bfloat16, "100 is no multiple of 8"),  # OpenLLaMA 3B
+    ],
+)
+def test_a_kernel_that_cannot_be_exact_is_refused_with_the_reason(
+    change: dict[str, Any], dtype: torch.dtype, words: str
+) -> None:
+    needs = replace(PLAIN, **change)
+    assert words in str(backend_obstacle("torch_varlen", needs, device=CUDA, dtype=dtype))
+    with pytest.raises(UnsupportedModelError, match="model.attention: torch_varlen.*auto"):
+        select_backend("torch_varlen", needs, device=CUDA, dtype=dtype)
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (12, 0)])
+def test_torch_varlen_is_usable_on_cuda_in_bf16(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "_compute_capability", lambda device: capability)
+    assert backend_obstacle("torch_varlen", PLAIN, device=CUDA, dtype=torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
+def test_a_device_too_old_for_flash_attention_gets_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_compute_capability", lambda device: (7, 5))
+    asked: dict[str, Any] = {"device": CUDA, "dtype": torch.float16}
+    why = "FlashAttention needs compute capability 8.0, and the device has 7.5"
+    choice = select_backend("auto", PLAIN, **asked)
+    assert choice.name == "sdpa" and f"not {name}: {why}" in choice.reason
+    with pytest.raises(UnsupportedModelError, match=f"model.attention: {name} cannot be used here: {why}"):
+        select_backend(name, PLAIN, **asked)
+
+
+def test_the_flash_attn_package_pads_odd_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    needs = replace(PLAIN, head_dim=100, value_head_dim=100)
+    assert backend_obstacle("flash_attn", needs, device=CUDA, dtype=torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("known", "window", "expected"),
+    [
+        ({"is_causal"}, None, {"is_causal": True}),
+        ({"window_size", "scale"}, None, {"window_size": (-1, 0), "scale": 0.5}),
+        ({"window_size", "scale"}, 8, {"window_size": (7, 0), "scale": 0.5}),
+        (
+            {"window_size", "scale", "enable_gqa"},
+            None,
+            {"window_size": (-1, 0), "scale": 0.5, "enable_gqa": True},
+        ),
+    ],
+)
+def test_torch_varlen_s_arguments_follow_the_release(
+    known: set[str], window: int | None, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "_varlen_parameters", lambda: frozenset(known))
+    assert flash._varlen_options(0.5, window, grouped_heads=True) == expected
+    assert flash.supports_window_and_scale() == ("scale" in known)
+
+
+def test_flash_attn_gets_transformers_window_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def kernel(query: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        seen.update(options)
+        return query
+
+    module: Any = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = kernel
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    segments = make_segments(CPU)
+    states = torch.zeros(sum(segments.query_lengths), 2, 8)
+    options: dict[str, Any] = {"scale": 0.5, "softcap": 30.0, "sinks": None}
+    flash_attn_attention(states, states, states, segments, window=8, **options)
+    assert seen["window_size"] == (7, 0) and seen["softcap"] == 30.0 and seen["causal"] is True
+    flash_attn_attention(states, states, states, segments, window=None, **options)
+    assert seen["window_size"] == (-1, 0) and seen["softmax_scale"] == 0.5
+
+
+def test_our_name_has_no_mask_function_so_transformers_builds_no_mask() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    register_attention()
+    assert ATTENTION_NAME in AttentionInterface()
+    assert ATTENTION_NAME not in ALL_MASK_ATTENTION_FUNCTIONS
+    special = ("flash", "sdpa", "flex_attention", "/", "paged|")
+    assert not any(word in ATTENTION_NAME for word in special)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_cuda_kernel_errs_at_most_twice_as_much_as_plain_bf16(name: str, window: int | None) -> None:
+    if backend_obstacle(
+        name, replace(PLAIN, has_window=window is not None), device=CUDA, dtype=torch.bfloat16
+    ):
+        pytest.skip(f"{name} is not usable here")
+    segments = make_segments(CUDA)
+    tokens, keys = sum(segments.query_lengths), sum(segments.key_lengths)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((tokens, 8, 64), (keys, 2, 64), (keys, 2, 64))
+    exact = [torch.randn(s, device=CUDA, generator=generator, requires_grad=True) for s in shapes]
+    half = [t.detach().bfloat16().requires_grad_() for t in exact]
+    options: dict[str, Any] = {"scale": 0.125, "window": window, "softcap": None, "sinks": None}
+    reference = BACKENDS["sdpa"](*exact, segments, **options)
+    plain = BACKENDS["sdpa"](*half, segments, **options)
+    ours = BACKENDS[name](*half, segments, **options)
+    weights = torch.randn(reference.shape, device=CUDA, generator=generator)
+    results = [
+        (out, *torch.autograd.grad(out, inputs, weights.to(out.dtype)))
+        for out, inputs in ((reference, exact), (plain, half), (ours, half))
+    ]
+    for expected, naive, mine in zip(*results, strict=True):
+        assert (mine - expected).abs().max() <= 2 * (naive - expected).abs().max() + 1e-3

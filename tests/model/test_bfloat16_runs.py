@@ -1,0 +1,172 @@
+"""Runs whose parameters are bfloat16: they learn, export and resume as others do; adapters stay in fp32."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support.run_files import weights
+from support.tiny_adapters import refusal, saved_adapter
+from support.tiny_models import VOCABULARY, tiny_model
+from support.tiny_run import tiny_run
+from torch.optim import AdamW
+
+import dpo_pack.train as train_module
+from dpo_pack.model.layout import Group, Row, layout_row, packed_row
+from dpo_pack.model.loading import load_model
+from dpo_pack.model.lora import LoraSettings
+from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.proofs.rows import proof_groups
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.interrupts import Interrupted
+from dpo_pack.train import train
+from dpo_pack.training.optim import build_optimizer
+
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+CPU = torch.device("cpu")
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run(tmp_path_factory.mktemp("bfloat16"))
+
+
+def run_of(recipe_path: Path, output_dir: Path, *overrides: str) -> Path:
+    train(load_recipe(recipe_path, (f"output_dir={output_dir}", "train.epochs=4", *overrides)), QUIET)
+    return output_dir
+
+
+def losses(run: Path, split: str) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["split"] == split]
+
+
+@pytest.fixture(scope="module")
+def straight(recipe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_of(recipe_path, tmp_path_factory.mktemp("straight") / "run", "model.dtype=bfloat16")
+
+
+def test_a_run_in_bfloat16_learns_as_one_in_fp32_does(
+    straight: Path, recipe_path: Path, tmp_path: Path
+) -> None:
+    fp32 = losses(run_of(recipe_path, tmp_path / "fp32"), "train")
+    bfloat16 = losses(straight, "train")
+    assert bfloat16[-1] < 0.5
+    assert max(abs(a - b) for a, b in zip(bfloat16, fp32, strict=True)) < 0.03
+
+
+def test_its_model_is_exported_in_bfloat16(straight: Path) -> None:
+    assert {tensor.dtype for tensor in weights(straight).values()} == {torch.bfloat16}
+    assert json.loads((straight / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_interrupted_run_in_bfloat16_goes_on_bitwise(
+    straight: Path, recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of updates that no parameter shows yet: the masters' low halves are part of the checkpoint."""
+    one_step = train_module.train_step
+
+    def step_then_signal(session: Any, batch: Any) -> Any:
+        outcome = one_step(session, batch)
+        if session.state.step == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return outcome
+
+    monkeypatch.setattr(train_module, "train_step", step_then_signal)
+    with pytest.raises(Interrupted):
+        run_of(recipe_path, tmp_path / "run", "model.dtype=bfloat16")
+    monkeypatch.setattr(train_module, "train_step", one_step)
+    run_of(recipe_path, tmp_path / "run", "model.dtype=bfloat16")
+    assert losses(tmp_path / "run", "train") == losses(straight, "train")
+    ours, theirs = weights(tmp_path / "run"), weights(straight)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit"])
+def test_optimizers_without_master_weights_are_refused(name: str, recipe_path: Path, tmp_path: Path) -> None:
+    def start() -> None:
+        run_of(recipe_path, tmp_path / "run", "model.dtype=bfloat16", f"optim.name={name}")
+
+    assert f"{name} keeps no fp32 master weights" in refusal(start, RecipeError)
+
+
+def test_adafactor_trains_an_adapter_on_a_base_in_bfloat16(recipe_path: Path, tmp_path: Path) -> None:
+    overrides = ("model.dtype=bfloat16", "model.lora={r: 4}", "optim.name=adafactor", "optim.lr=0.3")
+    run = run_of(recipe_path, tmp_path / "run", *overrides)
+    assert losses(run, "train")[-1] < 0.69
+
+
+# ---------------------------------------------------------------------------------- adapters on such a base
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    model = tiny_model("llama")
+    model.bfloat16().save_pretrained(directory)
+    return directory
+
+
+def load(base: Path, adapter: LoraSettings | Path, dtype: torch.dtype) -> LoadedModel:
+    return load_model(
+        str(base),
+        revision=None,
+        trust_remote_code=False,
+        precision=Precision(parameters=dtype, autocast=None),
+        attention="auto",
+        packed=True,
+        gradient_checkpointing=False,
+        device=CPU,
+        recipe_key="model.path",
+        adapter=adapter,
+    )
+
+
+def row_of(loaded: LoadedModel) -> Row:
+    torch.manual_seed(0)
+    groups: list[Group] = proof_groups(VOCABULARY)
+    return packed_row(layout_row(groups, share_prompt=True), CPU)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])
+def test_adapters_on_a_bfloat16_base_are_fp32_and_right(
+    targets: str | list[str], base: Path, tmp_path: Path
+) -> None:
+    """Log-probs and gradients beside those of the same weights in fp32: off by rounding, not by more."""
+    directory = saved_adapter(tmp_path / "adapter", base, target_modules=targets)
+    results = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = load(base, directory, dtype)
+        trained = {name: p for name, p in loaded.scorer.named_parameters() if p.requires_grad}
+        assert trained and {parameter.dtype for parameter in trained.values()} == {torch.float32}
+        output = loaded.scorer(row_of(loaded))
+        (output.sums / output.num_tokens).sum().backward()
+        grads = torch.cat([p.grad.flatten() for _, p in sorted(trained.items()) if p.grad is not None])
+        results[dtype] = (output.token_logps.detach(), grads)
+        optimizer = build_optimizer(
+            "adamw", loaded.scorer, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+        )
+        assert isinstance(optimizer, AdamW)
+    (logps, grads), (rounded_logps, rounded_grads) = results.values()
+    assert (rounded_logps - logps).abs().mean() < 0.05
+    assert torch.cosine_similarity(rounded_grads, grads, dim=0) > 0.99
+    assert rounded_grads.norm() / grads.norm() == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_new_adapter_starts_as_its_bfloat16_base_to_the_bit(base: Path) -> None:
+    """The head as well, whose weight is the base's in bfloat16 plus a delta of zeros in fp32."""
+    settings = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules=("q_proj", "lm_head"), seed=0)
+    loaded = load(base, settings, torch.bfloat16)
+    row = row_of(loaded)
+    with torch.no_grad():
+        adapted = loaded.scorer(row).token_logps
+        with loaded.as_reference():
+            assert torch.equal(loaded.scorer(row).token_logps, adapted)

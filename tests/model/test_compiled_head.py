@@ -1,0 +1,55 @@
+"""model.compile: the head's passes over logits say what they say uncompiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.heads import PLAIN, TRANSFORMS, N, chunked, gradients, make_head
+from torch._dynamo.utils import counters
+
+from dpo_pack.model.logps import compile_head
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+
+
+@pytest.mark.parametrize("kept_chunks", [0, 2])
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("name", ["plain", "scaled and softcapped"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_compiled_passes_give_the_same(
+    dtype: torch.dtype, name: str, is_frozen: bool, kept_chunks: int
+) -> None:
+    head, transform = make_head(has_bias=name != "plain", is_frozen=is_frozen), TRANSFORMS[name]
+    results = []
+    for passes in (None, compile_head(backend="aot_eager")):
+        logps, statistics = chunked(
+            head, transform, kept_chunks=kept_chunks, compute_dtype=dtype, passes=passes
+        )
+        results.append([logps.detach(), *statistics, *gradients(head, logps)])
+    assert counters["stats"]["unique_graphs"] > 0
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=1e-6 if dtype.itemsize == 2 else 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_generated_passes_give_the_same_and_are_compiled_for_any_number_of_tokens() -> None:
+    passes, num_compiled = compile_head(), 0
+    for num_tokens in (N, 17, 31, 12, 9):
+        head = make_head(num_tokens=num_tokens)
+        logps, statistics = chunked(head, PLAIN, passes=passes)
+        expected, plain_statistics = chunked(head, PLAIN)
+        torch.testing.assert_close(logps, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(statistics, plain_statistics, rtol=1e-10, atol=1e-12)
+        for mine, other in zip(gradients(head, logps), gradients(head, expected), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+        if num_tokens == N:  # chunks of five tokens and one of three; later ones of one, two and four
+            num_compiled = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == num_compiled + 2  # a dimension of one is a case of its own

@@ -1,0 +1,290 @@
+"""model.compile: layers compute what the family's code says, compiled once for rows of any length."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarking.run_dpo_pack import train_without_export
+from rich.console import Console
+from support.reference_pairs import load_scorer
+from support.tiny_models import VOCABULARY, tiny_model
+from support.tiny_run import tiny_run
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import dpo_pack.model.loading as loading
+import dpo_pack.model.speed as speed
+import dpo_pack.run.models as recipe_models
+import dpo_pack.run.reference_stage as prepare_reference
+from dpo_pack.commands.doctor import prove_recipe
+from dpo_pack.model.attention import register_attention
+from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.logps import compile_head
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.model.speed import check_compiler, compile_layers
+from dpo_pack.proofs.start_up import prove
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.reference.fill import fill_cache
+from dpo_pack.system.errors import RecipeError, UnsupportedModelError
+from dpo_pack.train import train
+
+CPU = torch.device("cpu")
+# torch hides this one of its own from people, and not from a filter that makes warnings errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Traces and differentiates as the real one does, and generates no code: that takes a minute on two cores.
+compile_quickly = functools.partial(compile_layers, backend="aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
+        yield
+    register_attention()
+
+
+def make_row(seed: int, *, is_packed: bool = True) -> Row:
+    """Of another length for each seed."""
+    random = np.random.default_rng(seed)
+
+    def ids(most: int) -> np.ndarray:
+        drawn: np.ndarray = random.integers(3, VOCABULARY, random.integers(2, most))
+        return drawn
+
+    groups = [Group(context=ids(20), completions=(ids(12), ids(12))) for _ in range(2 + seed)]
+    if not is_packed:
+        return padded_row(groups, pad_token_id=0, device=CPU)
+    return packed_row(layout_row(groups, share_prompt=True), CPU)
+
+
+def logps_and_gradient(scorer: CompletionLogps, row: Row) -> tuple[Tensor, Tensor]:
+    scorer.zero_grad()
+    sums = scorer(row).sums
+    sums.sum().backward()
+    gradients = [p.grad.flatten() for p in scorer.parameters() if p.grad is not None]
+    return sums.detach(), torch.cat(gradients)
+
+
+def assert_as_before(scorer: CompletionLogps, rows: list[Row], *, backend: str = "aot_eager") -> None:
+    """Compiled for the first two rows, and for no other."""
+    expected = [logps_and_gradient(scorer, row) for row in rows]
+    compile_layers(scorer.model, backend=backend)
+    num_compiled = 0
+    for number, (row, (sums, gradient)) in enumerate(zip(rows, expected, strict=True)):
+        our_sums, our_gradient = logps_and_gradient(scorer, row)
+        torch.testing.assert_close(our_sums, sums, rtol=0, atol=1e-4)
+        assert (our_gradient - gradient).norm() <= 1e-5 * gradient.norm()
+        if number == 1:
+            num_compiled = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == num_compiled > 0
+
+
+@pytest.mark.parametrize("is_packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiled_layers_give_the_same_and_are_compiled_once_for_all_lengths(
+    is_packed: bool, model_path: Path
+) -> None:
+    scorer = load_scorer(model_path, packed=is_packed)
+    rows = [make_row(seed, is_packed=is_packed) for seed in range(5)]
+    assert len({row.input_ids.shape for row in rows}) == 5
+    assert_as_before(scorer, rows)
+    # A checkpoint of a compiled model is one of the model.
+    assert all("forward" not in name for name in scorer.state_dict())
+
+
+def test_a_model_that_is_loaded_later_leaves_attention_outside_of_compiled_code(model_path: Path) -> None:
+    """As an online run's reward model is, behind the policy."""
+    scorer = load_scorer(model_path)
+    assert_as_before(scorer, [make_row(seed) for seed in range(2)])
+    num_compiled = counters["stats"]["unique_graphs"]
+    load_scorer(model_path)
+    for seed in range(2, 5):
+        logps_and_gradient(scorer, make_row(seed))
+    assert counters["stats"]["unique_graphs"] == num_compiled
+
+
+def test_compiled_code_computes_the_last_feed_forward_block_where_it_is_read(model_path: Path) -> None:
+    scorer, row = load_scorer(model_path), make_row(0)
+    inner = scorer.model.config.intermediate_size
+    tokens: list[int] = []
+
+    class Watching(torch.fx.Interpreter):
+        def run_node(self, node: torch.fx.Node) -> Any:
+            result = super().run_node(node)
+            if node.target is torch._C._nn.linear and result.shape[-1] == inner:
+                tokens.append(result.shape[1])
+            return result
+
+    backend: Any = lambda graph, _: Watching(graph).run  # noqa: E731
+    compile_layers(scorer.model, backend=backend)
+    scorer(row)
+    assert row.segments is not None and row.segments.scored_positions is not None
+    read = len(row.segments.scored_positions)
+    whole = row.input_ids.shape[1]
+    assert read < whole
+    num_layers = scorer.model.config.num_hidden_layers
+    assert tokens == 2 * (num_layers - 1) * [whole] + 2 * [read]  # gate and up
+
+
+@pytest.mark.slow
+def test_activations_are_recomputed_by_the_compiled_code(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer, calls = load_scorer(model_path), []
+    loading._checkpoint_activations(scorer.model)
+    torch_compile: Any = torch.compile
+
+    def counting(plain: Any, **options: Any) -> Any:
+        compiled = torch_compile(plain, **options)
+
+        def call(*arguments: Any, **states: Any) -> Any:
+            calls.append(torch.is_grad_enabled())
+            return compiled(*arguments, **states)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", counting)
+    assert_as_before(scorer, [make_row(seed) for seed in range(3)])
+    assert len(calls) == 3 * 2 * scorer.num_attention_layers  # rows, forward and backward
+    assert counters["frames"]["total"] == counters["frames"]["ok"]
+
+
+@pytest.mark.slow
+def test_layers_share_one_compiled_function(tmp_path: Path) -> None:
+    compiled = []
+    for num_layers in (1, 4):
+        tiny_model("llama", num_hidden_layers=num_layers).save_pretrained(tmp_path / str(num_layers))
+        scorer = load_scorer(tmp_path / str(num_layers))
+        torch._dynamo.reset()
+        counters.clear()
+        compile_quickly(scorer.model)
+        scorer(make_row(0))
+        compiled.append(counters["stats"]["unique_graphs"])
+    # The first layer's input is a leaf, and so another case than those of the layers behind it.
+    assert compiled[1] <= compiled[0] + 1
+
+
+def test_the_seam_is_counted_and_the_proofs_hold_on_compiled_layers(model_path: Path) -> None:
+    scorer = load_scorer(model_path)
+    compile_quickly(scorer.model)
+    proofs = prove(scorer, CPU)
+    assert [proof.name for proof in proofs if proof.passed] == [
+        "wiring", "kernel", "isolation", "causality", "equivalence", "head"
+    ]  # fmt: skip
+    assert proofs[0].numbers["seam calls"] == scorer.num_attention_layers
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_a_layer_that_was_compiled_wrongly_is_found_by_the_proofs(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain answer they compare with is not computed by the compiled layers."""
+    scorer = load_scorer(model_path)
+
+    def miscompile(plain: Any, **_: Any) -> Any:
+        return lambda layer, hidden, *arguments, **options: plain(layer, 1.01 * hidden, *arguments, **options)
+
+    monkeypatch.setattr(torch, "compile", miscompile)
+    compile_layers(scorer.model)
+    assert [proof.name for proof in prove(scorer, CPU) if not proof.passed] == ["equivalence"]
+
+
+def test_without_a_compiler_the_recipe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_compiler()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RecipeError, match="model.compile: .*no-such-compiler; install one"):
+        check_compiler()
+
+
+def test_a_model_that_does_not_say_what_its_layers_are_is_refused(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "outermost_layers", lambda model: [])
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM does not say what its layers are"):
+        compile_layers(load_scorer(model_path).model)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_takes_the_steps_of_a_plain_one(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an adapter, gradient checkpointing and evaluation: all that calls the layers otherwise."""
+    monkeypatch.setattr(recipe_models, "compile_layers", compile_quickly)
+    monkeypatch.setattr(recipe_models, "compile_head", functools.partial(compile_head, backend="aot_eager"))
+    recipe, lines = tiny_run(tmp_path), []
+    for compiles in ("false", "true"):
+        overrides = [f"model.compile={compiles}", f"output_dir={tmp_path / compiles}"]
+        overrides += ["model.lora={r: 2}", "model.gradient_checkpointing=true"]
+        train(load_recipe(recipe, overrides), console)
+        written = (tmp_path / compiles / "metrics.jsonl").read_text().splitlines()
+        lines.append([json.loads(line)["loss"] for line in written])
+    assert counters["stats"]["unique_graphs"] > 0
+    assert lines[1] == pytest.approx(lines[0], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["null", "{r: 2}"])
+def test_the_clock_of_a_benchmark_s_reference_pass_starts_when_everything_is_compiled(
+    lora: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_models, "compile_layers", compile_quickly)
+    monkeypatch.setattr(recipe_models, "compile_head", functools.partial(compile_head, backend="aot_eager"))
+    num_compiled = []
+
+    def watched(*arguments: Any, **options: Any) -> None:
+        num_compiled.append(counters["stats"]["unique_graphs"])
+        fill_cache(*arguments, **options)
+        num_compiled.append(counters["stats"]["unique_graphs"])
+        raise KeyboardInterrupt  # the steps have code of their own
+
+    monkeypatch.setattr(prepare_reference, "fill_cache", watched)
+    with pytest.raises(KeyboardInterrupt):
+        train_without_export(load_recipe(tiny_run(tmp_path), ["model.compile=true", f"model.lora={lora}"]))
+    before, after = num_compiled
+    assert before == after > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma2", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "gemma4_text"]
+)
+def test_other_families_compile_as_well(family: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    assert_as_before(load_scorer(tmp_path), [make_row(seed) for seed in range(4)])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_generated_code_gives_the_same(model_path: Path) -> None:
+    assert_as_before(load_scorer(model_path), [make_row(seed) for seed in range(4)], backend="inductor")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_advice_that_would_round_products_in_fp32_is_not_passed_on(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's, on devices that have TF32."""
+    from torch._inductor import compile_fx
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    advise = compile_fx._warn_tf32_disabled.__wrapped__
+    with pytest.warns(UserWarning, match="set_float32_matmul_precision"):
+        advise()
+    compile_quickly(load_scorer(model_path).model)
+    advise()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_on_cuda_compiled_rows_are_exact(tmp_path: Path) -> None:
+    recipe = load_recipe(tiny_run(tmp_path), ["model.compile=true"])
+    outcome = prove_recipe(recipe)
+    assert all(proof.passed for proof in outcome.proofs), outcome

@@ -1,0 +1,126 @@
+"""The CPU kernel called segment by segment: on any number of threads, and against the public call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import dpo_pack.model.attention.sdpa as sdpa
+from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.layout import Group, layout_row, packed_row
+
+NUM_HEADS, HEAD_DIM = 4, 8
+
+
+@pytest.fixture
+def num_threads() -> Iterator[None]:
+    """Whatever a test sets is undone."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make_segments(*lengths: tuple[int, int, int]) -> RowSegments:
+    """One group of each (prompt, chosen, rejected)."""
+    random = np.random.default_rng(0)
+
+    def ids(length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return random.integers(0, 50, length)
+
+    groups = [
+        Group(context=ids(prompt), completions=(ids(chosen), ids(rejected)))
+        for prompt, chosen, rejected in lengths
+    ]
+    segments = packed_row(layout_row(groups, share_prompt=True), torch.device("cpu")).segments
+    assert segments is not None
+    return segments
+
+
+def states(
+    segments: RowSegments, dtype: torch.dtype = torch.float32, kv_heads: int = NUM_HEADS
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    num_queries, num_keys = sum(segments.query_lengths), sum(segments.key_lengths)
+    shapes = ((num_queries, NUM_HEADS), (num_keys, kv_heads), (num_keys, kv_heads))
+    return [
+        torch.randn(*shape, HEAD_DIM, generator=generator, dtype=dtype).requires_grad_() for shape in shapes
+    ]
+
+
+def attend(segments: RowSegments, inputs: list[Tensor], window: int | None = None) -> list[Tensor]:
+    """The output and the gradients of a weighted sum of it."""
+    query, key, value = inputs
+    out = sdpa.sdpa_attention(query, key, value, segments, scale=0.3, window=window, softcap=None, sinks=None)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out.detach(), *torch.autograd.grad(out, inputs, weights)]
+
+
+MANY = ((5, 9, 4), (12, 1, 30), (20, 6, 6), (3, 17, 2), (8, 8, 8))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("kv_heads", [NUM_HEADS, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_it_equals_the_public_call_in_values_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int, dtype: torch.dtype
+) -> None:
+    segments = make_segments(*MANY)
+    ours = attend(segments, states(segments, dtype, kv_heads), window)
+    monkeypatch.setattr(sdpa, "cpu_kernel_takes", lambda query, value: False)
+    for mine, public in zip(ours, attend(segments, states(segments, dtype, kv_heads), window), strict=True):
+        torch.testing.assert_close(mine, public, rtol=1e-5, atol=1e-6)
+
+
+def test_the_number_of_threads_does_not_change_a_bit(num_threads: None) -> None:
+    segments = make_segments(*MANY)
+    torch.set_num_threads(1)
+    alone = attend(segments, states(segments))
+    for count in (2, 3):
+        torch.set_num_threads(count)
+        for one, many in zip(alone, attend(segments, states(segments)), strict=True):
+            assert torch.equal(one, many)
+        assert torch.get_num_threads() == count
+
+
+def test_each_segment_runs_once_and_on_one_thread(num_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(2)
+    seen: list[tuple[int, int]] = []
+
+    def record(numbers: Sequence[int]) -> None:
+        seen.extend((number, torch.get_num_threads()) for number in numbers)
+
+    sdpa._on_threads(record, make_segments(*MANY))
+    assert sorted(seen) == [(number, 1) for number in range(10)]
+    seen.clear()
+    # One long pair between short ones: its kernel calls get all threads.
+    sdpa._on_threads(record, make_segments((900, 90, 90), (3, 4, 5)))
+    assert sorted(seen) == [(number, 2) for number in range(4)]
+
+
+def test_an_error_in_a_thread_reaches_the_caller(num_threads: None) -> None:
+    torch.set_num_threads(2)
+
+    def fail(numbers: Sequence[int]) -> None:
+        raise ValueError(f"segments {numbers}")
+
+    with pytest.raises(ValueError, match="segments"):
+        sdpa._on_threads(fail, make_segments(*MANY))
+
+
+def test_under_autocast_it_computes_in_autocast_s_dtype() -> None:
+    segments = make_segments(*MANY)
+    inputs = states(segments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, *gradients = attend(segments, inputs)
+    assert out.dtype == torch.bfloat16 and all(gradient.dtype == torch.float32 for gradient in gradients)
+    torch.testing.assert_close(out.float(), attend(segments, inputs)[0], rtol=2e-2, atol=2e-2)
+
+
+def test_values_of_another_head_dimension_take_the_public_call() -> None:
+    query, key, _ = states(make_segments(*MANY))
+    assert sdpa.cpu_kernel_takes(query, key)
+    assert not sdpa.cpu_kernel_takes(query, key[..., :4])

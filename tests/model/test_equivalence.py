@@ -1,0 +1,183 @@
+"""Packed and shared rows equal each sequence alone, whatever the rows; what no row can have is refused.
+
+Families and their bounds are in tests/model/test_families.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.family_errors import GROUPS, load, make_row
+from support.oracle import completion_logps_one_by_one, gradients
+from support.tiny_models import VOCABULARY, tiny_config, tiny_model
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from dpo_pack.model.attention import row_attention
+from dpo_pack.model.attention.sdpa import sdpa_attention
+from dpo_pack.model.layout import Group
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.system.errors import UnsupportedModelError
+
+# Few token values, so that completions begin alike, repeat and are prefixes of each other.
+_tokens = st.lists(st.integers(3, 5), min_size=1, max_size=8)
+_contents = st.lists(
+    st.tuples(
+        st.lists(st.integers(3, 5), min_size=1, max_size=20), st.lists(_tokens, min_size=1, max_size=4)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, CompletionLogps]:
+    """(plain, packed): one tiny model for all random rows."""
+    directory = tmp_path_factory.mktemp("llama")
+    plain = tiny_model("llama")
+    plain.save_pretrained(directory)
+    return plain, load(directory, packed=True).scorer
+
+
+@settings(max_examples=60)
+@given(contents=_contents)
+def test_random_rows_equal_each_sequence_alone(
+    llama: tuple[PreTrainedModel, CompletionLogps], contents: list[tuple[list[int], list[list[int]]]]
+) -> None:
+    """Groups of one to four completions: of one token, prefixes of each other, duplicates, empty tails."""
+    plain, packed = llama
+    groups = [
+        Group(context=np.array(context), completions=tuple(map(np.array, completions)))
+        for context, completions in contents
+    ]
+    sequences = [(context, completion) for context, completions in contents for completion in completions]
+    with torch.no_grad():
+        expected = completion_logps_one_by_one(plain, sequences)
+        for mode in ("shared", "unshared"):
+            row = make_row(groups, mode)
+            output = packed(row)
+            torch.testing.assert_close(output.sums.float(), expected, atol=1e-4, rtol=0)
+            assert output.num_tokens.tolist() == [len(completion) for _, completion in sequences]
+
+
+@settings(max_examples=20)
+@given(contents=_contents, weights=st.lists(st.floats(-2, 2), min_size=16, max_size=16))
+def test_gradients_of_random_rows_equal_those_of_each_sequence_alone(
+    llama: tuple[PreTrainedModel, CompletionLogps],
+    contents: list[tuple[list[int], list[list[int]]]],
+    weights: list[float],
+) -> None:
+    plain, packed = llama
+    groups = [
+        Group(context=np.array(context), completions=tuple(map(np.array, completions)))
+        for context, completions in contents
+    ]
+    sequences = [(context, completion) for context, completions in contents for completion in completions]
+    factors = torch.tensor(weights[: len(sequences)])
+    plain.zero_grad()
+    packed.zero_grad()
+    (completion_logps_one_by_one(plain, sequences) * factors).sum().backward()
+    (packed(make_row(groups, "shared")).sums * factors).sum().backward()
+    theirs, ours = gradients(plain), gradients(packed.model)
+    # Of each sequence's weight, not of their sum, which may cancel.
+    scale = sum(abs(weight) for weight in weights[: len(sequences)]) + 1e-6
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-5 * scale, rtol=1e-4, msg=name)
+
+
+def test_gradient_checkpointing_recomputes_with_the_row_s_own_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    compute = LlamaMLP.forward
+
+    def counting(module: LlamaMLP, states: torch.Tensor) -> Any:
+        calls.append(len(states))
+        return compute(module, states)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(LlamaMLP, "forward", counting)
+    tiny_model("llama").save_pretrained(tmp_path)
+    stored, num_calls = [], []
+    for checkpointing in (False, True):
+        loaded = load(tmp_path, packed=True, gradient_checkpointing=checkpointing)
+        calls.clear()
+        # Two rows in flight: a layout kept in a global would be the second one's when the first recomputes.
+        first, second = (loaded.scorer(make_row(part, "shared")) for part in (GROUPS[:4], GROUPS[4:]))
+        (first.sums.sum() + second.sums.sum()).backward()
+        stored.append(gradients(loaded.model))
+        num_calls.append(len(calls))
+    assert num_calls == [4, 8]  # two layers, two rows; once more each in the backward pass
+    for name in stored[0]:
+        torch.testing.assert_close(stored[0][name], stored[1][name], msg=name)
+
+
+def test_pairs_of_a_row_do_not_see_each_other(tmp_path: Path) -> None:
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    scorer = load(tmp_path, packed=True).scorer
+    before = scorer(make_row(GROUPS[:3], "shared")).sums
+    changed = Group(context=(GROUPS[1].context + 1) % VOCABULARY, completions=GROUPS[1].completions)
+    after = scorer(make_row([GROUPS[0], changed, GROUPS[2]], "shared")).sums
+    assert torch.equal(before[:2], after[:2]) and torch.equal(before[4:], after[4:])
+    assert (before[2:4] != after[2:4]).all()
+
+
+def test_a_model_that_ignores_our_keywords_is_refused(tmp_path: Path) -> None:
+    config = tiny_config("llama", num_hidden_layers=1)
+    with pytest.raises(UnsupportedModelError, match="padded"):
+        states = torch.zeros(1, config.num_attention_heads, 3, 4)
+        row_attention(nn.Module(), states, states, states, None)
+
+
+def test_a_model_with_layers_that_bypass_the_seam_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    loaded = load(tmp_path, packed=True)
+    loaded.scorer.num_attention_layers += 1
+    with pytest.raises(UnsupportedModelError, match="3 layers, but 2 .*padded"):
+        loaded.scorer(make_row(GROUPS[:1], "shared"))
+
+
+def seam_arguments(num_keys: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    row = make_row(GROUPS[:1], "shared")
+    queries, keys = torch.zeros(1, 2, row.num_tokens, 4), torch.zeros(1, 2, row.num_tokens + num_keys, 4)
+    layout = {"row_segments": row.segments, "row_backend": sdpa_attention}
+    return (nn.Module(), queries, keys, keys, None), layout
+
+
+def test_attention_dropout_and_keys_that_belong_to_no_sequence_are_refused() -> None:
+    arguments, layout = seam_arguments(0)
+    assert row_attention(*arguments, **layout)[0].shape[1] == arguments[1].shape[2]
+    with pytest.raises(UnsupportedModelError, match="dropout"):
+        row_attention(*arguments, dropout=0.1, **layout)
+    arguments, layout = seam_arguments(3)  # a prefix of keys, or keys compressed from others
+    with pytest.raises(UnsupportedModelError, match="45 keys in a row of 42 tokens.*padded"):
+        row_attention(*arguments, **layout)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("family", "dropout"),
+    [
+        ("gpt2", {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}),
+        ("opt", {"dropout": 0.5, "layerdrop": 0.5}),
+        ("mixtral", {}),
+        ("phimoe", {}),
+    ],
+)
+def test_dropout_and_routers_noise_are_off_in_training(
+    family: str, dropout: dict[str, float], checkpointing: bool, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {**dropout}
+    if family == "mixtral":  # Phi 3.5 MoE draws experts anyway
+        changes["router_jitter_noise"] = 0.5
+    tiny_model(family, **changes).save_pretrained(tmp_path)
+    loaded: LoadedModel = load(tmp_path, packed=True, gradient_checkpointing=checkpointing)
+    row = make_row(GROUPS, "shared")
+    assert torch.equal(loaded.scorer(row).sums, loaded.scorer(row).sums)
+    assert loaded.replaced == dropout

@@ -1,0 +1,410 @@
+"""A model's namespace changes with what changes its log-probs, and with nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+from safetensors.torch import load_file, save_file
+from support.tiny_models import tiny_config, tiny_model
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from dpo_pack.data import keys
+from dpo_pack.model import fingerprint
+from dpo_pack.model.fingerprint import reference_namespace, weights_fingerprint
+from dpo_pack.model.scorer import Precision
+from dpo_pack.model.shape import without_weights
+from dpo_pack.reference.cache import namespace_digest
+from dpo_pack.system.errors import CacheError, ModelError
+
+FP32 = Precision(parameters=torch.float32, autocast=None)
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_bars() -> None:
+    transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    tiny_model("llama").save_pretrained(directory)
+    return directory
+
+
+def digest(
+    directory: Path,
+    *,
+    precision: Precision = FP32,
+    memo_path: Path | None = None,
+    adapter: Path | None = None,
+) -> str:
+    config = AutoConfig.from_pretrained(directory)
+    namespace = reference_namespace(
+        str(directory),
+        config,
+        architecture=without_weights(config),
+        revision=None,
+        precision=precision,
+        memo_path=memo_path or directory.parent / "memo.json",
+        adapter=adapter,
+    )
+    assert namespace == json.loads(json.dumps(namespace))  # it is written beside the values as JSON
+    return namespace_digest(namespace)
+
+
+def change_weights(directory: Path, **changes: Tensor) -> None:
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), **changes}, file, metadata={"format": "pt"})
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_one_changed_element_of_one_weight_is_another_model(model: Path) -> None:
+    before = digest(model)
+    weight = load_file(model / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    weight[-1, -1] = torch.nextafter(weight[-1, -1], torch.tensor(0.0))
+    change_weights(model, **{"model.layers.1.mlp.up_proj.weight": weight})
+    assert digest(model) != before
+
+
+def test_weights_that_have_changed_places_are_another_model(model: Path) -> None:
+    before = digest(model)
+    names = [f"model.layers.{layer}.self_attn.k_proj.weight" for layer in (0, 1)]
+    weights = [load_file(model / "model.safetensors")[name] for name in names]
+    change_weights(model, **dict(zip(names, reversed(weights), strict=True)))
+    assert digest(model) != before
+
+
+def test_the_same_values_or_bytes_in_another_type_or_shape_are_another_model(model: Path) -> None:
+    name = "model.norm.weight"
+    digests = [digest(model)]
+    ones = torch.ones(32, dtype=torch.bfloat16)
+    for weight in (ones.float(), ones, ones.view(torch.float16), ones.view(4, 8)):
+        change_weights(model, **{name: weight})
+        digests.append(digest(model))
+    assert len(set(digests)) == 5
+
+
+def test_parameter_type_and_autocast_are_part_of_the_namespace(model: Path) -> None:
+    precisions = [
+        Precision(parameters=parameters, autocast=autocast)
+        for parameters in (torch.float32, torch.bfloat16)
+        for autocast in (None, torch.bfloat16, torch.float16)
+    ]
+    assert len({digest(model, precision=precision) for precision in precisions}) == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 1e-5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        {"sliding_window": 16},
+        {"final_logit_softcapping": 30.0},
+        {"logit_scale": 0.5},
+        {"a_field_of_the_future": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_config_field_that_may_change_outputs_is_part_of_the_namespace(
+    change: dict[str, Any], model: Path
+) -> None:
+    before = digest(model)
+    change_config(model, **change)
+    assert digest(model) != before
+
+
+def test_config_fields_that_change_no_output_are_not(model: Path) -> None:
+    before = digest(model)
+    change_config(model, attention_dropout=0.1, use_cache=False, pad_token_id=3, dtype="float16")
+    change_config(model, transformers_version="4.0.0", architectures=["Another"], _name_or_path="elsewhere")
+    assert digest(model) == before
+
+
+def test_our_numerics_version_is_part_of_the_namespace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest(model)
+    monkeypatch.setattr(fingerprint, "NUMERICS_VERSION", fingerprint.NUMERICS_VERSION + 1)
+    assert digest(model) != before
+
+
+def test_the_modelling_source_is_part_of_the_namespace(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digest(model)
+    module = sys.modules["transformers.models.llama.modeling_llama"]
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_bytes()
+    copied = tmp_path / "modeling_llama.py"
+    monkeypatch.setattr(module, "__file__", str(copied))
+    copied.write_bytes(source)
+    assert digest(model) == before
+    copied.write_bytes(source + b"# a fix upstream\n")
+    assert digest(model) != before
+
+
+def test_a_file_that_defines_a_part_of_the_model_counts_as_well(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The activation functions are in a module of their own."""
+    before = digest(model)
+    module = sys.modules["transformers.activations"]
+    assert module.__file__ is not None
+    changed = tmp_path / "activations.py"
+    changed.write_bytes(Path(module.__file__).read_bytes() + b"# a fix upstream\n")
+    monkeypatch.setattr(module, "__file__", str(changed))
+    assert digest(model) != before
+
+
+def mend_upstream(module_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[module_name]
+    assert module.__file__ is not None
+    changed = tmp_path / "changed.py"
+    changed.write_bytes(Path(module.__file__).read_bytes() + b"# a fix upstream\n")
+    monkeypatch.setattr(module, "__file__", str(changed))
+
+
+def test_the_code_that_makes_masks_counts_as_well(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digest(model)
+    mend_upstream("transformers.masking_utils", tmp_path, monkeypatch)
+    assert digest(model) != before
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "counts"),
+    [
+        ("llama", PLAIN, False),
+        ("llama", YARN, True),
+        ("gemma3_text", {"full_attention": PLAIN, "sliding_attention": PLAIN}, False),
+        ("gemma3_text", {"full_attention": YARN, "sliding_attention": PLAIN}, True),
+        ("gpt2", None, False),
+    ],
+)
+def test_the_code_of_scaled_rotary_frequencies_counts_where_a_layer_has_them(
+    family: str,
+    rope: dict[str, Any] | None,
+    counts: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config(family, **({} if rope is None else {"rope_parameters": rope}))
+    built = without_weights(config, trust_remote_code=False)
+    before = fingerprint.modelling_source(built)
+    mend_upstream("transformers.modeling_rope_utils", tmp_path, monkeypatch)
+    assert (fingerprint.modelling_source(built) != before) == counts
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    weights = {"lora_A": torch.ones(2, 3), "lora_B": torch.zeros(3, 2)}
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.1, "base_model_name_or_path": "somewhere"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_an_adapter_is_part_of_the_namespace_by_its_content(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    without, before = digest(model), digest(model, adapter=adapter)
+    assert without != before
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": "elsewhere"})
+    )
+    assert digest(model, adapter=adapter.rename(tmp_path / "renamed")) == before
+    renamed = tmp_path / "renamed"
+    (renamed / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 8}))
+    assert digest(model, adapter=renamed) != before
+    (renamed / "adapter_config.json").write_text(json.dumps(config))
+    weights = load_file(renamed / "adapter_model.safetensors")
+    weights["lora_B"][0, 0] = 1e-30
+    save_file(weights, renamed / "adapter_model.safetensors")
+    assert digest(model, adapter=renamed) not in (without, before)
+    (renamed / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no PEFT adapter") as caught:
+        digest(model, adapter=renamed)
+    assert str(caught.value).isprintable()
+
+
+def test_the_order_in_which_an_adapter_lists_its_modules_does_not_matter(model: Path, adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text())
+    digests = []
+    for modules in (["q_proj", "v_proj"], ["v_proj", "q_proj"], ["q_proj"], "all-linear"):
+        lists = {"target_modules": modules, "modules_to_save": modules, "exclude_modules": None}
+        file.write_text(json.dumps({**config, **lists}))
+        digests.append(digest(model, adapter=adapter))
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+def test_a_renamed_copied_or_touched_directory_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    before = digest(model)
+    shutil.copytree(model, tmp_path / "copy")
+    assert digest(tmp_path / "copy") == before
+    renamed = model.rename(tmp_path / "renamed")
+    for file in renamed.iterdir():
+        os.utime(file, (0, 0))
+    (renamed / "README.md").write_text("new")
+    assert digest(renamed) == before
+
+
+def test_resharded_weights_are_the_same_model(model: Path, tmp_path: Path) -> None:
+    plain = tiny_model("llama")
+    plain.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
+    assert digest(tmp_path / "sharded") == digest(model)
+
+
+def test_weights_of_torch_s_own_format_count_too(model: Path, tmp_path: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    by_file = weights_fingerprint(model, tmp_path / "memo.json")
+    for is_zip in (True, False):  # False: as torch before 1.6 wrote them
+        directory = tmp_path / f"zip {is_zip}"
+        directory.mkdir()
+        file = directory / "pytorch_model.bin"
+        torch.save(weights, file, _use_new_zipfile_serialization=is_zip)
+        assert weights_fingerprint(directory, tmp_path / "memo.json") == by_file
+
+
+@pytest.mark.parametrize(
+    ("weights", "asked_for"),
+    [
+        (
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+             "model.safetensors.index.json"],
+            None,
+        ),
+        (["model.safetensors"], None),
+        (["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"], None),
+        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+    ],
+)  # fmt: skip
+def test_of_a_repository_only_the_weights_that_are_loaded_are_asked_for(
+    weights: list[str], asked_for: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else is there need not be: a cluster without a network has what `from_pretrained` fetched."""
+    others = ["original/params.json", "original/model.safetensors", "consolidated.safetensors", "config.json",
+              "tokenizer.json", "onnx/model.onnx", "training_args.bin", "model_card.json"]  # fmt: skip
+    asked: list[str] = []
+
+    def snapshot(path: str, *, revision: None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        some = filter_repo_objects(
+            [*weights, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        for name in some:
+            asked.append(name)
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(fingerprint, "snapshot_download", snapshot)
+    assert fingerprint.model_directory("org/model", None) == tmp_path
+    assert sorted(asked) == sorted(asked_for or weights)
+
+
+def test_a_snapshot_that_lacks_weights_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def incomplete(*arguments: object, **options: object) -> str:
+        raise LocalEntryNotFoundError("2 file(s) are missing\nand so on")
+
+    monkeypatch.setattr(fingerprint, "snapshot_download", incomplete)
+    with pytest.raises(ModelError, match=r"cannot load org/model: 2 file\(s\) are missing;") as caught:
+        fingerprint.model_directory("org/model", None)
+    assert str(caught.value).isprintable()
+
+
+def test_a_memo_that_cannot_be_written_ends_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of a group may be there to be read only."""
+    expected = digest(model)
+
+    def refuse(path: Path, value: object) -> None:
+        raise CacheError(f"cannot write {path}: Read-only file system")
+
+    monkeypatch.setattr(fingerprint, "write_json_atomically", refuse)
+    monkeypatch.setattr(keys, "write_json_atomically", refuse)
+    assert digest(model, memo_path=model.parent / "other.json") == expected
+    assert len(keys.file_hash(model / "config.json", model.parent / "hashes.json")) == 64
+
+
+def test_an_index_left_behind_by_an_earlier_save_is_not_followed(model: Path) -> None:
+    """transformers removes the old shards, not their index, and loads model.safetensors."""
+    before = digest(model)
+    tiny_model("llama").save_pretrained(model, max_shard_size="20KB")
+    tiny_model("llama").save_pretrained(model)
+    assert (model / "model.safetensors.index.json").is_file()
+    assert digest(model) == before
+
+
+def test_the_second_call_hashes_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[tuple[int, ...]] = []
+    tensor_digest = fingerprint._tensor_digest
+
+    def spy(tensor: Tensor) -> str:
+        hashed.append(tuple(tensor.shape))
+        return tensor_digest(tensor)
+
+    monkeypatch.setattr(fingerprint, "_tensor_digest", spy)
+    before = digest(model)
+    num_tensors = len(load_file(model / "model.safetensors"))
+    assert len(hashed) == num_tensors
+    assert digest(model) == before and len(hashed) == num_tensors
+    # Other content in the same file, of the same size and with the time of before, is seen all the same.
+    file = model / "model.safetensors"
+    stat, content = file.stat(), bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    now = file.stat()
+    assert (now.st_ino, now.st_size, now.st_mtime_ns) == (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    assert digest(model) != before and len(hashed) == 2 * num_tensors
+
+
+def test_a_damaged_memo_is_hashed_anew(model: Path, tmp_path: Path) -> None:
+    before = digest(model)
+    (tmp_path / "memo.json").write_text('{"cut sho')
+    assert digest(model) == before
+    assert json.loads((tmp_path / "memo.json").read_text())
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        weights_fingerprint(directory, directory.parent / "memo.json")
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def test_weights_that_are_absent_incomplete_or_damaged_are_a_one_line_error(
+    model: Path, tmp_path: Path
+) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[: len(content) // 2])
+    assert f"{model}/model.safetensors" in refusal(model)
+    (model / "model.safetensors").unlink()
+    assert "no weights" in refusal(model)
+    (model / "pytorch_model.bin").write_bytes(b"not a model")
+    assert f"{model}/pytorch_model.bin" in refusal(model)
+    sharded = tmp_path / "sharded"
+    tiny_model("llama").save_pretrained(sharded, max_shard_size="20KB")
+    next(sharded.glob("model-00002-*")).unlink()
+    assert f"{sharded}/model-00002-of-" in refusal(sharded)
+    assert not (tmp_path / "memo.json").exists()

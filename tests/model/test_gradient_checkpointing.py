@@ -1,0 +1,88 @@
+"""Layers that compute again in the backward pass see the row's layout again, and give the same gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import VOCABULARY, tiny_model
+from torch import Tensor
+
+from dpo_pack.model.layout import Row, layout_row, packed_row, padded_row
+from dpo_pack.model.loading import load_model
+from dpo_pack.model.lora import LoraSettings
+from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.proofs.rows import proof_groups
+
+CPU = torch.device("cpu")
+
+
+def load(path: Path, *, packed: bool, checkpointing: bool, lora: LoraSettings | None = None) -> LoadedModel:
+    return load_model(
+        str(path),
+        revision=None,
+        trust_remote_code=False,
+        precision=Precision(parameters=torch.float32, autocast=None),
+        attention="auto",
+        packed=packed,
+        gradient_checkpointing=checkpointing,
+        device=CPU,
+        recipe_key="model.path",
+        adapter=lora,
+    )
+
+
+def the_row(*, packed: bool) -> Row:
+    torch.manual_seed(0)
+    groups = proof_groups(VOCABULARY)
+    if packed:
+        return packed_row(layout_row(groups, share_prompt=True), CPU)
+    return padded_row(groups, pad_token_id=0, device=CPU)
+
+
+def gradients(loaded: LoadedModel, row: Row) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(1)  # of LoRA dropout
+    sums = loaded.scorer(row).sums
+    (sums * torch.linspace(-1.0, 1.0, len(sums))).sum().backward()
+    grads = {name: p.grad for name, p in loaded.model.named_parameters() if p.grad is not None}
+    assert grads.keys() == {name for name, p in loaded.model.named_parameters() if p.requires_grad}
+    return sums.detach(), grads
+
+
+ADAPTERS = {
+    "full": None,
+    "LoRA": LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear", seed=0),
+    "LoRA with dropout": LoraSettings(r=4, alpha=8.0, dropout=0.5, target_modules="all-linear", seed=0),
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # the second with a sliding window
+def test_gradients_are_the_same_with_and_without_checkpointing(
+    family: str, packed: bool, adapter: str, tmp_path: Path
+) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    row = the_row(packed=packed)
+    num_calls = 0
+    plain_sums, plain = gradients(
+        load(tmp_path, packed=packed, checkpointing=False, lora=ADAPTERS[adapter]), row
+    )
+    loaded = load(tmp_path, packed=packed, checkpointing=True, lora=ADAPTERS[adapter])
+    backend = loaded.scorer.backend
+    if backend is not None:
+
+        def counting(*tensors: Tensor, **options: object) -> Tensor:
+            nonlocal num_calls
+            num_calls += 1
+            return backend(*tensors, **options)
+
+        loaded.scorer.backend = counting
+    sums, grads = gradients(loaded, row)
+    if backend is not None:
+        assert num_calls == 2 * loaded.scorer.num_attention_layers, "nothing was computed again"
+    torch.testing.assert_close(sums, plain_sums, atol=1e-6, rtol=1e-7)
+    assert grads.keys() == plain.keys()
+    for name, grad in grads.items():
+        assert (grad - plain[name]).norm() <= 1e-6 * plain[name].norm() + 1e-9, name

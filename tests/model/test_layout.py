@@ -1,0 +1,147 @@
+"""Row layouts: small ones by hand, random ones against what each sequence says about itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpo_pack.model.layout import Group, RowLayout, common_prefix_length, layout_row, packed_row, padded_row
+
+CPU = torch.device("cpu")
+
+
+def group(context: list[int], *completions: list[int]) -> Group:
+    return Group(context=np.array(context), completions=tuple(np.array(c) for c in completions))
+
+
+def test_a_shared_pair_is_laid_out_as_shared_then_both_tails() -> None:
+    # prompt 1 2, chosen 7 8 9, rejected 7 5: the completions share their first token.
+    layout = layout_row([group([1, 2], [7, 8, 9], [7, 5])], share_prompt=True)
+    assert layout.input_ids.tolist() == [1, 2, 7, 8, 9, 5]
+    assert layout.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
+    assert layout.query_lengths.tolist() == [5, 1]
+    assert layout.key_lengths.tolist() == [5, 4]
+    assert layout.kv_index is not None and layout.kv_index.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5]
+    assert layout.logit_index.tolist() == [1, 2, 3, 1, 2]
+    assert layout.targets.tolist() == [7, 8, 9, 7, 5]
+    assert layout.completion_lengths.tolist() == [3, 2]
+
+
+def test_an_unshared_pair_is_two_sequences_and_needs_no_gather() -> None:
+    layout = layout_row([group([1, 2], [7, 8], [7, 5])], share_prompt=False)
+    assert layout.input_ids.tolist() == [1, 2, 7, 8, 1, 2, 7, 5]
+    assert layout.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert layout.kv_index is None and layout.kv_repeats == ()
+    assert layout.logit_index.tolist() == [1, 2, 5, 6]
+
+
+def test_a_rejected_that_is_a_prefix_of_chosen_has_no_segment_of_its_own() -> None:
+    layout = layout_row([group([1], [7, 8, 9], [7, 8])], share_prompt=True)
+    assert layout.input_ids.tolist() == [1, 7, 8, 9]
+    assert layout.query_lengths.tolist() == [4]
+    assert layout.logit_index.tolist() == [0, 1, 2, 0, 1]
+
+
+def test_a_chosen_that_is_a_prefix_of_rejected_leaves_it_the_rest() -> None:
+    layout = layout_row([group([1], [7, 8], [7, 8, 9])], share_prompt=True)
+    assert layout.input_ids.tolist() == [1, 7, 8, 9]
+    assert layout.query_lengths.tolist() == [3, 1]
+    assert layout.key_lengths.tolist() == [3, 4]
+
+
+def test_common_prefix_of_many_sequences_is_what_all_begin_with() -> None:
+    sequences = [np.array([1, 2, 3, 4]), np.array([1, 2, 3]), np.array([1, 2, 5, 4])]
+    assert common_prefix_length(sequences) == 2
+    assert common_prefix_length([np.array([1, 2]), np.array([1, 2])]) == 2
+    assert common_prefix_length([np.array([3]), np.array([1])]) == 0
+
+
+# Few token values, so that prefixes coincide often, also between completions.
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+groups_of_sequences = st.lists(
+    st.tuples(tokens, st.lists(tokens, min_size=1, max_size=4)), min_size=1, max_size=4
+)
+
+
+def attended(layout: RowLayout) -> dict[int, list[int]]:
+    """Row position of every query -> row positions it may attend to, by the definition of segments."""
+    keys = np.arange(layout.num_tokens) if layout.kv_index is None else layout.kv_index
+    seen: dict[int, list[int]] = {}
+    query = key = 0
+    for num_queries, num_keys in zip(layout.query_lengths, layout.key_lengths, strict=True):
+        for offset in range(num_queries):
+            last = num_keys - num_queries + offset
+            seen[query + offset] = keys[key : key + last + 1].tolist()
+        query, key = query + num_queries, key + num_keys
+    assert query == layout.num_tokens and key == len(keys)
+    return seen
+
+
+@given(groups_of_sequences, st.booleans())
+def test_every_scored_token_sees_exactly_its_own_sequence(
+    contents: list[tuple[list[int], list[list[int]]]], share_prompt: bool
+) -> None:
+    layout = layout_row([group(context, *cs) for context, cs in contents], share_prompt=share_prompt)
+    seen = attended(layout)
+    scored = iter(zip(layout.logit_index.tolist(), layout.targets.tolist(), strict=True))
+    for context, completions in contents:
+        for completion in completions:
+            for number, token in enumerate(completion):
+                position, target = next(scored)
+                assert target == token
+                history = [*context, *completion[:number]]
+                assert layout.input_ids[seen[position]].tolist() == history
+                assert layout.position_ids[seen[position]].tolist() == list(range(len(history)))
+    assert next(scored, None) is None
+
+
+@given(groups_of_sequences)
+def test_sharing_never_computes_more_and_computes_each_prefix_once(
+    contents: list[tuple[list[int], list[list[int]]]],
+) -> None:
+    groups = [group(context, *completions) for context, completions in contents]
+    shared, unshared = (layout_row(groups, share_prompt=share) for share in (True, False))
+    assert unshared.num_tokens == sum(len(g.context) + len(c) for g in groups for c in g.completions)
+    saved = sum(
+        (len(g.completions) - 1)
+        * common_prefix_length([np.concatenate((g.context, c)) for c in g.completions])
+        for g in groups
+    )
+    assert shared.num_tokens == unshared.num_tokens - saved
+
+
+@given(groups_of_sequences)
+def test_the_gathers_gradient_equals_index_select_s(
+    contents: list[tuple[list[int], list[list[int]]]],
+) -> None:
+    layout = layout_row([group(context, *cs) for context, cs in contents], share_prompt=True)
+    segments = packed_row(layout, CPU).segments
+    assert segments is not None
+    states = torch.randn(layout.num_tokens, 2, 3, dtype=torch.float64, requires_grad=True)
+    gathered = segments.gather(states)
+    index = torch.arange(layout.num_tokens) if layout.kv_index is None else torch.from_numpy(layout.kv_index)
+    expected = states.index_select(0, index)
+    assert torch.equal(gathered, expected)
+    weights = torch.randn_like(expected)
+    (ours,) = torch.autograd.grad(gathered, states, weights)
+    (theirs,) = torch.autograd.grad(expected, states, weights)
+    torch.testing.assert_close(ours, theirs)
+
+
+@given(groups_of_sequences)
+def test_a_padded_batch_holds_each_sequence_in_a_line(
+    contents: list[tuple[list[int], list[list[int]]]],
+) -> None:
+    groups = [group(context, *completions) for context, completions in contents]
+    row = padded_row(groups, pad_token_id=9, device=CPU)
+    assert row.attention_mask is not None
+    sequences = [[*context, *completion] for context, completions in contents for completion in completions]
+    for line, mask, sequence in zip(row.input_ids, row.attention_mask, sequences, strict=True):
+        assert line[mask.bool()].tolist() == sequence and mask.sum() == len(sequence)
+        assert (line[len(sequence) :] == 9).all()
+    flat = row.input_ids.flatten()
+    # Right after the position that predicts it stands the target.
+    assert torch.equal(flat[row.logit_index + 1], row.targets)
+    assert row.num_tokens == sum(map(len, sequences))

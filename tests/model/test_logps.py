@@ -1,0 +1,387 @@
+"""Chunked log-probs against plain log_softmax: values, gradients, statistics, memory.
+
+Legend: N scored tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.heads import ALL, CHUNK_TOKENS, PLAIN, TRANSFORMS, Head, N, V, chunked, gradients, make_head
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dpo_pack.model.logps import (
+    HEAD_BOUNDS,
+    HeadBounds,
+    HeadTransform,
+    WantedStatistics,
+    sequence_sums,
+    token_logps,
+)
+
+
+def plain_logits(head: Head, transform: HeadTransform) -> Tensor:
+    """[N, V], with torch's own operations only."""
+    logits = head.hidden @ head.weight.T
+    if head.bias is not None:
+        logits = logits + head.bias
+    logits = transform.scale * logits
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    return logits
+
+
+def plain_logps(head: Head, transform: HeadTransform) -> Tensor:
+    return plain_logits(head, transform).log_softmax(dim=1).gather(1, head.targets[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("kept_chunks", [0, 2, 99])
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_logps_and_gradients_equal_a_plain_log_softmax(
+    transform: HeadTransform, has_bias: bool, is_frozen: bool, kept_chunks: int
+) -> None:
+    head = make_head(has_bias=has_bias, is_frozen=is_frozen)
+    expected = plain_logps(head, transform)
+    logps, _ = chunked(head, transform, kept_chunks=kept_chunks)
+    torch.testing.assert_close(logps, expected, rtol=1e-12, atol=1e-12)
+    ours, theirs = gradients(head, logps), gradients(head, expected)
+    assert len(ours) == 1 + (not is_frozen) * (1 + has_bias)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_a_head_that_is_trained_in_part_gets_that_part_s_gradient(trained: str) -> None:
+    head = make_head()
+    for name, leaf in (("hidden", head.hidden), ("weight", head.weight), ("bias", head.bias)):
+        assert leaf is not None
+        leaf.requires_grad_(name == trained)
+    (ours,) = gradients(head, chunked(head, PLAIN)[0])
+    (theirs,) = gradients(head, plain_logps(head, PLAIN))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 6, 10])
+@pytest.mark.parametrize("chunk_tokens", [0, 1, CHUNK_TOKENS, 10_000])
+def test_chunk_boundaries_change_nothing(num_tokens: int, chunk_tokens: int) -> None:
+    """A bound below one token's logits (0) still computes one token at a time."""
+    head = make_head(num_tokens=num_tokens)
+    logps, _ = chunked(head, PLAIN, chunk_tokens=chunk_tokens)
+    expected = plain_logps(head, PLAIN)
+    assert logps.shape == (num_tokens,)
+    torch.testing.assert_close(logps, expected, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(gradients(head, logps), gradients(head, expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_kept_and_recomputed_chunks_give_the_same_gradients_in_fp32(transform: HeadTransform) -> None:
+    stored = []
+    for kept_chunks in (0, 3, 99):
+        head = make_head(dtype=torch.float32)
+        stored.append(gradients(head, chunked(head, transform, kept_chunks=kept_chunks)[0]))
+    for others in stored[1:]:
+        for ours, theirs in zip(stored[0], others, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_gradcheck(transform: HeadTransform, is_frozen: bool) -> None:
+    head = make_head(num_tokens=7, is_frozen=is_frozen, width=3)
+
+    def logps(*leaves: Tensor) -> Tensor:
+        return chunked(head, transform, chunk_tokens=3, kept_chunks=1)[0]
+
+    assert torch.autograd.gradcheck(logps, head.leaves())
+
+
+def mean_error(values: Tensor, truth: Tensor) -> float:
+    return float((values.detach().double() - truth.detach()).abs().mean())
+
+
+@pytest.mark.parametrize("kept_chunks", [0, 2])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_bf16_products_of_fp32_weights_err_no_more_than_autocast_and_give_fp32_gradients(
+    is_frozen: bool, kept_chunks: int
+) -> None:
+    exact = make_head(num_tokens=200, width=64, is_frozen=is_frozen)
+    head = make_head(num_tokens=200, width=64, is_frozen=is_frozen, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = plain_logps(head, PLAIN)
+        ours, statistics = chunked(head, PLAIN, kept_chunks=kept_chunks, compute_dtype=torch.bfloat16)
+    assert {ours.dtype, *(values.dtype for values in statistics)} == {torch.float32}
+    expected = plain_logps(exact, PLAIN)
+    assert 1e-3 < mean_error(ours, expected) <= 1.1 * mean_error(plain, expected)
+    theirs, truths = gradients(head, plain), gradients(exact, expected)
+    for mine, other, truth in zip(gradients(head, ours), theirs, truths, strict=True):
+        assert mine.dtype == torch.float32
+        assert 1e-4 < mean_error(mine, truth) <= 1.1 * mean_error(other, truth)
+
+
+def test_bf16_weights_get_bf16_gradients_that_lose_nothing_over_many_chunks() -> None:
+    """Each chunk is one token: added up in bf16, their weight gradients would lose most small terms."""
+    exact = make_head(num_tokens=400, width=64)
+    head = make_head(num_tokens=400, width=64, dtype=torch.bfloat16)
+    plain = plain_logits(head, PLAIN).float().log_softmax(dim=1).gather(1, head.targets[:, None]).squeeze(1)
+    ours, _ = chunked(head, PLAIN, chunk_tokens=1)
+    expected = plain_logps(exact, PLAIN)
+    assert ours.dtype == torch.float32
+    assert mean_error(ours, expected) <= 1.1 * mean_error(plain, expected)
+    theirs, truths = gradients(head, plain), gradients(exact, expected)
+    for mine, other, truth in zip(gradients(head, ours), theirs, truths, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert mean_error(mine, truth) <= 1.1 * mean_error(other, truth)
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("squares", [False, True])
+def test_statistics_that_nobody_asked_for_are_nan_and_change_nothing_else(
+    metrics: bool, squares: bool
+) -> None:
+    head = make_head()
+    everything, all_statistics = chunked(head, PLAIN)
+    logps, statistics = chunked(head, PLAIN, wanted=WantedStatistics(metrics=metrics, squares=squares))
+    assert torch.equal(logps, everything)
+    for name, values in statistics._asdict().items():
+        if squares if name == "log_sum_squares" else metrics:
+            assert torch.equal(values, all_statistics._asdict()[name])
+        else:
+            assert values.isnan().all()
+    for ours, theirs in zip(gradients(head, logps), gradients(head, everything), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_statistics_are_those_of_the_full_distribution(transform: HeadTransform) -> None:
+    head = make_head()
+    head.targets[:9] = plain_logits(head, transform).argmax(dim=1)[:9]  # some that are the likeliest token
+    _, statistics = chunked(head, transform)
+    logits = plain_logits(head, transform).detach()
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(statistics.entropy, entropy)
+    torch.testing.assert_close(statistics.mean_logit, logits.mean(dim=1))
+    squares = logits.softmax(dim=1).square().sum(dim=1)
+    torch.testing.assert_close(statistics.log_sum_squares, squares.log())
+    assert statistics.is_top1.tolist() == (logits.argmax(dim=1) == head.targets).tolist()
+    assert 9 <= statistics.is_top1.sum() < N
+    assert not any(values.requires_grad for values in statistics)
+
+
+def test_statistics_of_two_tokens_by_hand() -> None:
+    """Logits (0, ln 3): probabilities 1/4 and 3/4."""
+    logits = torch.tensor([[0.0], [3.0]], dtype=torch.float64).log1p()  # weight of a hidden state of 1
+    logits[1] = torch.tensor(3.0, dtype=torch.float64).log()
+    hidden = torch.ones(2, 1, dtype=torch.float64)
+    logps, statistics = token_logps(
+        hidden,
+        logits,
+        None,
+        torch.tensor([0, 1]),
+        transform=PLAIN,
+        compute_dtype=torch.float64,
+        bounds=HeadBounds(chunk_tokens=1, chunk_bytes=1, kept_bytes=0),
+        wanted=ALL,
+    )
+    torch.testing.assert_close(logps, torch.tensor([0.25, 0.75], dtype=torch.float64).log())
+    entropy = -(0.25 * logps[0] + 0.75 * logps[1])
+    torch.testing.assert_close(statistics.entropy, entropy.expand(2))
+    assert statistics.is_top1.tolist() == [0.0, 1.0]
+    torch.testing.assert_close(statistics.mean_logit, logits.mean().expand(2))
+    squares = torch.tensor(1 / 16 + 9 / 16, dtype=torch.float64)
+    torch.testing.assert_close(statistics.log_sum_squares, squares.log().expand(2))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("kept_chunks", [0, 2])
+def test_a_second_backward_pass_gives_the_same_gradients(kept_chunks: int, is_frozen: bool) -> None:
+    head = make_head(is_frozen=is_frozen)
+    logps, _ = chunked(head, TRANSFORMS["softcapped"], kept_chunks=kept_chunks)
+    total = (logps * head.token_weights).sum()
+    first = torch.autograd.grad(total, head.leaves(), retain_graph=True)
+    second = torch.autograd.grad(total, head.leaves())
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every tensor an operation makes; `peak` is the most that was alive after one, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.storages = {key: (ref, size) for key, (ref, size) in self.storages.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+        return result
+
+
+def peak_bytes(*, num_tokens: int, kept_chunks: int, has_gradients: bool = True) -> int:
+    head = make_head(num_tokens=num_tokens, has_bias=False)
+    live = LiveBytes()
+    with live, torch.set_grad_enabled(has_gradients):
+        logps, _ = chunked(head, PLAIN, kept_chunks=kept_chunks)
+        assert logps.requires_grad == has_gradients
+        if has_gradients:
+            gradients(head, logps)
+    return live.peak
+
+
+def test_without_gradients_nothing_is_kept_for_a_backward_pass() -> None:
+    logits_bytes = 500 * V * 8
+    assert peak_bytes(num_tokens=500, kept_chunks=99) > logits_bytes  # or the next line could not fail
+    without = peak_bytes(num_tokens=500, kept_chunks=99, has_gradients=False)
+    assert without == peak_bytes(num_tokens=500, kept_chunks=0, has_gradients=False) < logits_bytes / 2
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_in_bf16_a_chunk_s_product_goes_before_its_logits_are_worked_on(is_frozen: bool) -> None:
+    num_tokens, vocabulary = 200, 20_000
+    hidden = torch.randn(num_tokens, 2, requires_grad=True)
+    weight = torch.randn(vocabulary, 2, requires_grad=not is_frozen)
+    with LiveBytes() as live:
+        logps, _ = token_logps(
+            hidden,
+            weight,
+            None,
+            torch.zeros(num_tokens, dtype=torch.int64),
+            transform=PLAIN,
+            compute_dtype=torch.bfloat16,
+            bounds=HeadBounds(chunk_tokens=100, chunk_bytes=2**40, kept_bytes=0),
+            wanted=WantedStatistics(),
+        )
+        logps.sum().backward()
+    # Two buffers in fp32; a frozen head's gradient is made at once, and cast.
+    assert 8 < live.peak / (100 * vocabulary) < (11 if is_frozen else 9)
+
+
+class LogitTraffic(TorchDispatchMode):
+    """Counts what reads or writes all logits of a chunk, products left out, and its bytes."""
+
+    def __init__(self, num_logits: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_logits, self.num_operations, self.num_bytes = num_logits, 0, 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func).split(".")[1]
+        if name in ("mm", "permute", "t", "transpose", "gather", "scatter_add_"):
+            return result  # products, views, a column's worth
+        leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        moved = sum(leaf.nbytes for leaf in leaves if leaf.numel() == self.num_logits)
+        self.num_operations += moved > 0
+        self.num_bytes += moved
+        return result
+
+
+def test_the_passes_over_logits_are_those_that_the_docs_count() -> None:
+    num_tokens, vocabulary = 64, 500
+    hidden = torch.randn(num_tokens, 8, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, requires_grad=True)
+    with LogitTraffic(num_tokens * vocabulary) as traffic:
+        logps, _ = token_logps(
+            hidden,
+            weight,
+            None,
+            torch.zeros(num_tokens, dtype=torch.int64),
+            transform=PLAIN,
+            compute_dtype=torch.bfloat16,
+            bounds=HeadBounds(chunk_tokens=num_tokens, chunk_bytes=2**40, kept_bytes=0),
+            wanted=WantedStatistics(),
+        )
+        logps.sum().backward()
+    assert (traffic.num_operations, traffic.num_bytes / (num_tokens * vocabulary)) == (13, 86)
+
+
+def test_only_as_many_chunks_are_kept_as_the_bound_allows() -> None:
+    chunk_bytes = CHUNK_TOKENS * V * 8
+    peaks = [peak_bytes(num_tokens=500, kept_chunks=kept) for kept in (0, 10, 20)]
+    assert peaks[1] - peaks[0] == pytest.approx(10 * chunk_bytes, abs=2 * chunk_bytes)
+    assert peaks[2] - peaks[1] == 10 * chunk_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "vocabulary_size", "expected"),
+    [
+        ("cpu", 8_192, 256),  # 16 MiB of buffers
+        ("cpu", 32_000, 256),
+        ("cpu", 152_064, 220),  # the bound in bytes
+        ("cpu", 2**27, 1),  # one token is more than the bound
+        ("cuda", 2_048, 8_192),
+        ("cuda", 152_064, 882),
+    ],
+)
+def test_a_chunk_is_bounded_in_tokens_and_in_bytes(device: str, vocabulary_size: int, expected: int) -> None:
+    assert HEAD_BOUNDS[device].tokens_in_chunk(4 * vocabulary_size) == expected
+
+
+def measured_peaks(method: str, num_tokens: list[int]) -> list[int]:
+    script = Path(__file__).parents[1] / "support" / "logps_memory.py"
+    command = [sys.executable, str(script), method, "32000", *map(str, num_tokens)]
+    # Large buffers go back to the system at once: kept ones would make the peak a matter of chance.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
+    process = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return [int(line) for line in process.stdout.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_measured_peak_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
+    """Forward and backward with V = 32,000, where the fp32 logits of 12,288 tokens are 1.6 GB.
+
+    6,144 tokens already have more chunks than are kept for the backward pass.
+    """
+    logits_bytes_per_token = 32_000 * 4
+    few, many = measured_peaks("chunked", [6_144, 12_288])
+    assert many - few < 0.05 * (12_288 - 6_144) * logits_bytes_per_token
+    few, many = measured_peaks("naive", [512, 2_048])
+    assert many - few > 0.9 * (2_048 - 512) * logits_bytes_per_token
+
+
+def test_sequence_sums_equal_a_loop_in_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 1, 0, 7, 12]
+    values = -20 * torch.rand(sum(lengths), generator=generator)
+    expected, start = [], 0
+    for length in lengths:
+        expected.append(sum(values[start : start + length].tolist()))
+        start += length
+    sums = sequence_sums(values, torch.tensor(lengths))
+    assert sums.dtype == torch.float64
+    torch.testing.assert_close(sums, torch.tensor(expected, dtype=torch.float64), rtol=1e-15, atol=0.0)
+
+
+def test_sequence_sums_hand_each_token_its_sequence_s_gradient() -> None:
+    values = torch.zeros(6, requires_grad=True)
+    sums = sequence_sums(values, torch.tensor([2, 1, 3]))
+    (gradient,) = torch.autograd.grad(sums, values, torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))
+    assert gradient.dtype == torch.float32
+    assert gradient.tolist() == [1.0, 1.0, -2.0, 0.5, 0.5, 0.5]
+
+
+def test_sums_of_many_fp32_values_keep_small_differences() -> None:
+    """A reward is a small difference of two large sums: 20,000 values of -1 and one of -1e-4."""
+    values = torch.cat((torch.full((20_000,), -1.0), torch.tensor([-1e-4])))
+    sums = [sequence_sums(part, torch.tensor([len(part)])) for part in (values, values[:-1])]
+    assert (sums[0] - sums[1]).item() == pytest.approx(-1e-4, rel=1e-6)

@@ -1,0 +1,214 @@
+"""Models with an adapter: log-probs and gradients as plain peft has them, proofs, what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from support.tiny_adapters import refusal, saved_adapter
+from support.tiny_models import VOCABULARY, tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.loading import load_model
+from dpo_pack.model.lora import LoraSettings, attach_adapter
+from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.proofs.rows import proof_groups
+from dpo_pack.proofs.start_up import prove
+
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+CPU = torch.device("cpu")
+
+
+# -------------------------------------------------------------------------------------------------- attaching
+
+
+def test_a_saved_adapter_is_read_onto_the_device_of_its_model(
+    bases: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft would take the first GPU, on every rank."""
+    monkeypatch.setattr("peft.peft_model.infer_device", lambda: pytest.fail("peft chose the device"))
+    load(bases("llama"), saved_adapter(tmp_path, bases("llama")))
+
+
+def test_an_adapter_stays_trainable_while_its_base_is_the_reference(bases: Callable[[str], Path]) -> None:
+    loaded = load(bases("llama"), settings())
+    trained = [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
+    assert trained
+    with loaded.as_reference():
+        assert trained == [name for name, p in loaded.model.named_parameters() if p.requires_grad]
+    assert trained == [name for name, p in loaded.model.named_parameters() if p.requires_grad]
+
+
+# ------------------------------------------------------------------------------------------------- the head
+
+
+def load(base: Path, adapter: LoraSettings | Path, *, packed: bool = True) -> LoadedModel:
+    return load_model(
+        str(base),
+        revision=None,
+        trust_remote_code=False,
+        precision=Precision(parameters=torch.float32, autocast=None),
+        attention="auto",
+        packed=packed,
+        gradient_checkpointing=False,
+        device=CPU,
+        recipe_key="model.path",
+        adapter=adapter,
+    )
+
+
+def settings(*targets: str, dropout: float = 0.0) -> LoraSettings:
+    return LoraSettings(r=4, alpha=8.0, dropout=dropout, target_modules=targets or "all-linear", seed=0)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directories of tiny models by family."""
+    root = tmp_path_factory.mktemp("bases")
+
+    def base(family: str) -> Path:
+        if not (root / family).is_dir():
+            tiny_model(family).save_pretrained(root / family)
+        return root / family
+
+    return base
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "low rank": {"target_modules": ["q_proj", "lm_head"]},
+    "saved whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "low-rank embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "rank-stabilised with DoRA": {"use_rslora": True, "use_dora": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("head", "packed"), [*((head, True) for head in HEADS), ("plain", False), ("low rank", False)]
+)
+def test_log_probs_and_gradients_of_an_adapter_are_those_of_plain_peft(
+    head: str, packed: bool, bases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = bases("llama")
+    adapter = saved_adapter(tmp_path / "adapter", base, **HEADS[head])
+    loaded = load(base, adapter, packed=packed)
+    torch.manual_seed(0)
+    groups = proof_groups(VOCABULARY)
+    sums = loaded.scorer(row_of(groups, packed)).sums
+    sums.square().sum().backward()
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), str(adapter), is_trainable=True
+    ).eval()
+    expected = torch.stack([plain_sum(plain, group, side) for group in groups for side in (0, 1)])
+    expected.square().sum().backward()
+    torch.testing.assert_close(sums, expected, atol=1e-4, rtol=1e-6)
+    ours = {n: p.grad for n, p in loaded.model.named_parameters() if p.requires_grad}
+    theirs = {n: p.grad for n, p in plain.get_base_model().named_parameters() if p.requires_grad}
+    assert ours.keys() == theirs.keys() and ours
+    for name, grad in ours.items():
+        expected_grad = theirs[name]
+        assert grad is not None and expected_grad is not None, name
+        assert (grad - expected_grad).norm() <= 1e-5 * expected_grad.norm(), name
+    assert all(proof.passed for proof in prove(loaded.scorer, CPU))
+
+
+def row_of(groups: list[Group], packed: bool) -> Row:
+    if packed:
+        return packed_row(layout_row(groups, share_prompt=True), CPU)
+    return padded_row(groups, pad_token_id=0, device=CPU)
+
+
+def plain_sum(model: Any, group: Group, side: int) -> Tensor:
+    completion = torch.from_numpy(group.completions[side])
+    tokens = torch.cat((torch.from_numpy(group.context), completion))[None]
+    scored = model(tokens).logits[0, len(group.context) - 1 : -1].log_softmax(-1)
+    total: Tensor = scored.gather(1, completion[:, None]).double().sum()
+    return total
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe"])
+def test_the_proofs_hold_for_a_new_adapter(family: str, bases: Callable[[str], Path]) -> None:
+    loaded = load(bases(family), settings())
+    assert any(parameter.requires_grad for parameter in loaded.scorer.parameters())
+    assert not any(p.requires_grad for n, p in loaded.scorer.named_parameters() if "lora_" not in n)
+    assert all(proof.passed for proof in prove(loaded.scorer, CPU))
+
+
+def test_a_new_adapter_depends_on_the_seed_alone(bases: Callable[[str], Path]) -> None:
+    def first(seed: int) -> Tensor:
+        torch.manual_seed(torch.initial_seed() + 1)
+        model = load(
+            bases("llama"), LoraSettings(r=2, alpha=4, dropout=0.0, target_modules=("q_proj",), seed=seed)
+        )
+        return next(p for p in model.scorer.parameters() if p.requires_grad).detach()
+
+    assert torch.equal(first(3), first(3)) and not torch.equal(first(3), first(4))
+
+
+def test_dropout_draws_only_where_gradients_are_wanted(bases: Callable[[str], Path]) -> None:
+    loaded = load(bases("llama"), settings(dropout=0.5))
+    for name, parameter in loaded.scorer.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.constant_(parameter, 0.05)
+    row = row_of(proof_groups(VOCABULARY), packed=True)
+    one, other = loaded.scorer(row).sums, loaded.scorer(row).sums
+    assert (one - other).abs().max() > 0.1
+    with torch.no_grad():
+        one, other = loaded.scorer(row).sums, loaded.scorer(row).sums
+    assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+def test_adapters_of_tied_heads_and_odd_heads_are_refused(
+    bases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tied = bases("gpt2")
+    for target in ("lm_head", "wte"):
+        message = refusal(functools.partial(load, tied, settings("c_attn", target)))
+        assert "model.lora" in message and "one tensor" in message
+    assert "without dropout" in refusal(lambda: load(bases("llama"), settings("lm_head", dropout=0.1)))
+    with_bias = saved_adapter(
+        tmp_path / "dora", bases("llama"), use_dora=True, target_modules=["q_proj", "lm_head"]
+    )
+    assert "output head in a way" in refusal(lambda: load(bases("llama"), with_bias))
+
+
+def test_target_modules_that_match_nothing_are_named(bases: Callable[[str], Path]) -> None:
+    assert "model.lora" in refusal(lambda: load(bases("llama"), settings("no_such")))
+    message = refusal(lambda: load(bases("llama"), settings("q_proj", "w_proj")))
+    assert "no linear module named w_proj" in message
+
+
+def test_an_adapter_that_does_not_fit_is_one_line(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = saved_adapter(tmp_path / "adapter", bases("llama"))
+    assert "does not fit" in refusal(lambda: load(bases("gpt2"), adapter))
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+    removed = next(iter(weights))
+    save_file({name: tensor for name, tensor in weights.items() if name != removed}, file)
+    assert "its weights lack" in refusal(lambda: load(bases("llama"), adapter))
+    save_file({**weights, "base_model.model.model.layers.7.lora_A.weight": torch.ones(1)}, file)
+    assert "have no place for" in refusal(lambda: load(bases("llama"), adapter))
+    file.write_bytes(b"not weights")
+    assert "does not fit" in refusal(lambda: load(bases("llama"), adapter))
+    file.unlink()
+    assert refusal(lambda: load(bases("llama"), adapter))
+
+
+def test_attaching_leaves_the_base_s_weights_as_they_are(bases: Callable[[str], Path]) -> None:
+    model = tiny_model("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    adapter = attach_adapter(model, settings(), base="base", revision=None, recipe_key="model.path")
+    after = adapter.merge().state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -1,0 +1,184 @@
+"""Which strategy a run gets and why, which combinations are refused, and what ranks without a row compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from support.tiny_recipe import load, message_of
+from support.tiny_run import tiny_run
+
+import dpo_pack.run.strategy as strategies
+from dpo_pack.data.store import pair_lengths
+from dpo_pack.model.parallel import Strategy
+from dpo_pack.model.scorer import resolve_precision
+from dpo_pack.packing.flops import pair_flops
+from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.batches import plan_settings, row_builder
+from dpo_pack.run.models import resolve_policy
+from dpo_pack.run.prepare import prepare
+from dpo_pack.run.strategy import choose_strategy
+from dpo_pack.system import ranks
+from dpo_pack.training.batches import GlobalBatch
+from dpo_pack.training.offline import OfflineSource
+
+CPU = torch.device("cpu")
+FSDP2 = "distributed.strategy=fsdp2"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("strategy")
+    tiny_run(directory)
+    return directory
+
+
+def chosen(directory: Path, *overrides: str) -> Strategy:
+    recipe = load_recipe(directory / "recipe.yaml", overrides)
+    precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, CPU)
+    return choose_strategy(recipe, resolve_policy(recipe, precision), CPU)
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said to several ranks is said to this one, of two."""
+    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(ranks, "largest_number", lambda number: number)
+    monkeypatch.setattr(strategies, "init_device_mesh", lambda device, shape, **_: (device, shape))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp2"])
+def test_one_process_needs_no_strategy(strategy: str, directory: Path) -> None:
+    assert chosen(directory, f"distributed.strategy={strategy}").name == "none"
+
+
+def test_what_is_computed_otherwise_in_shards_is_refused_on_one_process(directory: Path) -> None:
+    for option in ("gather_dtype=bfloat16", "cpu_offload=true"):
+        message = message_of(lambda: chosen(directory, FSDP2, f"distributed.{option}"))  # noqa: B023
+        assert message.startswith(f"distributed.{option.partition('=')[0]}: ") and "this is one" in message
+
+
+def test_auto_copies_what_fits_and_shards_what_does_not(
+    two: None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_parameters = sum(
+        np.prod(shape) for shape in _shapes(directory / "model" / "model.safetensors").values()
+    )
+    needed = 16 * num_parameters
+    monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / strategies.STATE_SHARE) + 9)
+    copies = chosen(directory)
+    assert copies.name == "ddp" and not copies.shards and "parameters takes" in copies.sentence()
+    monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / strategies.STATE_SHARE) - 9)
+    shards = chosen(directory)
+    assert shards.name == "fsdp2" and shards.mesh == ("cpu", (2,)) and "a device has" in shards.reason
+    assert chosen(directory, "model.lora={r: 4, alpha: 8}").name == "ddp"
+    assert chosen(directory, "distributed.strategy=ddp").reason == "distributed.strategy"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parameter_bytes"),
+    [
+        (("reference.sync={every_steps: 2, mixup: 0.5}",), 20),
+        (("reference.sync={every_steps: 2, mixup: 0.5}", "model.lora={r: 4, alpha: 8}"), 8),
+        (("model.autocast=bfloat16",), 18),
+        (("model.autocast=bfloat16", "model.gradient_checkpointing=true"), 16),
+        (("model.dtype=bfloat16",), 14),
+    ],
+)
+def test_auto_counts_a_reference_that_moves_and_the_casts_of_weights(
+    overrides: tuple[str, ...],
+    parameter_bytes: int,
+    two: None,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = _shapes(directory / "model" / "model.safetensors")
+    needed = parameter_bytes * sum(np.prod(shape) for shape in shapes.values())
+    for spare, name in ((9, "ddp"), (-9, "fsdp2")):
+        memory = int(needed / strategies.STATE_SHARE) + spare
+        monkeypatch.setattr(strategies, "device_memory", lambda device: memory)  # noqa: B023
+        assert chosen(directory, *overrides).name == name
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors.torch import load_file
+
+    return {name: tuple(tensor.shape) for name, tensor in load_file(file).items()}
+
+
+def test_hybrid_shards_within_nodes(two: None, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "num_ranks", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert chosen(directory, FSDP2, "distributed.hybrid=true").mesh == ("cpu", (2, 4))
+    for num_here in ("8", "1", "3"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_here)
+        message = message_of(lambda: chosen(directory, FSDP2, "distributed.hybrid=true"))
+        assert "distributed.hybrid" in message and f"{num_here} of the run's 8" in message
+
+
+def test_offloading_needs_another_device_than_the_cpu(two: None, directory: Path) -> None:
+    message = message_of(lambda: chosen(directory, FSDP2, "distributed.cpu_offload=true"))
+    assert "distributed.cpu_offload" in message and "leave it out" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("distributed.hybrid=true",), "needs distributed.strategy: fsdp2"),
+        (("distributed.strategy=ddp", "distributed.cpu_offload=true"), "needs distributed.strategy: fsdp2"),
+        (("distributed.gather_dtype=bfloat16",), "needs distributed.strategy: fsdp2"),
+        ((FSDP2, "distributed.gather_dtype=float16"), "distributed.gather_dtype"),
+        (
+            (FSDP2, "distributed.gather_dtype=bfloat16", "model.autocast=bfloat16"),
+            "takes the place of model.autocast",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(overrides: tuple[str, ...], words: str) -> None:
+    assert words in message_of(lambda: load(*overrides))
+
+
+def test_the_dtype_of_gathered_shards_takes_the_place_of_autocast() -> None:
+    precision = resolve_precision("auto", "auto", torch.device("cuda"), gather_dtype="bfloat16")
+    assert (precision.parameters, precision.autocast) == (torch.float32, None)
+    assert precision.gathered == precision.activations == torch.bfloat16
+
+
+def batches_of(recipe: Recipe, rank: int, *, equal_rows: bool) -> list[GlobalBatch]:
+    prepared = prepare(recipe, Console(quiet=True))
+    table = prepared.data.train
+    source = OfflineSource(
+        row_builder(prepared, table),
+        settings=plan_settings(recipe),
+        row_costs=pair_flops(prepared.policy_facts.shape, pair_lengths(table), share_prompt=True),
+        source_weights=prepared.data.source_weights,
+        epochs=1,
+        max_steps=None,
+        shuffle=True,
+        seed=0,
+        rank=rank,
+        num_ranks=3,
+        equal_rows=equal_rows,
+    )
+    return list(source)
+
+
+@pytest.mark.parametrize("equal_rows", [False, True])
+def test_every_rank_has_a_gradient_to_give_and_every_pair_counts_once(
+    equal_rows: bool, directory: Path
+) -> None:
+    """13 pairs in steps of 4 over 3 ranks: two ranks have nothing in the last step."""
+    overrides = ("data.train.0.max_pairs=13", "packing.pairs_per_step=4", "packing.token_budget=48")
+    recipe = load_recipe(directory / "recipe.yaml", overrides)
+    of_ranks = [batches_of(recipe, rank, equal_rows=equal_rows) for rank in range(3)]
+    for batches in zip(*of_ranks, strict=True):
+        passes = [batch.num_passes for batch in batches]
+        assert min(passes) >= 1 and (not equal_rows or len(set(passes)) == 1)
+        assert equal_rows or all(len(batch.idle_rows) == (not batch.rows) for batch in batches)
+        counted = np.concatenate([batch.pair_indices for batch in batches])
+        whole = np.concatenate(batches[0].row_pairs)
+        assert sorted(counted) == sorted(whole) and len(whole) == batches[0].num_pairs == len(set(whole))
+    assert [len(batch.pair_indices) for batch in (of_ranks[rank][-1] for rank in range(3))].count(0) == 2

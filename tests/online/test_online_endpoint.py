@@ -1,0 +1,355 @@
+"""Servers with OpenAI's interface, by a local one that fails, stalls, babbles and recovers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from support.stub_server import Stub, completions, hanging, serving, verdicts
+from support.tiny_online import online_recipe
+from support.tiny_tokenizer import tiny_tokenizer
+from test_online_judges import ROLLOUTS, rollout
+
+from dpo_pack.online.endpoint import Endpoint, api_key
+from dpo_pack.online.http_generator import HttpGenerator
+from dpo_pack.online.interface import Completion, Failure
+from dpo_pack.online.judges import LlmJudge
+from dpo_pack.online.sampling import SamplingSettings
+from dpo_pack.system.errors import RunError
+from dpo_pack.system.interrupts import Interrupted, interruptible
+from dpo_pack.train import train
+
+SAMPLING = SamplingSettings(completions_per_prompt=3, max_new_tokens=12, top_k=9, min_p=0.1, stop=("END",))
+WORDS = ("bread", "sky", "yes", "tree", "seven", "")
+
+
+def words(seed: int, number: int) -> str:
+    return f" {WORDS[seed % 5]} {WORDS[(seed // 5 + number) % 6]}".rstrip()
+
+
+def endpoint(stub: Stub, *, timeout_seconds: float = 5.0, retries: int = 3, concurrency: int = 4) -> Endpoint:
+    return Endpoint(
+        url=stub.url,
+        model="served",
+        api_key="secret",
+        timeout_seconds=timeout_seconds,
+        retries=retries,
+        concurrency=concurrency,
+        recipe_key="online.generator.endpoint",
+        first_pause_seconds=0.01,
+    )
+
+
+def generator(
+    stub: Stub, sampling: SamplingSettings = SAMPLING, console: Console | None = None, **settings: Any
+) -> HttpGenerator:
+    return HttpGenerator(
+        endpoint=endpoint(stub, **settings),
+        tokenizer=tiny_tokenizer(),
+        sampling=sampling,
+        seed=0,
+        console=console or Console(quiet=True),
+    )
+
+
+DRAWS = [r.draw for r in ROLLOUTS]
+
+
+def texts(results: list[tuple[Completion, ...] | Failure]) -> list[list[str] | None]:
+    return [None if isinstance(r, Failure) else [c.text for c in r] for r in results]
+
+
+def test_a_request_says_what_the_recipe_says_and_the_answer_is_tokenised() -> None:
+    with serving(Stub(completions(words))) as stub:
+        results = generator(stub).generate(DRAWS)
+    assert sorted(r["prompt"] for r in stub.requests) == sorted(d.prompt.ids.tolist() for d in DRAWS)
+    asked = next(r for r in stub.requests if r["prompt"] == DRAWS[0].prompt.ids.tolist())
+    assert asked["key"] == "Bearer secret" and asked["model"] == "served" and asked["n"] == 3
+    assert asked["max_tokens"] == 12 and asked["top_k"] == 9 and asked["min_p"] == 0.1
+    assert asked["top_p"] == asked["repetition_penalty"] == 1.0
+    assert asked["stop"] == ["END"] and asked["temperature"] == 1.0
+    assert len({r["seed"] for r in stub.requests}) == 3
+    tokenizer = tiny_tokenizer()
+    for result in results:
+        assert not isinstance(result, Failure) and len(result) == 3
+        for completion in result:
+            assert completion.ids.tolist() == [*tokenizer(completion.text)["input_ids"], 2]
+            assert completion.is_finished
+
+
+def test_a_stop_string_is_what_ended_a_completion_and_one_that_was_cut_has_no_end() -> None:
+    def reply(path: str, body: dict[str, Any]) -> Any:
+        ends = ({"finish_reason": "stop"}, {"finish_reason": "stop", "stop_reason": "END"})
+        return {"choices": [{"text": "yes", **end} for end in (*ends, {"finish_reason": "length"})]}
+
+    with serving(Stub(reply)) as stub:
+        (result,) = generator(stub).generate(DRAWS[:1])
+    assert not isinstance(result, Failure)
+    plain, with_stop = tiny_tokenizer()(["yes", "yesEND"])["input_ids"]
+    assert [c.ids.tolist() for c in result] == [[*plain, 2], with_stop, plain]
+    assert [c.is_finished for c in result] == [True, True, False]
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "429", "408", "garbage", "nonsense", "hang up"])
+def test_what_may_pass_is_asked_again_and_nothing_is_lost(fault: str) -> None:
+    with serving(Stub(completions(words))) as calm:
+        expected = texts(generator(calm).generate(DRAWS))
+    with serving(Stub(completions(words), faults=[fault] * 3)) as stub:
+        assert texts(generator(stub).generate(DRAWS)) == expected
+    assert len(stub.requests) == 6 and None not in expected
+
+
+@pytest.mark.parametrize("fault", ["stall", "trickle"])
+def test_a_stalled_answer_counts_as_failed_after_the_timeout(fault: str) -> None:
+    with serving(Stub(completions(words), faults=[fault], stall_seconds=0.6)) as stub:
+        begun = time.monotonic()
+        results = generator(stub, timeout_seconds=0.2).generate(DRAWS[:1])
+        assert None not in texts(results) and len(stub.requests) == 2
+        assert time.monotonic() - begun < 5.0
+
+
+def test_who_fails_to_the_end_fails_alone_with_a_reason_in_one_line() -> None:
+    with serving(Stub(completions(words), faults=["500"] * 3)) as stub:
+        results = generator(stub, retries=2, concurrency=1).generate(DRAWS)
+    failed = results[0]
+    assert isinstance(failed, Failure) and "\n" not in failed.reason
+    assert "HTTP 500" in failed.reason and "asked 3 times" in failed.reason
+    assert not isinstance(results[1], Failure) and not isinstance(results[2], Failure)
+
+
+def test_a_request_that_is_refused_is_not_repeated() -> None:
+    with serving(Stub(completions(words), faults=["400"])) as stub:
+        results = generator(stub, concurrency=1).generate(DRAWS)
+    assert [isinstance(r, Failure) for r in results] == [True, False, False] and len(stub.requests) == 3
+
+
+@pytest.mark.parametrize("status, reason", [("401", "API key"), ("404", "no such model or URL")])
+def test_what_cannot_pass_by_itself_stops_the_run(status: str, reason: str) -> None:
+    with (
+        serving(Stub(completions(words), faults=[status] * 9)) as stub,
+        pytest.raises(RunError, match=rf"online\.generator\.endpoint: .*HTTP {status}.*{reason}") as caught,
+    ):
+        generator(stub).generate(DRAWS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("then", ["stall", "hang up"])
+def test_an_error_whose_text_never_comes_is_the_error_it_is(then: str) -> None:
+    with serving(Stub(completions(words), faults=[f"503 {then}"], stall_seconds=0.6)) as stub:
+        results = generator(stub, timeout_seconds=0.2).generate(DRAWS[:1])
+        assert None not in texts(results) and len(stub.requests) == 2
+    with (
+        serving(Stub(completions(words), faults=[f"401 {then}"], stall_seconds=0.6)) as stub,
+        pytest.raises(RunError, match=r"HTTP 401: Unauthorized \(the API key is refused\)"),
+    ):
+        generator(stub, timeout_seconds=0.2).generate(DRAWS[:1])
+
+
+def test_nobody_there_is_a_failure_too() -> None:
+    with serving(Stub(completions(words))) as stub:
+        pass
+    results = generator(stub, retries=1).generate(DRAWS)
+    assert all(isinstance(r, Failure) and "refused" in r.reason for r in results)
+
+
+def test_no_more_requests_are_under_way_than_allowed() -> None:
+    def slow(path: str, body: dict[str, Any]) -> Any:
+        time.sleep(0.03)
+        return completions(words)(path, body)
+
+    with serving(Stub(slow)) as stub:
+        generator(stub, concurrency=2).generate(DRAWS * 4)
+    assert len(stub.requests) == 12 and stub.most_under_way == 2
+
+
+def test_an_api_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "k")
+    assert api_key("MY_KEY", "key") == "k" and api_key(None, "key") is None
+    monkeypatch.setenv("MY_KEY", " k\n")  # as a file gives it
+    assert api_key("MY_KEY", "key") == "k"
+    monkeypatch.setenv("MY_KEY", "\n")
+    for variable in ("NO_SUCH_KEY", "MY_KEY"):
+        with pytest.raises(RunError, match=f"key: environment variable {variable} is not set"):
+            api_key(variable, "key")
+
+
+@pytest.mark.parametrize("key", ["sk-1\nsk-2", "sk-1\x7f", "schl\u00fcssel-1", "sk-1\u200b"])
+def test_what_no_header_takes_is_refused_as_a_key_and_not_shown(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(RunError, match="key: environment variable MY_KEY .*not printable ASCII") as caught:
+        api_key("MY_KEY", "key")
+    assert "sk-1" not in str(caught.value) and "-1" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------ interruptions
+
+
+@contextmanager
+def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """A signal comes when `condition` holds, and ends what is inside within two seconds."""
+    sent: list[float] = []
+    main = threading.get_ident()
+
+    def send() -> None:
+        while not condition():
+            time.sleep(0.01)
+        sent.append(time.monotonic())
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    with pytest.raises(Interrupted), interruptible():
+        yield
+    assert time.monotonic() - sent[0] < 2.0
+
+
+def asking_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "online.generator.endpoint"]
+
+
+def test_who_is_interrupted_while_a_server_says_nothing_waits_no_longer() -> None:
+    released = threading.Event()
+    with serving(Stub(hanging(released))) as stub:
+        with interrupted_when(lambda: stub.num_under_way == 2):
+            generator(stub, timeout_seconds=60.0, concurrency=2).generate(DRAWS)
+        released.set()
+        for thread in asking_threads():
+            thread.join(timeout=2.0)
+    assert not asking_threads() and len(stub.requests) == 2  # the third prompt was not sent
+
+
+def test_an_interruption_ends_the_pauses_between_requests() -> None:
+    with serving(Stub(completions(words), faults=["500"] * 9)) as stub:
+        made = generator(stub)
+        patient = replace(made, endpoint=replace(made.endpoint, first_pause_seconds=30.0))
+        with interrupted_when(lambda: len(stub.requests) == 3):
+            patient.generate(DRAWS)
+        for thread in asking_threads():
+            thread.join(timeout=2.0)
+        assert not asking_threads() and len(stub.requests) == 3
+
+
+ASKING = """
+import sys
+from dpo_pack.system.interrupts import Interrupted, interruptible
+from dpo_pack.online.endpoint import Endpoint
+
+served = {"url": sys.argv[1], "model": "m", "api_key": None, "recipe_key": "online.generator.endpoint"}
+endpoint = Endpoint(**served, timeout_seconds=60.0, retries=9, concurrency=2)
+try:
+    with interruptible():
+        endpoint.ask_all("/completions", [{}, {}], lambda answer: answer)
+except Interrupted as interrupted:
+    sys.exit(interrupted.exit_status)
+"""
+
+
+def test_the_end_of_the_process_does_not_wait_for_a_server_either() -> None:
+    released = threading.Event()
+    with (
+        serving(Stub(hanging(released))) as stub,
+        subprocess.Popen([sys.executable, "-c", ASKING, stub.url]) as process,
+    ):
+        try:
+            while stub.num_under_way < 2:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.terminate()
+            assert process.wait(timeout=5.0) == 143
+        finally:
+            process.kill()
+            released.set()
+
+
+# --------------------------------------------------------------------------------------------- the judge
+
+
+def longer(first: str, second: str) -> str:
+    return "A" if len(first) > len(second) else "B" if len(first) < len(second) else "tie"
+
+
+def judged(says: Callable[[str, str], str]) -> tuple[list[Any], Stub]:
+    with serving(Stub(verdicts(says))) as stub:
+        return LlmJudge(endpoint=endpoint(stub), instructions="Be kind.").score(ROLLOUTS), stub
+
+
+def test_a_completion_scores_the_part_of_its_comparisons_it_wins_in_both_orders() -> None:
+    scores, stub = judged(longer)
+    assert [s.tolist() for s in scores] == [[0.0, 1.0, 0.5], [0.0, 1.0], [0.0, 1.0]]
+    assert len(stub.requests) == 6 + 2 + 2
+    system, question = (message["content"] for message in stub.requests[0]["messages"])
+    assert "Be kind." in system and any(r.draw.prompt.text in question for r in ROLLOUTS)
+
+
+@pytest.mark.parametrize("habit", ["A", " b.", "**A**"])
+def test_a_judge_that_looks_at_the_order_only_prefers_nothing(habit: str) -> None:
+    scores, _ = judged(lambda first, second: habit)
+    assert all(np.all(s == 0.5) for s in scores)
+
+
+def test_equal_answers_are_a_tie_without_asking() -> None:
+    with serving(Stub(verdicts(longer))) as stub:
+        (scores,) = LlmJudge(endpoint=endpoint(stub)).score([rollout("x", "aa", "aa", "b")])
+    assert not isinstance(scores, Failure) and scores.tolist() == [0.75, 0.75, 0.0]
+    assert len(stub.requests) == 4
+
+
+def test_a_verdict_that_is_none_is_asked_again_then_sets_its_prompt_aside() -> None:
+    def dodges(first: str, second: str) -> str:
+        return "I would rather not say" if "bake" in first + second else longer(first, second)
+
+    scores, stub = judged(dodges)
+    assert isinstance(scores[1], Failure) and "neither A, B nor T" in scores[1].reason
+    assert not isinstance(scores[0], Failure) and not isinstance(scores[2], Failure)
+    assert len(stub.requests) == 6 + 2 * 4 + 2
+
+
+# ---------------------------------------------------------------------------------------------- a run
+
+
+def test_a_run_against_a_server_that_misbehaves_and_recovers_loses_nothing(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpo_pack.online.endpoint._LONGEST_PAUSE_SECONDS", 0.01)
+    runs = []
+    for name, faults in {
+        "calm": [],
+        "rough": ["500", "garbage", "stall", "429", "hang up", "nonsense", "503"],
+    }.items():
+        with (
+            serving(Stub(completions(words), faults=list(faults), stall_seconds=0.8)) as answers,
+            serving(Stub(verdicts(longer), faults=["garbage", "500", "hang up"] * bool(faults))) as judge,
+        ):
+            served = {"model": "m", "retries": 8, "concurrency": 3, "timeout_seconds": 0.4}
+            recipe = online_recipe(
+                tmp_path / "assets",
+                tmp_path / name,
+                generator={"type": "http", "endpoint": {**served, "url": answers.url}},
+                judges=[{"type": "llm", "endpoint": {**served, "url": judge.url}}],
+                max_staleness_steps=5,  # as old as the server's weights become
+            )
+            train(recipe, console)
+        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        runs.append((pq.read_table(tmp_path / name / "rollouts.parquet").to_pylist(), records[-1]))
+        assert not answers.faults and not judge.faults
+    (calm_rows, calm), (rough_rows, rough) = runs
+    assert calm_rows == rough_rows and all(row["failure"] is None for row in rough_rows)
+    assert rough["loss"] == calm["loss"] and rough["grad_norm"] == calm["grad_norm"]
+    assert rough["online/total_generator_failures"] == rough["online/total_judge_failures"] == 0
+    assert rough["online/total_prompts"] == len(rough_rows)
+    # The server's weights stay those of the start, and their age is counted.
+    assert rough["step"] == 6 and rough["online/staleness"] == 5.0

@@ -1,0 +1,321 @@
+"""Judges: what they return, what they refuse, what becomes of a prompt they fail on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import online_judges
+from support.tiny_models import tiny_config
+from support.tiny_recipe import message_of
+from support.tiny_tokenizer import tiny_tokenizer
+from transformers import AutoModelForSequenceClassification
+
+from dpo_pack.data.formats import Message
+from dpo_pack.data.splits import Prompt
+from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.scorer import Precision
+from dpo_pack.online.interface import Completion, Draw, Failure, Rollout, Scores
+from dpo_pack.online.judges import FunctionJudge, WeightedJudges
+from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model, prove_reward_model
+from dpo_pack.system.errors import ModelError, RunError
+from dpo_pack.system.imports import load_function
+
+
+def rollout(
+    prompt: str, *texts: str, number: int = 0, messages: tuple[Message, ...] | None = None
+) -> Rollout:
+    tokenizer = tiny_tokenizer()
+
+    def ids(text: str) -> np.ndarray:
+        return np.array(tokenizer(text)["input_ids"], dtype=np.int32)
+
+    return Rollout(
+        draw=Draw(
+            number=number,
+            prompt_index=number,
+            prompt=Prompt(ids=ids(prompt), text=prompt, messages=messages, row_number=number + 1),
+        ),
+        completions=tuple(Completion(ids=ids(text), text=text, is_finished=True) for text in texts),
+    )
+
+
+ROLLOUTS = (
+    rollout("ask about the sky", " blue", " the sky is blue", " grey eel", number=0),
+    rollout("ask about bread", " mix", " bake it", number=1),
+    rollout("x", " one", " one two three four five six seven eight", number=2),
+)
+
+
+def function_judge(name: str, retries: int = 1) -> FunctionJudge:
+    name = f"support.online_judges:{name}"
+    return FunctionJudge(name=name, function=load_function(name, "online.judges.0.function"), retries=retries)
+
+
+def test_a_function_gets_one_entry_a_completion_and_its_scores_come_back_by_prompt() -> None:
+    scores = function_judge("count_e").score(ROLLOUTS)
+    expected = [[c.text.count("e") - 0.01 * len(c.text) for c in r.completions] for r in ROLLOUTS]
+    assert [s.tolist() for s in scores if not isinstance(s, Failure)] == expected
+
+
+def test_messages_reach_a_function_as_messages() -> None:
+    seen: list[object] = []
+
+    def spy(*, prompts: list[object], completions: list[str]) -> list[float]:
+        seen.extend(prompts)
+        return [0.0] * len(completions)
+
+    conversation = ({"role": "user", "content": "hello"},)
+    judge = FunctionJudge(name="m:spy", function=spy, retries=0)
+    judge.score([rollout("<s>user\nhello</s>", "a", "b", messages=conversation), ROLLOUTS[1]])
+    assert seen == [list(conversation)] * 2 + ["ask about bread"] * 2
+
+
+def test_a_function_that_raises_is_asked_again_then_prompt_by_prompt() -> None:
+    online_judges.calls.clear()
+    scores = function_judge("dislikes_bread", retries=2).score(ROLLOUTS)
+    assert isinstance(scores[1], Failure) and "\n" not in scores[1].reason
+    assert scores[1].reason == "support.online_judges:dislikes_bread: ValueError: no bread, please"
+    assert not isinstance(scores[0], Failure) and not isinstance(scores[2], Failure)
+    sizes = [len(call) for call in online_judges.calls]
+    assert sizes == [7, 7, 7, 3, 2, 2, 2, 2]  # together three times, then each alone
+
+
+def test_a_function_that_recovers_loses_nothing() -> None:
+    attempts: list[int] = []
+
+    def flaky(*, prompts: list[object], completions: list[str]) -> list[float]:
+        attempts.append(len(completions))
+        if len(attempts) < 3:
+            raise TimeoutError
+        return [1.0] * len(completions)
+
+    scores = FunctionJudge(name="m:flaky", function=flaky, retries=2).score(ROLLOUTS)
+    assert attempts == [7, 7, 7] and not any(isinstance(s, Failure) for s in scores)
+
+
+def test_a_score_that_is_no_number_sets_only_its_prompt_aside() -> None:
+    scores = function_judge("not_a_number").score([rollout("the moon", "a", "b"), ROLLOUTS[0]])
+    assert isinstance(scores[0], Failure) and not isinstance(scores[1], Failure)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("one_short", "returned 6 scores for 7 completions"),
+        ("words", "must return a list with one number for each completion"),
+    ],
+)
+def test_a_function_that_returns_the_wrong_thing_stops_the_run(name: str, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        function_judge(name).score(ROLLOUTS)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("support.online_judges:nothing", "module support.online_judges has no function nothing"),
+        ("no_such_module_anywhere:score", "cannot import no_such_module_anywhere"),
+        ("support.online_judges:number", "is int, not a function"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_refused_by_recipe_key(name: str, message: str) -> None:
+    said = message_of(lambda: load_function(name, "online.judges.1.function"))
+    assert said.startswith("online.judges.1.function: ") and message in said
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Gives the same results whatever it is asked, and remembers what that was."""
+
+    results: dict[int, list[float] | None]
+    asked: list[int]
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
+        self.asked.extend(r.draw.number for r in rollouts)
+        found = [self.results[r.draw.number] for r in rollouts]
+        return [Failure(reason="no") if scores is None else np.array(scores) for scores in found]
+
+
+def test_scores_add_up_by_weight_and_a_failed_prompt_costs_no_more_judging() -> None:
+    first = Fixed({0: [1, 2, 3], 1: None, 2: [0, 1]}, [])
+    second = Fixed({0: [1, 0, 0], 1: [9, 9], 2: None}, [])
+    scores = WeightedJudges(judges=((first, 2.0), (second, 0.5))).score(ROLLOUTS)
+    assert not isinstance(scores[0], Failure) and scores[0].tolist() == [2.5, 4.0, 6.0]
+    assert isinstance(scores[1], Failure) and isinstance(scores[2], Failure)
+    assert second.asked == [0, 2]
+
+
+# ------------------------------------------------------------------------------------------ reward models
+
+
+def save_reward_model(
+    directory: Path, family: str, *, num_labels: int = 1, chat: bool = False, **changes: Any
+) -> Path:
+    tokenizer = tiny_tokenizer(chat_template=chat)
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(3)
+    config = tiny_config(family, vocab_size=len(tokenizer), num_labels=num_labels, **changes)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8.0)
+    model.save_pretrained(directory)
+    return directory
+
+
+def reward_model(
+    path: Path,
+    *,
+    packed: bool = True,
+    token_budget: int = 64,
+    chat: bool = False,
+    autocast: torch.dtype | None = None,
+) -> RewardModelJudge:
+    judge = load_reward_model(
+        str(path),
+        tiny_tokenizer(chat_template=chat),
+        trust_remote_code=False,
+        precision=Precision(parameters=torch.float32, autocast=autocast),
+        attention="auto",
+        packed=packed,
+        token_budget=token_budget,
+        device=torch.device("cpu"),
+        recipe_key="online.judges.0.path",
+    )
+    prove_reward_model(judge, "online.judges.0.path")
+    return judge
+
+
+def alone(path: Path, texts: list[str], *, add_special_tokens: bool = True) -> list[float]:
+    """Each text by transformers' own classifier and attention."""
+    model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager").eval()
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    with torch.no_grad():
+        return [float(model(torch.tensor([sequence])).logits) for sequence in ids]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize("token_budget", [1, 4096])
+def test_packed_scores_equal_each_sequence_alone(family: str, token_budget: int, tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, family)
+    scores = reward_model(path, token_budget=token_budget).score(ROLLOUTS)
+    for judged, of_prompt in zip(ROLLOUTS, scores, strict=True):
+        assert not isinstance(of_prompt, Failure)
+        texts = [judged.draw.prompt.text + c.text + "</s>" for c in judged.completions]
+        expected = alone(path, texts)
+        assert of_prompt == pytest.approx(expected, abs=1e-5) and len(set(expected)) > 1
+
+
+def test_padded_scores_are_the_same_and_equal_or_foreign_sequences_do_no_harm(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, "llama")
+    odd = (*ROLLOUTS, rollout("same", " thing", " thing", number=3), replace(ROLLOUTS[0]))
+    packed, padded = reward_model(path).score(odd), reward_model(path, packed=False).score(odd)
+    for ours, theirs in zip(packed, padded, strict=True):
+        assert not isinstance(ours, Failure) and not isinstance(theirs, Failure)
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    equal = packed[3]
+    assert not isinstance(equal, Failure) and equal[0] == pytest.approx(equal[1], abs=1e-6)
+
+
+def test_a_conversation_is_rendered_by_the_reward_model_s_own_template(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, "llama", chat=True)
+    asked = rollout("unused", "fine", "bad", messages=({"role": "user", "content": "how are you"},))
+    (scores,) = reward_model(path, chat=True).score([asked])
+    texts = [f"<s>user\nhow are you</s>\n<s>assistant\n{text}</s>\n" for text in ("fine", "bad")]
+    assert scores == pytest.approx(alone(path, texts, add_special_tokens=False), abs=1e-5)
+
+
+def test_a_conversation_that_the_template_refuses_is_set_aside(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, "llama", chat=True)
+    fine = rollout("unused", "fine", "bad", messages=({"role": "user", "content": "how are you"},))
+    refused = rollout("unused", "fine", "bad", messages=({"role": "critic", "content": "hm"},))
+    first, failed, last = reward_model(path, chat=True).score([fine, refused, ROLLOUTS[0]])
+    assert failed == Failure(
+        reason="reward model: its chat template cannot render the messages (unknown role)"
+    )
+    expected = reward_model(path, chat=True).score([fine, ROLLOUTS[0]])
+    assert first == pytest.approx(expected[0], abs=1e-6) and last == pytest.approx(expected[1], abs=1e-6)
+
+
+def test_what_is_too_long_for_the_reward_model_is_set_aside(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, "llama")
+    long, short = reward_model(path).score([rollout("x " * 200, "a", "b"), ROLLOUTS[0]])
+    assert isinstance(long, Failure) and "it knows 256 positions" in long.reason
+    assert not isinstance(short, Failure)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_where_positions_depend_on_the_longest_nothing_longer_meets_the_others(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    judge = reward_model(path, token_budget=4096)
+    long, short = judge.score([rollout("x " * 80, "a", "b"), ROLLOUTS[0]])
+    assert isinstance(long, Failure) and "it knows 64 positions" in long.reason
+    assert not isinstance(short, Failure)
+    assert short == pytest.approx(judge.score([ROLLOUTS[0]])[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "exaone4", "hunyuan_v1_moe"])
+def test_honest_reward_models_pass_their_proofs(
+    family: str, packed: bool, autocast: torch.dtype | None, tmp_path: Path
+) -> None:
+    reward_model(save_reward_model(tmp_path, family), packed=packed, autocast=autocast)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "packed", "message"),
+    [
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            True,
+            "wiring proof .* attends to later tokens",
+        ),
+        ("gemma3_text", {"use_bidirectional_attention": True}, False, "scores proof .* causal model"),
+        ("phimoe", {"sliding_window": 7}, True, "wiring proof .*windows.* use packing.mode: padded"),
+        ("llama", {"pooling": "mean"}, True, "pools its score over tokens .mean."),
+    ],
+)
+def test_a_reward_model_whose_scores_would_be_others_is_refused(
+    family: str, changes: dict[str, Any], packed: bool, message: str, tmp_path: Path
+) -> None:
+    path = save_reward_model(tmp_path, family, **changes)
+    with pytest.raises(ModelError, match=rf"^online\.judges\.0\.path: .*{message}") as refused:
+        reward_model(path, packed=packed)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_gather_that_is_wrong_shows_in_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_reward_model(tmp_path, "llama")
+    gather = RowSegments.gather
+    monkeypatch.setattr(RowSegments, "gather", lambda *arguments: gather(*arguments).roll(1, dims=0))
+    with pytest.raises(ModelError, match=r"packed rows are not exact on this model: the scores proof"):
+        reward_model(path)
+
+
+def test_a_classifier_of_several_classes_and_a_language_model_are_no_reward_models(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"online\.judges\.0\.path: .* has 2 outputs"):
+        reward_model(save_reward_model(tmp_path / "two", "llama", num_labels=2))
+    path = save_reward_model(tmp_path / "one", "llama")
+    from support.tiny_models import tiny_model
+
+    tiny_model("llama", vocab_size=len(tiny_tokenizer()), num_labels=1).save_pretrained(path)
+    with pytest.raises(ModelError, match=r"lacks score\.weight"):
+        reward_model(path)

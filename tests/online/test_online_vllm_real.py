@@ -1,0 +1,347 @@
+"""The vLLM generator on vLLM itself, where it is installed: a CPU build, or CUDA and a device."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support.online_judges import count_e
+from support.tiny_adapters import saved_adapter
+from support.tiny_models import tiny_model
+from support.tiny_online import online_recipe
+from support.tiny_tokenizer import tiny_tokenizer
+from test_online_generation import draws
+from test_online_runs import lines, rollouts
+
+from dpo_pack.model.loading import load_model
+from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.online.interface import Completion, Generator
+from dpo_pack.online.sampling import SamplingSettings
+from dpo_pack.online.transformers_generator import TransformersGenerator
+from dpo_pack.online.vllm_generator import (
+    VllmEngine,
+    VllmGenerator,
+    check_installed,
+    prove_agreement,
+    start_engine,
+)
+from dpo_pack.online.vllm_weights import checkpoint_tensors
+from dpo_pack.system.errors import ModelError
+from dpo_pack.train import train
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LIKELIEST = SamplingSettings(completions_per_prompt=2, max_new_tokens=12, top_k=1)
+WIDE = SamplingSettings(completions_per_prompt=4, max_new_tokens=12)
+
+
+def write_model(directory: Path, family: str = "llama", **changes: Any) -> Path:
+    """vLLM's kernels want heads of at least 32."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(directory)
+    sizes: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, **changes}
+    tiny_model(family, vocab_size=len(tokenizer), **sizes).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def loaded(
+    directory: Path, *, adapter: Path | None = None, dtype: torch.dtype = torch.float32, packed: bool = True
+) -> LoadedModel:
+    return load_model(
+        str(directory),
+        revision=None,
+        trust_remote_code=False,
+        precision=Precision(parameters=dtype, autocast=None),
+        attention="sdpa",
+        packed=packed,
+        gradient_checkpointing=False,
+        device=DEVICE,
+        recipe_key="model.path",
+        adapter=adapter,
+    )
+
+
+def start(policy: LoadedModel, share: float = 0.12) -> VllmEngine:
+    return start_engine(
+        policy.model,
+        tiny_tokenizer(),
+        dtype=policy.scorer.compute_dtype,
+        device=DEVICE,
+        max_tokens=128,
+        gpu_memory_utilization=share,
+        trust_remote_code=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(directory: Path) -> LoadedModel:
+    check_installed(DEVICE)
+    return loaded(directory)
+
+
+@pytest.fixture(scope="module")
+def engine(policy: LoadedModel) -> VllmEngine:
+    return start(policy)
+
+
+def by_vllm(policy: LoadedModel, engine: VllmEngine, sampling: SamplingSettings, seed: int = 0) -> Generator:
+    return VllmGenerator(
+        engine=engine, policy=policy.scorer, tokenizer=tiny_tokenizer(), sampling=sampling, seed=seed
+    )
+
+
+def by_policy(policy: LoadedModel, sampling: SamplingSettings) -> Generator:
+    return TransformersGenerator(
+        policy=policy.scorer,
+        tokenizer=tiny_tokenizer(),
+        sampling=sampling,
+        seed=0,
+        token_budget=10_000,
+        device=DEVICE,
+    )
+
+
+def written(generator: Generator) -> list[tuple[list[int], str, bool]]:
+    results = generator.generate(draws())
+    assert all(isinstance(result, tuple) for result in results)
+    completions = [c for result in results if isinstance(result, tuple) for c in result]
+    assert all(isinstance(c, Completion) for c in completions)
+    return [(c.ids.tolist(), c.text, c.is_finished) for c in completions]
+
+
+def test_the_likeliest_tokens_are_those_of_the_transformers_generator(
+    policy: LoadedModel, engine: VllmEngine
+) -> None:
+    ours = written(by_policy(policy, LIKELIEST))
+    assert written(by_vllm(policy, engine, LIKELIEST)) == ours
+    assert len({tuple(ids) for ids, _, _ in ours}) == len(draws())
+
+
+def test_ends_and_stop_strings_are_those_of_the_transformers_generator(
+    policy: LoadedModel, engine: VllmEngine
+) -> None:
+    free = written(by_policy(policy, LIKELIEST))
+    letter = next(char for _, text, _ in free for char in text[2:] if char.isascii() and char.isalpha())
+    stopping = replace(LIKELIEST, stop=(letter, "no such text"))
+    stopped = written(by_policy(policy, stopping))
+    assert written(by_vllm(policy, engine, stopping)) == stopped
+    assert any(is_finished for _, _, is_finished in stopped)
+    # A token that comes up anyway, as the end.
+    token = free[0][0][3]
+    config, policy.model.config.eos_token_id = policy.model.config.eos_token_id, token
+    try:
+        ended = written(by_policy(policy, LIKELIEST))
+        assert ended[0][0][-1] == token and ended[0][2]
+        assert written(by_vllm(policy, engine, LIKELIEST)) == ended
+    finally:
+        policy.model.config.eos_token_id = config
+
+
+def test_seeds_decide_and_nothing_else(policy: LoadedModel, engine: VllmEngine) -> None:
+    first = written(by_vllm(policy, engine, WIDE))
+    torch.manual_seed(1)
+    assert written(by_vllm(policy, engine, WIDE)) == first
+    assert written(by_vllm(policy, engine, WIDE, seed=1)) != first
+    assert len({tuple(ids) for ids, _, _ in first}) == len(first)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0, "top_k": 3},
+        {"temperature": 2.0, "top_p": 0.5},
+        {"min_p": 0.2},
+    ],
+    ids=str,
+)
+def test_first_tokens_are_drawn_as_the_transformers_generator_draws_them(
+    settings: dict[str, float], policy: LoadedModel, engine: VllmEngine
+) -> None:
+    sampling = replace(WIDE, completions_per_prompt=2000, max_new_tokens=1, **settings)  # type: ignore[arg-type]
+    shares = []
+    for generator in (by_vllm(policy, engine, sampling), by_policy(policy, sampling)):
+        (answers,) = generator.generate(draws()[1:2])
+        assert isinstance(answers, tuple)
+        tokens = torch.tensor([int(completion.ids[0]) for completion in answers])
+        shares.append(torch.bincount(tokens, minlength=400) / len(tokens))
+    common = [token for token in range(400) if shares[1][token] > 0.02]
+    assert common and all(shares[0][token] > 0 for token in common)
+    # Two draws of 2000 from one distribution over 400 tokens differ by up to 0.15 in total variation.
+    assert float((shares[0] - shares[1]).abs().sum()) / 2 < 0.2
+    if settings.keys() & {"top_k", "top_p"}:
+        assert {int(t) for t in shares[0].nonzero()} == {int(t) for t in shares[1].nonzero()}
+
+
+def test_completions_follow_the_weights(directory: Path, engine: VllmEngine) -> None:
+    policy = loaded(directory)
+    before = written(by_vllm(policy, engine, LIKELIEST))
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
+    after = written(by_vllm(policy, engine, LIKELIEST))
+    assert after == written(by_policy(policy, LIKELIEST)) and after != before
+    with torch.no_grad():
+        for parameter, old in zip(
+            policy.model.parameters(), loaded(directory).model.parameters(), strict=True
+        ):
+            parameter.copy_(old)
+    assert written(by_vllm(policy, engine, LIKELIEST)) == before
+
+
+def test_an_adapter_s_completions_are_those_of_the_adapted_policy(
+    directory: Path, engine: VllmEngine, tmp_path: Path
+) -> None:
+    adapter = saved_adapter(tmp_path / "adapter", directory)
+    adapted = loaded(directory, adapter=adapter)
+    ours = written(by_policy(adapted, LIKELIEST))
+    assert written(by_vllm(adapted, engine, LIKELIEST)) == ours
+    assert ours != written(by_policy(loaded(directory), LIKELIEST))
+
+
+def test_the_proof_passes_and_fails_where_a_tensor_is_missing(
+    policy: LoadedModel, engine: VllmEngine
+) -> None:
+    tensors = list(checkpoint_tensors(policy.model, has_adapter=False))
+
+    def prove() -> float:
+        return prove_agreement(
+            engine,
+            policy.scorer,
+            draws()[1].prompt.ids,
+            max_new_tokens=12,
+            dtype=torch.float32,
+            device=DEVICE,
+        )
+
+    engine.take_weights(iter(tensors))
+    assert prove() < 1e-4
+    engine.take_weights((name, 0 * t if "layers.1.mlp.down" in name else t) for name, t in tensors)
+    with pytest.raises(ModelError, match="log-probs differ from the policy's"):
+        prove()
+    engine.take_weights(iter(tensors))
+    assert prove() < 1e-4
+
+
+# What vLLM's CPU kernels want: heads of 32, and what a family needs for them.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2": {"hidden_size": 128, "use_sliding_window": False},
+    "qwen3": {},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gpt2": {"hidden_size": 128, "n_positions": 256},
+    "mistral": {},
+    "phi3": {"hidden_size": 128},
+}
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_a_family_s_log_probs_are_those_of_training(family: str, tmp_path: Path) -> None:
+    assert float(in_a_process("difference", family, str(tmp_path))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "family, changes, fragment",
+    [
+        ("xlstm", {}, "vLLM cannot run this policy: .*xLSTM"),
+        ("olmo2", {}, "vLLM has no code of its own for Olmo2ForCausalLM"),
+        ("qwen2", {"hidden_size": 128}, "vLLM cannot run this policy: Sliding window"),
+    ],
+)
+def test_what_vllm_does_not_run_is_refused_in_one_line(
+    family: str, changes: dict[str, int], fragment: str, tmp_path: Path
+) -> None:
+    told = in_a_process("difference", family, str(tmp_path), json.dumps(changes))
+    assert re.match(rf"online\.generator\.type: {fragment}", told)
+    assert "\n" not in told and len(told) < 400
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="of vLLM's CPU build")
+def test_experts_that_vllm_loses_are_found_by_the_proof(tmp_path: Path) -> None:
+    sizes = json.dumps({"moe_intermediate_size": 64})
+    assert "log-probs differ" in in_a_process("difference", "qwen3_moe", str(tmp_path), sizes)
+
+
+@pytest.mark.parametrize("lora", ["", "model.lora={r: 4, alpha: 8}"], ids=["full", "lora"])
+def test_a_whole_run_repeats(lora: str, tmp_path: Path) -> None:
+    online_recipe(tmp_path / "assets", tmp_path / "unused")  # makes the prompts
+    write_model(tmp_path / "assets" / "model")
+    for name in ("first", "second"):
+        in_a_process("run", str(tmp_path / "assets"), str(tmp_path / name), lora)
+    records = lines(tmp_path / "first")
+    assert len(records) == 6 and records[0]["kl/chosen"] == 0.0 and records[5]["kl/chosen"] != 0.0
+    if DEVICE.type == "cpu":
+        assert rollouts(tmp_path / "second") == rollouts(tmp_path / "first")
+    for row in rollouts(tmp_path / "first"):
+        assert row["scores"] == pytest.approx(count_e(prompts=[], completions=row["completions"]))
+
+
+# ------------------------------------------------------------------- in processes of their own: vLLM gives no
+# memory back, and makes its groups of processes once
+
+
+def difference(family: str, directory: str, changes: str = "") -> str:
+    """Of the log-probs of vLLM and training, in nats a token; or why there is none."""
+    sizes = json.loads(changes) if changes else _FAMILIES[family]
+    try:
+        policy = loaded(write_model(Path(directory), family, **sizes), packed=family != "xlstm")
+        engine = start(policy)
+        engine.take_weights(checkpoint_tensors(policy.model, has_adapter=False))
+        found = prove_agreement(
+            engine,
+            policy.scorer,
+            draws()[1].prompt.ids,
+            max_new_tokens=32,
+            dtype=torch.float32,
+            device=DEVICE,
+        )
+    except ModelError as error:
+        return str(error)
+    return str(found)
+
+
+def run(assets: str, output_dir: str, lora: str) -> str:
+    overrides = ["online.generator={type: vllm, gpu_memory_utilization: 0.15}", *([lora] if lora else [])]
+    train(online_recipe(Path(assets), Path(output_dir), *overrides), Console(quiet=True))
+    return "finished"
+
+
+def in_a_process(function: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, __file__, function, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+if __name__ == "__main__":
+    functions: dict[str, Callable[..., str]] = {"difference": difference, "run": run}
+    print(functions[sys.argv[1]](*sys.argv[2:]))

@@ -1,0 +1,119 @@
+"""FLOPs: areas counted one by one, and a model's own count of its matrix products."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny_models import tiny_config, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from dpo_pack.model.config import count_experts
+from dpo_pack.model.shape import model_shape, without_weights
+from dpo_pack.packing.flops import (
+    AttentionKind,
+    ModelShape,
+    causal_area,
+    group_size,
+    padded_flops,
+    pair_flops,
+)
+from dpo_pack.packing.lengths import IntArray, PairLengths
+
+SHAPE = ModelShape(
+    token_weights=1000.0,
+    head_weights=50,
+    attention=(
+        AttentionKind(num_layers=2, width=16, window=None),
+        AttentionKind(num_layers=1, width=16, window=3),
+    ),
+)
+
+
+def ints(*values: int) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def counted_area(begin: int, end: int, window: int | None) -> int:
+    """(query, key) pairs of the queries at `begin` to `end`, one by one."""
+    return sum(
+        key <= query and (window is None or query - key < window)
+        for query in range(begin, end)
+        for key in range(end)
+    )
+
+
+@given(length=st.integers(0, 40), window=st.none() | st.integers(1, 50))
+def test_the_causal_area_is_that_counted_one_by_one(length: int, window: int | None) -> None:
+    assert causal_area(ints(length), window)[0] == counted_area(0, length, window)
+
+
+def test_a_shared_pair_costs_what_its_two_attention_segments_cost() -> None:
+    # prompt 5, completions 4 and 3 of which the first token is common: shared 6, tails 3 and 2
+    lengths = PairLengths(prompt=ints(5), chosen=ints(4), rejected=ints(3), shared=ints(6))
+    full = counted_area(0, 9, None) + counted_area(6, 8, None)
+    local = counted_area(0, 9, 3) + counted_area(6, 8, 3)
+    forward = 2 * 1000 * (6 + 3 + 2) + 2 * 50 * (4 + 3) + 2 * 16 * (2 * full + local)
+    assert pair_flops(SHAPE, lengths, share_prompt=True).tolist() == [3 * forward]
+    assert pair_flops(SHAPE, lengths, share_prompt=True, passes=1).tolist() == [forward]
+    unshared = counted_area(0, 9, None) + counted_area(0, 8, None)
+    unshared_local = counted_area(0, 9, 3) + counted_area(0, 8, 3)
+    forward = 2 * 1000 * (9 + 8) + 2 * 50 * 7 + 2 * 16 * (2 * unshared + unshared_local)
+    assert pair_flops(SHAPE, lengths, share_prompt=False).tolist() == [3 * forward]
+
+
+def test_a_group_of_two_completions_is_a_pair_and_a_third_adds_its_tail() -> None:
+    lengths = PairLengths(prompt=ints(5), chosen=ints(4), rejected=ints(3), shared=ints(6))
+    pair = group_size(SHAPE, prompt=5, completions=[4, 3], shared=6).cost
+    assert pair == pair_flops(SHAPE, lengths, share_prompt=True)[0]
+    three = group_size(SHAPE, prompt=5, completions=[4, 3, 6], shared=6).cost
+    area = 2 * counted_area(6, 11, None) + counted_area(6, 11, 3)
+    assert three - pair == 3 * (2 * 1000 * 5 + 2 * 50 * 6 + 2 * 16 * area)
+
+
+def test_padded_batches_run_every_position_through_layers_and_head() -> None:
+    area = 2 * counted_area(0, 7, None) + counted_area(0, 7, 3)
+    forward = 2 * 1000 * 7 + 2 * 50 * 7 + 2 * 16 * area
+    assert padded_flops(SHAPE, ints(7), ints(4)) == 3 * 4 * forward
+
+
+# Grouped queries, GPT-2's fused and plain layers, latent attention, shared and routed experts, windows,
+# tied and untied heads. The counter sees eager attention, which multiplies the whole square.
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "gemma2", "deepseek_v3", "qwen3_moe", "qwen2_moe", "gpt_oss", "opt", "olmo3"]
+)
+def test_the_shape_of_a_model_agrees_with_its_own_matrix_products(family: str) -> None:
+    num_tokens = 24
+    shape = model_shape(without_weights(tiny_config(family)))
+    model = tiny_model(family, experts="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.randint(3, 90, (1, num_tokens)), use_cache=False)
+    square = sum(2 * kind.num_layers * kind.width * num_tokens**2 for kind in shape.attention)
+    expected = 2 * (shape.token_weights + shape.head_weights) * num_tokens + square
+    # Older releases of transformers multiply positions by frequencies as matrices.
+    rotary = [ops for name, ops in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
+    counted = counter.get_total_flops() - sum(sum(ops.values()) for ops in rotary)
+    assert counted == pytest.approx(expected, rel=1e-6)
+
+
+def test_windows_are_counted_by_layer_and_state_space_models_have_no_area() -> None:
+    kinds = {
+        kind.window: kind.num_layers for kind in model_shape(without_weights(tiny_config("gemma2"))).attention
+    }
+    assert kinds == {7: 1, None: 1}
+    assert model_shape(without_weights(tiny_config("mamba"))).attention == ()
+
+
+def test_of_experts_numbered_layer_by_layer_the_mean_counts() -> None:
+    shape = model_shape(without_weights(tiny_config("hunyuan_v1_moe", moe_topk=2)))
+    assert model_shape(without_weights(tiny_config("hunyuan_v1_moe", moe_topk=[2, 2]))) == shape
+    assert count_experts({"num_experts": [4, 8], "moe_topk": [1, 2]}) == (6.0, 1.5)
+
+
+def test_only_active_experts_count() -> None:
+    few = model_shape(without_weights(tiny_config("mixtral", num_experts_per_tok=1)))
+    many = model_shape(without_weights(tiny_config("mixtral", num_experts_per_tok=3)))
+    experts = 2 * 3 * 32 * 48  # layers x (gate, up, down) of one expert
+    assert many.token_weights - few.token_weights == pytest.approx(2 * experts)

@@ -1,0 +1,492 @@
+"""Packing: every pair once, no row above the budget, the same steps whatever the ranks."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plans import make_plan
+
+from dpo_pack.packing.bin_packing import (
+    BIN_PACKERS,
+    PADDED,
+    ROW_OVERHEAD_TOKENS,
+    Row,
+    best_fit_decreasing,
+    first_fit_decreasing,
+    next_fit,
+    pack_sequences_longest_first,
+    padded_rows,
+)
+from dpo_pack.packing.epoch_order import epoch_order
+from dpo_pack.packing.lengths import IntArray, PairLengths
+from dpo_pack.packing.plan import PackingPlan
+from dpo_pack.recipe.data import PackingRecipe
+
+BUDGET = 100
+without_deadline = settings(deadline=None)  # machines are busy; a slow example is no error
+lengths_strategy = st.lists(st.integers(1, 130), max_size=60)
+packer_strategy = st.sampled_from(sorted(BIN_PACKERS))
+algorithm_strategy = st.sampled_from([*sorted(BIN_PACKERS), PADDED])
+
+
+def ints(values: list[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def as_lists(rows: list[Row]) -> list[list[int]]:
+    return [row.tolist() for row in rows]
+
+
+def hh_like_row_tokens(num_pairs: int) -> IntArray:
+    """Log-normal pair lengths with the mean and spread of HH: mean 220, 99th percentile 800."""
+    tokens = np.random.default_rng(0).lognormal(mean=5.2, sigma=0.62, size=num_pairs)
+    return np.maximum(tokens, 8).astype(np.int64)
+
+
+def flat_pairs(step: tuple[tuple[Row, ...], ...]) -> list[int]:
+    return [pair for rows in step for row in rows for pair in row.tolist()]
+
+
+def shuffled_plan(lengths: list[int], *, pairs_per_step: int, algorithm: str, num_ranks: int) -> PackingPlan:
+    return make_plan(
+        ints(lengths),
+        order=epoch_order(len(lengths), shuffle=True, seed=1, epoch=0),
+        token_budget=BUDGET,
+        pairs_per_step=pairs_per_step,
+        algorithm=algorithm,
+        num_ranks=num_ranks,
+    )
+
+
+# ---- Lengths
+
+
+def test_a_shared_pair_takes_the_common_prefix_once_and_an_unshared_one_takes_it_twice() -> None:
+    # prompt 5, completions 4 and 3 of which the first token is common: shared 6, tails 3 and 2
+    lengths = PairLengths(prompt=ints([5]), chosen=ints([4]), rejected=ints([3]), shared=ints([6]))
+    assert lengths.row_tokens(share_prompt=True).tolist() == [6 + 3 + 2]
+    assert lengths.row_tokens(share_prompt=False).tolist() == [9 + 8]
+    assert lengths.padded_tokens().tolist() == [2 * 9]
+
+
+def test_row_tokens_of_int32_lengths_do_not_overflow() -> None:
+    long = np.array([2**30], dtype=np.int32)
+    lengths = PairLengths(prompt=long, chosen=long, rejected=long, shared=long)
+    assert lengths.row_tokens(share_prompt=False).tolist() == [4 * 2**30]
+    assert lengths.padded_tokens().tolist() == [4 * 2**30]
+
+
+def test_lengths_of_different_numbers_of_pairs_are_refused() -> None:
+    with pytest.raises(AssertionError, match="different numbers"):
+        PairLengths(prompt=ints([5, 5]), chosen=ints([4]), rejected=ints([3]), shared=ints([6]))
+
+
+# ---- Bin packers
+
+
+@without_deadline
+@given(lengths=lengths_strategy, packer=packer_strategy)
+def test_every_pair_is_in_one_row_and_only_an_oversize_pair_exceeds_the_budget(
+    lengths: list[int], packer: str
+) -> None:
+    rows = as_lists(BIN_PACKERS[packer](ints(lengths), BUDGET))
+    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
+    for row in rows:
+        assert row
+        assert len(row) == 1 or sum(lengths[pair] for pair in row) <= BUDGET
+
+
+@without_deadline
+@given(lengths=lengths_strategy, packer=packer_strategy)
+def test_packing_is_a_function_of_its_arguments(lengths: list[int], packer: str) -> None:
+    pack = BIN_PACKERS[packer]
+    assert as_lists(pack(ints(lengths), BUDGET)) == as_lists(pack(ints(lengths), BUDGET))
+
+
+@without_deadline
+@given(lengths=lengths_strategy, packer=st.sampled_from(["best_fit_decreasing", "first_fit_decreasing"]))
+def test_no_two_rows_of_an_any_fit_packer_would_fit_together(lengths: list[int], packer: str) -> None:
+    rows = BIN_PACKERS[packer](ints(lengths), BUDGET)
+    tokens = [int(ints(lengths)[row].sum()) for row in rows]
+    assert all(a + b > BUDGET for a, b in itertools.combinations(tokens, 2))
+    # hence at most one row is no more than half full, and the rows are fewer than twice the bound plus one
+    assert sum(2 * count <= BUDGET for count in tokens) <= 1
+    assert len(rows) <= 2 * -(-sum(lengths) // BUDGET)
+
+
+@without_deadline
+@given(lengths=lengths_strategy)
+def test_neighbouring_next_fit_rows_would_not_fit_together_and_file_order_is_kept(lengths: list[int]) -> None:
+    rows = as_lists(next_fit(ints(lengths), BUDGET))
+    assert list(itertools.chain(*rows)) == list(range(len(lengths)))
+    for row, following in itertools.pairwise(rows):
+        assert sum(lengths[pair] for pair in row) + lengths[following[0]] > BUDGET
+
+
+def naive_decreasing(lengths: list[int], *, best: bool) -> list[list[int]]:
+    """First-fit or best-fit decreasing by trying every row, in O(n x rows)."""
+    rows: list[list[int]] = []
+    for pair in sorted(range(len(lengths)), key=lambda pair: -lengths[pair]):
+        free = {i: BUDGET - sum(lengths[p] for p in row) - lengths[pair] for i, row in enumerate(rows)}
+        fitting = [i for i, left in free.items() if left >= 0]
+        if fitting:
+            rows[min(fitting, key=lambda i: free[i]) if best else fitting[0]].append(pair)
+        else:
+            rows.append([pair])
+    return rows
+
+
+@without_deadline
+@given(lengths=lengths_strategy)
+def test_the_decreasing_packers_equal_their_naive_definitions(lengths: list[int]) -> None:
+    assert as_lists(best_fit_decreasing(ints(lengths), BUDGET)) == naive_decreasing(lengths, best=True)
+    assert as_lists(first_fit_decreasing(ints(lengths), BUDGET)) == naive_decreasing(lengths, best=False)
+
+
+def test_best_fit_takes_the_tightest_row_where_first_fit_takes_the_earliest() -> None:
+    lengths = ints([60, 55, 42, 3])  # before the 3, the rows have 40 and 3 tokens free
+    assert as_lists(best_fit_decreasing(lengths, BUDGET)) == [[0], [1, 2, 3]]
+    assert as_lists(first_fit_decreasing(lengths, BUDGET)) == [[0, 3], [1, 2]]
+
+
+def test_a_recipe_may_name_every_bin_packer() -> None:
+    assert get_args(PackingRecipe.model_fields["algorithm"].annotation) == tuple(BIN_PACKERS)
+
+
+def test_equal_lengths_are_packed_in_file_order() -> None:
+    for pack in BIN_PACKERS.values():
+        assert as_lists(pack(ints([50] * 5), BUDGET)) == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("packer", sorted(BIN_PACKERS))
+def test_an_oversize_pair_rides_alone_and_the_others_are_packed_as_if_it_were_not_there(packer: str) -> None:
+    rows = as_lists(BIN_PACKERS[packer](ints([101, 40, 60]), BUDGET))
+    assert [0] in rows and [{1, 2}] == [set(row) for row in rows if row != [0]]
+
+
+@pytest.mark.parametrize("packer", sorted(BIN_PACKERS))
+def test_a_pair_exactly_as_long_as_the_budget_fills_a_row(packer: str) -> None:
+    assert sorted(as_lists(BIN_PACKERS[packer](ints([100, 1]), BUDGET))) == [[0], [1]]
+
+
+@pytest.mark.parametrize("num_pairs", [64, 128, 512])
+def test_best_fit_decreasing_is_within_one_row_of_the_volume_bound_on_hh_like_lengths(num_pairs: int) -> None:
+    row_tokens = hh_like_row_tokens(20 * num_pairs).reshape(20, num_pairs)
+    for step_tokens in row_tokens:
+        assert len(best_fit_decreasing(step_tokens, 8192)) <= -(-int(step_tokens.sum()) // 8192) + 1
+
+
+# ---- Padded rows
+
+
+@without_deadline
+@given(lengths=lengths_strategy)
+def test_padded_rows_hold_every_pair_once_within_the_budget_padding_included(lengths: list[int]) -> None:
+    rows = as_lists(padded_rows(ints(lengths), BUDGET))
+    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
+    for row in rows:
+        assert len(row) == 1 or len(row) * max(lengths[pair] for pair in row) <= BUDGET
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to cut a set into non-empty parts."""
+    if not items:
+        yield []
+        return
+    for parts in partitions(items[1:]):
+        yield [[items[0]], *parts]
+        for i in range(len(parts)):
+            yield [*parts[:i], [items[0], *parts[i]], *parts[i + 1 :]]
+
+
+@without_deadline
+@given(lengths=st.lists(st.integers(1, 1300), max_size=6))
+def test_padded_rows_cost_no_more_than_any_partition_tried_by_brute_force(lengths: list[int]) -> None:
+    def cost(rows: list[list[int]]) -> int:
+        return sum(len(row) * max(lengths[pair] for pair in row) + ROW_OVERHEAD_TOKENS for row in rows)
+
+    feasible = [
+        rows
+        for rows in partitions(list(range(len(lengths))))
+        if all(len(row) == 1 or len(row) * max(lengths[pair] for pair in row) <= 1000 for row in rows)
+    ]
+    assert cost(as_lists(padded_rows(ints(lengths), 1000))) == min(map(cost, feasible))
+
+
+def test_a_padded_row_may_fill_the_budget_to_the_last_token() -> None:
+    assert as_lists(padded_rows(ints([400, 399]), 800)) == [[0, 1]]
+    assert as_lists(padded_rows(ints([400, 399]), 799)) == [[0], [1]]
+
+
+def test_padded_rows_keep_like_lengths_together() -> None:
+    assert as_lists(padded_rows(ints([10, 2000, 10, 2000]), 4096)) == [[1, 3], [0, 2]]
+
+
+# ---- The reference pass
+
+
+@without_deadline
+@given(lengths=lengths_strategy)
+def test_longest_first_rows_hold_every_pair_once_and_begin_with_the_largest_row(lengths: list[int]) -> None:
+    rows = pack_sequences_longest_first(ints(lengths), BUDGET)
+    assert sorted(itertools.chain(*as_lists(rows))) == list(range(len(lengths)))
+    tokens = [int(ints(lengths)[row].sum()) for row in rows]
+    assert tokens == sorted(tokens, reverse=True)
+    assert all(count <= BUDGET or len(row) == 1 for count, row in zip(tokens, rows, strict=True))
+
+
+def test_longest_first_rows_of_small_pairs_are_nearly_full_and_hold_like_lengths() -> None:
+    row_tokens = hh_like_row_tokens(20_000)
+    rows = pack_sequences_longest_first(row_tokens, 32768)
+    assert row_tokens.sum() / (len(rows) * 32768) > 0.98
+    # laid side by side, the rows' ranges of length touch at most at their ends
+    ranges = sorted((int(row_tokens[row].min()), int(row_tokens[row].max())) for row in rows)
+    assert all(low[1] <= high[0] for low, high in itertools.pairwise(ranges))
+
+
+# ---- The order of an epoch
+
+
+def test_without_shuffling_the_order_is_that_of_the_files() -> None:
+    assert epoch_order(5, shuffle=False, seed=0, epoch=3).tolist() == [0, 1, 2, 3, 4]
+    order = epoch_order(
+        4,
+        shuffle=False,
+        seed=0,
+        epoch=0,
+        source_indices=ints([0, 0, 1, 1]),
+        source_weights=np.array([2.0, 1.0]),
+    )
+    assert order.tolist() == [0, 0, 1, 1, 2, 3]
+
+
+@without_deadline
+@given(
+    sources=st.lists(st.integers(0, 2), max_size=40),
+    weights=st.lists(st.floats(0, 3), min_size=3, max_size=3),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 5),
+    shuffle=st.booleans(),
+)
+def test_a_pair_comes_as_often_as_the_weight_of_its_source_says(
+    sources: list[int], weights: list[float], seed: int, epoch: int, shuffle: bool
+) -> None:
+    order = epoch_order(
+        len(sources),
+        shuffle=shuffle,
+        seed=seed,
+        epoch=epoch,
+        source_indices=np.array(sources, dtype=np.int16),
+        source_weights=np.array(weights),
+    )
+    copies = Counter(order.tolist())
+    for pair, source in enumerate(sources):
+        assert np.floor(weights[source]) <= copies[pair] <= np.ceil(weights[source])
+    for source, weight in enumerate(weights):
+        drawn = sum(copies[pair] for pair in range(len(sources)) if sources[pair] == source)
+        assert abs(drawn - weight * sources.count(source)) <= 0.5 + 1e-9
+
+
+def test_the_fraction_of_a_source_is_drawn_anew_each_epoch_and_epochs_are_equally_long() -> None:
+    def drawn(epoch: int) -> list[int]:
+        order = epoch_order(
+            100,
+            shuffle=False,
+            seed=0,
+            epoch=epoch,
+            source_indices=np.zeros(100, dtype=np.int16),
+            source_weights=np.array([0.5]),
+        )
+        return [int(pair) for pair in order]
+
+    assert len(drawn(0)) == len(drawn(1)) == 50
+    assert drawn(0) == drawn(0) != drawn(1)
+
+
+def test_which_pairs_are_drawn_has_nothing_to_do_with_which_a_shuffle_puts_first() -> None:
+    zeros = np.zeros(1000, dtype=np.int16)
+    drawn = epoch_order(
+        1000, shuffle=False, seed=0, epoch=0, source_indices=zeros, source_weights=np.array([0.5])
+    )
+    shuffled_first = epoch_order(1000, shuffle=True, seed=0, epoch=0)[:500]
+    # of two independent halves a quarter is in both: 250, standard deviation 8
+    assert 200 < len(np.intersect1d(drawn, shuffled_first)) < 300
+
+
+def test_seeds_and_epochs_give_different_permutations_and_the_same_arguments_the_same_one() -> None:
+    orders = {
+        tuple(epoch_order(50, shuffle=True, seed=seed, epoch=epoch).tolist())
+        for seed in range(3)
+        for epoch in range(3)
+    }
+    assert len(orders) == 9
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert tuple(epoch_order(50, shuffle=True, seed=2, epoch=1).tolist()) in orders
+
+
+def test_the_shuffled_order_is_the_one_older_runs_had() -> None:
+    # A resumed run goes on in this order: where it has to change, raise PLAN_VERSION as well.
+    assert epoch_order(10, shuffle=True, seed=0, epoch=0).tolist() == [9, 7, 2, 0, 4, 3, 5, 6, 1, 8]
+
+
+# ---- Plans
+
+
+@without_deadline
+@given(
+    lengths=st.lists(st.integers(1, 130), min_size=1, max_size=50),
+    pairs_per_step=st.integers(1, 20),
+    algorithm=algorithm_strategy,
+    num_ranks=st.integers(1, 9),
+)
+def test_a_plan_trains_every_pair_once_within_the_budget_with_work_for_every_rank(
+    lengths: list[int], pairs_per_step: int, algorithm: str, num_ranks: int
+) -> None:
+    plan = shuffled_plan(lengths, pairs_per_step=pairs_per_step, algorithm=algorithm, num_ranks=num_ranks)
+    steps = list(plan)
+    assert len(steps) == len(plan) == -(-len(lengths) // pairs_per_step)
+    assert sorted(itertools.chain(*map(flat_pairs, steps))) == list(range(len(lengths)))
+    for number, step in enumerate(steps):
+        pairs = plan.pairs(number)
+        assert len(pairs) == pairs_per_step or number == len(plan) - 1
+        assert sorted(flat_pairs(step)) == sorted(pairs.tolist())
+        assert len(step) == num_ranks
+        assert sum(bool(rows) for rows in step) == min(num_ranks, len(pairs))
+        for row in itertools.chain(*step):
+            assert len(row) == 1 or plan.tokens_in(row) <= BUDGET
+
+
+@without_deadline
+@given(
+    lengths=st.lists(st.integers(1, 130), min_size=1, max_size=50),
+    algorithm=algorithm_strategy,
+    num_ranks=st.integers(2, 9),
+)
+def test_the_pairs_of_a_step_and_the_fingerprint_do_not_depend_on_the_ranks(
+    lengths: list[int], algorithm: str, num_ranks: int
+) -> None:
+    alone = shuffled_plan(lengths, pairs_per_step=7, algorithm=algorithm, num_ranks=1)
+    together = shuffled_plan(lengths, pairs_per_step=7, algorithm=algorithm, num_ranks=num_ranks)
+    assert alone.fingerprint == together.fingerprint
+    for step in range(len(alone)):
+        assert alone.pairs(step).tolist() == together.pairs(step).tolist()
+        assert sorted(flat_pairs(alone.pack_step(step))) == sorted(flat_pairs(together.pack_step(step)))
+
+
+@without_deadline
+@given(
+    costs=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
+    num_ranks=st.integers(1, 9),
+)
+def test_the_slowest_rank_is_within_grahams_bound_of_the_mean_and_the_costliest_pair(
+    costs: list[int], num_ranks: int
+) -> None:
+    plan = make_plan(
+        ints([1] * len(costs)),
+        order=np.arange(len(costs)),
+        token_budget=BUDGET,
+        pairs_per_step=len(costs),
+        algorithm="best_fit_decreasing",
+        num_ranks=num_ranks,
+        row_costs=np.array(costs, dtype=np.float64),
+    )
+    loads = [sum(plan.cost_of(row) for row in rows) for rows in plan.pack_step(0)]
+    assert sum(loads) == pytest.approx(sum(costs))
+    # Any list schedule: the last pair went to the rank that had the least, at most the mean of the others.
+    assert max(loads) <= sum(costs) / num_ranks + max(costs) * (1 - 1 / num_ranks) + 1e-6
+
+
+def test_ranks_of_hh_like_steps_are_balanced_within_two_percent() -> None:
+    row_tokens = hh_like_row_tokens(128 * 20)
+    plan = make_plan(
+        row_tokens,
+        order=np.arange(len(row_tokens)),
+        token_budget=8192,
+        pairs_per_step=128,
+        algorithm="best_fit_decreasing",
+        num_ranks=8,
+    )
+    loads = np.array([[sum(plan.cost_of(row) for row in rows) for rows in step] for step in plan])
+    assert np.all(loads.max(axis=1) / loads.mean(axis=1) <= 1.02)
+
+
+def test_next_fit_on_one_rank_trains_pairs_in_the_order_of_the_epoch() -> None:
+    plan = shuffled_plan([30] * 20, pairs_per_step=8, algorithm="next_fit", num_ranks=1)
+    trained = [pair for step in plan for pair in flat_pairs(step)]
+    assert trained == plan.order.tolist()
+
+
+def test_copies_of_a_pair_are_trained_as_often_as_the_order_has_them() -> None:
+    plan = make_plan(
+        ints([60, 30]),
+        order=ints([0, 1, 0, 1, 1]),
+        token_budget=BUDGET,
+        pairs_per_step=3,
+        algorithm="best_fit_decreasing",
+    )
+    assert [sorted(flat_pairs(step)) for step in plan] == [[0, 0, 1], [1, 1]]
+
+
+def test_padded_rows_count_their_padding_in_tokens_and_cost() -> None:
+    plan = make_plan(
+        ints([40, 44]), order=ints([0, 1]), token_budget=BUDGET, pairs_per_step=2, algorithm=PADDED
+    )
+    (((row,),),) = plan
+    assert plan.tokens_in(row) == plan.cost_of(row) == 2 * 44
+
+
+def test_the_plan_names_the_pairs_of_the_epoch_that_exceed_the_budget() -> None:
+    plan = make_plan(
+        ints([101, 100, 300, 101]),
+        order=ints([2, 1, 0, 2]),
+        token_budget=BUDGET,
+        pairs_per_step=2,
+        algorithm="best_fit_decreasing",
+    )
+    assert plan.oversize_pairs.tolist() == [0, 2]
+
+
+def test_the_fingerprint_tells_apart_whatever_changes_steps_or_rows() -> None:
+    def fingerprint(
+        lengths: tuple[int, ...] = (10, 20, 30),
+        order: tuple[int, ...] = (0, 1, 2),
+        token_budget: int = 100,
+        pairs_per_step: int = 2,
+        algorithm: str = "best_fit_decreasing",
+    ) -> str:
+        return make_plan(
+            np.array(lengths, dtype=np.int32),
+            order=np.array(order, dtype=np.int32),
+            token_budget=token_budget,
+            pairs_per_step=pairs_per_step,
+            algorithm=algorithm,
+        ).fingerprint
+
+    variants = [
+        fingerprint(),
+        fingerprint(lengths=(10, 20, 31)),
+        fingerprint(order=(0, 2, 1)),
+        fingerprint(order=(0, 1)),
+        fingerprint(token_budget=101),
+        fingerprint(pairs_per_step=3),
+        fingerprint(algorithm="next_fit"),
+    ]
+    assert len(set(variants)) == len(variants)
+    assert fingerprint() == fingerprint()
+
+
+def test_an_epoch_without_pairs_has_no_steps() -> None:
+    plan = shuffled_plan([], pairs_per_step=4, algorithm="best_fit_decreasing", num_ranks=2)
+    assert len(plan) == 0 and list(plan) == []
+
+
+@pytest.mark.parametrize("step", [-1, 2])
+def test_a_step_outside_the_plan_is_an_index_error(step: int) -> None:
+    plan = shuffled_plan([10] * 8, pairs_per_step=4, algorithm="best_fit_decreasing", num_ranks=1)
+    with pytest.raises(IndexError, match=f"step {step} of a plan of 2 steps"):
+        plan.pack_step(step)

@@ -1,0 +1,378 @@
+"""Plans for many ranks and of scope epoch: balance, few rows, every pair once, the same steps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from support.plans import make_plan
+
+from dpo_pack.packing.balance import BALANCE_TOLERANCE, split_over_ranks, step_rows
+from dpo_pack.packing.bin_packing import BIN_PACKERS, fewest_rows_possible, pack_window
+from dpo_pack.packing.epoch_order import epoch_order
+from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
+from dpo_pack.packing.lengths import FloatArray, IntArray, Items, PairLengths
+from dpo_pack.packing.plan import PackingPlan, PlanSettings
+from dpo_pack.packing.statistics import rank_balance
+from dpo_pack.recipe.load import parse_recipe
+
+BUDGET = 100
+# The shape of a 7B Llama: attention is a small part of short pairs and a large one of long pairs.
+SEVEN_B = ModelShape(
+    token_weights=6.5e9,
+    head_weights=32000 * 4096,
+    attention=(AttentionKind(num_layers=32, width=32 * 256, window=None),),
+)
+lengths_strategy = st.lists(st.integers(1, 130), min_size=1, max_size=60)
+
+
+def ints(values: list[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def flat_pairs(plan: PackingPlan, step: int) -> list[int]:
+    return [pair for rows in plan.pack_step(step) for row in rows for pair in row.tolist()]
+
+
+def load_ratio(costs: FloatArray, parts: list[IntArray]) -> float:
+    loads = [float(costs[part].sum()) for part in parts]
+    return max(loads) / (sum(loads) / len(loads))
+
+
+# ---- Ranks
+
+
+@given(
+    costs=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
+    num_ranks=st.integers(1, 9),
+    equal_counts=st.booleans(),
+)
+def test_every_item_goes_to_one_rank(costs: list[int], num_ranks: int, equal_counts: bool) -> None:
+    parts = split_over_ranks(np.array(costs, dtype=np.float64), num_ranks, equal_counts=equal_counts)
+    assert sorted(itertools.chain(*(part.tolist() for part in parts))) == list(range(len(costs)))
+    assert sum(bool(len(part)) for part in parts) == min(num_ranks, len(costs))
+    if equal_counts:
+        sizes = [len(part) for part in parts]
+        assert max(sizes) == -(-len(costs) // num_ranks)
+
+
+@given(costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40), num_ranks=st.integers(2, 6))
+def test_where_ranks_are_uneven_no_single_move_or_swap_would_make_the_slowest_faster(
+    costs: list[int], num_ranks: int
+) -> None:
+    values = np.array(costs, dtype=np.float64)
+    parts = split_over_ranks(values, num_ranks)
+    loads = [float(values[part].sum()) for part in parts]
+    if max(loads) <= BALANCE_TOLERANCE * sum(loads) / num_ranks:
+        return
+    slow = int(np.argmax(loads))
+    for fast in set(range(num_ranks)) - {slow}:
+        theirs = [0.0, *values[parts[fast]].tolist()]  # nothing in return is a move
+        for ours in values[parts[slow]].tolist():
+            for over in (ours - taken for taken in theirs):
+                assert max(loads[slow] - over, loads[fast] + over) >= loads[slow] * (1 - 1e-6)
+
+
+def test_swaps_balance_what_longest_processing_time_leaves_uneven() -> None:
+    # Longest first makes it 5 + 3 against 4 + 3 + 3.
+    parts = split_over_ranks(np.array([5.0, 4.0, 3.0, 3.0, 3.0]), 2)
+    assert sorted(part.tolist() for part in parts) == [[0, 1], [2, 3, 4]]
+
+
+# ---- Rows of a step
+
+
+@given(
+    lengths=lengths_strategy,
+    num_ranks=st.integers(1, 8),
+    algorithm=st.sampled_from(sorted(BIN_PACKERS)),
+    equal_rows=st.booleans(),
+)
+def test_rows_of_ranks_hold_every_item_once_within_the_budget(
+    lengths: list[int], num_ranks: int, algorithm: str, equal_rows: bool
+) -> None:
+    tokens = ints(lengths)
+    ranks = step_rows(
+        Items(
+            pairs=np.arange(len(tokens)), groups=None, tokens=tokens, costs=tokens.astype(np.float64) ** 1.5
+        ),
+        token_budget=BUDGET,
+        algorithm=algorithm,
+        num_ranks=num_ranks,
+        equal_rows=equal_rows,
+    )
+    rows = [row for of_rank in ranks for row in of_rank]
+    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
+    assert all(len(row) == 1 or tokens[row].sum() <= BUDGET for row in rows)
+    num_rows = [len(of_rank) for of_rank in ranks]
+    if equal_rows and len(lengths) >= num_ranks * max(num_rows):
+        assert len(set(num_rows)) == 1
+
+
+# ---- Scope epoch
+
+
+def epoch_plan(
+    lengths: list[int],
+    *,
+    rows_per_step: int,
+    window_pairs: int,
+    algorithm: str = "best_fit_decreasing",
+    num_ranks: int = 1,
+    equal_rows: bool = False,
+    epoch: int = 0,
+) -> PackingPlan:
+    return make_plan(
+        ints(lengths),
+        order=epoch_order(len(lengths), shuffle=True, seed=1, epoch=epoch),
+        token_budget=BUDGET,
+        rows_per_step=rows_per_step,
+        window_pairs=window_pairs,
+        algorithm=algorithm,
+        num_ranks=num_ranks,
+        equal_rows=equal_rows,
+    )
+
+
+@given(
+    lengths=lengths_strategy,
+    rows_per_step=st.integers(1, 5),
+    window_pairs=st.integers(1, 70),
+    algorithm=st.sampled_from(sorted(BIN_PACKERS)),
+    num_ranks=st.integers(1, 4),
+    equal_rows=st.booleans(),
+)
+def test_scope_epoch_trains_every_pair_once_in_full_steps_and_a_last_one_on_any_ranks(
+    lengths: list[int],
+    rows_per_step: int,
+    window_pairs: int,
+    algorithm: str,
+    num_ranks: int,
+    equal_rows: bool,
+) -> None:
+    shape = {"rows_per_step": rows_per_step, "window_pairs": window_pairs, "algorithm": algorithm}
+    alone = epoch_plan(lengths, **shape)  # type: ignore[arg-type]
+    plan = epoch_plan(lengths, num_ranks=num_ranks, equal_rows=equal_rows, **shape)  # type: ignore[arg-type]
+    assert alone.fingerprint == plan.fingerprint and len(alone) == len(plan)
+    trained: list[int] = []
+    for step in range(len(plan)):
+        assert alone.pairs(step).tolist() == plan.pairs(step).tolist()
+        assert sorted(flat_pairs(plan, step)) == sorted(plan.pairs(step).tolist())
+        assert len(alone.pack_step(step)[0]) == rows_per_step or step == len(plan) - 1
+        assert alone.is_full(step) == (len(alone.pack_step(step)[0]) == rows_per_step)
+        for row in itertools.chain(*plan.pack_step(step)):
+            assert len(row) == 1 or plan.tokens_in(row) <= BUDGET
+        num_rows = {len(rows) for rows in plan.pack_step(step)}
+        if equal_rows and len(plan.pairs(step)) >= num_ranks * max(num_rows):
+            assert len(num_rows) == 1
+        trained += plan.pairs(step).tolist()
+    assert sorted(trained) == list(range(len(lengths)))
+
+
+def test_rows_of_a_decreasing_packer_are_trained_in_an_order_that_says_nothing_about_lengths() -> None:
+    tokens = np.random.default_rng(0).integers(5, 40, 20_000)
+    plan = make_plan(
+        tokens,
+        order=np.random.default_rng(1).permutation(20_000),
+        token_budget=200,
+        rows_per_step=1,
+        window_pairs=1000,
+        algorithm="first_fit_decreasing",
+    )
+    place_in_window = np.arange(20_000) % 1000
+    # Some 2,200 rows, each of pairs of about one length: a correlation of 0.02 is chance.
+    assert abs(np.corrcoef(tokens[plan.order], place_in_window)[0, 1]) < 0.06
+
+
+def test_windows_are_not_mixed_and_rows_do_not_come_in_the_order_of_their_lengths() -> None:
+    tokens = np.random.default_rng(0).integers(5, 40, 4000)
+    order = np.concatenate([np.random.default_rng(w).permutation(1000) + 1000 * w for w in range(4)])
+    plan = make_plan(
+        tokens,
+        order=order,
+        token_budget=200,
+        rows_per_step=1,
+        window_pairs=1000,
+        algorithm="best_fit_decreasing",
+    )
+    windows = [int(pair) // 1000 for pair in plan.order]
+    assert windows == sorted(windows)
+    # Where a pair is trained says nothing about its length: of 4,000, a correlation of 0.016 is chance.
+    assert abs(np.corrcoef(tokens[plan.order], np.arange(4000))[0, 1]) < 0.06
+    # Rows are more alike than random ones: each has its share of long and of short pairs.
+    full = [tokens[plan.pairs(step)] for step in range(len(plan)) if tokens[plan.pairs(step)].sum() > 180]
+    assert len(full) > 0.97 * len(plan)
+    assert np.std([row.mean() for row in full]) < 0.5 * np.std(tokens) / np.sqrt(200 / tokens.mean())
+
+
+def test_another_epoch_makes_other_rows_of_the_same_pairs() -> None:
+    lengths = np.random.default_rng(0).integers(5, 40, 500).tolist()
+    plans = [epoch_plan(lengths, rows_per_step=1, window_pairs=500, epoch=epoch) for epoch in (0, 1)]
+    rows = [{frozenset(plan.pairs(step).tolist()) for step in range(len(plan))} for plan in plans]
+    assert len(rows[0] & rows[1]) < 0.05 * len(rows[0])
+
+
+def test_rows_of_scope_epoch_that_would_leave_ranks_uneven_are_packed_again() -> None:
+    # In tokens both rows are full; in cost one is all of the other and half as much again.
+    plan = make_plan(
+        ints([5000, 5000, 5000, 5000]),
+        order=ints([0, 1, 2, 3]),
+        token_budget=10_000,
+        rows_per_step=2,
+        window_pairs=4,
+        algorithm="next_fit",
+        num_ranks=2,
+        row_costs=np.array([3.0, 3.0, 2.0, 2.0]),
+    )
+    assert sorted(sorted(row.tolist()) for (row,) in plan.pack_step(0)) != [[0, 1], [2, 3]]
+    assert [plan.cost_of(row) for (row,) in plan.pack_step(0)] == [5.0, 5.0]
+
+
+def test_next_fit_keeps_the_order_of_the_epoch_across_rows() -> None:
+    plan = epoch_plan([30] * 50, rows_per_step=4, window_pairs=20, algorithm="next_fit")
+    assert plan.order.tolist() == epoch_order(50, shuffle=True, seed=1, epoch=0).tolist()
+
+
+def test_copies_of_a_pair_are_all_trained_in_scope_epoch() -> None:
+    plan = make_plan(
+        ints([60, 30]),
+        order=ints([0, 1, 0, 1, 1]),
+        token_budget=BUDGET,
+        rows_per_step=2,
+        window_pairs=5,
+        algorithm="best_fit_decreasing",
+    )
+    assert Counter(plan.order.tolist()) == {0: 2, 1: 3}
+
+
+def test_an_empty_window_has_no_rows_and_an_empty_epoch_no_steps() -> None:
+    assert pack_window(ints([]), ints([]), BUDGET, "best_fit_decreasing") == []
+    assert len(epoch_plan([], rows_per_step=2, window_pairs=5)) == 0
+
+
+# ---- What the planner must reach on real lengths
+
+
+@pytest.fixture(scope="module")
+def hh(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> PairLengths:
+    """Lengths of HH-RLHF harmless-base test under the conformance model's tokenizer."""
+    from dpo_pack.data.store import pair_lengths
+    from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
+
+    recipe = parse_recipe(
+        {
+            "output_dir": "unused",
+            "model": {"path": str(shared_dir / "conformance" / "llama" / "policy")},
+            "reference": {"cache_dir": str(tmp_path_factory.mktemp("tokens"))},
+            "data": {
+                "train": {
+                    "path": str(shared_dir / "data" / "hh_harmless_base_test.jsonl.gz"),
+                    "format": "transcript",
+                },
+                "max_length": 2048,
+                "on_bad_row": "skip",
+            },
+        }
+    )
+    table = prepare_data(recipe, prepare_tokenizer(recipe), Console(quiet=True)).train
+    return pair_lengths(table)
+
+
+def hh_plan(hh: PairLengths, *, num_ranks: int, settings: PlanSettings) -> PackingPlan:
+    return settings.plan(
+        hh.row_tokens(share_prompt=True),
+        order=epoch_order(len(hh.prompt), shuffle=True, seed=0, epoch=0),
+        num_ranks=num_ranks,
+        row_costs=pair_flops(SEVEN_B, hh, share_prompt=True),
+    )
+
+
+SCOPE_STEP = PlanSettings(token_budget=8192, pairs_per_step=64, algorithm="best_fit_decreasing")
+
+
+@pytest.mark.parametrize(("num_ranks", "pairs_per_step", "most"), [(8, 128, 1.02), (64, 512, 1.05)])
+def test_the_slowest_rank_of_hh_is_close_to_the_mean_in_every_full_step(
+    hh: PairLengths, num_ranks: int, pairs_per_step: int, most: float
+) -> None:
+    plan = hh_plan(hh, num_ranks=num_ranks, settings=replace(SCOPE_STEP, pairs_per_step=pairs_per_step))
+    balance = rank_balance(plan)
+    print(num_ranks, pairs_per_step, balance)
+    assert balance.worst_full_step_slowest_over_mean <= most
+
+
+def test_rows_of_hh_are_within_one_of_the_volume_bound_on_one_rank_and_in_scope_epoch(
+    hh: PairLengths,
+) -> None:
+    tokens = hh.row_tokens(share_prompt=True)
+    steps = hh_plan(hh, num_ranks=1, settings=SCOPE_STEP)
+    for step in range(len(steps)):
+        bound = fewest_rows_possible(tokens[steps.pairs(step)], 8192)
+        assert len(steps.pack_step(step)[0]) <= bound + 1
+    epoch = hh_plan(hh, num_ranks=1, settings=replace(SCOPE_STEP, rows_per_step=4))
+    num_rows = sum(len(rows) for (rows,) in epoch)
+    assert num_rows <= fewest_rows_possible(tokens, 8192) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_million_pairs_are_planned_in_seconds_and_the_first_step_starts_at_once() -> None:
+    script = Path(__file__).parents[1] / "support" / "million_pairs.py"
+    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    measured = json.loads(process.stdout)
+    assert measured["first_step_s"] < 1.0
+    assert measured["epoch_s"] < 5.0
+    assert measured["rows_a_step_s"] < 10.0
+    assert measured["plan_bytes"] < 250e6
+
+
+@pytest.mark.slow
+def test_inspecting_hh_from_the_shell_takes_seconds(shared_dir: Path, tmp_path: Path) -> None:
+    recipe = {
+        "output_dir": str(tmp_path / "run"),
+        "model": {"path": str(shared_dir / "conformance" / "llama" / "policy")},
+        "reference": {"cache_dir": str(tmp_path / "cache")},
+        "data": {
+            "train": str(shared_dir / "data" / "hh_harmless_base_test.jsonl.gz"),
+            "on_bad_row": "skip",
+        },
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "dpo_pack", "inspect-packing", str(tmp_path / "recipe.yaml")]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*command, "--html", str(tmp_path / "page.html")], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # CPU seconds: what a machine with nothing else to do would take, or less with several cores.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_plans_are_functions_of_their_arguments() -> None:
+    lengths = np.random.default_rng(0).integers(1, 90, 300)
+    for num_ranks in (1, 3):
+        one, other = (
+            make_plan(
+                lengths,
+                order=np.arange(300),
+                token_budget=BUDGET,
+                pairs_per_step=50,
+                algorithm="best_fit_decreasing",
+                num_ranks=num_ranks,
+            )
+            for _ in range(2)
+        )
+        for ours, theirs in zip(one, other, strict=True):
+            assert [[row.tolist() for row in rows] for rows in ours] == [
+                [row.tolist() for row in rows] for rows in theirs
+            ]

@@ -1,0 +1,112 @@
+"""Before the first step: a run whose policy is not its cached reference stops and says why."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from support.tiny_models import tiny_model
+from support.tiny_run import tiny_run
+from support.tiny_tokenizer import tiny_tokenizer
+
+from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.prepare import load_policy
+from dpo_pack.system.errors import RunError
+from dpo_pack.train import train
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run(tmp_path_factory.mktemp("job")).parent
+
+
+def start(job: Path, cache: Path, console: Console, *overrides: str) -> None:
+    """Everything up to the first step."""
+    train(load(job, f"reference.cache_dir={cache}", *overrides), console, dry_run=True)
+
+
+def load(job: Path, *overrides: str) -> Recipe:
+    return load_recipe(job / "recipe.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.autocast=bfloat16",),
+        ("packing.mode=padded",),
+        ("reference.token_budget=4096",),
+        ("packing.share_prompt=false",),
+    ],
+)
+def test_the_policy_as_it_starts_is_its_reference(
+    overrides: tuple[str, ...], job: Path, tmp_path: Path, console: Console
+) -> None:
+    for _ in range(2):  # computed, then cached
+        start(job, tmp_path / "cache", console, *overrides)
+
+
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+def test_experts_at_near_ties_are_no_failure(
+    autocast: str, job: Path, tmp_path: Path, console: Console
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_model("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    overrides = (f"model.path={tmp_path / 'model'}", f"model.autocast={autocast}", "packing.token_budget=64")
+    start(job, tmp_path / "cache", console, *overrides, "reference.token_budget=4096")
+
+
+def change_cached_values(cache: Path, change: float) -> None:
+    """Every cached log-prob, in parts that are whole by their checksum."""
+    parts = list((cache / "reference").rglob("part-*.parquet"))
+    assert parts
+    for part in parts:
+        table = pq.read_table(part)
+        for number, field in enumerate(table.schema):
+            if pa.types.is_float64(field.type):
+                values = pa.array(table.column(number).to_numpy() + change)
+                table = table.set_column(number, field, values)
+        part.unlink()
+        pq.write_table(table, part)
+        part.rename(part.with_name(f"part-{hashlib.sha256(part.read_bytes()).hexdigest()}.parquet"))
+
+
+@pytest.mark.parametrize(("change", "autocast"), [(0.01, "none"), (-3.0, "bfloat16")])
+def test_an_altered_cache_stops_the_run_before_the_first_step(
+    change: float, autocast: str, job: Path, tmp_path: Path, console: Console
+) -> None:
+    start(job, tmp_path / "cache", console, f"model.autocast={autocast}")
+    change_cached_values(tmp_path / "cache", change)
+    with pytest.raises(RunError, match="not its cached reference.*differs by .*reference.cache_dir") as stop:
+        start(job, tmp_path / "cache", console, f"model.autocast={autocast}")
+    assert "\n" not in str(stop.value)
+    start(job, tmp_path / "another cache", console, f"model.autocast={autocast}")
+
+
+@pytest.mark.parametrize("fills_cache", [True, False])
+def test_dropout_stops_the_run_before_the_first_step(
+    fills_cache: bool, job: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the reference was computed with it."""
+    if not fills_cache:
+        start(job, tmp_path / "cache", console)
+
+    def with_dropout(*arguments: Any) -> Any:
+        loaded = load_policy(*arguments)
+        loaded.model.get_input_embeddings().register_forward_hook(
+            lambda module, inputs, output: F.dropout(output, 0.1, training=True)
+        )
+        return loaded
+
+    monkeypatch.setattr("dpo_pack.run.session.load_policy", with_dropout)
+    torch.manual_seed(0)
+    with pytest.raises(RunError, match="not repeatable.*dropout.*config.json"):
+        start(job, tmp_path / "cache", console)

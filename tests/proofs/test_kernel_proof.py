@@ -1,0 +1,112 @@
+"""The kernel proof: its plain attention is right, its bound holds with room and is narrow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.family_errors import CPU
+from torch import Tensor
+
+from dpo_pack.model.attention.sdpa import sdpa_attention
+from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.proofs.kernel import SeamCall, kernel_error, plain_attention
+
+LLAMA = SeamCall(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    value_head_dim=16,
+    scale=0.25,
+    window=None,
+    softcap=None,
+    has_sinks=False,
+)
+CALLS = {
+    "grouped heads": LLAMA,
+    "one key and value head": replace(LLAMA, num_kv_heads=1),
+    "a window": replace(LLAMA, window=7),
+    "a window longer than the proof's segments": replace(LLAMA, window=4096),
+    "a softcap": replace(LLAMA, softcap=2.0),
+    "sinks": replace(LLAMA, has_sinks=True),
+    "narrower values": replace(LLAMA, head_dim=12, value_head_dim=6),
+    "wide heads": replace(LLAMA, head_dim=128, value_head_dim=128, scale=128**-0.5),
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def ratios(attention: Any, call: SeamCall, dtype: torch.dtype) -> list[float]:
+    """Error over what it may be, for a few draws."""
+    found = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        error, allowed = kernel_error(attention, call, dtype, CPU)
+        found.append(error / allowed)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_honest_kernel_keeps_its_bound_with_room(name: str, dtype: torch.dtype) -> None:
+    """Or it would fail on another machine."""
+    assert max(ratios(sdpa_attention, CALLS[name], dtype)) < 0.7
+
+
+def wrong_scale(*inputs: Any, scale: float, **options: Any) -> Tensor:
+    return sdpa_attention(*inputs, scale=1.02 * scale, **options)
+
+
+def without_window(*inputs: Any, window: int | None, **options: Any) -> Tensor:
+    return sdpa_attention(*inputs, window=None, **options)
+
+
+def one_token_wrong(*inputs: Any, **options: Any) -> Tensor:
+    """The output of the segment of one token."""
+    out = sdpa_attention(*inputs, **options)
+    return torch.cat((0.9 * out[:1], out[1:]))
+
+
+def not_a_number(*inputs: Any, **options: Any) -> Tensor:
+    return sdpa_attention(*inputs, **options) * torch.nan
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("attention", "name"),
+    [
+        (wrong_scale, "grouped heads"),
+        (without_window, "a window"),
+        (without_window, "a window longer than the proof's segments"),
+        (one_token_wrong, "wide heads"),
+        (not_a_number, "grouped heads"),
+    ],
+)
+def test_a_wrong_kernel_exceeds_its_bound_in_every_dtype(
+    attention: Any, name: str, dtype: torch.dtype
+) -> None:
+    assert min(ratios(attention, CALLS[name], dtype)) > 1.0
+
+
+@pytest.mark.parametrize("num_queries", [1, 5, 9])
+def test_plain_attention_is_torch_s_where_torch_has_it(num_queries: int) -> None:
+    """Of one segment, causal from the end of its keys."""
+    torch.manual_seed(0)
+    num_keys = 9
+    query, key, value = (torch.randn(length, 4, 8) for length in (num_queries, num_keys, num_keys))
+    segments = RowSegments(
+        query_lengths=(num_queries,),
+        key_lengths=(num_keys,),
+        cu_seqlens_q=torch.tensor([0, num_queries]),
+        cu_seqlens_k=torch.tensor([0, num_keys]),
+        kv_index=None,
+        kv_first=None,
+        kv_repeats=(),
+    )
+    ours = plain_attention(query, key, value, segments, scale=0.3, window=None, softcap=None, sinks=None)
+    mask = torch.ones(num_queries, num_keys).tril(num_keys - num_queries).bool()
+    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(ours, theirs.transpose(0, 1))

@@ -1,0 +1,195 @@
+"""The start-up proofs: honest models pass in every dtype, and each sabotage makes its proof fail."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from support.family_errors import CPU, GROUPS, make_row
+from support.flash_stand_ins import use_stand_ins
+from support.sabotages import SABOTAGES
+from support.tiny_models import tiny_model
+
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.model.attention.sdpa import sdpa_attention
+from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.layout import Row
+from dpo_pack.model.logps import sequence_sums
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.proofs.rows import Proof
+from dpo_pack.proofs.start_up import FLOAT32_BOUND, prove
+
+PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16 autocast": (torch.float32, torch.bfloat16),
+    "float16 autocast": (torch.float32, torch.float16),
+    "bfloat16": (torch.bfloat16, None),
+}
+NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence", "head"]
+
+
+def make_scorer(
+    family: str, *, precision: str = "float32", packed: bool = True, **changes: Any
+) -> CompletionLogps:
+    register_attention()
+    parameters, autocast = PRECISIONS[precision]
+    model = tiny_model(family, attention=ATTENTION_NAME if packed else "eager", **changes)
+    backend = sdpa_attention if packed else None
+    return CompletionLogps(model, backend=backend, autocast=autocast).to(parameters)
+
+
+def failures(scorer: CompletionLogps) -> set[str]:
+    return {proof.name for proof in prove(scorer, CPU) if not proof.passed}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_an_honest_model_passes_every_proof(family: str, precision: str) -> None:
+    scorer = make_scorer(family, precision=precision)
+    before = torch.get_rng_state()
+    begun = time.process_time()  # shared machines stall
+    proofs = prove(scorer, CPU)
+    assert [proof.name for proof in proofs] == NAMES
+    assert all(proof.passed for proof in proofs), proofs
+    assert time.process_time() - begun < 3.0
+    assert torch.equal(torch.get_rng_state(), before)  # a run's randomness does not depend on them
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
+@pytest.mark.parametrize("precision", ["bfloat16 autocast", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
+def test_a_kernel_that_takes_one_low_precision_and_no_fp32_passes_as_well(
+    family: str, precision: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under autocast rotary embeddings and norms leave queries and keys in fp32, beside values in bf16."""
+    dtypes = use_stand_ins(monkeypatch)
+    scorer = make_scorer(family, precision=precision)
+    scorer.backend = BACKENDS[name]
+    assert failures(scorer) == set()
+    assert len(dtypes) > scorer.num_attention_layers and set(dtypes) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
+def test_its_gradients_under_autocast_are_those_of_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_stand_ins(monkeypatch)
+    row, gradients = make_row(GROUPS, "shared"), []
+    for backend in ("sdpa", name):
+        scorer = make_scorer("llama", precision="bfloat16 autocast")
+        scorer.backend = BACKENDS[backend]
+        scorer(row).sums.sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in scorer.parameters())
+        gradients.append(torch.cat([p.grad.flatten() for p in scorer.parameters() if p.grad is not None]))
+    assert (gradients[1] - gradients[0]).norm() <= 0.02 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16 autocast"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "mamba", "rwkv", "bloom"])
+def test_padded_batches_are_proved_too(family: str, precision: str) -> None:
+    proofs = prove(make_scorer(family, precision=precision, packed=False), CPU)
+    assert [proof.name for proof in proofs] == ["causality", "equivalence", "head"]
+    assert all(proof.passed for proof in proofs), proofs
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_model_that_looks_ahead_is_no_causal_one_however_it_is_padded(precision: str) -> None:
+    changes = {"use_bidirectional_attention": True}
+    assert failures(make_scorer("gemma3_text", precision=precision, packed=False, **changes)) == {"causality"}
+
+
+def test_a_model_that_looks_ahead_is_refused_in_rows() -> None:
+    (wiring,) = prove(make_scorer("gemma3_text", use_bidirectional_attention=True), CPU)
+    assert not wiring.passed and "attends to later tokens as well" in wiring.remedy
+
+
+def test_proving_again_measures_the_same_and_leaves_the_model_as_it_was() -> None:
+    scorer = make_scorer("gemma2", precision="bfloat16 autocast")
+    assert prove(scorer, CPU) == prove(scorer, CPU)
+    assert (scorer.backend, scorer.autocast) == (sdpa_attention, torch.bfloat16)
+
+
+def equivalence(scorer: CompletionLogps) -> Proof:
+    return next(proof for proof in prove(scorer, CPU) if proof.name == "equivalence")
+
+
+def test_a_deep_network_whose_rounding_exceeds_the_bound_of_float32_is_measured_by_its_rounding() -> None:
+    deep: dict[str, Any] = {"num_hidden_layers": 24, "initializer_range": 0.2}
+    honest = equivalence(make_scorer("llama", **deep))
+    assert honest.passed and honest.numbers["max error"] > FLOAT32_BOUND
+    scorer = make_scorer("llama", **deep)
+    with pytest.MonkeyPatch.context() as patch:
+        SABOTAGES["shifted rotary position"].break_it(patch, scorer)
+        assert not equivalence(scorer).passed
+
+
+@pytest.fixture
+def _seam_restored() -> Any:
+    yield
+    register_attention()
+
+
+@pytest.mark.usefixtures("_seam_restored")
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(name, p) for name, sabotage in SABOTAGES.items() for p in PRECISIONS if p not in sabotage.hidden_in],
+)
+def test_each_sabotage_makes_its_proof_fail(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage = SABOTAGES[name]
+    scorer = make_scorer(sabotage.family, precision=precision)
+    sabotage.break_it(monkeypatch, scorer)
+    assert sabotage.proof in failures(scorer)
+
+
+@pytest.mark.usefixtures("_seam_restored")
+@pytest.mark.parametrize(
+    "name",
+    ["no gather", "wrong gather", "shifted rotary position", "row's metadata ignored", "swapped tails"],
+)
+def test_sabotage_shows_in_a_mixture_of_experts_under_autocast(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose experts flip in bf16 without any."""
+    scorer = make_scorer("qwen3_moe", precision="bfloat16 autocast")
+    SABOTAGES[name].break_it(monkeypatch, scorer)
+    assert "equivalence" in failures(scorer)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_noise_of_a_mixture_of_experts_hides_no_leak(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = make_scorer("qwen3_moe", precision=precision)
+    SABOTAGES["row's metadata ignored"].break_it(monkeypatch, scorer)
+    assert "isolation" in failures(scorer)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_nor_a_mixture_that_looks_ahead(precision: str) -> None:
+    scorer = make_scorer("qwen3_moe", precision=precision, packed=False, is_causal=False)
+    assert failures(scorer) == {"causality"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_experts_that_flip_at_near_ties_are_the_noise_of_a_mixture_alone(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = make_scorer(family, precision="bfloat16 autocast")
+    forward = scorer.forward
+
+    def flipping(row: Row) -> Any:
+        """One token in thirty meets another expert, otherwise in each row."""
+        output, random = forward(row), torch.Generator().manual_seed(int(row.input_ids.sum()))
+        logps = output.token_logps
+        logps = logps + 0.3 * (torch.rand(logps.shape, generator=random) < 1 / 30)
+        return output._replace(token_logps=logps, sums=sequence_sums(logps, row.completion_lengths))
+
+    monkeypatch.setattr(scorer, "forward", flipping)
+    is_noise = routes_tokens(scorer.model.config)
+    assert failures(scorer).isdisjoint({"isolation", "causality"}) == is_noise
+
+
+def test_every_proof_has_a_sabotage() -> None:
+    assert {sabotage.proof for sabotage in SABOTAGES.values()} == set(NAMES)

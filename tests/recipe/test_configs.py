@@ -1,0 +1,38 @@
+"""Every recipe the project ships is in order; other tests run the quickstart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dpo_pack.recipe.load import dump_recipe, load_recipe, parse_recipe
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+FILES = sorted(path for path in CONFIGS.rglob("*") if path.suffix in (".yaml", ".yml"))
+
+
+def test_there_are_recipes() -> None:
+    assert CONFIGS / "quickstart.yaml" in FILES and len(FILES) >= 3
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_recipe_loads_and_says_in_a_comment_what_it_is_for(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
+    assert path.read_text(encoding="utf-8").startswith("# ")
+    # Recipes are run from the repository root, and what they leave must not be committed.
+    assert recipe.output_dir.parts[0] == "runs"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_recipe_names_the_command_that_runs_it(path: Path) -> None:
+    assert f"dpopack train configs/{path.name}" in path.read_text(encoding="utf-8") or (
+        f"dpopack inspect-packing configs/{path.name}" in path.read_text(encoding="utf-8")
+    )
+
+
+def test_recipes_write_to_different_directories() -> None:
+    directories = [load_recipe(path).output_dir for path in FILES]
+    assert len(set(directories)) == len(directories)

@@ -1,0 +1,268 @@
+"""Recipes: values and defaults, paths, what is generated from the schema, and running again."""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_recipe import KEYS, SMALLEST, changed_keys, load
+
+from dpo_pack.recipe.changes import NEUTRAL_KEYS, ROW_LAYOUT_KEYS
+from dpo_pack.recipe.data import EvalFraction, SourceRecipe
+from dpo_pack.recipe.load import load_recipe, recipe_defaults, recipe_schema, source_names
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+# ------------------------------------------------------------------------------------ values and defaults
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    recipe = load()
+    assert recipe.output_dir == Path("runs/x") and recipe.seed == 0
+    assert recipe.model.path == "org/model" and recipe.model.attention == "auto"
+    assert recipe.data.train == (SourceRecipe(path="pairs.jsonl"),) and recipe.data.eval == ()
+    assert (recipe.data.max_length, recipe.data.truncation, recipe.data.on_bad_row) == (2048, "drop", "error")
+    assert (recipe.packing.token_budget, recipe.packing.pairs_per_step) == (8192, 64)
+    assert (recipe.packing.scope, recipe.packing.window_pairs) == ("step", 16384)
+    assert recipe.packing.algorithm == "best_fit_decreasing" and recipe.packing.share_prompt
+    assert recipe.loss.terms == (("sigmoid", 1.0),) and recipe.loss.beta == 0.1
+    assert (recipe.optim.lr, recipe.optim.warmup_ratio, recipe.optim.betas) == (5e-7, 0.1, (0.9, 0.999))
+    assert (recipe.checkpoint.keep, recipe.checkpoint.resume, recipe.logging.trackers) == (2, "auto", ())
+
+
+def test_an_empty_section_holds_defaults() -> None:
+    assert load(text=SMALLEST + "optim:\nloss:\n  # beta: 0.2\n") == load()
+    text = "output_dir: runs/x\nmodel: {path: org/model}\ndata:\n  train: pairs.jsonl\n  eval:\n"
+    assert load(text=text) == load()
+
+
+def test_a_source_may_be_a_path_a_mapping_or_a_list_of_either() -> None:
+    one, two = SourceRecipe(path="a.jsonl"), SourceRecipe(path="b.jsonl", max_pairs=3)
+    assert load("data.train=a.jsonl").data.train == (one,)
+    assert load("data.train={path: b.jsonl, max_pairs: 3}").data.train == (two,)
+    assert load("data.train=[a.jsonl, {path: b.jsonl, max_pairs: 3}]").data.train == (one, two)
+    assert load("data.eval=a.jsonl").data.eval == (one,)
+    assert load("data.eval=[a.jsonl, {path: b.jsonl, max_pairs: 3}]").data.eval == (one, two)
+    assert load("data.eval={fraction: 0.02}").data.eval == EvalFraction(fraction=0.02)
+
+
+def test_loss_terms_are_the_same_however_the_loss_is_written() -> None:
+    assert load("loss.type=ipo").loss.terms == (("ipo", 1.0),)
+    terms = load("loss.type=[{type: sigmoid}, {type: hinge, weight: 0.2}]").loss.terms
+    assert terms == (("sigmoid", 1.0), ("hinge", 0.2))
+
+
+def test_schedule_constant_has_no_warmup_unless_asked_for() -> None:
+    assert load("optim.schedule=constant").optim.warmup_ratio == 0.0
+    assert load("optim.schedule=constant_with_warmup").optim.warmup_ratio == 0.1
+
+
+def test_max_grad_norm_null_means_no_clipping() -> None:
+    assert load("optim.max_grad_norm=null").optim.max_grad_norm is None
+
+
+def test_source_names_are_derived_from_paths_and_all_different() -> None:
+    sources = [
+        SourceRecipe(path="a/pairs.jsonl.gz"),
+        SourceRecipe(path="b/pairs.jsonl"),
+        SourceRecipe(path="b/pairs.jsonl"),
+        SourceRecipe(path="org/ultra", split="test"),
+        SourceRecipe(path="org/tulu.3", name="mine"),
+        SourceRecipe(path="mine"),
+        SourceRecipe(path="/"),
+        SourceRecipe(path="dir/.jsonl"),
+    ]
+    assert source_names(sources) == (
+        "pairs", "b/pairs.jsonl", "b/pairs.jsonl-2", "ultra-test", "mine", "mine-2", "/", "dir/.jsonl",
+    )  # fmt: skip
+
+
+def test_a_source_that_has_a_name_keeps_it_though_an_earlier_path_ends_in_it() -> None:
+    sources = [SourceRecipe(path="mine"), SourceRecipe(path="a", name="mine")]
+    assert source_names(sources) == ("mine-2", "mine")
+
+
+# -------------------------------------------------------------------------------------------------- paths
+
+
+def test_recipe_dir_and_home_are_expanded_in_every_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    here = "${recipe_dir}"
+    (tmp_path / "recipe.yaml").write_text(SMALLEST)
+    overrides = [
+        f"output_dir={here}/out",
+        f"model.path={here}/model",
+        f"tokenizer={{path: '{here}/tokenizer', chat_template: ~/t.jinja}}",
+        f"reference={{path: '{here}/reference', cache_dir: '~/cache'}}",
+        f"data.train=['{here}/a.jsonl', ~/b.jsonl]",
+        f"data.eval={here}/e.jsonl",
+        f"checkpoint.resume={here}/step-1",
+        f"data.system_prompt={here}",
+    ]
+    recipe = load_recipe(tmp_path / "recipe.yaml", overrides)
+    assert recipe.output_dir == tmp_path / "out" and recipe.model.path == f"{tmp_path}/model"
+    assert recipe.tokenizer.path == f"{tmp_path}/tokenizer"
+    assert recipe.tokenizer.chat_template == Path("/home/me/t.jinja")
+    assert recipe.reference.path == f"{tmp_path}/reference"
+    assert recipe.reference.cache_dir == Path("/home/me/cache")
+    assert [source.path for source in recipe.data.train] == [f"{tmp_path}/a.jsonl", "/home/me/b.jsonl"]
+    assert isinstance(recipe.data.eval, tuple) and recipe.data.eval[0].path == f"{tmp_path}/e.jsonl"
+    assert recipe.checkpoint.resume == f"{tmp_path}/step-1"
+    assert recipe.data.system_prompt == here
+
+
+def test_recipe_dir_is_absolute_though_the_recipe_path_is_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(SMALLEST)
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(Path("recipe.yaml"), ["output_dir=${recipe_dir}/out", "model.path=local/model"])
+    assert recipe.output_dir == tmp_path / "out" and recipe.model.path == "local/model"
+
+
+# --------------------------------------------------------------------------------------------- generated
+
+
+def test_the_commented_defaults_are_a_recipe_of_defaults() -> None:
+    text = recipe_defaults()
+    required = ["output_dir=runs/x", "model.path=org/model", "data.train=pairs.jsonl"]
+    assert load(*required, text=text) == load()
+    assert load(text=text).model.path == "Qwen/Qwen3-0.6B"
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_commented_defaults_hold_every_key_below_a_comment() -> None:
+    lines = recipe_defaults().splitlines()
+    for key in KEYS:
+        if key.startswith(
+            ("data.eval.", "loss.type.", "model.lora.", "online.", "reference.sync.", "train.early_stopping.")
+        ):  # what a value of these can hold
+            continue
+        name = key.rsplit(".", 1)[-1]
+        found = [i for i, line in enumerate(lines) if line.strip().startswith(f"{name}:")]
+        assert any(lines[i - 1].strip().startswith(("#", "-")) for i in found), key
+
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(schema, dict):
+        if "properties" in schema:
+            yield schema
+        for value in schema.values():
+            yield from _objects(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from _objects(value)
+
+
+def test_the_json_schema_describes_every_key_and_allows_no_other() -> None:
+    schema = recipe_schema()
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["required"] == ["output_dir", "model", "data"]
+    objects = list(_objects(schema))
+    assert len(objects) == 1 + len(schema["$defs"]) >= 17
+    for section in objects:
+        assert section["additionalProperties"] is False
+        for name, key in section["properties"].items():
+            referred = schema["$defs"][key["$ref"].removeprefix("#/$defs/")] if "$ref" in key else key
+            assert referred["description"] and ("title" in referred or "anyOf" in referred), name
+
+
+def test_the_json_schema_holds_choices_ranges_defaults_and_shorthands() -> None:
+    definitions = recipe_schema()["$defs"]
+    optim = definitions["OptimRecipe"]["properties"]
+    assert optim["schedule"]["enum"][:2] == ["linear", "cosine"] and optim["schedule"]["default"] == "linear"
+    assert optim["lr"]["exclusiveMinimum"] == 0 and optim["lr"]["default"] == 5e-7
+    train = definitions["DataRecipe"]["properties"]["train"]["anyOf"]
+    assert [option.get("type", "source") for option in train] == ["string", "source", "array"]
+    evaluation = definitions["DataRecipe"]["properties"]["eval"]["anyOf"]
+    assert {"$ref": "#/$defs/EvalFraction"} in evaluation
+
+
+def test_the_reference_in_docs_is_up_to_date() -> None:
+    script = REPOSITORY / "scripts" / "make_recipe_reference.py"
+    spec = importlib.util.spec_from_file_location("make_recipe_reference", script)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    written = (REPOSITORY / "docs" / "recipe.md").read_text(encoding="utf-8")
+    assert written == module.reference(), f"run python {script.relative_to(REPOSITORY)}"
+
+
+# ----------------------------------------------------------------------------------------- running again
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        ([], []),
+        (["optim.lr=1e-6", "seed=1"], ["seed", "optim.lr"]),
+        (["optim.betas=[0.9, 0.95]"], ["optim.betas"]),
+        (["output_dir=elsewhere", "logging.every_steps=5", "checkpoint.resume=never"], []),
+        (["logging.trackers=[wandb]", "checkpoint.every_steps=3", "distributed.num_processes=2"], []),
+        (["model.attention=sdpa", "model.gradient_checkpointing=true"], []),
+        (["model.dtype=bfloat16"], ["model.dtype"]),
+        (["reference.cache_dir=c", "reference.token_budget=5", "data.num_workers=0"], []),
+        (["reference.path=org/other"], ["reference.path"]),
+        (["packing.token_budget=64", "packing.algorithm=next_fit", "packing.share_prompt=false"], []),
+        (["packing.mode=padded"], []),
+        (["packing.pairs_per_step=8"], ["packing.pairs_per_step"]),
+        (["data.eval=e.jsonl", "train.eval_every_steps=4"], []),
+        (["data.eval.fraction=0.1"], ["data.eval"]),
+        (["data.train.0.name=mine"], []),
+        (
+            ["data.train.0.max_pairs=9", "data.train.0.columns.prompt=q"],
+            ["data.train.0.columns.prompt", "data.train.0.max_pairs"],
+        ),
+        (["data.train=[pairs.jsonl, more.jsonl]"], ["data.train"]),
+        (["data.on_bad_row=skip", "train.stop_on_nonfinite=false"], []),
+        (["loss.type=[{type: sigmoid, weight: 1}]"], []),
+        (["loss.type=[{type: sigmoid, weight: 2}]"], ["loss.type.0.weight"]),
+        (["loss.type=ipo"], ["loss.type.0.type"]),
+        (["train.max_steps=3", "train.epochs=2"], ["train.epochs", "train.max_steps"]),
+    ],
+)
+def test_changed_keys_are_those_that_change_training(overrides: list[str], changed: list[str]) -> None:
+    assert changed_keys(load(), load(*overrides)) == changed
+    assert sorted(changed_keys(load(*overrides), load())) == sorted(changed)
+
+
+def test_a_changed_fraction_is_named_by_its_key() -> None:
+    old, new = load("data.eval.fraction=0.1"), load("data.eval.fraction=0.2")
+    assert changed_keys(old, new) == ["data.eval.fraction"]
+
+
+def test_in_scope_epoch_the_row_layout_changes_training() -> None:
+    old = load("packing={scope: epoch, rows_per_step: 2}")
+    new = load("packing={scope: epoch, rows_per_step: 2, token_budget: 64}")
+    assert changed_keys(old, new) == ["packing.token_budget"]
+    assert changed_keys(load(), load("packing={scope: epoch, rows_per_step: 2, token_budget: 64}")) == [
+        "packing.token_budget", "packing.scope", "packing.rows_per_step",
+    ]  # fmt: skip
+
+
+def test_every_key_named_as_neutral_exists() -> None:
+    for key in (*NEUTRAL_KEYS, *ROW_LAYOUT_KEYS):
+        assert key in KEYS
+
+
+# ------------------------------------------------------------------------------------------------ imports
+
+
+def test_importing_recipes_is_quick_and_loads_none_of_the_heavy_packages() -> None:
+    program = (
+        "import sys, time; import dpo_pack.recipe.load;"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'pyarrow', 'accelerate'} & set(sys.modules);"
+        "assert not heavy, heavy; print(time.process_time())"
+    )
+    command = [sys.executable, "-c", program]
+    seconds = [
+        float(subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout)
+        for _ in range(5)
+    ]
+    assert min(seconds) < 0.3

@@ -1,0 +1,137 @@
+"""The `online` section: what it accepts, what it refuses and how it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from support.tiny_recipe import SMALLEST, changed_keys, load
+
+from dpo_pack.recipe.load import check_environment, dump_recipe, parse_recipe
+from dpo_pack.system.errors import RecipeError
+
+ONLINE = (
+    SMALLEST + "train: {max_steps: 9}\nonline: {judges: [{type: function, function: 'my.judges:score'}]}\n"
+)
+SERVER = "{url: 'http://localhost:8000/v1', model: m}"
+
+
+def test_one_judge_is_all_it_takes() -> None:
+    recipe = load(text=ONLINE)
+    assert recipe.online is not None
+    assert recipe.online.generator.type == "transformers" and recipe.online.pairing.type == "best_vs_worst"
+    assert recipe.online.completions_per_prompt == 2 and recipe.online.judges[0].weight == 1.0
+    assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    "override, fragments",
+    [
+        ("train.max_steps=null", ["train.max_steps: an online run needs it"]),
+        ("train.epochs=2", ["train.epochs: an online run is as long as train.max_steps says"]),
+        ("packing={scope: epoch, rows_per_step: 2}", ["packing.scope: epoch needs pairs"]),
+        ("data.truncation=completion_right", ["data.truncation: completions are yet to be written"]),
+        ("online.max_new_tokens=2048", ["online.max_new_tokens: must be below data.max_length (2048)"]),
+        ("online.completions_per_prompt=1", ["online.completions_per_prompt: must be a whole number >= 2"]),
+        ("online.temperature=0", ["online.temperature: must be a number > 0, not 0"]),
+        ("online.top_p=1.5", ["online.top_p: must be a number > 0 and <= 1"]),
+        ("online.stop=END", ["online.stop: must be a list of texts"]),
+        ("online.judges=[]", ["online.judges: must be a list as"]),
+        ("online.judges=[{type: function}]", ["online.judges.0.function: type function needs it"]),
+        ("online.judges=[{type: reward_model}]", ["online.judges.0.path: type reward_model needs it"]),
+        ("online.judges=[{type: llm}]", ["online.judges.0.endpoint: type llm needs it"]),
+        ("online.judges.0.function=score", ["online.judges.0.function: must be module:function"]),
+        ("online.judges.0.path=org/rm", ["online.judges.0.path: not used by type function"]),
+        ("online.judges.0.instructions=Be nice.", ["online.judges.0.instructions: not used"]),
+        ("online.judges.0.kind=llm", ["online.judges.0.kind: unknown key"]),
+        ("online.generator.type=http", ["online.generator.endpoint: type http needs it"]),
+        (f"online.generator.endpoint={SERVER}", ["online.generator.endpoint: not used by type transformers"]),
+        ("online.generator={type: http, endpoint: {url: 'localhost', model: m}}", [".url: must begin"]),
+        (
+            f"online.generator={{type: http, token_budget: 9, endpoint: {SERVER}}}",
+            ["online.generator.token_budget: not used by type http"],
+        ),
+        (
+            "online.generator.gpu_memory_utilization=0.5",
+            ["online.generator.gpu_memory_utilization: not used by type transformers, only by vllm"],
+        ),
+        (
+            "online={generator: {type: vllm}, temperature: 2.5, judges: [{type: reward_model, path: a/b}]}",
+            ["online.temperature: online.generator.type vllm takes at most 2, not 2.5"],
+        ),
+        (
+            "online.generator={type: vllm, gpu_memory_utilization: 1.0}",
+            ["online.generator.gpu_memory_utilization: must be a number > 0 and < 1"],
+        ),
+        ("online.pairing.type=best", ["online.pairing.type: must be one of best_vs_worst, all_pairs"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(override: str, fragments: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(override, text=ONLINE)
+    message = str(caught.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize(
+    "distributed, fragment",
+    [
+        ("{num_processes: 2}", "distributed.num_processes: online.generator.type vllm answers"),
+        ("{strategy: fsdp2}", "distributed.strategy: online.generator.type vllm takes a whole"),
+    ],
+)
+def test_vllm_in_several_processes_is_refused(distributed: str, fragment: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("online.generator.type=vllm", f"distributed={distributed}", text=ONLINE)
+    assert fragment in str(caught.value) and "use http with a vLLM server" in str(caught.value)
+    load("online.generator.type=vllm", "distributed.num_processes=1", text=ONLINE)
+
+
+def test_a_bound_that_a_server_s_weights_must_exceed_is_refused() -> None:
+    served = f"online.generator={{type: http, endpoint: {SERVER}}}"
+    load(served, "online.max_staleness_steps=8", text=ONLINE)  # 8 in the last of the 9 steps
+    load("online.max_staleness_steps=0", text=ONLINE)
+    with pytest.raises(RecipeError) as caught:
+        load(served, "online.max_staleness_steps=7", text=ONLINE)
+    message = str(caught.value)
+    assert "online.max_staleness_steps: " in message and "from step 9 of 9 on" in message
+    assert "leave it out" in message and "\n" not in message
+
+
+def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge() -> None:
+    begun = load(f"online.generator={{type: http, endpoint: {SERVER}}}", text=ONLINE)
+    moved = load(
+        "online.generator={type: http, endpoint: {url: 'http://other:1/v1', model: m}}",
+        "online.offload_reference=true",
+        text=ONLINE,
+    )
+    assert changed_keys(begun, moved) == []
+    vllm = load("online.generator={type: vllm}", text=ONLINE)
+    smaller = load("online.generator={type: vllm, gpu_memory_utilization: 0.2}", text=ONLINE)
+    assert changed_keys(vllm, smaller) == []
+    assert changed_keys(load(text=ONLINE), vllm) == ["online.generator.type"]
+    judged, elsewhere = (
+        load(f"online.judges=[{{type: llm, endpoint: {server}}}]", text=ONLINE)
+        for server in (
+            "{url: 'http://one:1/v1', model: m}",
+            "{url: 'http://two:2/v1', model: m, api_key_env: K, retries: 9, timeout_seconds: 9}",
+        )
+    )
+    assert changed_keys(judged, elsewhere) == []
+    another = load(
+        "online.judges=[{type: llm, endpoint: {url: 'http://one:1/v1', model: other}}]", text=ONLINE
+    )
+    assert changed_keys(judged, another) == ["online.judges.0.endpoint.model"]
+    other = load("online.judges.0.function=my.judges:other", "online.top_p=0.9", text=ONLINE)
+    assert changed_keys(load(text=ONLINE), other) == ["online.judges.0.function", "online.top_p"]
+    assert changed_keys(load(text=ONLINE), load("train.max_steps=9"))[0].startswith("online")
+
+
+def test_a_reward_model_that_is_not_there_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").touch()
+    judges = "online.judges=[{type: reward_model, path: ./no/such/model}]"
+    with pytest.raises(RecipeError, match=r"online\.judges\.0\.path: no such directory"):
+        check_environment(load(judges, f"data.train={tmp_path}/pairs.jsonl", text=ONLINE))

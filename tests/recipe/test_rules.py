@@ -1,0 +1,290 @@
+"""Recipes whose keys are each valid: rules that join keys, what is not built yet, and this machine."""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.tiny_recipe import load, message_of
+
+from dpo_pack.data.readers import READERS
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
+from dpo_pack.recipe.load import check_environment
+
+REFUSED: list[tuple[str, list[str]]] = [
+    # rules that join keys
+    ("data.max_prompt_length=2048", ["data.max_prompt_length: must be below data.max_length (2048)"]),
+    ("data.eval=[{path: e, weight: 2}]", ["data.eval.0.weight:", "training"]),
+    ("data.train=[{path: a, name: n}, {path: b, name: n}]", ["data.train.1.name: 'n'", "data.train.0"]),
+    ("data.train.0.columns={chosen: a, rejected: a}", ["data.train.0.columns: column 'a'", "several"]),
+    ("data.train={path: a, format: tokenized, columns: {prompt: q}}", ["columns.prompt:", "prompt_ids"]),
+    ("packing.rows_per_step=4", ["packing.rows_per_step: needs packing.scope: epoch"]),
+    ("packing.window_pairs=4", ["packing.window_pairs: needs packing.scope: epoch"]),
+    ("packing={merge_prompts: true, mode: padded}", ["packing.merge_prompts: needs packing.mode: packed"]),
+    ("packing={merge_prompts: true, share_prompt: false}", ["packing.merge_prompts: needs packing.share"]),
+    ("loss.type=[{type: ipo}, {type: ipo}]", ["loss.type: 'ipo' is given twice"]),
+    ("loss.discopop_tau=0.1", ["loss.discopop_tau: not used by loss.type sigmoid", "discopop"]),
+    ("loss.simpo_gamma=1", ["loss.simpo_gamma: not used by loss.type sigmoid", "simpo"]),
+    ("loss={type: ipo, label_smoothing: 0.1}", ["loss.label_smoothing: not used by loss.type ipo", "robust"]),
+    ("loss.cpo_alpha=0", ["loss.cpo_alpha: not used by loss.type sigmoid", "cpo"]),
+    ("loss.f_alpha=0.3", ["loss.f_alpha:", "alpha_divergence"]),
+    ("loss={type: sft, f_divergence: forward_kl}", ["loss.f_divergence: loss.type sft", "no reference"]),
+    ("loss={type: simpo, f_divergence: forward_kl}", ["loss.f_divergence: loss.type simpo", "reverse_kl"]),
+    ("loss={type: aot, weighting: wpo}", ["loss.weighting: loss.type aot sorts"]),
+    ("loss={type: [{type: sigmoid}, {type: sft}], weighting: wpo}", ["loss.weighting:", "loss.type sft"]),
+    ("loss={type: cpo, weighting: wpo}", ["loss.weighting:", "loss.type cpo"]),
+    ("loss={type: [{type: sigmoid}, {type: sft}], ld_alpha: 0.5}", ["loss.ld_alpha:", "loss.type sft"]),
+    ("loss={type: orpo, ld_alpha: 0.5}", ["loss.ld_alpha:", "loss.type orpo"]),
+    ("loss.type=exo_pair", ["loss.label_smoothing: must be > 0", "exo_pair"]),
+    (
+        "loss={type: nca_pair, f_divergence: forward_kl}",
+        ["loss.f_divergence: loss.type nca_pair", "reverse_kl"],
+    ),
+    ("optim={schedule: constant, warmup_ratio: 0.1}", ["optim.warmup_ratio:", "constant_with_warmup"]),
+    ("optim={schedule: constant, warmup_steps: 5}", ["optim.warmup_steps:", "constant_with_warmup"]),
+    ("optim={schedule: inverse_sqrt, min_lr_ratio: 0.1}", ["optim.min_lr_ratio:", "linear and cosine"]),
+    ("optim={schedule: polynomial, lr: 1e-7}", ["optim.lr: must be > 1e-07", "polynomial"]),
+    ("optim={name: adafactor, betas: [0.8, 0.9]}", ["optim.betas: not used by optim.name adafactor"]),
+    ("optim={name: adafactor, eps: 1e-6}", ["optim.eps: not used by optim.name adafactor"]),
+    ("train.eval_every_steps=10", ["train.eval_every_steps:", "data.eval is empty"]),
+    ("logging.trackers=[wandb, wandb]", ["logging.trackers: 'wandb' is given twice"]),
+    # not built yet
+    ("model.dtype=float16", ["model.dtype: must be one of auto, float32, bfloat16, not 'float16'"]),
+    ("model.autocast=float16", ["model.autocast: must be one of auto, bfloat16, none, not 'float16'"]),
+    ("loss.router_aux_coef=0.01", ["loss.router_aux_coef: 0.01 is not available yet"]),
+    ("distributed.hybrid=true", ["distributed.hybrid: needs distributed.strategy: fsdp2"]),
+    ("online={judge: length}", ["online.judge: unknown key", "did you mean online.judges?"]),
+]
+
+
+@pytest.mark.parametrize(("override", "fragments"), REFUSED)
+def test_keys_that_cannot_go_together_and_what_is_not_built_are_refused(
+    override: str, fragments: list[str]
+) -> None:
+    message = message_of(lambda: load(override))
+    for fragment in fragments:
+        assert fragment in message
+
+
+BROKEN_RULES_OF_WHAT_IS_NOT_BUILT: list[tuple[str, list[str]]] = [
+    ("packing.scope=epoch", ["packing.rows_per_step: packing.scope epoch needs it"]),
+    (
+        "packing={scope: epoch, rows_per_step: 2, pairs_per_step: 8}",
+        ["packing.pairs_per_step: needs", "step"],
+    ),
+    ("packing={scope: epoch, rows_per_step: 2, mode: padded}", ["packing.scope: epoch needs packing.mode"]),
+]
+
+
+@pytest.mark.parametrize(("override", "fragments"), BROKEN_RULES_OF_WHAT_IS_NOT_BUILT)
+def test_rules_of_features_that_are_not_built_hold_already(override: str, fragments: list[str]) -> None:
+    message = message_of(lambda: load(override))
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_broken_rules_of_sections_and_wrong_values_are_reported_together() -> None:
+    message = message_of(lambda: load("packing.window_pairs=4", "loss.cpo_alpha=0", "optim.lr=x", "seed=-1"))
+    assert message.startswith("seed: must be a whole number")
+    assert message.endswith("(and 3 more: packing.window_pairs, loss.cpo_alpha, optim.lr)")
+    message = message_of(lambda: load("train.eval_every_steps=5", "loss.type=simpo", "reference.path=a/b"))
+    assert message.startswith("reference.path: no reference is used by loss.type simpo")
+    assert message.endswith("(and 1 more: train.eval_every_steps)")
+
+
+def test_every_option_is_accepted_where_it_is_used() -> None:
+    assert load("loss={type: exo_pair, label_smoothing: 0.1}").loss.label_smoothing == 0.1
+    assert load("loss={type: discopop, discopop_tau: 0.1}").loss.discopop_tau == 0.1
+    assert load("loss={f_divergence: alpha_divergence, f_alpha: 0.3}").loss.f_alpha == 0.3
+    assert load("loss={type: simpo, simpo_gamma: 0, label_smoothing: 0.1}").loss.simpo_gamma == 0.0
+    assert load("loss={type: cpo, cpo_alpha: 0}").loss.cpo_alpha == 0.0
+    assert load("loss={type: ipo, weighting: wpo}").loss.weighting == "wpo"
+    assert load("loss={type: nca_pair, ld_alpha: 0}").loss.ld_alpha == 0.0
+    assert load("loss={type: 'my.losses:mine', discopop_tau: 1, weighting: wpo, ld_alpha: 0.5}")
+
+
+def test_options_of_features_that_are_not_built_are_accepted_where_they_are_used() -> None:
+    assert load("packing={scope: epoch, rows_per_step: 2, window_pairs: 9}").packing.rows_per_step == 2
+
+
+def test_dropout_is_refused_where_a_sequence_must_be_computed_the_same_way_twice() -> None:
+    dropout = "model.lora={dropout: 0.1}"
+    assert "model.lora.dropout: must be 0: loss.type aot" in message_of(
+        lambda: load(dropout, "loss.type=aot")
+    )
+    assert "packing.merge_prompts" in message_of(lambda: load(dropout, "packing.merge_prompts=true"))
+    load("model.lora={r: 8}", "loss.type=aot", "packing.merge_prompts=true")
+    assert load("model.lora={r: 8}").shares_prompts and not load(dropout).shares_prompts
+
+
+def test_a_reference_is_refused_for_losses_without_one() -> None:
+    message = message_of(lambda: load("loss.type=simpo", "reference.path=org/model"))
+    assert "reference.path:" in message and "simpo" in message
+    assert load("loss.type=[{type: simpo}, {type: sigmoid}]", "reference.path=org/model").reference.path
+
+
+@pytest.mark.parametrize(
+    "name", ["sigmoyd", "my.losses", "my losses:mine", "my.losses:", ":mine", "3a:b", "a:b:c"]
+)
+def test_a_loss_is_a_known_type_or_module_and_function(name: str) -> None:
+    message = message_of(lambda: load(f"loss.type='{name}'"))
+    assert message.startswith("loss.type: must be one of sigmoid, ") and "module:function" in message
+    assert repr(name) in message
+    message = message_of(lambda: load(f"loss.type=[{{type: '{name}'}}]"))
+    assert message.startswith("loss.type.0.type: must be one of sigmoid, ")
+    assert load("loss.type=my.losses:mine").loss.terms == (("my.losses:mine", 1.0),)
+
+
+def test_a_system_prompt_is_refused_only_when_no_source_can_be_conversational() -> None:
+    load("data.system_prompt=Be kind.")
+    load("data.system_prompt=Be kind.", "data.train=[{path: a, format: preference}, b]")
+    message = message_of(lambda: load("data.system_prompt=Be kind.", "data.train.0.format=preference"))
+    assert "data.system_prompt:" in message and "conversational" in message
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with a model, a tokenizer, data files and things that are none of these."""
+    root = tmp_path / "workplace"
+    for directory in ("model", "tokenizer", "empty", "dataset", "step-000001"):
+        (root / directory).mkdir(parents=True)
+    for name in (
+        "model/config.json",
+        "tokenizer/tokenizer.json",
+        "pairs.jsonl",
+        "pairs.csv.gz",
+        "pairs.parquet.gz",
+        "pairs.txt",
+        "t.jinja",
+    ):
+        (root / name).touch()
+    monkeypatch.chdir(root)
+    yield root
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.path=model",
+        "model.path=./model",
+        "model.path=gpt2",
+        "model.path=Qwen/Qwen3-0.6B",
+        "tokenizer.path=tokenizer",
+        "tokenizer.chat_template=t.jinja",
+        "reference.path=model",
+        "data.train=pairs.csv.gz",
+        "data.train=dataset",
+        "data.train=trl-lib/ultrafeedback_binarized",
+        "data.eval=pairs.jsonl",
+        "data.eval={fraction: 0.1}",
+        "output_dir=a/b/c",
+        "output_dir=dataset",
+        "reference.cache_dir=new/cache",
+        "checkpoint.resume=never",
+        "checkpoint.resume=step-000001",
+    ],
+)
+def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None:
+    check_environment(load(override))
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (["data.train=missing.jsonl"], ["data.train.0.path: no such file", "'missing.jsonl'", "workplace"]),
+        (["data.train=[pairs.jsonl, ./x]"], ["data.train.1.path: no such file", "'./x'"]),
+        (["data.train=missing.json.gz"], ["data.train.0.path: no such file"]),
+        (["data.train=missing.txt"], ["data.train.0.path: no such file"]),
+        (["data.train=a/b/c"], ["data.train.0.path:", "not a hub id: 'a/b/c'"]),
+        (["data.train=hf://a/b"], ["data.train.0.path:", "not a hub id"]),
+        (["data.train=pairs.txt"], ["data.train.0.path: a data file ends in .jsonl", "'pairs.txt'"]),
+        (["data.train=pairs.parquet.gz"], ["data.train.0.path: a data file ends", "'pairs.parquet.gz'"]),
+        (["data.train=a/missing.arrow.gz"], ["data.train.0.path: no such file"]),
+        (["data.eval=missing.jsonl"], ["data.eval.0.path: no such file"]),
+        (["model.path=./none"], ["model.path: no such directory, and not a hub id: './none'"]),
+        (["model.path=empty"], ["model.path: directory 'empty' has no config.json"]),
+        (["model.path=t.jinja"], ["model.path: must be a directory or a hub id", "'t.jinja' is a file"]),
+        (["model={path: model, revision: main}"], ["model.revision:", "leave it out"]),
+        (["tokenizer.path=empty"], ["tokenizer.path: directory 'empty' has no tokenizer.json"]),
+        (["tokenizer.chat_template=none.jinja"], ["tokenizer.chat_template: no such file: 'none.jinja'"]),
+        (["reference.path=/none"], ["reference.path: no such directory"]),
+        (["output_dir=pairs.jsonl"], ["output_dir: 'pairs.jsonl' is in the way"]),
+        (["output_dir=pairs.jsonl/run"], ["output_dir: 'pairs.jsonl' is in the way"]),
+        (["reference.cache_dir=t.jinja"], ["reference.cache_dir: 't.jinja' is in the way"]),
+        (["checkpoint.resume=atuo"], ["checkpoint.resume: must be auto, never or", "'atuo'"]),
+        ([f"data.train={'x' * 5000}.jsonl"], ["data.train.0.path: no such file"]),
+        (['data.train="a\\0.jsonl"'], ["data.train.0.path: no such file"]),
+        (["data.train=no.jsonl", "model.path=/no"], ["model.path: no such", "1 more: data.train.0.path"]),
+    ],
+)
+def test_paths_that_are_not_there_are_refused_naming_the_key(
+    overrides: list[str], fragments: list[str]
+) -> None:
+    recipe = load("data.train=pairs.jsonl", *overrides)
+    message = message_of(lambda: check_environment(recipe))
+    assert message == message_of(lambda: check_environment(recipe))
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_the_data_files_that_pass_are_those_that_a_reader_reads() -> None:
+    assert tuple(READERS) == DATA_FILE_SUFFIXES
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_directory_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    Path("cache").mkdir()
+    message = message_of(lambda: check_environment(load("output_dir=a/b", "reference.cache_dir=cache")))
+    assert "output_dir: no permission to write in '.'" in message
+    assert "cache_dir" not in message  # it may have everything already
+    message = message_of(lambda: check_environment(load("output_dir=a/b", "reference.cache_dir=cache/new")))
+    assert "(and 1 more: reference.cache_dir)" in message
+
+
+@pytest.mark.usefixtures("workplace")
+def test_an_extra_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for override, key, extra in (
+        ("model.lora={r: 8}", "model.lora", "peft"),
+        ("optim.name=adamw_8bit", "optim.name", "bitsandbytes"),
+    ):
+        recipe = load(override, "output_dir=a/b")
+        message = message_of(functools.partial(check_environment, recipe))
+        assert f"{key}: needs the package {extra}" in message
+        assert f"pip install 'dpo-pack[{extra}]'" in message
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = {"tensorboardX", "wandb"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
+    check_environment(load("logging.trackers=[tensorboard, wandb]", "data.train=a/b"))
+    recipe = load("logging.trackers=[wandb, comet_ml]", "data.train=a/b")
+    message = message_of(lambda: check_environment(recipe))
+    assert "logging.trackers: 'comet_ml' is not installed; pip install comet-ml" in message
+
+
+def test_a_moving_reference_that_bfloat16_would_round_is_refused(workplace: Path) -> None:
+    def check(*overrides: str) -> None:
+        check_environment(load("model.path=model", "reference.path=model", *overrides))
+
+    (workplace / "adapter").mkdir()
+    (workplace / "adapter" / "adapter_config.json").touch()
+    for overrides in (
+        ("reference.sync={mixup: 0.6}",),
+        ("reference.sync={mixup: 1}", "model.lora={r: 4}"),
+        ("reference.sync={mixup: 1}", "model.path=adapter"),
+    ):
+        message = message_of(functools.partial(check, "model.dtype=bfloat16", *overrides))
+        assert "reference.sync: model.dtype bfloat16 rounds" in message
+        assert "set model.dtype: float32" in message
+    check("reference.sync={mixup: 0.6}")
+    check("reference.sync={mixup: 1}", "model.dtype=bfloat16")

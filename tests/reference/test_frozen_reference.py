@@ -1,0 +1,138 @@
+"""The reference values a run freezes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.reference_pairs import NAMESPACE, make_table, one_line, random_pairs
+
+from dpo_pack.data.store import PairTable
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.parts import TokenLogps
+from dpo_pack.system.errors import CacheError
+
+
+@pytest.fixture
+def frozen_table(tmp_path: Path) -> Iterator[tuple[FrozenReference, PairTable]]:
+    table = make_table(random_pairs(6))
+    cache = ReferenceCache(tmp_path / "cache", NAMESPACE)
+    for keys, factor in ((table.chosen_keys, 1.0), (table.rejected_keys, 10.0)):
+        cache.append(keys, -factor * np.arange(1.0, 7.0), np.ones(6, dtype=np.int64))
+    yield FrozenReference.take(cache, [table, table]), table
+
+
+def test_frozen_values_are_those_of_each_pair_s_sides_before_and_after_a_round_trip(
+    frozen_table: tuple[FrozenReference, PairTable], tmp_path: Path
+) -> None:
+    frozen, table = frozen_table
+    frozen.save(tmp_path / "reference.parquet")
+    again = FrozenReference.load(tmp_path / "reference.parquet")
+    assert again.fingerprint == frozen.fingerprint and len(again.keys) == 12
+    for reference in (frozen, again):
+        values = reference.of(table.select(np.array([4, 0, 0])))
+        assert values.chosen.tolist() == [-5.0, -1.0, -1.0]
+        assert values.rejected.tolist() == [-50.0, -10.0, -10.0]
+
+
+def test_what_is_frozen_is_joined_and_taken_apart_again(tmp_path: Path) -> None:
+    tables = [make_table(random_pairs(3, seed=seed)) for seed in (0, 1)]
+    cache = ReferenceCache(tmp_path / "cache", NAMESPACE)
+    for number, table in enumerate(tables):
+        for keys, lengths in (
+            (table.chosen_keys, table.chosen_lengths),
+            (table.rejected_keys, table.rejected_lengths),
+        ):
+            ramp = np.arange(lengths.sum(), dtype=np.float32) + number
+            tokens = TokenLogps.of_lengths(ramp, lengths)
+            sums = np.array([tokens.of(n).sum() for n in range(len(tokens))], dtype=np.float64)
+            cache.append(keys, sums, lengths, tokens)
+    for per_token in (False, True):
+        first, second = (FrozenReference.take(cache, [table], per_token=per_token) for table in tables)
+        assert first.covers(tables[0]) and not first.covers(tables[1])
+        joined = first.joined(second)
+        assert joined.covers(tables[0]) and joined.covers(tables[1])
+        assert joined.fingerprint == FrozenReference.take(cache, tables, per_token=per_token).fingerprint
+        assert joined.only(tables[0]).fingerprint == first.fingerprint != joined.fingerprint
+        assert joined.joined(second).fingerprint == joined.fingerprint
+
+
+def test_values_frozen_for_other_data_are_refused(frozen_table: tuple[FrozenReference, PairTable]) -> None:
+    frozen, _ = frozen_table
+    for seed in range(1, 5):  # keys before, between and after the frozen ones
+        message = one_line(lambda: frozen.of(make_table(random_pairs(3, seed=seed))))  # noqa: B023
+        assert "other data" in message and "output_dir" in message
+
+
+def test_the_fingerprint_changes_with_the_last_bit_of_one_value(
+    frozen_table: tuple[FrozenReference, PairTable],
+) -> None:
+    frozen, _ = frozen_table
+    changed = frozen.sums.copy()
+    changed[3] = np.nextafter(changed[3], 0.0)
+    assert FrozenReference(keys=frozen.keys, sums=changed).fingerprint != frozen.fingerprint
+    assert FrozenReference(keys=frozen.keys, sums=frozen.sums.copy()).fingerprint == frozen.fingerprint
+
+
+def test_values_that_vanished_from_the_cache_are_a_one_line_error(tmp_path: Path) -> None:
+    cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(random_pairs(2))
+    cache.append(table.chosen_keys, np.array([-1.0, -2.0]), np.array([1, 1]))
+    message = one_line(lambda: FrozenReference.take(cache, [table]))
+    assert message.startswith("2 reference log-probs have vanished") and str(cache.directory) in message
+
+
+def test_no_flipped_byte_changes_frozen_values_unnoticed(
+    frozen_table: tuple[FrozenReference, PairTable], tmp_path: Path
+) -> None:
+    frozen, _ = frozen_table
+    path = tmp_path / "reference.parquet"
+    one_line(lambda: FrozenReference.load(path))
+    frozen.save(path)
+    content = path.read_bytes()
+    num_noticed = 0
+    for position in range(0, len(content), 3):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x41
+        path.write_bytes(damaged)
+        try:
+            assert FrozenReference.load(path).fingerprint == frozen.fingerprint
+        except CacheError as error:
+            num_noticed += 1
+            assert str(error).isprintable() and str(path) in str(error) and "--overwrite" in str(error)
+    assert num_noticed > len(content) / 6  # the rest is metadata that nobody reads
+
+
+def test_per_token_values_come_in_the_order_of_a_row_and_survive_a_round_trip(tmp_path: Path) -> None:
+    table = make_table([((5, 6), (7, 8), (9,)), ((5,), (6, 7), (6,)), ((5, 6), (10,), (10, 11, 12))])
+    cache = ReferenceCache(tmp_path / "cache", NAMESPACE)
+    for keys, lengths, sign in (
+        (table.chosen_keys, table.chosen_lengths, 1.0),
+        (table.rejected_keys, table.rejected_lengths, 100.0),
+    ):
+        ramp = (-sign * np.arange(1.0, lengths.sum() + 1)).astype(np.float32)
+        tokens = TokenLogps.of_lengths(ramp, lengths)
+        sums = np.array([tokens.of(sequence).sum() for sequence in range(len(tokens))], dtype=np.float64)
+        cache.append(keys, sums, lengths, tokens)
+    frozen = FrozenReference.take(cache, [table], per_token=True)
+    frozen.save(tmp_path / "reference.parquet")
+    again = FrozenReference.load(tmp_path / "reference.parquet", per_token=True)
+    assert again.fingerprint == frozen.fingerprint != FrozenReference.take(cache, [table]).fingerprint
+    for reference in (frozen, again):
+        values = reference.of(table).token_logps(np.array([2, 0]))
+        assert values.tolist() == [-5.0, -300.0, -400.0, -500.0, -1.0, -2.0, -100.0]
+        of_pairs = reference.of(table)
+        assert of_pairs.chosen[0] == -3.0 and of_pairs.chosen[1] == -7.0
+
+
+def test_values_frozen_without_tokens_cannot_serve_a_loss_that_needs_them(tmp_path: Path) -> None:
+    table = make_table(random_pairs(2))
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    for keys in (table.chosen_keys, table.rejected_keys):
+        cache.append(keys, np.array([-1.0, -2.0]), np.array([1, 1]))
+    FrozenReference.take(cache, [table]).save(tmp_path / "reference.parquet")
+    one_line(lambda: FrozenReference.load(tmp_path / "reference.parquet", per_token=True))
+    message = one_line(lambda: FrozenReference.take(cache, [table], per_token=True))
+    assert message.startswith("4 reference log-probs")

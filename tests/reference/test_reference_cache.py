@@ -1,0 +1,318 @@
+"""The reference cache on disk: what is written is found, damage is noticed, writers do not disturb."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from support.reference_pairs import NAMESPACE, one_line, random_keys
+
+from dpo_pack.reference.cache import ReferenceCache, namespace_digest
+from dpo_pack.reference.parts import TokenLogps
+
+
+def test_a_part_that_no_listing_has_yet_is_read_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system lists a directory as it was a while ago: another node's part is not there yet."""
+    there, here = ReferenceCache(tmp_path, NAMESPACE), ReferenceCache(tmp_path, NAMESPACE)
+    keys = random_keys(2)
+    [part] = there.append(keys, np.array([-1.0, -2.0]), np.array([3, 4]))
+    monkeypatch.setattr("dpo_pack.reference.cache.part_paths", lambda directory: [])
+    assert np.isnan(here.lookup(keys)).all()
+    here.named_parts |= there.named_parts
+    assert here.lookup(keys).tolist() == [-1.0, -2.0]
+    part.unlink()
+    assert np.isnan(here.lookup(keys)).all()
+
+
+def test_lookup_finds_what_was_appended_in_any_order_and_nan_for_the_rest(tmp_path: Path) -> None:
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    keys = random_keys(5)
+    sums = np.array([-1.5, -2.0, 0.0, -1e-12, -4e3])
+    assert np.isnan(cache.lookup(keys)).all()
+    cache.append(keys[:3], sums[:3], np.array([3, 4, 5]))
+    cache.append(keys[3:], sums[3:], np.array([6, 7]))
+    wanted = np.concatenate((keys[[4, 1]], random_keys(1, seed=1), keys[[1, 0, 2, 3]]))
+    np.testing.assert_array_equal(cache.lookup(wanted), [-4e3, -2.0, np.nan, -2.0, -1.5, 0.0, -1e-12])
+    assert cache.lookup(keys[:0]).shape == (0,)
+
+
+def test_keys_that_differ_in_zero_bytes_only_are_different_keys(tmp_path: Path) -> None:
+    """numpy's strings drop trailing zero bytes."""
+    keys = np.zeros((4, 16), dtype=np.uint8)
+    keys[1, 0] = keys[2, 14] = keys[3, 15] = 7
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    cache.append(keys, np.array([-1.0, -2.0, -3.0, -4.0]), np.ones(4, dtype=np.int64))
+    assert cache.lookup(keys[::-1]).tolist() == [-4.0, -3.0, -2.0, -1.0]
+    missing = keys[:1].copy()
+    missing[0, 8] = 7
+    assert np.isnan(cache.lookup(missing)).all()
+
+
+def test_a_sequence_that_two_jobs_computed_has_the_value_of_one_of_them(tmp_path: Path) -> None:
+    keys = random_keys(3)
+    for value in (-1.0, -2.0):
+        ReferenceCache(tmp_path, NAMESPACE).append(keys, np.full(3, value), np.ones(3, dtype=np.int64))
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    first = cache.lookup(keys)
+    assert set(first) in ({-1.0}, {-2.0})
+    np.testing.assert_array_equal(cache.lookup(keys), first)
+
+
+def test_each_namespace_has_values_of_its_own(tmp_path: Path) -> None:
+    keys = random_keys(2)
+    ReferenceCache(tmp_path, NAMESPACE).append(keys, np.array([-1.0, -2.0]), np.array([1, 1]))
+    other = ReferenceCache(tmp_path, {**NAMESPACE, "parameters": "bfloat16"})
+    assert np.isnan(other.lookup(keys)).all()
+    assert ReferenceCache(tmp_path, dict(reversed(NAMESPACE.items()))).lookup(keys).tolist() == [-1.0, -2.0]
+
+
+def test_pandas_reads_a_part(tmp_path: Path) -> None:
+    keys = random_keys(3)
+    [part] = ReferenceCache(tmp_path, NAMESPACE).append(
+        keys, np.array([-1.0, -2.5, -3.0]), np.array([4, 5, 6])
+    )
+    frame = pytest.importorskip("pandas").read_parquet(part)
+    assert frame["key"].tolist() == [key.tobytes() for key in keys]
+    assert frame["logps_sum"].tolist() == [-1.0, -2.5, -3.0] and frame["num_tokens"].tolist() == [4, 5, 6]
+    assert str(pq.read_schema(part).field("key").type) == "fixed_size_binary[16]"
+
+
+@pytest.mark.parametrize("damage", ["a flipped byte", "cut short", "emptied"])
+def test_a_damaged_part_is_set_aside_with_a_warning_and_the_others_still_count(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    keys, ones = random_keys(4), np.ones(2, dtype=np.int64)
+    [part] = cache.append(keys[:2], np.array([-1.0, -2.0]), ones)
+    cache.append(keys[2:], np.array([-3.0, -4.0]), ones)
+    content = bytearray(part.read_bytes())
+    content[len(content) // 3] ^= 1
+    damaged: dict[str, bytes | bytearray] = {
+        "a flipped byte": content,
+        "cut short": content[:-20],
+        "emptied": b"",
+    }
+    part.write_bytes(damaged[damage])
+    with caplog.at_level(logging.WARNING):
+        np.testing.assert_array_equal(cache.lookup(keys), [np.nan, np.nan, -3.0, -4.0])
+    assert len(caplog.records) == 1 and part.name in caplog.text and "damaged" in caplog.text
+    assert not part.exists() and part.with_suffix(".damaged").exists()
+    cache.append(keys[:2], np.array([-1.0, -2.0]), ones)
+    assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert len(caplog.records) == 1
+
+
+def test_a_damaged_part_that_another_job_sets_aside_first_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    keys = random_keys(1)
+    [part] = cache.append(keys, np.array([-1.0]), np.array([1]))
+    part.write_bytes(b"damaged")
+    rename = Path.rename
+
+    def rename_twice(path: Path, target: Path) -> Path:
+        rename(path, target)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_twice)
+    assert np.isnan(cache.lookup(keys)).all()
+    assert not part.exists()
+
+
+def test_a_part_that_vanishes_between_listing_and_reading_is_only_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    keys = random_keys(1)
+    gone = cache.append(keys, np.array([-1.0]), np.array([1]))[0].with_stem("part-gone")
+    listing = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [gone, *listing(path, pattern)])
+    assert cache.lookup(keys).tolist() == [-1.0]
+
+
+def test_a_part_that_cannot_be_read_is_a_one_line_error(tmp_path: Path) -> None:
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    (cache.directory / "part-0.parquet").mkdir()  # root may read any file, but nobody a directory
+    message = one_line(lambda: cache.lookup(random_keys(1)))
+    assert "part-0.parquet" in message and "reference.cache_dir" in message
+
+
+def test_a_directory_that_cannot_be_written_is_a_one_line_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    message = one_line(lambda: ReferenceCache(tmp_path / "file" / "cache", NAMESPACE))
+    assert str(tmp_path / "file") in message and "writable" in message
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    for path in cache.directory.iterdir():
+        path.unlink()
+    cache.directory.rmdir()
+    cache.directory.write_text("in the way")
+    message = one_line(lambda: cache.append(random_keys(1), np.zeros(1), np.ones(1, dtype=np.int64)))
+    assert str(cache.directory) in message
+
+
+def test_several_caches_write_to_one_directory_at_once_without_losing_anything(tmp_path: Path) -> None:
+    num_writers, num_parts = 4, 6
+    keys = random_keys(num_writers * num_parts * 3).reshape(num_writers, num_parts, 3, 16)
+    seen: list[int] = []
+
+    def write(writer: int) -> None:
+        cache = ReferenceCache(tmp_path, NAMESPACE)
+        for part in range(num_parts):
+            cache.append(keys[writer, part], np.full(3, -float(writer)), np.ones(3, dtype=np.int64))
+            seen.append(int(np.isfinite(cache.lookup(keys[writer].reshape(-1, 16))).sum()) - 3 * (part + 1))
+
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(num_writers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [0] * num_writers * num_parts
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    expected = np.repeat(-np.arange(num_writers, dtype=np.float64), num_parts * 3)
+    np.testing.assert_array_equal(cache.lookup(keys.reshape(-1, 16)), expected)
+    assert all(path.suffix in (".parquet", ".json") for path in cache.directory.iterdir())
+
+
+def test_a_namespace_digest_is_32_hex_digits_whatever_the_order_of_keys() -> None:
+    assert namespace_digest({"a": 1, "b": [2]}) == namespace_digest({"b": [2], "a": 1})
+    assert namespace_digest({"a": 1}) != namespace_digest({"a": "1"})
+    assert len(namespace_digest({})) == 32 and int(namespace_digest({}), 16) >= 0
+
+
+# ---- Per-token values
+
+
+def token_logps(*sequences: list[float]) -> TokenLogps:
+    values = np.array([value for sequence in sequences for value in sequence], dtype=np.float32)
+    return TokenLogps.of_lengths(values, np.array([len(sequence) for sequence in sequences]))
+
+
+def test_per_token_values_come_back_with_the_sums_they_belong_to(tmp_path: Path) -> None:
+    cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(4)
+    first = token_logps([-1.0, -0.5], [-2.0])
+    cache.append(keys[:2], np.array([-1.5, -2.0]), np.array([2, 1]), first)
+    cache.append(keys[2:3], np.array([-3.0]), np.array([3]), token_logps([-1.0, -1.0, -1.0]))
+    sums, tokens = cache.lookup_tokens(keys[[2, 3, 0, 1, 2]])
+    np.testing.assert_array_equal(sums, [-3.0, np.nan, -1.5, -2.0, -3.0])
+    found = [tokens.of(sequence).tolist() for sequence in range(len(tokens))]
+    assert found == [[-1.0] * 3, [], [-1.0, -0.5], [-2.0], [-1.0] * 3]
+    assert tokens.values.dtype == np.float32
+    assert cache.lookup(keys[:3]).tolist() == [-1.5, -2.0, -3.0]
+
+
+def test_a_sequence_without_per_token_values_is_a_miss_for_who_needs_them(tmp_path: Path) -> None:
+    cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(2)
+    cache.append(keys, np.array([-1.5, -2.0]), np.array([2, 1]))
+    assert cache.contains(keys, per_token=False).tolist() == [True, True]
+    assert cache.contains(keys, per_token=True).tolist() == [False, False]
+    cache.append(keys[:1], np.array([-1.75]), np.array([2]), token_logps([-1.0, -0.75]))
+    assert cache.contains(keys, per_token=True).tolist() == [True, False]
+    sums, tokens = cache.lookup_tokens(keys)
+    assert sums[0] == -1.75 and tokens.lengths.tolist() == [2, 0] and np.isnan(sums[1])
+
+
+def test_many_sequences_are_written_in_parts_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpo_pack.reference.cache.MAX_PART_SEQUENCES", 2)
+    cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(5)
+    tokens = token_logps([-1.0], [-2.0, -2.0], [-3.0], [-4.0], [-5.0, -1.0])
+    sums = np.array([-1.0, -4.0, -3.0, -4.0, -6.0])
+    cache.append(keys, sums, np.array([1, 2, 1, 1, 2]), tokens, metadata={"origin": "test"})
+    parts = list(cache.directory.glob("part-*.parquet"))
+    assert sorted(pq.read_metadata(part).num_rows for part in parts) == [1, 2, 2]
+    assert pq.read_schema(parts[0]).metadata[b"dpo_pack.origin"] == b"test"
+    found, values = cache.lookup_tokens(keys)
+    assert found.tolist() == sums.tolist() and values.values.tolist() == tokens.values.tolist()
+
+
+# ---- Disks that refuse
+
+
+@contextlib.contextmanager
+def files_of_at_most_512_bytes() -> Iterator[None]:
+    """The kernel's own refusal to write more, as of a full disk. pytest's own output must not meet it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_part_the_disk_has_no_room_for_is_a_one_line_error_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(100)
+    cache.append(keys[:1], np.array([-1.0]), np.array([1]))
+    before = sorted(path.name for path in cache.directory.iterdir())
+    with files_of_at_most_512_bytes():
+        message = one_line(lambda: cache.append(keys, np.zeros(100), np.ones(100, dtype=np.int64)))
+    assert str(cache.directory) in message and "File too large" in message and "free space" in message
+    assert sorted(path.name for path in cache.directory.iterdir()) == before
+    assert cache.lookup(keys[:1]).tolist() == [-1.0]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_cache_that_cannot_be_written_says_so_before_anything_is_computed(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+
+    def refuse(path: Path, data: bytes) -> int:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    message = one_line(cache.check_writable)
+    assert os.strerror(code) in message and "reference.cache_dir" in message
+
+
+def test_a_writable_cache_is_left_as_it_was_by_the_check(tmp_path: Path) -> None:
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    cache.check_writable()
+    assert [path.name for path in cache.directory.iterdir()] == ["namespace.json"]
+
+
+def test_a_cache_that_may_only_be_read_can_still_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = random_keys(1)
+    ReferenceCache(tmp_path, NAMESPACE).append(keys, np.array([-1.0]), np.array([1]))
+
+    def refuse(path: Path, *_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    cache.note_use("some/model")
+    assert cache.lookup(keys).tolist() == [-1.0]
+
+
+def test_writing_and_reading_parts_does_not_import_pandas(tmp_path: Path) -> None:
+    """pyarrow would, to look whether it is given a Series: half a second before the first part."""
+    code = (
+        "import sys, numpy as np\n"
+        "from pathlib import Path\n"
+        "from dpo_pack.reference.cache import ReferenceCache\n"
+        f"cache = ReferenceCache(Path({str(tmp_path)!r}), {{'model': 'one'}})\n"
+        "keys = np.arange(48, dtype=np.uint8).reshape(3, 16)\n"
+        "cache.append(keys, np.array([-1.0, -2.0, -3.0]), np.array([1, 2, 3]))\n"
+        "assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0]\n"
+        "assert 'pandas' not in sys.modules, 'pandas was imported'\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

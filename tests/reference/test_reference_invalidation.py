@@ -1,0 +1,192 @@
+"""What makes reference log-probs be computed again, and what does not: one test a row of the table in
+docs/reference-cache.md.
+
+Each goes through the recipe: a filled cache, one change, and how many sequences the next pass computes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny_models import tiny_model
+from support.tiny_run import tiny_run
+from transformers.utils import logging as transformers_logging
+
+from dpo_pack.model import fingerprint
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run.prepare import prepare
+from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.system.console import make_console
+
+NUM_SEQUENCES = 44
+Change = Callable[[Path, pytest.MonkeyPatch], tuple[str, ...]]  # -> overrides of the recipe
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_bars() -> None:
+    transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's directory whose cache is full."""
+    directory = tmp_path_factory.mktemp("filled")
+    assert num_computed(tiny_run(directory)) == NUM_SEQUENCES
+    return directory
+
+
+def num_computed(recipe: Path, *overrides: str) -> int:
+    """Sequences the reference pass computes."""
+    prepared = prepare(load_recipe(recipe, overrides), make_console(quiet=True))
+    return prepare_reference(prepared).num_computed
+
+
+def one_element(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    weights = load_file(work / "model" / "model.safetensors")
+    weight = weights["model.layers.0.self_attn.q_proj.weight"]
+    weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(1.0))
+    save_file(weights, work / "model" / "model.safetensors", metadata={"format": "pt"})
+    return ()
+
+
+def numerics_version(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setattr(fingerprint, "NUMERICS_VERSION", fingerprint.NUMERICS_VERSION + 1)
+    return ()
+
+
+def modelling_source(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    module = sys.modules["transformers.models.llama.modeling_llama"]
+    assert module.__file__ is not None
+    changed = work / "modeling_llama.py"
+    changed.write_bytes(Path(module.__file__).read_bytes() + b"# a fix upstream\n")
+    monkeypatch.setattr(module, "__file__", str(changed))
+    return ()
+
+
+def parameter_dtype(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    return ("model.dtype=bfloat16",)
+
+
+def head_config(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    config = json.loads((work / "model" / "config.json").read_text())
+    (work / "model" / "config.json").write_text(json.dumps({**config, "logit_scale": 1.0}))
+    return ()
+
+
+def template_that_adds_a_token(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    text = (work / "pairs.jsonl").read_text() + (work / "heldout.jsonl").read_text()
+    (work / "pairs.jsonl").write_text(text.replace('"ask', '"ask ask'))
+    (work / "heldout.jsonl").write_text(text.splitlines()[-1] + "\n")
+    return ()
+
+
+def prompt_boundary(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The same token ids, the completion one token shorter and the prompt one longer."""
+    prepared = prepare(load_recipe(work / "recipe.yaml"), make_console(quiet=True))
+    table = prepared.data.train
+    rows = []
+    for pair in range(table.num_pairs):
+        prompt, chosen, rejected = (of(pair).tolist() for of in (table.prompt, table.chosen, table.rejected))
+        if chosen[0] == rejected[0] and len(rejected) > 1 < len(chosen):
+            rows.append(
+                {"prompt_ids": [*prompt, chosen[0]], "chosen_ids": chosen[1:], "rejected_ids": rejected[1:]}
+            )
+    assert rows
+    (work / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ("data.train=${recipe_dir}/ids.jsonl", "data.eval=[]")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [one_element, numerics_version, modelling_source, parameter_dtype, head_config],
+    ids=lambda change: change.__name__,
+)
+def test_what_changes_log_probs_computes_all_of_them_again(
+    change: Change, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Path(shutil.copytree(filled, tmp_path / "work"))
+    overrides = change(work, monkeypatch)
+    assert num_computed(work / "recipe.yaml", *overrides) == NUM_SEQUENCES
+
+
+def test_another_autocast_computes_all_of_them_again(filled: Path, tmp_path: Path) -> None:
+    work = Path(shutil.copytree(filled, tmp_path / "work"))
+    assert num_computed(work / "recipe.yaml", "model.autocast=bfloat16") == NUM_SEQUENCES
+
+
+@pytest.mark.parametrize(
+    "change", [template_that_adds_a_token, prompt_boundary], ids=["tokenizer ids", "prompt boundary"]
+)
+def test_other_token_ids_or_another_boundary_are_other_sequences(
+    change: Change, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Path(shutil.copytree(filled, tmp_path / "work"))
+    overrides = change(work, monkeypatch)
+    prepared = prepare(load_recipe(work / "recipe.yaml", overrides), make_console(quiet=True))
+    table = prepared.data.train
+    num_train = len({key.tobytes() for key in (*table.chosen_keys, *table.rejected_keys)})
+    assert prepare_reference(prepared).num_computed >= num_train > 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optim.lr=3e-6",),
+        ("loss.type=ipo",),
+        ("loss.beta=0.5",),
+        ("data.shuffle=false",),
+        ("seed=7",),
+        ("packing.pairs_per_step=4",),
+        ("packing.token_budget=64",),
+        ("reference.token_budget=100",),
+        ("packing.mode=padded",),
+        ("packing.share_prompt=false",),
+        ("model.attention=sdpa",),
+        ("model.gradient_checkpointing=true",),
+        ("data.train=[{path: '${recipe_dir}/pairs.jsonl', weight: 2.5}, '${recipe_dir}/heldout.jsonl']",),
+        ("data.train={path: '${recipe_dir}/pairs.jsonl', max_pairs: 5}",),
+        ("output_dir=${recipe_dir}/another",),
+        ("data.eval={fraction: 0.2}",),
+    ],
+    ids=lambda overrides: overrides[0].replace("${recipe_dir}", ""),
+)
+def test_what_changes_no_log_prob_computes_nothing_again(
+    overrides: tuple[str, ...], filled: Path, tmp_path: Path
+) -> None:
+    assert num_computed(filled / "recipe.yaml", *overrides) == 0
+
+
+def test_pairs_in_another_order_compute_nothing_again(filled: Path, tmp_path: Path) -> None:
+    lines = (filled / "pairs.jsonl").read_text().splitlines()
+    (tmp_path / "reversed.jsonl").write_text("".join(line + "\n" for line in reversed(lines)))
+    assert num_computed(filled / "recipe.yaml", f"data.train={tmp_path / 'reversed.jsonl'}") == 0
+
+
+def test_a_renamed_model_directory_computes_nothing_again(filled: Path, tmp_path: Path) -> None:
+    renamed = shutil.copytree(filled / "model", tmp_path / "renamed")
+    assert num_computed(filled / "recipe.yaml", f"model.path={renamed}") == 0
+
+
+def test_resharded_safetensors_compute_nothing_again(filled: Path, tmp_path: Path) -> None:
+    sharded = Path(shutil.copytree(filled / "model", tmp_path / "sharded"))
+    (sharded / "model.safetensors").unlink()
+    config = json.loads((sharded / "config.json").read_text())
+    tiny_model("llama", vocab_size=config["vocab_size"]).save_pretrained(sharded, max_shard_size="20KB")
+    assert len(list(sharded.glob("model-*.safetensors"))) > 1
+    assert num_computed(filled / "recipe.yaml", f"model.path={sharded}") == 0
+
+
+def test_a_loss_that_weighs_single_tokens_computes_sequences_of_which_only_sums_are_there(
+    filled: Path, tmp_path: Path
+) -> None:
+    work = Path(shutil.copytree(filled, tmp_path / "work"))
+    assert num_computed(work / "recipe.yaml", "loss.ld_alpha=0.5") == NUM_SEQUENCES
+    assert num_computed(work / "recipe.yaml", "loss.ld_alpha=0.3") == 0
+    assert num_computed(work / "recipe.yaml") == 0

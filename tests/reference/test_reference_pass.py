@@ -1,0 +1,366 @@
+"""The pass that fills the reference cache: right values, nothing lost, nothing computed twice."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support.oracle import completion_logps_one_by_one
+from support.reference_pairs import (
+    NAMESPACE,
+    SETTINGS,
+    SmallMemory,
+    all_sums,
+    load_scorer,
+    make_table,
+    one_line,
+    random_pairs,
+    run_pass,
+)
+from support.tiny_models import tiny_model
+
+from dpo_pack.model.layout import Row
+from dpo_pack.model.scorer import RowLogps
+from dpo_pack.model.shape import model_shape
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.compute import Amount, compute_missing, plan_pass, probe_row
+from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.work import find_work
+from dpo_pack.system.errors import CacheError, ModelError
+
+
+@pytest.mark.parametrize("mode", ["shared", "unshared", "padded"])
+def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: Path, tmp_path: Path) -> None:
+    pairs = random_pairs(12)
+    tables = [make_table(pairs[:8]), make_table([*pairs[6:], (pairs[0][0], pairs[0][2], (7, 7))])]
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    # One side of a pair is there already: a group of one sequence among groups of two.
+    cache.append(tables[0].chosen_keys[3:4], np.array([-123.0]), np.array([1]))
+    done: list[int] = []
+    run_pass(
+        cache,
+        tables,
+        load_scorer(model_path, packed=mode != "padded"),
+        replace(SETTINGS, share_prompt=mode == "shared"),
+        progress=lambda row: done.append(row.num_sequences),
+    )
+    assert sum(done) == 2 * 12 + 1 - 1 and len(done) > 1
+
+    model = tiny_model("llama")
+    for table in tables:
+        values = FrozenReference.take(cache, [table]).of(table)
+        for keys, completion, ours in (
+            (table.chosen_keys, table.chosen, values.chosen),
+            (table.rejected_keys, table.rejected, values.rejected),
+        ):
+            sequences = [(table.prompt(i).tolist(), completion(i).tolist()) for i in range(table.num_pairs)]
+            with torch.no_grad():
+                expected = completion_logps_one_by_one(model, sequences).double().numpy()
+            expected[(keys == tables[0].chosen_keys[3]).all(axis=1)] = -123.0
+            np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
+    rows = [row for part in cache.directory.glob("part-*") for row in pq.read_table(part).to_pylist()]
+    counts = {row["key"]: row["num_tokens"] for row in rows}
+    assert counts[tables[0].chosen_keys[0].tobytes()] == tables[0].chosen_lengths[0]
+    assert len(counts) == 25
+
+
+def test_the_pass_keeps_no_gradients(model_path: Path, tmp_path: Path) -> None:
+    scorer = load_scorer(model_path)
+    recorded: list[bool] = []
+    scorer.register_forward_hook(lambda module, inputs, output: recorded.append(output.sums.requires_grad))
+    run_pass(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(2))], scorer)
+    assert recorded == [False]
+
+
+def test_a_second_pass_computes_nothing(model_path: Path, tmp_path: Path) -> None:
+    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(3))]
+    scorer = load_scorer(model_path)
+    run_pass(cache, tables, scorer)
+    scorer.register_forward_hook(lambda *_: pytest.fail("computed again"))
+    run_pass(cache, tables, scorer, progress=lambda row: pytest.fail("computed again"))
+
+
+def test_an_interrupted_pass_keeps_every_finished_row_and_goes_on_from_there(
+    model_path: Path, tmp_path: Path
+) -> None:
+    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
+    scorer = load_scorer(model_path)
+    done: list[int] = []
+
+    def stop_after_the_third_row(row: Amount) -> None:
+        done.append(row.num_sequences)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_pass(cache, tables, scorer, progress=stop_after_the_third_row)
+    work = find_work(cache, tables)
+    assert work.num_cached == sum(done) and 0 < work.num_missing == 20 - sum(done)
+    kept = cache.lookup(tables[0].chosen_keys)
+    run_pass(cache, tables, scorer, progress=lambda row: done.append(row.num_sequences))
+    assert sum(done) == 20
+    values = cache.lookup(tables[0].chosen_keys)
+    assert np.isfinite(values).all()
+    np.testing.assert_array_equal(values[np.isfinite(kept)], kept[np.isfinite(kept)])
+
+
+def test_a_killed_pass_would_keep_all_rows_written_so_far(model_path: Path, tmp_path: Path) -> None:
+    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
+    done: list[int] = []
+    on_disk: list[int] = []
+
+    def look(row: Amount) -> None:
+        done.append(row.num_sequences)
+        on_disk.append(find_work(cache, tables).num_cached)
+
+    scorer = load_scorer(model_path)
+    run_pass(cache, tables, scorer, replace(SETTINGS, write_every_seconds=0.0), progress=look)
+    # Each row is on disk before the next one is finished.
+    assert len(done) > 3 and on_disk == [sum(done[:row]) for row in range(len(done))]
+    parts = [pq.read_metadata(part).num_rows for part in cache.directory.glob("part-*")]
+    assert sorted(parts) == sorted(done) and sum(parts) == 20  # none is written twice
+
+
+def test_parts_are_written_at_intervals_not_for_each_row(model_path: Path, tmp_path: Path) -> None:
+    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
+    scorer = load_scorer(model_path)
+    done: list[int] = []
+    run_pass(cache, tables, scorer, progress=lambda row: done.append(row.num_sequences))
+    assert len(done) > 1 and len(list(cache.directory.glob("part-*"))) == 1
+
+
+def test_a_sequence_longer_than_the_budget_has_a_row_of_its_own(model_path: Path, tmp_path: Path) -> None:
+    done: list[int] = []
+    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(5))]
+    run_pass(
+        cache,
+        tables,
+        load_scorer(model_path),
+        replace(SETTINGS, token_budget=1),
+        progress=lambda row: done.append(row.num_sequences),
+    )
+    assert done == [2] * 5
+
+
+def test_a_model_whose_log_probs_are_not_finite_is_refused_and_nothing_is_cached(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """A NaN in the cache would look like a sequence that is missing, run after run."""
+    scorer = load_scorer(model_path)
+    table = make_table([((5, 6), (7, 8), (9,)), ((5,), (7,), (40, 41))])
+    with torch.no_grad():
+        scorer.model.get_parameter("model.embed_tokens.weight")[40] = torch.nan
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    message = one_line(lambda: run_pass(cache, [table], scorer), ModelError)
+    assert "row 2 of" in message and "nan" in message and "model.dtype" in message
+    assert list(cache.directory.glob("part-*")) == []
+
+
+# ---- Going on after a kill
+
+
+@pytest.mark.parametrize("mode", ["shared", "padded"])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_pass_that_was_killed_and_goes_on_ends_bitwise_as_an_uninterrupted_one(
+    mode: str, num_ranks: int, model_path: Path, tmp_path: Path
+) -> None:
+    scorer = load_scorer(model_path, packed=mode == "shared")
+    tables = [make_table(random_pairs(20)), make_table(random_pairs(8, seed=1))]
+    straight, killed = ReferenceCache(tmp_path / "a", NAMESPACE), ReferenceCache(tmp_path / "b", NAMESPACE)
+    for cache in (straight, killed):  # something was there before
+        cache.append(tables[0].chosen_keys[::3], np.full(7, -5.0), np.ones(7, dtype=np.int64))
+    run_pass(straight, tables, scorer)
+
+    def stop(row: Amount) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            run_pass(killed, tables, scorer, progress=stop)
+    work = find_work(killed, tables)
+    assert 0 < work.num_missing < work.num_unique - 7
+    for rank in range(num_ranks):
+        settings = replace(SETTINGS, rank=rank, num_ranks=num_ranks)
+        compute_missing(
+            killed, plan_pass(work, scorer, model_shape(scorer.model), settings), scorer, settings
+        )
+    sums = all_sums(killed, tables)
+    assert np.isfinite(sums).all() and sums.tobytes() == all_sums(straight, tables).tobytes()
+
+
+def test_no_flipped_byte_in_a_part_changes_what_a_run_gets(model_path: Path, tmp_path: Path) -> None:
+    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(8))]
+    scorer = load_scorer(model_path)
+    settings = replace(SETTINGS, write_every_seconds=0.0)  # a part a row
+    run_pass(cache, tables, scorer, settings)
+    expected = FrozenReference.take(cache, tables).fingerprint
+    parts = sorted(cache.directory.glob("part-*"))
+    assert len(parts) > 2
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        part = parts[random.integers(len(parts))]
+        content = bytearray(part.read_bytes())
+        content[random.integers(len(content))] ^= 1 << random.integers(8)
+        part.write_bytes(content)
+        work = find_work(cache, tables)
+        assert 0 < work.num_missing < work.num_unique
+        computed: list[int] = []
+        run_pass(cache, tables, scorer, settings, progress=lambda row: computed.append(row.num_sequences))  # noqa: B023
+        assert sum(computed) == work.num_missing
+        assert FrozenReference.take(cache, tables).fingerprint == expected
+        assert sorted(cache.directory.glob("part-*.parquet")) == parts
+
+
+def test_a_disk_that_fills_up_stops_the_pass_with_one_line_and_keeps_what_was_written(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
+    write_bytes, num_written = Path.write_bytes, 0
+
+    def write_twice(path: Path, data: bytes) -> int:
+        nonlocal num_written
+        num_written += 1
+        if num_written > 2:
+            write_bytes(path, data[: len(data) // 2])
+            raise OSError(28, "No space left on device", str(path))
+        return write_bytes(path, data)
+
+    scorer = load_scorer(model_path)
+    monkeypatch.setattr(Path, "write_bytes", write_twice)
+    settings = replace(SETTINGS, write_every_seconds=0.0)
+    message = one_line(lambda: run_pass(cache, tables, scorer, settings), CacheError)
+    assert "No space left on device" in message and str(cache.directory) in message
+    monkeypatch.undo()
+    names = sorted(path.suffix for path in cache.directory.iterdir())
+    assert names == [".json", ".parquet", ".parquet"]
+    work = find_work(cache, tables)
+    assert 0 < work.num_cached < work.num_unique
+    run_pass(cache, tables, scorer, settings)
+    assert find_work(cache, tables).num_missing == 0
+
+
+# ---- Per-token values
+
+
+def test_per_token_values_are_those_of_each_sequence_and_add_up_to_its_sum(
+    model_path: Path, tmp_path: Path
+) -> None:
+    table, cache = make_table(random_pairs(6)), ReferenceCache(tmp_path, NAMESPACE)
+    run_pass(cache, [table], load_scorer(model_path), replace(SETTINGS, per_token=True))
+    sums, tokens = cache.lookup_tokens(table.rejected_keys)
+    assert tokens.lengths.tolist() == table.rejected_lengths.tolist()
+    for pair in range(6):
+        assert tokens.of(pair).sum() == pytest.approx(sums[pair], abs=1e-4)
+        context = table.prompt(pair).tolist()
+        rejected = table.rejected(pair).tolist()
+        with torch.no_grad():
+            before = completion_logps_one_by_one(tiny_model("llama"), [(context, rejected)])
+        # Its last token alone: the completion less the completion without it.
+        if len(rejected) > 1:
+            with torch.no_grad():
+                less = completion_logps_one_by_one(tiny_model("llama"), [(context, rejected[:-1])])
+            assert tokens.of(pair)[-1] == pytest.approx(float(before - less), abs=1e-4)
+
+
+def test_a_loss_that_needs_tokens_computes_sequences_of_which_only_sums_are_there(
+    model_path: Path, tmp_path: Path
+) -> None:
+    tables, cache, scorer = (
+        [make_table(random_pairs(4))],
+        ReferenceCache(tmp_path, NAMESPACE),
+        load_scorer(model_path),
+    )
+    run_pass(cache, tables, scorer)
+    assert find_work(cache, tables).num_missing == 0
+    assert find_work(cache, tables, per_token=True).num_missing == 8
+    run_pass(cache, tables, scorer, replace(SETTINGS, per_token=True))
+    assert find_work(cache, tables, per_token=True).num_missing == 0
+
+
+# ---- Out of memory
+
+
+def test_out_of_memory_in_the_middle_halves_the_budget_and_loses_no_finished_row(
+    model_path: Path, tmp_path: Path
+) -> None:
+    tables, cache = [make_table(random_pairs(20))], ReferenceCache(tmp_path, NAMESPACE)
+    scorer = SmallMemory(load_scorer(model_path), most_tokens=1000, fails_at=(3, 5))
+    done: list[Amount] = []
+    fitted = run_pass(cache, tables, scorer, replace(SETTINGS, token_budget=128), progress=done.append)
+    assert fitted < 64  # halved twice
+    assert sum(row.num_sequences for row in done) == 40 == find_work(cache, tables).num_cached
+    assert len(scorer.rows) == len(done) + 2  # a row that was finished was never computed again
+    assert max(row.num_tokens for row in done[2:]) <= 64
+    expected = ReferenceCache(tmp_path / "expected", NAMESPACE)
+    run_pass(expected, tables, load_scorer(model_path))
+    np.testing.assert_allclose(all_sums(cache, tables), all_sums(expected, tables), rtol=0, atol=1e-4)
+
+
+def test_ranks_in_lockstep_cannot_split_a_row_and_say_which_budget_would_do(
+    model_path: Path, tmp_path: Path
+) -> None:
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    scorer = SmallMemory(load_scorer(model_path), most_tokens=1000, fails_at=(3,))
+    settings = replace(SETTINGS, token_budget=128, in_lockstep=True)
+    tables, done = [make_table(random_pairs(20))], list[Amount]()
+    message = one_line(lambda: run_pass(cache, tables, scorer, settings, progress=done.append), ModelError)
+    budget = int(message.rpartition("reference.token_budget: ")[2])
+    assert message.startswith("reference.token_budget: ") and 0 < budget <= 64
+    assert find_work(cache, tables).num_cached == sum(row.num_sequences for row in done) > 0
+
+
+def test_a_pair_too_large_for_memory_is_named(model_path: Path, tmp_path: Path) -> None:
+    table = make_table([((5,), (6,), (7,)), (tuple(range(3, 40)), (6, 7), (8,))])
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    scorer = SmallMemory(load_scorer(model_path), most_tokens=30)
+    message = one_line(lambda: run_pass(cache, [table], scorer), ModelError)
+    assert "row 2 of its source" in message and "40 tokens" in message and "data.max_length" in message
+
+
+def test_an_error_that_is_not_about_memory_is_not_taken_for_one(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = load_scorer(model_path)
+
+    def fail(row: Row) -> RowLogps:
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr(scorer, "forward", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        run_pass(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(2))], scorer)
+
+
+def test_a_probe_says_whether_a_row_of_the_longest_pairs_fits(model_path: Path, tmp_path: Path) -> None:
+    work = find_work(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(20))])
+    scorer = SmallMemory(load_scorer(model_path), most_tokens=100)
+    plan = plan_pass(work, scorer, model_shape(scorer.model), SETTINGS)
+    assert probe_row(plan, scorer, SETTINGS, 100)
+    assert not probe_row(plan, scorer, SETTINGS, 160)
+    assert 60 < scorer.rows[0] <= 100 < scorer.rows[1] <= 160
+
+
+def test_re_pairing_the_same_sequences_computes_only_new_ones(model_path: Path, tmp_path: Path) -> None:
+    """The best and worst of a ranking first, then all of its pairs."""
+    cache, scorer = ReferenceCache(tmp_path, NAMESPACE), load_scorer(model_path)
+    random = np.random.default_rng(0)
+
+    def ids(first: int) -> list[int]:
+        return [first, *random.integers(3, 90, 4).tolist()]
+
+    rankings = [(ids(3), [ids(place) for place in range(4)]) for _ in range(5)]
+    best_and_worst = make_table([(prompt, ranked[0], ranked[-1]) for prompt, ranked in rankings])
+    every_pair = make_table(
+        [(prompt, *two) for prompt, ranked in rankings for two in itertools.combinations(ranked, 2)]
+    )
+    done: list[int] = []
+    run_pass(cache, [best_and_worst], scorer, progress=lambda row: done.append(row.num_sequences))
+    assert sum(done) == 10
+    run_pass(cache, [every_pair], scorer, progress=lambda row: done.append(row.num_sequences))
+    assert sum(done) == 20  # 5 prompts with 4 completions, each once
+    swapped = make_table([(prompt, ranked[-1], ranked[0]) for prompt, ranked in rankings])
+    assert find_work(cache, [swapped]).num_missing == 0

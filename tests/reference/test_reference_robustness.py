@@ -1,0 +1,182 @@
+"""The reference cache among kills, other processes, many sequences and models that must be gone again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from support.old_releases import without_gloo
+from support.reference_pairs import NAMESPACE, all_sums, random_keys
+from support.tiny_run import tiny_run
+
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.run.prepare import prepare
+from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.system.console import make_console
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def run_script(code: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
+    """What a Python process prints, which must end well."""
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, timeout=600
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_pass_killed_at_twenty_random_moments_loses_and_falsifies_nothing(tmp_path: Path) -> None:
+    code = "import sys, pathlib, support.killed_pass; support.killed_pass.main(pathlib.Path(sys.argv[1]), 20)"
+    report = json.loads(run_script(code, str(tmp_path)))
+    assert len(report) == 20
+    for killed in report:
+        assert killed["kept"] >= killed["announced"]  # nothing that was announced is lost
+        assert killed["resumed"] == killed["missing"]  # exactly what is missing is computed
+        assert killed["ends_bitwise_equal"] and not killed["has_wrong_value"] and killed["damaged"] == 0
+    assert any(killed["kept"] > 0 and killed["missing"] > 0 for killed in report)
+
+
+_PRECOMPUTE = """
+import sys
+from dpo_pack.commands.main import main
+sys.argv = ["dpopack", "precompute-ref", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_jobs_that_fill_one_cache_at_once_leave_all_of_it(tmp_path: Path) -> None:
+    recipe = tiny_run(tmp_path)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    other = ["data.train=${recipe_dir}/heldout.jsonl", "data.eval=[]", "output_dir=${recipe_dir}/other"]
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", _PRECOMPUTE, str(recipe), *overrides], env=env)
+        for overrides in ([], other)
+    ]
+    assert [job.wait(timeout=300) for job in jobs] == [0, 0]
+    assert prepare_reference(prepare(load_recipe(recipe), make_console(quiet=True))).num_computed == 0
+
+
+_RANK = """
+import os, sys
+import torch.distributed as dist
+from accelerate import Accelerator
+os.environ["ACCELERATE_USE_CPU"] = "true"
+accelerator = Accelerator(cpu=True)
+assert accelerator.num_processes == 2 and dist.get_backend() == "gloo"
+from dpo_pack.system.console import make_console
+from dpo_pack.run.prepare import prepare
+from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.recipe.load import load_recipe
+from pathlib import Path
+prepared = prepare(load_recipe(Path(sys.argv[1]), ["reference.token_budget=100"]), make_console(quiet=True))
+filled = prepare_reference(prepared)
+from dpo_pack.reference.work import find_work
+assert find_work(filled.cache, prepared.tables).num_missing == 0
+dist.destroy_process_group()
+print(filled.num_computed)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_split_the_pass_and_end_bitwise_as_one(tmp_path: Path) -> None:
+    recipe = tiny_run(tmp_path)
+    one = load_recipe(recipe, [f"reference.cache_dir={tmp_path / 'one'}", "reference.token_budget=100"])
+    prepared = prepare(one, make_console(quiet=True))
+    expected = all_sums(prepare_reference(prepared).cache, prepared.tables)
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*launcher, str(script), str(recipe)], capture_output=True, text=True, env=env, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert without_gloo(ended.stdout).split() == ["44", "44"]
+    cache = prepare_reference(prepare(load_recipe(recipe), make_console(quiet=True)))
+    assert cache.num_computed == 0
+    assert all_sums(cache.cache, prepared.tables).tobytes() == expected.tobytes()
+    assert len(list(cache.cache.directory.glob("part-*"))) == 2  # each process wrote its own
+
+
+_MEMORY = """
+import sys
+import psutil
+import torch
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+from dpo_pack.system.console import make_console
+from dpo_pack.run.prepare import prepare
+from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.reference.compute import release_memory
+from dpo_pack.recipe.load import load_recipe
+
+torch.set_num_threads(1)
+recipe = Path(sys.argv[1])
+config = LlamaConfig(
+    vocab_size=int(sys.argv[2]), hidden_size=768, intermediate_size=3072, num_hidden_layers=6,
+    num_attention_heads=8, max_position_embeddings=256,
+)
+LlamaForCausalLM(config).save_pretrained(recipe.parent / "large")
+size = sum(file.stat().st_size for file in (recipe.parent / "large").glob("*.safetensors"))
+loaded = load_recipe(recipe, ["reference.path=${recipe_dir}/large"])
+prepared = prepare(loaded, make_console(quiet=True))
+small = load_recipe(recipe, ["reference.cache_dir=${recipe_dir}/small", "output_dir=${recipe_dir}/small-run"])
+prepare_reference(prepare(small, make_console(quiet=True)))  # what any pass leaves: code, caches
+release_memory()
+before = psutil.Process().memory_info().rss
+prepare_reference(prepared)
+release_memory()
+print(size, psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_reference_s_memory_is_gone_after_its_pass(tmp_path: Path) -> None:
+    recipe = tiny_run(tmp_path)
+    vocabulary = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
+    size, left = map(int, run_script(_MEMORY, str(recipe), str(vocabulary)).split())
+    assert size > 200e6 and left < 0.1 * size, (size, left)
+
+
+@pytest.mark.slow
+def test_a_run_of_a_million_pairs_reads_its_values_in_seconds_and_in_its_own_memory(tmp_path: Path) -> None:
+    """A cache of four million sequences, of which the run uses two."""
+    num_parts, per_part = 40, 100_000
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    for part in range(num_parts):
+        keys = random_keys(per_part, seed=part)
+        cache.append(keys, -np.arange(1.0, per_part + 1) - part, np.ones(per_part, dtype=np.int64))
+    wanted = np.concatenate([random_keys(per_part, seed=part) for part in range(0, num_parts, 2)])
+    wanted = wanted[np.random.default_rng(0).permutation(len(wanted))]
+    begun = time.monotonic()
+    sums = cache.lookup(wanted)
+    seconds = time.monotonic() - begun
+    tracemalloc.start()
+    cache.lookup(wanted)
+    peak_bytes = tracemalloc.get_traced_memory()[1] + pa.default_memory_pool().max_memory()
+    tracemalloc.stop()
+    assert np.isfinite(sums).all() and len(sums) == 2_000_000
+    assert np.isnan(cache.lookup(random_keys(10, seed=-1 % 10_000))).all()
+    frozen = FrozenReference(keys=wanted, sums=sums)
+    assert len(frozen.fingerprint) == 32
+    print(f"lookup of 2M sequences among 4M: {seconds:.1f} s, {peak_bytes / 2**20:.0f} MiB at the peak")
+    # Keys and values are 48 MB. Sorting takes a few times that; the size of the cache adds nothing.
+    assert seconds < 30 and peak_bytes < 500 * 2**20

@@ -1,0 +1,179 @@
+"""The packing page: well formed, self-contained, and drawn by a real browser where there is one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.inspected_lengths import LENGTHS, inspect
+
+from dpo_pack.packing.bin_packing import PADDED
+from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.report import PackingReport
+from dpo_pack.reports.pages import packing_page
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+VOID_ELEMENTS = {"meta", "br"}
+
+
+def full_report() -> PackingReport:
+    random = np.random.default_rng(0)
+    prompt, chosen, rejected = (random.integers(20, 200, 300) for _ in range(3))
+    return inspect(
+        PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=prompt),
+        token_budget=4096,
+        pairs_per_step=32,
+        ranks=(1, 8, 64),
+        budgets=(2048, 8192),
+        model="org/<b>model</b> & co",
+        removed_pairs={"too_long": 12},
+        truncated={"eos_lost": 3},
+    )
+
+
+class Outline(HTMLParser):
+    """Checks that elements close in the order they open, and collects what the page says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID_ELEMENTS:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text.append(data)
+
+
+def outline(report: PackingReport) -> Outline:
+    parser = Outline()
+    parser.feed(packing_page(report))
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def test_the_page_is_well_formed_and_says_what_the_terminal_says() -> None:
+    report = full_report()
+    page = outline(report)
+    text = " ".join(page.text)
+    for section in (
+        "Against padded training", "Rows of the first step", "Lengths", "Where the compute goes",
+        "Balance of ranks", "Token budgets", "Left out",
+    ):  # fmt: skip
+        assert section in text
+    ours = report.statistics
+    assert f"{ours.computed_tokens:,}" in text and f"{ours.head_tokens:,}" in text
+    assert all(f"{padded.times_flops:.2f}x" in text for padded in ours.padded)
+    assert all(reason in text for reason in report.recommendation.reasons)  # type: ignore[union-attr]
+    assert "too_long" in text and "eos_lost" in text
+    assert page.tags.count("figure") == 4 and page.tags.count("svg") == 4
+
+
+def test_the_page_loads_nothing_and_runs_nothing() -> None:
+    page = outline(full_report())
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert not {"src", "href", "srcset", "onload", "onclick"} & {name for name, _ in page.attributes}
+    assert not re.search(r"https?:|//|@import|url\(|expression\(", packing_page(full_report()))
+
+
+def test_what_comes_from_files_is_escaped() -> None:
+    page = packing_page(full_report())
+    assert "<b>model</b>" not in page and "&lt;b&gt;model&lt;/b&gt; &amp; co" in page
+
+
+def test_bars_are_as_wide_as_their_tokens() -> None:
+    report = full_report()
+    widths = [
+        float(width)
+        for width in re.findall(r'<i class="computed" style="width:([\d.]+)%"', packing_page(report))
+    ]
+    ours = report.statistics
+    most = max(padded.tokens for padded in ours.padded)
+    assert widths[: len(ours.padded)] == pytest.approx(
+        [100 * ours.computed_tokens / most] * len(ours.padded), abs=1e-3
+    )
+
+
+def test_every_colour_is_set_for_light_and_for_dark() -> None:
+    style = packing_page(full_report()).partition("<style>")[2].partition("</style>")[0]
+    light, _, dark = style.partition("@media (prefers-color-scheme: dark)")
+    dark = dark.partition("* {")[0]
+    named = set(re.findall(r"(--[a-z]+):", light))
+    assert named and named == set(re.findall(r"(--[a-z]+):", dark))
+    assert set(re.findall(r"var\((--[a-z]+)\)", packing_page(full_report()))) <= named
+
+
+@pytest.mark.parametrize(
+    "report",
+    [inspect(), inspect(algorithm=PADDED, token_budget=100), inspect(rows_per_step=1, window_pairs=3)],
+    ids=["one budget", "padded", "scope epoch"],
+)
+def test_pages_of_other_plans_are_well_formed_too(report: PackingReport) -> None:
+    text = " ".join(outline(report).text)
+    assert "Token budgets" not in text
+    assert "Nothing was dropped" in text
+    assert len(LENGTHS.prompt) == 4 and "4 pairs in" in text
+
+
+# ---- In a browser
+
+
+def browser() -> str:
+    for name in BROWSERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
+
+
+def screenshot(page: Path, target: Path, *, dark: bool) -> set[tuple[int, ...]]:
+    """The colours on the page; its corner must be that of the scheme."""
+    image = pytest.importorskip("PIL.Image")
+    flags = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
+    run_browser(*flags, f"--screenshot={target}", "--window-size=1060,1600", page=page)
+    pixels = np.asarray(image.open(target).convert("RGB"))
+    assert pixels[0, 0].tolist() == ([0x14, 0x16, 0x1A] if dark else [0xF7, 0xF7, 0xF5])
+    return {tuple(colour) for colour in pixels[::3, ::3].reshape(-1, 3).tolist()}
+
+
+def run_browser(*flags: str, page: Path) -> str:
+    profile = f"--user-data-dir={page.parent / 'profile'}"
+    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", profile, *flags, page.as_uri()]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_a_browser_draws_the_page_in_light_and_in_dark(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(packing_page(full_report()), encoding="utf-8")
+    light = screenshot(page, tmp_path / "light.png", dark=False)
+    dark = screenshot(page, tmp_path / "dark.png", dark=True)
+    # The colours of prompt, chosen and rejected are there: bars and histograms were drawn.
+    assert {(0x4A, 0x6F, 0xDC), (0x12, 0x91, 0x7A), (0xD9, 0x63, 0x2F)} <= light
+    assert {(0x7D, 0x9C, 0xF5), (0x3F, 0xC3, 0xA6), (0xF0, 0x8D, 0x5D)} <= dark
+
+
+def test_nothing_runs_out_of_a_narrow_screen(tmp_path: Path) -> None:
+    """The page measures itself: a script that only the test adds writes its width into the title."""
+    page = tmp_path / "page.html"
+    probe = "<script>document.title = document.documentElement.scrollWidth + ' ' + innerWidth</script>"
+    page.write_text(packing_page(full_report()).replace("</body>", f"{probe}</body>"), encoding="utf-8")
+    measured = re.search(
+        r"<title>(\d+) (\d+)</title>", run_browser("--dump-dom", "--window-size=500,900", page=page)
+    )
+    assert measured is not None and int(measured[1]) <= int(measured[2])

@@ -1,0 +1,621 @@
+"""Checkpoints: a bitwise round trip, in the background too, pruning, damage, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_model
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.optim import Adafactor
+
+import dpo_pack.run.checkpoint.directory as checkpoint_dir
+import dpo_pack.run.checkpoint.state as checkpoint_state
+import dpo_pack.run.checkpoint.writer as checkpoint_writer
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.run.checkpoint.directory import checkpoints, drop_later_checkpoints, find_damage
+from dpo_pack.run.checkpoint.state import (
+    Identity,
+    Place,
+    TrainState,
+    checkpoint_content,
+    load_checkpoint,
+    load_policy,
+)
+from dpo_pack.run.checkpoint.writer import CheckpointContent, CheckpointWriter
+from dpo_pack.run.run_dir import damage_of
+from dpo_pack.run.selection import Standing
+from dpo_pack.system.errors import CacheError, DpoPackError, RunError
+from dpo_pack.system.interrupts import Interrupted
+from dpo_pack.system.seeding import seed_everything, seed_step
+from dpo_pack.training.batches import GlobalBatch
+from dpo_pack.training.health import Health
+from dpo_pack.training.optim import adamw, learning_rate_schedule
+from dpo_pack.training.split_adamw import SplitAdamW
+
+IDENTITY = Identity(
+    fingerprints={"data": "d", "plan": "p", "reference": "r"},
+    words={"data": "22 pairs", "plan": "11 steps", "reference": "the policy"},
+    versions={"torch": "2.0", "transformers": "5.0"},
+    ranks="one process",
+    judged_by="loss of held_out, 0",
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class EmptySource:
+    """A source whose only content is how far it has got."""
+
+    next_step: int = 0
+    num_steps: int = 10
+    steps_fingerprint: str = "none"
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        return iter(())
+
+    def prepare_next(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_step = state["next_step"]
+
+
+def new_state(
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    name: str = "adamw",
+    device: str = "cpu",
+    tied: bool = False,
+) -> TrainState:
+    model = tiny_model("llama", seed=seed, num_hidden_layers=1, tie_word_embeddings=tied)
+    policy = CompletionLogps(model, backend=None, autocast=None).to(device=device, dtype=dtype).train()
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    if name == "adafactor":
+        optimizer: torch.optim.Optimizer = Adafactor(policy.parameters(), lr=1e-2)
+    elif dtype == torch.float32:
+        optimizer = adamw(policy, **settings)
+    else:
+        optimizer = SplitAdamW(policy.parameters(), **settings)
+    scheduler = learning_rate_schedule(optimizer, "cosine", num_steps=10, warmup_steps=2, min_lr_ratio=0.0)
+    return TrainState(policy=policy, optimizer=optimizer, scheduler=scheduler, source=EmptySource())
+
+
+def take_step(state: TrainState) -> None:
+    """A step whose gradients are drawn."""
+    seed_step(7, step=state.step, rank=0)
+    for parameter in state.policy.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    state.optimizer.step()
+    state.scheduler.step()
+    state.step += 1
+    state.num_pairs += 4
+    state.num_tokens += 100
+    state.num_flops += 1e9
+    state.train_seconds += 0.1
+    state.evaluation = {"held_out": {"loss": 0.1 * state.step}}
+    state.owes_evaluation = state.step % 2 == 1
+    state.standing = Standing(best=((1, 0.1), (state.step, 0.2)), bar=0.1, num_since_improvement=state.step)
+    state.health = Health(num_lines=state.step, fast={"kl/chosen": -0.1}, warned=("accuracy_stuck",))
+    state.source.load_state_dict({"next_step": state.step})
+
+
+def state_at(step: int, **settings: Any) -> TrainState:
+    state = new_state(**settings)
+    for _ in range(step):
+        take_step(state)
+    return state
+
+
+def content(
+    state: TrainState, *, keep: int = 2, num_best: int = 0, metrics_offset: int = 0
+) -> CheckpointContent:
+    place = Place(step=state.step, metrics_offset=metrics_offset, source=state.source.state_dict())
+    return checkpoint_content(state, place, IDENTITY, keep=keep, num_best=num_best)
+
+
+def save(directory: Path, state: TrainState, **settings: int) -> Path:
+    with CheckpointWriter(directory, in_background=False) as writer:
+        return writer.write(content(state, **settings))
+
+
+def load(path: Path, state: TrainState, **identity: Any) -> int:
+    return load_checkpoint(path, state, identity=replace(IDENTITY, **identity)).metrics_offset
+
+
+def tensors(state: TrainState) -> dict[str, Tensor]:
+    """Every tensor that the next steps depend on."""
+    moments = {
+        f"{number} {name}": value
+        for number, values in state.optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
+    return {**state.policy.state_dict(), **moments}
+
+
+def assert_same(one: TrainState, other: TrainState) -> None:
+    ours, theirs = tensors(one), tensors(other)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
+    assert one.scheduler.get_last_lr() == other.scheduler.get_last_lr()
+    for name in ("step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation",
+                 "owes_evaluation", "standing", "health"):  # fmt: skip
+        assert getattr(one, name) == getattr(other, name), name
+    assert one.source.state_dict() == other.source.state_dict()
+
+
+def one_line(function: Callable[[], object], kind: type[DpoPackError] = RunError) -> str:
+    with pytest.raises(kind) as caught:
+        function()
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"name": "adafactor"}, {"dtype": torch.bfloat16}, {"tied": True}],
+    ids=["adamw", "adafactor", "bfloat16", "tied"],
+)
+def test_a_loaded_state_is_bitwise_the_saved_one_and_goes_on_bitwise_the_same(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    straight = state_at(3, **settings)
+    path = save(tmp_path, straight, metrics_offset=321)
+    assert path == tmp_path / "step-000003" and find_damage(path) is None
+    resumed = new_state(seed=1, **settings)
+    assert not torch.equal(
+        tensors(resumed)["model.lm_head.weight"], tensors(straight)["model.lm_head.weight"]
+    )
+    assert load(path, resumed) == 321
+    assert_same(resumed, straight)
+    for _ in range(3):
+        take_step(resumed)
+    assert_same(resumed, state_at(6, **settings))
+
+
+@pytest.mark.parametrize("settings", [{}, {"name": "adafactor"}], ids=["adamw", "adafactor"])
+def test_parameters_that_never_had_a_gradient_have_no_optimizer_state_before_or_after(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Not even a checkpoint before the first update changes what the optimizer keeps."""
+    never_updated, partly_updated = state_at(0, **settings), state_at(0, **settings)
+    for parameter in list(partly_updated.policy.parameters())[2:]:
+        parameter.grad = torch.ones_like(parameter)
+    partly_updated.optimizer.step()
+    for state, name in ((never_updated, "never"), (partly_updated, "partly")):
+        before = len(state.optimizer.state)
+        path = save(tmp_path / name, state)
+        assert len(state.optimizer.state) == before < len(list(state.policy.parameters()))
+        resumed = new_state(seed=1, **settings)
+        load(path, resumed)
+        assert_same(resumed, state)
+        take_step(resumed)
+        take_step(state)
+        assert_same(resumed, state)
+
+
+class EightBitSGD(torch.optim.Optimizer):
+    """Keeps what bitsandbytes' optimizers keep: codes in uint8, scales by block, a number of steps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter]
+            if not kept:
+                kept |= {"step": 0, "state1": torch.zeros_like(parameter, dtype=torch.uint8)}
+                kept |= {"absmax1": torch.zeros(3, dtype=torch.float32)}
+            kept["step"] += 1
+            kept["state1"] += (parameter.grad * 10).to(torch.uint8)
+            kept["absmax1"] += parameter.grad.abs().max()
+            parameter -= self.param_groups[0]["lr"] * kept["state1"] * kept["absmax1"][0]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As bitsandbytes': torch's would cast codes to the parameter's type."""
+        saved = state_dict["param_groups"][0]["params"]
+        self.state.clear()
+        for name, parameter in zip(saved, self.param_groups[0]["params"], strict=True):
+            self.state[parameter] = dict(state_dict["state"][name])
+
+
+def test_an_8_bit_optimizer_s_codes_scales_and_numbers_are_what_they_were(tmp_path: Path) -> None:
+    straight, resumed = new_state(), new_state(seed=1)
+    for state in (straight, resumed):
+        state.optimizer = EightBitSGD(state.policy.parameters())
+        state.scheduler = learning_rate_schedule(
+            state.optimizer, "constant", num_steps=10, warmup_steps=0, min_lr_ratio=0.0
+        )
+    for _ in range(3):
+        take_step(straight)
+    load(save(tmp_path, straight), resumed)
+    for _ in range(2):
+        for ours, theirs in zip(
+            resumed.optimizer.state.values(), straight.optimizer.state.values(), strict=True
+        ):
+            assert ours["step"] == theirs["step"] and ours["state1"].dtype == torch.uint8
+            assert torch.equal(ours["state1"], theirs["state1"])
+            assert torch.equal(ours["absmax1"], theirs["absmax1"])
+        take_step(straight)
+        take_step(resumed)
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had names of one piece."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_state, "_weights", lambda state: {"policy.weight": torch.zeros(1)})
+        path = save(tmp_path, state_at(1))
+    assert "an earlier version of dpo-pack wrote it; delete it" in one_line(lambda: load(path, new_state()))
+
+
+def test_gradients_that_are_kept_as_views_are_the_same_after_loading(tmp_path: Path) -> None:
+    """DDP's are where it reduces them."""
+    straight, resumed = state_at(2), new_state(seed=1)
+    gradients = [torch.zeros_like(parameter) for parameter in resumed.policy.parameters()]
+    for parameter, gradient in zip(resumed.policy.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    load(save(tmp_path, straight), resumed)
+    assert_same(resumed, straight)
+    for parameter, gradient in zip(resumed.policy.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient and not gradient.any()
+
+
+def test_frozen_weights_are_not_saved_and_tied_ones_once(tmp_path: Path) -> None:
+    state = new_state(tied=True)
+    path = save(tmp_path, state)
+    names = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
+    assert sorted(names) == sorted(f"policy.{name}" for name, _ in state.policy.named_parameters())
+    for name, parameter in state.policy.named_parameters():
+        parameter.requires_grad_(name.endswith("norm.weight"))  # the tied weights are frozen
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    state.optimizer = adamw(state.policy, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    state.optimizer.step()
+    names = FileSystemReader(save(tmp_path, state) / "tensors").read_metadata().state_dict_metadata
+    assert names and all("norm.weight" in name for name in names)
+
+
+def test_the_weights_alone_can_be_had_too(tmp_path: Path) -> None:
+    best, later = state_at(2), state_at(4)
+    assert load_policy(save(tmp_path, best), later.policy) == best.evaluation
+    for name, weights in best.policy.state_dict().items():
+        assert torch.equal(weights, later.policy.state_dict()[name])
+    assert tensors(later)["0 step"] == 4
+
+
+def test_what_is_written_in_the_background_is_the_state_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    write = checkpoint_writer._write
+
+    def write_later(*arguments: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread() and may_write.wait(30)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "_write", write_later)
+    state = state_at(2)
+    with CheckpointWriter(tmp_path, in_background=True) as writer:
+        writer.write(content(state))
+        take_step(state)
+        state.evaluation["held_out"]["loss"] = 9.0
+        assert writer.is_busy and checkpoints(tmp_path) == []
+        may_write.set()
+        writer.write(content(state))  # waits for the first one, whose memory it takes
+    assert checkpoints(tmp_path) == [tmp_path / "step-000002", tmp_path / "step-000003"]
+    resumed = new_state(seed=1)
+    load(tmp_path / "step-000002", resumed)
+    assert_same(resumed, state_at(2))
+    load(tmp_path / "step-000003", resumed)
+    assert_same(resumed, state)
+
+
+@pytest.mark.parametrize(("free", "fits"), [(16, True), (15, False)])
+def test_a_copy_may_take_half_of_what_is_free(free: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes on a node, 4 bytes each."""
+    on_device: Any = SimpleNamespace(is_cuda=True, nbytes=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(checkpoint_writer, "free_memory_bytes", lambda: free)
+    assert checkpoint_writer._has_room_for_copy([on_device]) == fits
+    assert not checkpoint_writer._has_room_for_copy([torch.zeros(1)])  # on the host anyway
+
+
+def test_what_fails_in_the_background_is_told_at_the_next_occasion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*arguments: Any, **settings: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    state = state_at(1)
+    monkeypatch.setattr(checkpoint_writer, "save", no_space)
+    with CheckpointWriter(tmp_path, in_background=True) as writer:
+        writer.write(content(state))
+        message = one_line(lambda: writer.write(content(state)), CacheError)
+        assert f"cannot write {tmp_path / 'step-000001'}: No space left on device; free space" in message
+        writer.wait()  # it is told once
+
+    def leave_with_one_on_its_way() -> None:
+        with CheckpointWriter(tmp_path, in_background=True) as writer:
+            writer.write(content(state))
+
+    one_line(leave_with_one_on_its_way, CacheError)
+    assert names(tmp_path) == []
+
+    def leave_by(error: BaseException) -> None:
+        with CheckpointWriter(tmp_path, in_background=True) as writer:
+            writer.write(content(state))
+            raise error
+
+    # A run that is asked to stop says that it goes on from what is saved: nothing is.
+    one_line(lambda: leave_by(Interrupted(signal.SIGTERM)), CacheError)
+    with pytest.raises(ZeroDivisionError):  # of two errors the first is the cause
+        leave_by(ZeroDivisionError())
+
+
+def test_a_copy_in_memory_is_made_of_what_is_on_a_gpu_only(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, in_background="auto")
+    writer.write(content(state_at(1)))
+    assert not writer.in_background and not writer.is_busy
+
+
+@pytest.mark.gpu
+def test_what_is_on_a_gpu_is_written_in_the_background_while_it_changes(tmp_path: Path) -> None:
+    state = state_at(2, device="cuda")
+    with CheckpointWriter(tmp_path, in_background="auto") as writer:
+        for _ in range(3):
+            writer.write(content(state, keep=9))
+            assert writer.in_background
+            take_step(state)
+    for step in (2, 3, 4):
+        resumed = new_state(seed=1, device="cuda")
+        load(tmp_path / f"step-{step:06d}", resumed)
+        assert_same(resumed, state_at(step, device="cuda"))
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    state = state_at(0)
+    for _ in range(4):
+        take_step(state)
+        save(tmp_path, state, keep=2)
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+    assert checkpoints(tmp_path) == [tmp_path / "step-000003", tmp_path / "step-000004"]
+    assert names(tmp_path / "step-000004") == ["checkpoint.json", "host.pt", "tensors"]
+
+
+def test_the_best_checkpoints_are_kept_besides(tmp_path: Path) -> None:
+    state = state_at(0)
+    for best in [(1,), (1, 2), (1, 2), (1, 4), (5, 1)]:
+        take_step(state)
+        state.standing = Standing(best=tuple((step, 0.5) for step in best))
+        save(tmp_path, state, keep=1, num_best=2)
+    assert names(tmp_path) == ["step-000001", "step-000005"]
+    state.step, state.standing = 6, Standing(best=((5, 0.5), (1, 0.4)))
+    save(tmp_path, state, keep=1, num_best=1)
+    assert names(tmp_path) == ["step-000005", "step-000006"]
+
+
+def test_a_checkpoint_of_the_same_step_replaces_the_earlier_one(tmp_path: Path) -> None:
+    state = state_at(2)
+    save(tmp_path, state, metrics_offset=1)
+    save(tmp_path, state, metrics_offset=2)
+    assert names(tmp_path) == ["step-000002"]
+    assert load(tmp_path / "step-000002", new_state()) == 2
+
+
+def test_the_one_just_written_stays_where_a_run_went_on_from_an_earlier_step(tmp_path: Path) -> None:
+    later = state_at(5)
+    save(tmp_path, later)
+    take_step(later)
+    save(tmp_path, later)
+    path = save(tmp_path, state_at(2), keep=2)
+    assert path in checkpoints(tmp_path)
+
+
+def test_checkpoints_are_in_the_order_of_steps_beyond_a_million(tmp_path: Path) -> None:
+    state = state_at(1)
+    for state.step in (999_999, 1_000_000, 1_000_001):
+        save(tmp_path, state)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-1000000", "step-1000001"]
+
+
+def test_what_is_written_or_removed_half_way_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_at(1)
+    save(tmp_path, state, keep=1)
+    take_step(state)
+
+    def half_saved(content: object, file: IO[bytes]) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", half_saved)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, state)
+    assert names(tmp_path) == ["step-000001"]
+
+    def killed(path: Path, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, state, keep=1)
+    hidden, visible = names(tmp_path)
+    assert hidden.startswith(".step-000001.") and hidden.endswith(".tmp") and visible == "step-000002"
+    assert checkpoints(tmp_path) == [tmp_path / "step-000002"]
+    assert checkpoints(tmp_path / "nowhere") == []
+
+
+def test_later_checkpoints_are_dropped_and_other_directories_left_alone(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, state_at(step), keep=9)
+    shutil.copytree(tmp_path / "step-000003", tmp_path / "step-of-mine")
+    drop_later_checkpoints(tmp_path, 1)
+    assert names(tmp_path) == ["step-000001", "step-of-mine"]
+    assert checkpoints(tmp_path) == [tmp_path / "step-000001"]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_is_a_cache_error_and_keeps_the_earlier_checkpoint(
+    in_background: bool, tmp_path: Path
+) -> None:
+    state = state_at(1)
+    save(tmp_path, state, keep=1)
+    take_step(state)
+
+    def save_again() -> None:
+        with CheckpointWriter(tmp_path, in_background=in_background) as writer:
+            writer.write(content(state, keep=1))
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # of one file, in bytes
+    try:
+        message = one_line(save_again, CacheError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(tmp_path / "step-000002") in message and "free space" in message
+    assert names(tmp_path) == ["step-000001"]
+    load(tmp_path / "step-000001", state)
+    assert_same(state, state_at(1))
+
+
+@pytest.mark.parametrize("name", list(IDENTITY.fingerprints))
+def test_another_data_plan_or_reference_is_refused_before_anything_changes(name: str, tmp_path: Path) -> None:
+    path = save(tmp_path, state_at(2))
+    state = new_state()
+    changed = {**IDENTITY.fingerprints, name: "another"}
+    message = one_line(lambda: load(path, state, fingerprints=changed))
+    assert f"another {name}," in message and "output_dir" in message and "--overwrite" in message
+    assert_same(state, new_state())
+
+
+def test_every_changed_part_is_named_with_what_it_was_where_that_has_changed(tmp_path: Path) -> None:
+    path = save(tmp_path, state_at(1))
+    changed = dict.fromkeys(IDENTITY.fingerprints, "another")
+    words = {**IDENTITY.words, "data": "24 pairs"}
+    message = one_line(lambda: load(path, new_state(), fingerprints=changed, words=words))
+    assert "another data (22 pairs then, 24 pairs now) and another plan and another reference," in message
+    changed = {**IDENTITY.fingerprints, "base model": "m"}
+    assert "another base model," in one_line(lambda: load(path, new_state(), fingerprints=changed))
+
+
+def test_other_versions_and_ranks_are_told(tmp_path: Path) -> None:
+    path = save(tmp_path, state_at(1))
+    assert load_checkpoint(path, new_state(), identity=IDENTITY).notes == ()
+    now = replace(IDENTITY, versions={"torch": "2.1", "transformers": "5.0"}, ranks="2 processes (ddp)")
+    ranks, versions = load_checkpoint(path, new_state(), identity=now).notes
+    assert "taken on one process, and this is 2 processes (ddp)" in ranks
+    assert versions.startswith("Warning: ") and versions.endswith("torch 2.0 then, 2.1 now")
+
+
+def test_a_directory_without_its_counters_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, state_at(1))
+    whole = (path / "checkpoint.json").read_bytes()
+    for damage in (b"", whole[:40], whole.replace(b'"step": 1', b'"step": 2'), b"[]", None):
+        if damage is None:
+            (path / "checkpoint.json").unlink()
+        else:
+            (path / "checkpoint.json").write_bytes(damage)
+        assert find_damage(path) == "checkpoint.json is missing or damaged"
+        message = one_line(lambda: load(path, new_state()))
+        assert str(path) in message and "checkpoint.resume" in message
+
+
+def test_a_file_that_is_gone_cut_short_or_has_any_other_byte_is_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path, state_at(1))
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != "checkpoint.json"]
+    assert sorted(file.name for file in files) == [".metadata", "__0_0.distcp", "host.pt"]
+    generator = torch.Generator().manual_seed(0)
+    for file in files:
+        content, name = file.read_bytes(), file.relative_to(path).as_posix()
+        for length in (0, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:length])
+            assert find_damage(path) == f"{name} has {length:,} bytes instead of {len(content):,}"
+        for position in torch.randint(len(content), (20,), generator=generator).tolist():
+            damaged = bytearray(content)
+            damaged[position] ^= 0x41
+            file.write_bytes(damaged)
+            assert find_damage(path) == f"{name} has other content than was written"
+        file.unlink()
+        assert find_damage(path) == f"{name} is missing"
+        file.write_bytes(content)
+    assert find_damage(path) is None
+    # Several ranks look at a part each, together at all.
+    (path / "host.pt").unlink()
+    assert [find_damage(path, rank=rank, num_ranks=2) is None for rank in range(2)].count(False) == 1
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, state_at(1))
+
+    def fail(file: Path) -> int:
+        raise OSError(errno.EIO, "Input/output error", str(file))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_dir, "_crc32", fail)
+        message = one_line(lambda: damage_of(path))
+    assert f"{path} cannot be read" in message and "Input/output error" in message
+    assert "run the same command" in message and damage_of(path) is None
+    (path / "checkpoint.json").unlink()
+    (path / "checkpoint.json").mkdir()
+    assert "checkpoint.json: Is a directory" in one_line(lambda: damage_of(path))
+
+
+def test_what_was_best_by_another_measure_is_forgotten(tmp_path: Path) -> None:
+    state = state_at(1)
+    state.standing = Standing(best=((1, 0.5),), bar=0.5)
+    path = save(tmp_path, state)
+    resumed = new_state()
+    load(path, resumed)
+    assert resumed.standing == state.standing
+    resumed = new_state()
+    resumption = load_checkpoint(path, resumed, identity=replace(IDENTITY, judged_by="loss of other, 1"))
+    assert resumed.standing == Standing() and "another metric or held-out set" in " ".join(resumption.notes)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, state_at(1))
+    state = new_state()
+    state.policy.model.register_parameter("more", nn.Parameter(torch.zeros(1)))
+    assert "other parameters" in one_line(lambda: load(path, state))
+
+
+def test_a_step_draws_the_same_whatever_was_drawn_before_and_ranks_draw_their_own() -> None:
+    drawn = {}
+    for seed, step, rank in ((0, 1, 0), (0, 1, 1), (0, 2, 0), (2**32 - 1, 1, 0)):
+        seed_step(seed, step=step, rank=rank)
+        drawn[seed, step, rank] = torch.randn(4).tolist()
+    assert len({tuple(values) for values in drawn.values()}) == 4
+    seed_step(0, step=1, rank=1)
+    assert torch.randn(4).tolist() == drawn[0, 1, 1]
+
+
+def test_a_seed_decides_all_that_torch_draws() -> None:
+    drawn = []
+    for seed in (1, 1, 2, 2**32 - 1):
+        seed_everything(seed)
+        drawn.append(torch.randn(4).tolist())
+    assert drawn[0] == drawn[1] != drawn[2] != drawn[3]

@@ -1,0 +1,120 @@
+"""Whole runs on two processes leave what the same run on one leaves, whatever their ranks have to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from support.distributed_runs import Run, assert_same_metrics
+from support.run_files import records, weights
+from support.tiny_models import tiny_model
+from support.tiny_run import tiny_run
+from support.two_ranks import run_on_ranks
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.system import ranks
+from dpo_pack.train import train
+
+# 13 pairs in steps of 4: ranks have unequal rows, and in the last step there is a pair for one of them.
+COMMON = (
+    "data.train.0.max_pairs=13",
+    "packing.pairs_per_step=4",
+    "packing.token_budget=64",
+    "train.epochs=2",
+)
+LORA = "model.lora={r: 3, alpha: 6}"
+MOVING = "reference.sync={every_steps: 2, mixup: 0.6}"
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "aot": ("loss.type=aot",),
+    "checkpointed activations": ("model.gradient_checkpointing=true",),
+    "lora": (LORA, "optim.lr=1e-2"),
+    "moving": (MOVING,),
+    "lora, moving": (LORA, MOVING, "optim.lr=1e-2"),
+    "own reference": ("reference.path=${recipe_dir}/other",),
+    "padded": ("packing.mode=padded",),
+    "epoch": ("packing.scope=epoch", "packing.rows_per_step=3", "packing.pairs_per_step=64"),
+}
+UNSHARDED = "distributed.accumulate_unsharded=true"
+QUICK: list[Run] = [("ddp", "aot", ()), ("fsdp2", "lora, moving", ())]
+ALL: list[Run] = [
+    *((strategy, variant, ()) for strategy in ("ddp", "fsdp2") for variant in VARIANTS),
+    ("fsdp2", "full", (UNSHARDED,)),
+    ("fsdp2", "aot", (UNSHARDED,)),
+]
+
+
+def recipe_of(directory: Path, run: str, *overrides: str) -> Recipe:
+    places = (f"output_dir={directory / run}", f"reference.cache_dir={directory / run}-cache")
+    return load_recipe(directory / "recipe.yaml", (*COMMON, *overrides, *places))
+
+
+def _train(directory: Path, runs: list[Run]) -> None:
+    """Run number i leaves run-i."""
+    for number, (strategy, variant, overrides) in enumerate(runs):
+        options = (*VARIANTS[variant], *overrides, f"distributed.strategy={strategy}")
+        train(recipe_of(directory, f"run-{number}", *options), Console(quiet=True))
+        ranks.wait_for_all()
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("distributed")
+    tiny_run(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "other")
+    tiny_model("llama", vocab_size=len(tokenizer), seed=7).save_pretrained(directory / "other")
+    return directory
+
+
+def check_runs(assets: Path, tmp_path: Path, runs: list[Run]) -> None:
+    directory = tmp_path / "assets"
+    shutil.copytree(assets, directory)
+    run_on_ranks(_train, directory, runs)
+    for number, run in enumerate(runs):
+        alone = directory / f"alone-{run[1]}"
+        if not alone.exists():
+            train(recipe_of(directory, alone.name, *VARIANTS[run[1]]), Console(quiet=True))
+        ours = directory / f"run-{number}"
+        assert_same_metrics(records(ours), records(alone), run)
+        trained, expected = weights(ours), weights(alone)
+        assert trained.keys() == expected.keys()
+        for name, tensor in trained.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-5, msg=f"{run}: {name}")
+        names = [sorted(path.name for path in (place / "model").iterdir()) for place in (ours, alone)]
+        assert names[0] == names[1]
+        info = json.loads((ours / "run.json").read_text())
+        assert info["status"] == "finished" and info["totals"]["pairs"] == 26
+        if "lora" not in run[1]:
+            AutoModelForCausalLM.from_pretrained(ours / "model")
+
+
+@pytest.mark.multiprocess
+def test_two_processes_leave_what_one_leaves(assets: Path, tmp_path: Path) -> None:
+    check_runs(assets, tmp_path, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_shards_gathered_in_bfloat16_learn_the_same_within_rounding(assets: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "assets"
+    shutil.copytree(assets, directory)
+    gathered: Run = ("fsdp2", "full", ("distributed.gather_dtype=bfloat16",))
+    run_on_ranks(_train, directory, [gathered, ("fsdp2", "full", ())])
+    low, full = records(directory / "run-0"), records(directory / "run-1")
+    assert full[0] != low[0] and low[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-2)
+    assert [line["loss"] for line in low] == pytest.approx([line["loss"] for line in full], abs=5e-2)
+    # Another computation, and so other cached log-probs.
+    caches = [directory / f"run-{number}-cache" / "reference" for number in (0, 1)]
+    assert len({namespace.name for cache in caches for namespace in cache.iterdir()}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_every_kind_of_run_is_the_same_on_two_processes(assets: Path, tmp_path: Path) -> None:
+    check_runs(assets, tmp_path, ALL)

@@ -1,0 +1,220 @@
+"""A trained model as others find it: loaded by transformers, with its family's settings and a model card."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from support.family_errors import GROUPS, make_row
+from support.tiny_models import tiny_model
+from support.tiny_tokenizer import tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from dpo_pack.model.attention import ATTENTION_NAME
+from dpo_pack.model.loading import load_model, save_model
+from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.recipe.load import Recipe, parse_recipe
+from dpo_pack.run.export import export_model, model_card
+
+# top_p without sampling: transformers only warns of it, and published models have such settings.
+GENERATION = {"max_new_tokens": 77, "do_sample": False, "top_p": 0.9, "eos_token_id": [2, 3]}
+TOTALS = {"steps": 1200, "pairs": 4000, "tokens": 123456, "train_seconds": 43.0}
+EVALUATION = {"towns": {"rewards/accuracies": 0.987, "rewards/margins": 1.25, "loss": 0.31}}
+
+
+def make_recipe(directory: Path, **sections: Any) -> Recipe:
+    tree = {
+        "output_dir": str(directory / "my-run"),
+        "model": {"path": str(directory / "model")},
+        "data": {"train": str(directory / "pairs.jsonl")},
+    }
+    return parse_recipe(tree | sections)
+
+
+def load(path: Path, *, packed: bool = True) -> LoadedModel:
+    return load_model(
+        str(path),
+        revision=None,
+        trust_remote_code=False,
+        precision=Precision(parameters=torch.float32, autocast=None),
+        attention="auto",
+        packed=packed,
+        gradient_checkpointing=False,
+        device=torch.device("cpu"),
+        recipe_key="model.path",
+    )
+
+
+@pytest.fixture
+def exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[LoadedModel, Path]:
+    """A GPT-2 with dropout whose weights have been changed since it was loaded, and where it was exported."""
+    tokenizer = tiny_tokenizer(chat_template=True)
+    changes: dict[str, Any] = {"attn_pdrop": 0.25, "resid_pdrop": 0.125, "embd_pdrop": 0.0}
+    tiny_model("gpt2", vocab_size=len(tokenizer), **changes).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(GENERATION))
+    loaded = load(tmp_path / "model")
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    capfd.readouterr()
+    recipe, target = make_recipe(tmp_path), tmp_path / "my-run" / "model"
+    export_model(loaded, tokenizer, target, recipe=recipe, totals=TOTALS, evaluation=EVALUATION)
+    return loaded, target
+
+
+def test_transformers_loads_the_trained_weights_and_the_tokenizer(exported: tuple[LoadedModel, Path]) -> None:
+    loaded, directory = exported
+    result: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    model, info = result
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    trained = loaded.model.state_dict()
+    assert model.state_dict().keys() == trained.keys()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    original = tiny_tokenizer(chat_template=True)
+    assert tokenizer("the friendly robot").input_ids == original("the friendly robot").input_ids
+    assert (tokenizer.eos_token, tokenizer.chat_template) == ("</s>", original.chat_template)
+
+
+def test_the_exported_model_generates(exported: tuple[LoadedModel, Path]) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(exported[1])
+    tokens = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3, top_p=None)
+    assert tokens.shape == (1, 6)
+
+
+def test_dropout_is_off_in_training_and_back_in_the_exported_config(
+    exported: tuple[LoadedModel, Path],
+) -> None:
+    loaded, directory = exported
+    assert loaded.model.config.attn_pdrop == loaded.model.config.resid_pdrop == 0.0
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["attn_pdrop"], config["resid_pdrop"], config["embd_pdrop"]) == (0.25, 0.125, 0.0)
+    assert ATTENTION_NAME not in (directory / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"), [("rwkv", "rescale_every", 1), ("xlstm", "max_inference_chunksize", 8)]
+)
+def test_what_a_family_does_for_inference_is_off_in_training_and_back_in_the_exported_config(
+    family: str, key: str, value: int, tmp_path: Path
+) -> None:
+    """In evaluation mode RWKV halves its weights, in place, and xLSTM's long batches have no gradients."""
+    changes: dict[str, Any] = {key: value}
+    tiny_model(family, **changes).save_pretrained(tmp_path / "model")
+    loaded, row = load(tmp_path / "model", packed=False), make_row(GROUPS, "padded")
+    sums = loaded.scorer(row).sums
+    sums.sum().backward()
+    assert all(parameter.grad is not None for parameter in loaded.model.parameters())
+    save_model(loaded, tiny_tokenizer(), tmp_path / "saved")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "saved"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())[key] == value
+    assert torch.equal(load(tmp_path / "saved", packed=False).scorer(row).sums, sums)
+
+
+def test_the_generation_config_is_kept(exported: tuple[LoadedModel, Path]) -> None:
+    kept = GenerationConfig.from_pretrained(exported[1])
+    assert {name: getattr(kept, name) for name in GENERATION} == GENERATION
+
+
+def test_settings_that_contradict_themselves_lose_no_model(
+    exported: tuple[LoadedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate = GenerationConfig.validate
+    # As transformers before 5.23 saves.
+    monkeypatch.setattr(GenerationConfig, "validate", lambda self, **_: validate(self, strict=True))
+    loaded, before = exported
+    with pytest.raises(ValueError, match="top_p"):
+        loaded.model.generation_config.save_pretrained(tmp_path / "plain")
+    save_model(loaded, tiny_tokenizer(), tmp_path / "again")
+    name = "generation_config.json"
+    assert json.loads((tmp_path / "again" / name).read_text()) == json.loads((before / name).read_text())
+    assert loaded.model.generation_config.top_p == 0.9
+
+
+def test_a_model_that_cannot_generate_is_saved_without_such_settings(
+    exported: tuple[LoadedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, _ = exported
+    monkeypatch.setattr(type(loaded.model), "can_generate", classmethod(lambda cls: False))
+    loaded.model.generation_config = None  # type: ignore[assignment]
+    save_model(loaded, tiny_tokenizer(), tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").is_file()
+    assert not (tmp_path / "again" / "generation_config.json").exists()
+
+
+def test_whoever_may_read_the_config_may_read_the_weights(exported: tuple[LoadedModel, Path]) -> None:
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in exported[1].iterdir()}
+    assert "model.safetensors" in modes and len(set(modes.values())) == 1, modes
+
+
+def test_exporting_prints_nothing(
+    exported: tuple[LoadedModel, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_left_when_exporting_fails(
+    exported: tuple[LoadedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **settings: Any) -> str:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("dpo_pack.run.export.model_card", fail)
+    with pytest.raises(RuntimeError):
+        export_model(
+            exported[0], tiny_tokenizer(), tmp_path / "other" / "model",
+            recipe=make_recipe(tmp_path), totals=TOTALS, evaluation={},
+        )  # fmt: skip
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------ model card
+
+
+def card_of(recipe: Recipe) -> tuple[dict[str, Any], str]:
+    """The front matter and the text."""
+    empty, front, text = model_card(recipe, totals=TOTALS, evaluation=EVALUATION).split("---\n", 2)
+    assert empty == ""
+    parsed = yaml.safe_load(front)
+    assert isinstance(parsed, dict)
+    return parsed, text
+
+
+def test_the_card_says_how_the_model_came_to_be(exported: tuple[LoadedModel, Path], tmp_path: Path) -> None:
+    card = (exported[1] / "README.md").read_text(encoding="utf-8")
+    assert card == model_card(make_recipe(tmp_path), totals=TOTALS, evaluation=EVALUATION)
+    assert "# my-run\n" in card
+    assert "| towns | 0.987 | 1.2500 | 0.3100 |" in card
+    assert "1,200 steps, 4,000 preference pairs, 123,456 tokens, 43 s" in card
+    recipe = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert parse_recipe(recipe) == make_recipe(tmp_path)
+
+
+def test_the_front_matter_names_only_what_the_hub_has(tmp_path: Path) -> None:
+    """The hub refuses a card whose base model is a local directory."""
+    front, _ = card_of(make_recipe(tmp_path))
+    assert front == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["dpo", "preference-optimization", "dpo-pack"],
+    }
+    train = ["org/pairs", {"path": "org/pairs", "split": "more"}, str(tmp_path / "own.jsonl")]
+    front, _ = card_of(make_recipe(tmp_path, model={"path": "org/model"}, data={"train": train}))
+    assert (front["base_model"], front["datasets"]) == ("org/model", ["org/pairs"])
+
+
+def test_a_relative_path_that_exists_is_not_taken_for_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    front, _ = card_of(make_recipe(tmp_path, model={"path": "models/base"}))
+    assert "base_model" not in front

@@ -1,0 +1,156 @@
+"""Whole runs that are killed with SIGKILL at random moments end as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.tiny_run import tiny_run
+from support.whole_runs import OVERRIDES, assert_same_run
+
+from dpo_pack.run.checkpoint.directory import checkpoints, find_damage
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def killed_runs(
+    directory: Path, num_kills: int, *, num_ranks: int = 1, kind: str = ""
+) -> list[dict[str, Any]]:
+    """The report of killed_runs.py, each of whose kills must have done no harm."""
+    code = (
+        "import sys, pathlib, support.killed_runs; "
+        "support.killed_runs.main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), "
+        "is_online=sys.argv[4] == 'online')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(directory), str(num_kills), str(num_ranks), kind],
+        cwd=TESTS,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    # Before it, torch 2.10 prints which ranks are connected.
+    report: list[dict[str, Any]] = json.loads(ended.stdout[ended.stdout.index("[{") :])
+    assert len(report) == num_kills
+    for kill in report:
+        assert kill["ends_bitwise_equal"] and not kill["half_there"] and not kill["leftovers"], kill
+    return report
+
+
+def test_a_run_killed_in_each_phase_ends_bitwise_as_an_undisturbed_one(tmp_path: Path) -> None:
+    report = killed_runs(tmp_path, 5)
+    assert {kill["phase"] for kill in report} >= {"reference", "step", "checkpoint"}
+
+
+@pytest.mark.slow
+def test_so_does_one_killed_at_twenty_random_moments(tmp_path: Path) -> None:
+    report = killed_runs(tmp_path, 20)
+    phases = {kill["phase"] for kill in report}
+    assert phases == {"reference", "step", "checkpoint", "evaluation", "export"}
+    assert any(kill["hidden"] for kill in report)  # some came in the middle of a checkpoint or an export
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_so_does_one_on_two_ranks_of_which_one_is_killed_or_both(tmp_path: Path) -> None:
+    report = killed_runs(tmp_path, 20, num_ranks=2)
+    assert any(kill["hidden"] for kill in report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.multiprocess)])
+def test_so_does_an_online_run(num_ranks: int, tmp_path: Path) -> None:
+    report = killed_runs(tmp_path, 8, num_ranks=num_ranks, kind="online")
+    assert {kill["phase"] for kill in report} >= {"step", "rollouts"}
+
+
+# ------------------------------------------------------------------------------------------- real processes
+
+
+def start(assets: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dpo_pack", "train", str(assets / "recipe.yaml"), f"output_dir={run}"]
+    settings = ("checkpoint.every_steps=1", "checkpoint.export=true", *OVERRIDES, *overrides)
+    return subprocess.Popen(
+        [*command, *settings],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(is_so: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert process.poll() is None and time.monotonic() < deadline, "it ended, or hangs"
+        time.sleep(0.002)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit status and what it said to the user."""
+    _, err = process.communicate(timeout=120)
+    return process.returncode, err
+
+
+def moments(run: Path) -> Sequence[Callable[[], object]]:
+    """While a checkpoint is written, between two, and while the model is exported."""
+    folder = run / "checkpoints"
+    return (
+        lambda: any(folder.glob(".step-*.tmp")),
+        lambda: len(checkpoints(folder)) == 2,
+        lambda: any(run.glob(".model.*.tmp")),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.multiprocess)])
+def test_the_command_goes_on_after_kill_9_of_it_or_of_a_rank(num_processes: int, tmp_path: Path) -> None:
+    assets, run = tiny_run(tmp_path / "assets").parent, tmp_path / "run"
+    number = f"distributed.num_processes={num_processes}"
+    assert ended(start(assets, tmp_path / "straight", number))[0] == 0
+    for is_now in moments(run):
+        process = start(assets, run, number)
+        wait_for(is_now, process)
+        ranks = psutil.Process(process.pid).children()
+        victim = ranks[-1].pid if num_processes > 1 else process.pid
+        os.kill(victim, signal.SIGKILL)
+        status, err = ended(process)
+        assert status == (-signal.SIGKILL if num_processes == 1 else 1)
+        assert num_processes == 1 or "was killed (SIGKILL)" in err
+        assert not any(rank.is_running() for rank in ranks)
+        assert all(find_damage(path) is None for path in (run / "checkpoints").glob("[!.]*"))
+    assert ended(start(assets, run, number))[0] == 0
+    assert_same_run(tmp_path / "straight", run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.multiprocess)])
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGUSR1", 143)])
+def test_the_command_saves_and_leaves_within_seconds_when_it_is_asked_to(
+    name: str, status: int, num_processes: int, tmp_path: Path
+) -> None:
+    assets, run = tiny_run(tmp_path / "assets").parent, tmp_path / "run"
+    settings = (
+        f"distributed.num_processes={num_processes}",
+        "train.epochs=200",
+        "checkpoint.every_steps=null",
+    )
+    process = start(assets, run, *settings)
+    metrics = run / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count('"train"') >= 3, process)
+    begun = time.monotonic()
+    process.send_signal(signal.Signals[name])
+    assert ended(process) == (status, f"stopped by {name}; the same command goes on from what is done\n")
+    assert time.monotonic() - begun < 10
+    assert len(checkpoints(run / "checkpoints")) == 1
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"

@@ -1,0 +1,567 @@
+"""Memory: the estimate beside what autograd keeps and what a process grows by, and what is made of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from support.plans import make_plan
+from support.row_memory import SETTINGS, build_row, load, recipe_of
+from support.row_memory import memory_facts as facts_of
+from support.tiny_models import tiny_config, tiny_model
+from support.tiny_online import online_recipe
+from support.tiny_run import tiny_run
+from torch import Tensor, nn
+
+import dpo_pack.run.memory.report as memory_report
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.model.shape import model_shape, num_parameters, without_weights
+from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.batches import offline_source
+from dpo_pack.run.memory.estimate import (
+    GIB,
+    MemoryFacts,
+    MemoryShape,
+    RowSize,
+    estimate_memory,
+    layer_bytes,
+    memory_shape,
+    state_bytes,
+    training_bytes,
+)
+from dpo_pack.run.memory.report import advice, available_memory, format_bytes, largest_row
+from dpo_pack.run.prepare import prepare, prepare_prompts, recipe_objective
+from dpo_pack.system.errors import RunError
+from dpo_pack.system.memory import AvailableMemory
+from dpo_pack.train import train
+from dpo_pack.training.optim import build_optimizer
+
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+CPU = torch.device("cpu")
+WIDE: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+}
+LLAMA_WIDE = {**WIDE, "intermediate_size": 352, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def shape_of(family: str, **changes: Any) -> MemoryShape:
+    config = tiny_config(family, **changes)
+    model = without_weights(config)
+    return memory_shape(config, model_shape(model), num_parameters(model))
+
+
+# ---------------------------------------------------------------------------------------------- activations
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directories of small models by family, wide enough that rounding up widths is no matter."""
+    root = tmp_path_factory.mktemp("models")
+
+    def directory(family: str) -> Path:
+        if not (root / family).is_dir():
+            tiny_model(family, **(WIDE if family == "gpt2" else LLAMA_WIDE)).save_pretrained(root / family)
+        return root / family
+
+    return directory
+
+
+def saved_bytes(loaded: LoadedModel, row: Any) -> int:
+    """Of all tensors that autograd keeps for the backward pass of the layers, parameters left out."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in loaded.scorer.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in parameters:
+            kept.setdefault(address, tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        loaded.scorer.autocasting(CPU),
+    ):
+        loaded.scorer.hidden_states(row)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+# How far off the estimate of a family may be. Measured, the worst of all kinds: llama 9 %; qwen3 17 % and
+# qwen3_moe 23 % too low, because they have norms of queries and keys; gpt2 34 % too low, because its GELU is
+# written in Python; phi3 33 % too high, because its linear layers are fused.
+WORST = {"llama": 0.12, "qwen3": 0.2, "gpt2": 0.38, "phi3": 0.37, "qwen3_moe": 0.27}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("family", WORST)
+def test_the_estimate_of_activations_is_near_what_autograd_keeps(
+    family: str, kind: str, models: Callable[[str], Path], record_property: Any
+) -> None:
+    loaded, recipe = load(kind, models(family)), recipe_of(kind)
+    row = build_row(96, num_pairs=5, length=40)
+    facts = facts_of(kind, loaded, row)
+    estimate = estimate_memory(recipe, facts)["activations"]
+    if recipe.model.gradient_checkpointing:
+        estimate -= layer_bytes(recipe, facts)  # of the layer that is recomputed, in the backward pass
+    estimate += estimate_memory(recipe, facts)["weights cast"]
+    measured = saved_bytes(loaded, row)
+    record_property("memory", (family, kind, measured, estimate))
+    # Of checkpointed layers next to nothing is kept, so that the final norm's part shows: gpt2 19 %.
+    tolerance = 0.22 if recipe.model.gradient_checkpointing else WORST[family]
+    assert estimate == pytest.approx(measured, rel=tolerance)
+
+
+def test_the_shape_of_a_model_is_read_off_its_config() -> None:
+    shape = shape_of("llama", **LLAMA_WIDE)
+    model = tiny_model("llama", **LLAMA_WIDE)
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (shape.num_layers, shape.hidden, shape.head_parameters) == (4, 128, 96 * 128)
+    assert (shape.attention, shape.feed_forward, shape.active_experts) == (2 * 128, 3 * 352, 0)
+    assert shape.linear == shape.feed_forward + 2 * 128 + 2 * 64
+    # Of q, k, v and o, gate, up and down, in 4 layers: each (inputs + outputs) x rank.
+    inputs_and_outputs = 2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 352)
+    assert shape.num_adapter_parameters(8) == 4 * 8 * inputs_and_outputs
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_neox", "mixtral", "olmo2", "opt", "deepseek_v3", "mamba"])
+def test_other_families_have_a_shape_as_well(family: str) -> None:
+    shape = shape_of(family)
+    model = tiny_model(family)
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert layer_bytes(recipe_of("fp32"), plain(shape)) > 0
+
+
+# -------------------------------------------------------------------------------------------------- estimates
+
+
+def plain(shape: MemoryShape, **changes: Any) -> MemoryFacts:
+    """Training on CUDA with rows of 8,192 tokens."""
+    row = RowSize(tokens=8192, keys=11_000, scored=5_000)
+    return replace(MemoryFacts(shape=shape, row=row, device=torch.device("cuda")), **changes)
+
+
+# `advice` asks the recipe's own rules, which look for files: overrides of the recipe of a tiny run.
+Overridden = Callable[..., Recipe]
+
+
+@pytest.fixture(scope="module")
+def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def recipe_with(recipe_path: Path) -> Overridden:
+    return lambda *overrides: load_recipe(recipe_path, overrides)
+
+
+@pytest.fixture(scope="module")
+def eight_billion() -> MemoryShape:
+    """Llama 3.1 8B's."""
+    shape = shape_of(
+        "llama",
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    )
+    assert shape.num_parameters == 8_030_261_248
+    return shape
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parameter_bytes", "expected"),
+    [("adamw", 4, 16.0), ("adamw", 2, 14.0), ("adafactor", 4, 8.0), ("adamw_8bit", 4, 10.0)],
+)
+def test_bytes_a_trained_parameter(optimizer: str, parameter_bytes: int, expected: float) -> None:
+    state = training_bytes(num_trained=1000, trained_bytes=parameter_bytes, optimizer=optimizer)
+    assert state.total / 1000 == pytest.approx(expected, abs=0.05)
+    halves = training_bytes(
+        num_trained=1000, trained_bytes=parameter_bytes, optimizer=optimizer, num_shards=2
+    )
+    assert halves.total == state.total / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_the_optimizer_s_bytes_are_what_it_allocates(name: str, dtype: torch.dtype) -> None:
+    if (name, dtype) == ("adafactor", torch.bfloat16):
+        pytest.skip("refused")
+    layer = nn.Linear(512, 512, bias=False, dtype=dtype)
+    optimizer = build_optimizer(name, layer, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    kept = sum(tensor.nbytes for tensor in optimizer.state[layer.weight].values())
+    estimate = training_bytes(
+        num_trained=layer.weight.numel(), trained_bytes=dtype.itemsize, optimizer=name
+    ).optimizer
+    assert kept == pytest.approx(estimate, abs=0.02 * layer.weight.numel())
+
+
+def test_eight_billion_parameters_fit_one_device_of_140_gib_in_bfloat16_only(
+    eight_billion: MemoryShape, recipe_with: Overridden
+) -> None:
+    def needed(*overrides: str, **changes: Any) -> float:
+        return sum(estimate_memory(recipe_with(*overrides), plain(eight_billion, **changes)).values()) / GIB
+
+    recompute, bfloat16 = "model.gradient_checkpointing=true", "model.dtype=bfloat16"
+    assert needed() > 140
+    assert 100 < needed(bfloat16, recompute) < 125
+    assert needed(bfloat16, lora_rank=16) < 110 and needed(bfloat16, recompute, lora_rank=16) < 30
+    assert needed(recompute, num_shards=8) < 40
+
+
+def test_offloaded_state_is_in_the_host_s_memory(eight_billion: MemoryShape, recipe_with: Overridden) -> None:
+    sharded, facts = "distributed.strategy=fsdp2", plain(eight_billion, num_shards=8)
+    offload, whole = "distributed.cpu_offload=true", "distributed.accumulate_unsharded=true"
+    shards = estimate_memory(recipe_with(sharded), facts)
+    offloaded = estimate_memory(recipe_with(sharded, offload), facts)
+    in_host = state_bytes(recipe_with(sharded, offload), facts).total
+    assert in_host == pytest.approx(2 * eight_billion.num_parameters)
+    assert sum(shards.values()) - sum(offloaded.values()) == pytest.approx(in_host)
+    kept_whole = estimate_memory(recipe_with(sharded, offload, whole), facts)
+    gradients = 4 * eight_billion.num_parameters
+    assert (kept_whole["parameters"], kept_whole["gradients"], kept_whole["optimizer"]) == (0, gradients, 0)
+
+
+def test_a_gradient_beside_ddp_s_buckets_counts_twice(eight_billion: MemoryShape) -> None:
+    def needed(**changes: Any) -> float:
+        return sum(estimate_memory(recipe_of("fp32"), plain(eight_billion, **changes)).values())
+
+    assert needed(num_gradients=2) - needed(num_gradients=1) == pytest.approx(
+        4 * eight_billion.num_parameters
+    )
+    assert needed(num_gradients=2, num_shards=2) < needed()
+
+
+def test_a_second_model_and_a_base_count_without_gradients(
+    eight_billion: MemoryShape, recipe_with: Overridden
+) -> None:
+    number, recipe = eight_billion.num_parameters, recipe_with("model.dtype=bfloat16")
+    assert state_bytes(recipe, plain(eight_billion)).total == 14 * number
+    assert state_bytes(recipe, plain(eight_billion, has_second_model=True)).total == 16 * number
+    adapter = state_bytes(recipe, plain(eight_billion, lora_rank=16))
+    assert adapter.total == 2 * number + 16 * eight_billion.num_adapter_parameters(16)
+
+
+# ----------------------------------------------------------------------------------------------------- advice
+
+
+def test_every_single_change_that_fits_is_told_cheapest_first(
+    eight_billion: MemoryShape, recipe_with: Overridden
+) -> None:
+    changes = advice(recipe_with(), plain(eight_billion), 4096, 140 * GIB)
+    assert [overrides.partition("=")[0] for overrides, _ in changes] == [
+        "model.gradient_checkpointing",
+        "distributed.num_processes",
+        "'model.lora",
+    ]
+    assert all(needed <= 140 * GIB for _, needed in changes)
+
+
+def test_where_no_single_change_is_enough_the_fewest_are_put_together(
+    eight_billion: MemoryShape, recipe_with: Overridden
+) -> None:
+    facts, recompute = plain(eight_billion), "model.gradient_checkpointing=true"
+    for recipe, num_shards in ((recipe_with(recompute), 1), (recipe_with(), 64)):
+        assert sum(estimate_memory(recipe, replace(facts, num_shards=num_shards)).values()) > 80 * GIB
+    ((overrides, needed),) = advice(recipe_with(), facts, 1024, 80 * GIB)
+    assert overrides == f"{recompute} distributed.num_processes=2 distributed.strategy=fsdp2"
+    assert needed <= 80 * GIB
+
+
+def test_rows_are_shortened_no_further_than_needed_or_to_the_longest_pair(
+    eight_billion: MemoryShape, recipe_with: Overridden
+) -> None:
+    recipe, facts = recipe_with("model.dtype=bfloat16"), plain(eight_billion)
+    changes = dict(advice(recipe, facts, 1000, 140 * GIB))
+    assert "packing.token_budget=4096" in changes
+    assert not any("token_budget" in overrides for overrides, _ in advice(recipe, facts, 8192, 140 * GIB))
+
+
+def advised(recipe: Recipe, shape: MemoryShape, **changes: Any) -> set[str]:
+    """What is advised for devices of many sizes."""
+    facts = plain(shape, **changes)
+    sizes = [GIB * gib for gib in range(10, 200, 10)]
+    return {overrides for size in sizes for overrides, _ in advice(recipe, facts, 8192, size)}
+
+
+@pytest.mark.parametrize(
+    ("refusing", "changes", "key"),
+    [
+        (("optim.name=adafactor",), {}, "distributed.strategy"),
+        ((), {"can_shard": False}, "distributed.strategy"),
+        (("optim.name=adafactor",), {}, "model.dtype"),
+        (("reference.sync={mixup: 0.6}",), {}, "model.dtype"),
+        (("model.gradient_checkpointing=true",), {}, "model.gradient_checkpointing"),
+        (("model.dtype=bfloat16",), {}, "model.dtype"),
+        ((), {"lora_rank": 8}, "model.lora"),
+    ],
+)
+def test_what_the_recipe_s_other_settings_refuse_is_not_advised(
+    eight_billion: MemoryShape,
+    refusing: tuple[str, ...],
+    changes: dict[str, Any],
+    key: str,
+    recipe_with: Overridden,
+) -> None:
+    # With an adapter a bfloat16 base has an optimizer that the whole model must not have.
+    found = {
+        overrides
+        for overrides in advised(recipe_with(*refusing), eight_billion, **changes)
+        if key == "model.lora" or "lora" not in overrides
+    }
+    assert any(key in overrides for overrides in advised(recipe_with(), eight_billion))
+    assert not any(key in overrides for overrides in found)
+
+
+def test_a_moving_reference_that_copies_takes_bfloat16_or_an_adapter_and_not_both(
+    eight_billion: MemoryShape, recipe_with: Overridden
+) -> None:
+    def kinds(*overrides: str) -> list[list[bool]]:
+        found = advised(recipe_with(*overrides), eight_billion, can_shard=False)
+        return [["model.dtype" in each, "model.lora" in each] for each in found]
+
+    copies = kinds("reference.sync={mixup: 1.0}")
+    assert [True, False] in copies and [False, True] in copies and [True, True] not in copies
+    assert [True, True] in kinds()
+
+
+def test_in_scope_epoch_shorter_rows_come_with_more_of_them(
+    eight_billion: MemoryShape, recipe_with: Overridden
+) -> None:
+    epoch = ("packing.scope=epoch", "packing.rows_per_step=6", "packing.pairs_per_step=64")
+    recipe = recipe_with("model.dtype=bfloat16", *epoch)
+    changes = dict(advice(recipe, plain(eight_billion), 1000, 140 * GIB))
+    assert "packing.token_budget=4096 packing.rows_per_step=12" in changes
+
+
+def test_where_nothing_fits_nothing_is_advised(eight_billion: MemoryShape, recipe_with: Overridden) -> None:
+    assert advice(recipe_with(), plain(eight_billion, device=CPU), 4096, 1 * GIB) == []
+
+
+# ------------------------------------------------------------------------------------------- what is reported
+
+
+def text_of(console: Console) -> str:
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_a_dry_run_says_what_the_run_will_take_and_that_it_fits(
+    recipe_path: Path, tmp_path: Path, console: Console
+) -> None:
+    train(load_recipe(recipe_path, (f"output_dir={tmp_path / 'run'}",)), console, dry_run=True)
+    said = text_of(console)
+    assert "Memory on one cpu device, estimated" in said and "It fits: " in said
+    for line in ("parameters", "gradients", "optimizer", "activations", "a step"):
+        assert f"\n  {line} " in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_that_does_not_fit_says_so_first_and_what_would(
+    recipe_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little = AvailableMemory(free=258 * 2**20, total=300 * 2**20)
+    monkeypatch.setattr(memory_report, "available_memory", lambda device: little)
+    overrides = (f"output_dir={tmp_path / 'run'}", "packing.token_budget=1024")
+    train(load_recipe(recipe_path, overrides), console, dry_run=True)
+    said = text_of(console)
+    assert "It does not fit: 0.25 GiB of 0.29 GiB are free" in said
+    assert said.index("It does not fit") < said.index("Policy: ")
+    assert "packing.token_budget=" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), (None, None, False, True)),
+        (("reference.sync.mixup=0.5",), (None, None, True, True)),
+        (("model.lora={r: 4}",), (4, None, False, True)),
+        (("model.lora={}", "model.path=quantised"), (16, 4, False, False)),
+        (("reference.path=quantised",), (None, None, False, False)),
+    ],
+)
+def test_facts_of_a_run_are_read_off_its_recipe_and_models(
+    overrides: tuple[str, ...],
+    expected: tuple[Any, ...],
+    recipe_path: Path,
+    tmp_path: Path,
+) -> None:
+    """ "quantised" stands for a model whose config says so."""
+    quantised = tmp_path / "quantised"
+    shutil.copytree(recipe_path.parent / "model", quantised)
+    recipe = load_recipe(recipe_path, [each.replace("quantised", str(quantised)) for each in overrides])
+    prepared = prepare(recipe, Console(quiet=True))
+    for model in (prepared.policy_facts, prepared.reference_facts):
+        if model.path == str(quantised):  # a config that says so from the start is refused on the CPU
+            model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    plan = offline_source(recipe, prepared.data, prepared.policy_facts.shape).first_plan
+    facts, longest_pair = memory_report.memory_facts(prepared, recipe_objective(recipe), plan)
+    assert (facts.lora_rank, facts.bits, facts.has_second_model, facts.can_shard) == expected
+    assert 0 < longest_pair <= facts.row.tokens <= 128
+
+
+def test_an_online_run_whose_policy_answers_is_not_sharded_nor_adapted_with_an_offloaded_reference(
+    tmp_path: Path, eight_billion: MemoryShape
+) -> None:
+    recipe = online_recipe(tmp_path / "assets", tmp_path / "run", offload_reference=True)
+    prepared = prepare(recipe, Console(quiet=True), prepare_prompts)
+    facts, longest_pair = memory_report.memory_facts(prepared, recipe_objective(recipe), None)
+    assert facts.row.scored == facts.row.tokens >= longest_pair
+    found = advised(recipe, eight_billion)
+    assert any("model.dtype" in overrides for overrides in found)
+    assert not any("fsdp2" in overrides or "lora" in overrides for overrides in found)
+
+
+def test_the_largest_row_is_searched_in_every_step_and_among_pairs_longer_than_a_row() -> None:
+    tokens = np.array([10, 20, 30, 10, 25, 90])
+    settings: dict[str, Any] = {
+        "order": np.arange(6), "pairs_per_step": 2, "algorithm": "best_fit_decreasing", "num_ranks": 1
+    }  # fmt: skip
+    plan = make_plan(tokens, token_budget=50, **settings)
+    assert largest_row(plan, rank=0).tolist() == [5]
+    plan = make_plan(tokens[:5], token_budget=50, **{**settings, "order": np.arange(5)})
+    assert sorted(largest_row(plan, rank=0).tolist()) == [2, 3]
+
+
+def test_memory_of_the_cpu_is_what_the_system_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = available_memory(CPU)
+    assert found is not None and 0 < found.free <= found.total
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    shared = available_memory(CPU)
+    assert shared is not None and shared.total == found.total // 2
+
+
+def test_a_system_that_does_not_say_how_much_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_report, "host_memory", lambda: None)
+    assert available_memory(CPU) is None
+
+
+@pytest.mark.parametrize(("bits", "in_layers"), [(None, 4.0), (8, 1.0), (4, 9 / 16)])
+def test_quantised_layers_count_with_their_scales(bits: int | None, in_layers: float) -> None:
+    facts = plain(shape_of("llama"), lora_rank=4, bits=bits)
+    part = facts.shape.num_layers * facts.shape.layer_parameters / facts.shape.num_parameters
+    base = facts.shape.num_parameters * (part * in_layers + 4 * (1 - part))
+    adapter = 4 * facts.shape.num_adapter_parameters(4)
+    assert state_bytes(recipe_of("fp32"), facts).parameters == pytest.approx(base + adapter)
+
+
+def test_sizes_are_told_in_units_that_fit() -> None:
+    assert [format_bytes(size) for size in (2048, 12 * 2**20, 0.31 * GIB, 104.6 * GIB)] == [
+        "2 KiB", "12 MiB", "0.31 GiB", "104.6 GiB"
+    ]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------- measurements
+
+
+class FakeCuda:
+    """torch.cuda's counters, on a machine without it."""
+
+    OutOfMemoryError = torch.OutOfMemoryError
+
+    def __init__(self) -> None:
+        self.resets = 0
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.resets += 1
+
+    def synchronize(self, device: torch.device) -> None:
+        pass
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return 3 * GIB
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return 4 * GIB
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 5 * GIB, 10 * GIB
+
+
+def test_the_measurement_runs_the_row_beside_the_optimizer_s_state_and_trains_nothing(
+    models: Callable[[str], Path], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dpo_pack.model.parallel import ALONE, distribute_policy
+
+    path = models("llama")  # made with torch's own
+    monkeypatch.setattr(memory_report, "release_memory", lambda: None)
+    fake = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+    loaded, row = load("bfloat16", path), build_row(96, num_pairs=2, length=5)
+    before = [parameter.detach().clone() for parameter in loaded.scorer.parameters()]
+    optimizer = build_optimizer(
+        "adamw", loaded.scorer, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
+    )
+    policy = distribute_policy(loaded.scorer, ALONE)
+    memory_report.print_measured_memory(policy, optimizer, row, CPU, console)
+    assert "30 tokens: 3.00 GiB at the peak; torch held 4.00 GiB, and 5.00 GiB" in text_of(console)
+    assert fake.resets == 1 and optimizer.param_groups[0]["lr"] == 1e-3
+    assert all(map(torch.equal, before, loaded.scorer.parameters()))
+    assert all(optimizer.state[parameter] for parameter in loaded.scorer.parameters())
+    assert all(parameter.grad is not None for parameter in loaded.scorer.parameters())
+
+
+def test_out_of_memory_in_the_measurement_is_one_line(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(optimizer: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(memory_report, "hold_optimizer_state", out_of_memory)
+    row: Any = SimpleNamespace(num_tokens=8192)
+    nothing: Any = None
+    with pytest.raises(RunError, match=r"^the largest row, 8,192 tokens, does not fit .*gradient_check"):
+        memory_report.print_measured_memory(nothing, nothing, row, CPU, console)
+
+
+@pytest.mark.gpu
+def test_a_dry_run_on_cuda_measures_near_its_estimate(
+    recipe_path: Path, tmp_path: Path, console: Console
+) -> None:
+    train(load_recipe(recipe_path, (f"output_dir={tmp_path / 'run'}",)), console, dry_run=True)
+    assert "Measured on the largest row" in text_of(console)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp32", "checkpointed", "bfloat16", "lora bfloat16"])
+def test_a_process_grows_by_about_the_estimate(
+    kind: str, tmp_path_factory: pytest.TempPathFactory, record_property: Any
+) -> None:
+    directory = tmp_path_factory.mktemp("sizes")
+    large: dict[str, Any] = {
+        "vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 6,
+        "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    tiny_model("llama").save_pretrained(directory / "small")
+    tiny_model("llama", **large).save_pretrained(directory / "large")
+    script = Path(__file__).parents[1] / "support" / "row_memory.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), kind, str(directory)],
+        # glibc would keep freed tensors of up to 32 MiB, some 100 to 180 MiB of them here.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    measured, estimate = map(int, done.stdout.split()[-2:])
+    record_property("memory", (kind, measured, estimate))
+    assert estimate == pytest.approx(measured, rel=0.15)

@@ -1,0 +1,166 @@
+"""A recipe is resolved once: every config is loaded, every model built and every epoch planned one time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.tiny_models import tiny_model
+from support.tiny_online import online_recipe
+from support.tiny_run import tiny_run
+from support.tiny_tokenizer import tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import dpo_pack.train as train_module
+from dpo_pack.model import loading
+from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.batches import inspect_recipe
+from dpo_pack.run.evaluation import evaluate_models
+from dpo_pack.run.prepare import prepare
+from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.train import train
+
+
+@dataclass(slots=True)
+class Calls:
+    """What was loaded, built and planned since the test began."""
+
+    configs: Counter[str] = field(default_factory=Counter)  # by the directory's name
+    builds: Counter[str] = field(default_factory=Counter)  # on the meta device, by family
+    plans: Counter[tuple[int, bytes]] = field(default_factory=Counter)  # by token budget and epoch's order
+
+    def of_budget(self, token_budget: int) -> list[int]:
+        """How often each epoch was planned for rows of this many tokens."""
+        return [count for (budget, _), count in self.plans.items() if budget == token_budget]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    counted = Calls()
+    read_config: Any = AutoConfig.from_pretrained
+    build: Any = AutoModelForCausalLM.from_config
+    plan = PlanSettings.plan
+
+    class CountingConfig:
+        @staticmethod
+        def from_pretrained(path: str, **options: Any) -> Any:
+            counted.configs[Path(path).name] += 1
+            return read_config(path, **options)
+
+    def counting_build(config: Any, **options: Any) -> Any:
+        counted.builds[config.model_type] += 1
+        return build(config, **options)
+
+    def counting_plan(settings: PlanSettings, *arguments: Any, **options: Any) -> Any:
+        counted.plans[(settings.token_budget, options["order"].tobytes())] += 1
+        return plan(settings, *arguments, **options)
+
+    monkeypatch.setattr(loading, "AutoConfig", CountingConfig)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", counting_build)
+    monkeypatch.setattr(PlanSettings, "plan", counting_plan)
+    return counted
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path) -> Path:
+    """A tiny run, and a reference of another family beside it."""
+    path = tiny_run(tmp_path)
+    tiny_model("qwen3", vocab_size=len(tiny_tokenizer())).save_pretrained(tmp_path / "other")
+    return path
+
+
+def start(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything up to the first step, as `dpopack train` does it."""
+    monkeypatch.setattr(train_module, "run_steps", lambda session: None)
+    monkeypatch.setattr(train_module, "finish", lambda session: None)
+    train(recipe, Console(quiet=True))
+
+
+EPOCH_SCOPE = ("packing.scope=epoch", "packing.rows_per_step=3", "packing.pairs_per_step=64")
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "full fine-tuning": (),
+    "a new adapter": ("model.lora={r: 2}",),
+    "merged prompts": ("packing.merge_prompts=true",),
+    "padded": ("packing.mode=padded",),
+    "a reference that follows": ("reference.sync={every_steps: 2, mixup: 0.5}",),
+    "no reference": ("loss.type=simpo",),
+    "whole epochs": (*EPOCH_SCOPE, "train.epochs=2"),
+}
+
+
+@pytest.mark.parametrize("overrides", SETTINGS.values(), ids=SETTINGS)
+def test_a_run_starts_with_one_config_one_meta_build_and_one_plan_an_epoch(
+    overrides: tuple[str, ...], recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(load_recipe(recipe_path, overrides), monkeypatch)
+    assert calls.configs == {"model": 1} and calls.builds == {"llama": 1}
+    assert calls.of_budget(128) == [1] * (2 if "train.epochs=2" in overrides else 1)
+    assert max(calls.plans.values()) == 1  # the report's other budgets included
+
+
+def test_a_dry_run_resolves_nothing_twice(recipe_path: Path, calls: Calls) -> None:
+    train(load_recipe(recipe_path), Console(quiet=True), dry_run=True)
+    assert calls.configs == {"model": 1} and calls.builds == {"llama": 1} and calls.of_budget(128) == [1]
+
+
+def test_a_run_that_goes_on_resolves_nothing_twice(
+    recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(recipe_path, ["checkpoint.every_steps=1"])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train_module, "finish", killed)
+        train(recipe, Console(quiet=True))
+    for counter in (calls.configs, calls.builds, calls.plans):
+        counter.clear()
+    train(recipe, Console(quiet=True))
+    assert calls.configs == {"model": 1} and calls.builds == {"llama": 1} and calls.of_budget(128) == [1]
+
+
+def killed(session: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_reference_of_its_own_is_resolved_once_as_well(
+    recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(load_recipe(recipe_path, ["reference.path=${recipe_dir}/other"]), monkeypatch)
+    assert calls.configs == {"model": 1, "other": 1} and calls.builds == {"llama": 1, "qwen3": 1}
+    assert calls.of_budget(128) == [1]
+
+
+def test_an_online_run_starts_with_one_config_and_one_meta_build(
+    recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(online_recipe(recipe_path.parent, recipe_path.parent / "run"), monkeypatch)
+    assert calls.configs == {"model": 1} and calls.builds == {"llama": 1}
+    assert not calls.plans  # its pairs do not exist yet
+
+
+QUIET = Console(quiet=True)
+COMMANDS: dict[str, tuple[Callable[[Recipe], object], dict[str, int], int]] = {  # with configs and plans
+    "precompute-ref": (lambda recipe: prepare_reference(prepare(recipe, QUIET)), {"model": 1}, 0),
+    "inspect-packing": (
+        lambda recipe: inspect_recipe(recipe, QUIET, num_ranks=[1, 8], budgets=[128, 256]),
+        {"model": 1},
+        1,
+    ),
+    "evaluate": (
+        lambda recipe: evaluate_models(recipe, [str(recipe.output_dir.parent / "other")], QUIET),
+        {"model": 1, "other": 1},
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_resolve_nothing_twice(command: str, recipe_path: Path, calls: Calls) -> None:
+    run, configs, num_plans = COMMANDS[command]
+    run(load_recipe(recipe_path))
+    assert calls.configs == configs and calls.builds.total() == len(configs)
+    assert calls.of_budget(128) == [1] * num_plans and (not calls.plans or max(calls.plans.values()) == 1)

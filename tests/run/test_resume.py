@@ -1,0 +1,314 @@
+"""Going on and stopping early: best checkpoints, exports in them, damage, and what a run says has changed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support.tiny_run import tiny_run
+from support.whole_runs import (
+    after_step,
+    assert_same_run,
+    checkpoint_steps,
+    lines,
+    saved_weights,
+    text,
+    whole_run,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dpo_pack.train as train_module
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.run.checkpoint.directory import checkpoints, find_damage, read_counters, write_counters
+from dpo_pack.system.errors import RunError
+from dpo_pack.system.files import read_json
+from dpo_pack.system.interrupts import Interrupted
+from dpo_pack.train import train
+
+# Steps this long overshoot: the loss of the held-out pairs rises and falls.
+OVERSHOOTS = ("optim.lr=0.05", "optim.schedule=constant", "train.eval_every_steps=1", "loss.beta=1")
+
+
+def stop_after(step: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop = after_step(step, lambda: signal.raise_signal(signal.SIGTERM))
+        patch.setattr(train_module, "train_step", stop)
+        with pytest.raises(Interrupted):
+            train(recipe, Console(quiet=True))
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in lines(run, "eval") if record["step"] > 0}
+
+
+# ---------------------------------------------------------------------------------------- the best of a run
+
+
+def test_the_best_checkpoints_are_kept_and_the_best_weights_are_left(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    best = ("checkpoint.keep_best=2", "checkpoint.load_best=true", "checkpoint.export=true")
+    run = tmp_path / "run"
+    train(whole_run(assets, run, *OVERSHOOTS, *best, "checkpoint.keep=1"), console)
+    ranking = sorted(losses(run), key=lambda step: losses(run)[step])
+    assert ranking[0] not in (1, 8)  # or the test shows nothing
+    assert checkpoint_steps(run) == sorted(ranking[:2])
+    told = read_json(run / "run.json")["best"]
+    path = run / "checkpoints" / f"step-{ranking[0]:06d}"
+    assert told == {
+        "step": ranking[0], "metric": "loss", "eval_set": "heldout", "value": losses(run)[ranking[0]],
+        "checkpoint": str(path),
+    }  # fmt: skip
+    assert saved_weights(run / "model") == saved_weights(path / "model")
+    assert f"{losses(run)[ranking[0]]:.4f} |" in (run / "model" / "README.md").read_text()
+
+
+def test_without_load_best_the_last_weights_are_left(assets: Path, tmp_path: Path, console: Console) -> None:
+    for name, overrides in (("plain", ()), ("best", ("checkpoint.keep_best=1",))):
+        train(whole_run(assets, tmp_path / name, *OVERSHOOTS, *overrides), console)
+    assert_same_run(tmp_path / "plain", tmp_path / "best")
+    plain, best = (read_json(tmp_path / name / "run.json")["best"] for name in ("plain", "best"))
+    assert plain["step"] == best["step"] and plain["checkpoint"] is None and best["checkpoint"] is not None
+
+
+@pytest.mark.parametrize("stop_at", [None, 1, 2, 3])
+def test_a_run_stops_early_where_it_would_have_stopped(
+    stop_at: int | None, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping = ("train.early_stopping={patience: 2}", "checkpoint.keep_best=1", "checkpoint.load_best=true")
+    long, run = tmp_path / "long", tmp_path / "run"
+    train(whole_run(assets, long, *OVERSHOOTS), Console(quiet=True))
+    best = min(losses(long), key=lambda step: losses(long)[step])
+    first_low = next(s for s in range(1, 9) if min(losses(long)[t] for t in (s + 1, s + 2)) > losses(long)[s])
+    recipe = whole_run(assets, run, *OVERSHOOTS, *stopping)
+    if stop_at is not None:
+        stop_after(stop_at, recipe, monkeypatch)
+    train(recipe, console)
+    assert first_low + 2 < 8 and best >= first_low
+    assert max(losses(run)) == first_low + 2 and lines(run) == [
+        line for line in lines(long) if line["step"] <= first_low + 2
+    ]
+    info = read_json(run / "run.json")
+    assert info["stopped_early"] and info["status"] == "finished" and info["best"]["step"] == first_low
+    assert f"Stopped early after step {first_low + 2}: loss of heldout has not improved in 2" in text(console)
+
+
+def test_a_run_killed_after_it_has_stopped_early_does_not_go_on(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping = ("train.early_stopping={patience: 1}", "checkpoint.every_steps=1", "checkpoint.keep=9")
+    recipe = whole_run(assets, tmp_path / "run", *OVERSHOOTS, *stopping)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "finish", lambda session: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(recipe, console)
+    before = lines(tmp_path / "run")
+    train(recipe, console)
+    assert lines(tmp_path / "run") == before and max(losses(tmp_path / "run")) < 8
+
+
+def test_the_best_checkpoint_is_there_whatever_interrupts_its_evaluation(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is saved before the evaluation, which then has to be made, and its checkpoint with it."""
+    best = ("checkpoint.keep_best=1", "checkpoint.keep=1")
+    train(whole_run(assets, tmp_path / "straight", *OVERSHOOTS, *best), console)
+    step = read_json(tmp_path / "straight" / "run.json")["best"]["step"]
+    recipe = whole_run(assets, tmp_path / "run", *OVERSHOOTS, *best)
+    stop_after(step, recipe, monkeypatch)
+    owing = read_counters(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
+    assert owing is not None and owing["owes_evaluation"]
+    train(recipe, console)
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+    whole = read_counters(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
+    assert whole is not None and not whole["owes_evaluation"] and whole["standing"]["best"][0][0] == step
+
+
+def test_a_run_without_a_best_evaluation_has_its_last_step_saved(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else was, and the remedy must not cost the training."""
+    run, best = tmp_path / "run", ("checkpoint.keep_best=1", "checkpoint.load_best=true")
+    with monkeypatch.context() as patch:
+        patch.setattr("dpo_pack.run.evaluation.judge", lambda standing, *rest, **options: standing)
+        with pytest.raises(RunError, match="no evaluation gave a finite metric; set it to false"):
+            train(whole_run(assets, run, *best), console)
+    assert checkpoint_steps(run) == [8]
+    train(whole_run(assets, run, best[0]), console)
+    assert len(lines(run, "train")) == 8 and read_json(run / "run.json")["status"] == "finished"
+
+
+def test_bests_that_were_left_in_another_directory_are_not_asked_for(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = ("checkpoint.keep_best=1", "checkpoint.load_best=true", "checkpoint.keep=9")
+    stop_after(5, whole_run(assets, tmp_path / "run", *OVERSHOOTS, *best), monkeypatch)
+    (last,) = (path for path in checkpoints(tmp_path / "run" / "checkpoints") if path.name.endswith("5"))
+    there = whole_run(assets, tmp_path / "there", *OVERSHOOTS, *best, f"checkpoint.resume={last}")
+    train(there, console)
+    told = read_json(tmp_path / "there" / "run.json")["best"]
+    of_those = {step: loss for step, loss in losses(tmp_path / "there").items() if step >= 5}
+    assert told["step"] == min(of_those, key=lambda step: of_those[step])
+    assert Path(told["checkpoint"]).is_dir() and "best of those to come are kept" in text(console)
+
+
+# ------------------------------------------------------------------------------------------ what is in them
+
+
+@pytest.mark.parametrize("overrides", [(), ("model.lora={r: 4, alpha: 8}",)], ids=["full", "lora"])
+def test_a_checkpoint_has_the_model_in_it_for_from_pretrained(
+    overrides: tuple[str, ...], assets: Path, tmp_path: Path, console: Console
+) -> None:
+    run = tmp_path / "run"
+    train(whole_run(assets, run, "checkpoint.export=true", "checkpoint.every_steps=4", *overrides), console)
+    early, late = (path / "model" for path in checkpoints(run / "checkpoints"))
+    assert saved_weights(late) == saved_weights(run / "model") != saved_weights(early)
+    model = AutoModelForCausalLM.from_pretrained(early)
+    tokenizer = AutoTokenizer.from_pretrained(early)
+    assert torch.isfinite(model(**tokenizer("ask red", return_tensors="pt")).logits).all()
+    assert "4 steps" in (early / "README.md").read_text()
+    (early / "README.md").unlink()
+    assert find_damage(early.parent) == "model/README.md is missing"
+
+
+@pytest.mark.parametrize("stop_at", [None, 5])
+def test_checkpoints_written_in_the_background_are_gone_on_from_bitwise(
+    stop_at: int | None,
+    straight: Path,
+    assets: Path,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overrides = ("checkpoint.asynchronous=true", "checkpoint.every_steps=1", "checkpoint.keep=9")
+    recipe = whole_run(assets, tmp_path / "run", *overrides)
+    if stop_at is not None:
+        stop_after(stop_at, recipe, monkeypatch)
+        assert checkpoint_steps(tmp_path / "run") == [1, 2, 3, 4, 5]
+    train(recipe, console)
+    assert_same_run(straight, tmp_path / "run")
+    assert checkpoint_steps(tmp_path / "run") == list(range(1, 9))
+    for step in (3, 6):
+        earlier = tmp_path / "run" / "checkpoints" / f"step-{step:06d}"
+        train(whole_run(assets, tmp_path / f"from-{step}", f"checkpoint.resume={earlier}"), console)
+        assert saved_weights(tmp_path / f"from-{step}" / "model") == saved_weights(straight / "model")
+
+
+# --------------------------------------------------------------------------------------------------- damage
+
+
+def damaged_run(assets: Path, run: Path, monkeypatch: pytest.MonkeyPatch, *steps: int) -> Recipe:
+    """A run stopped after step 5, with checkpoints after 2, 4 and 5; tensors of `steps` are damaged."""
+    recipe = whole_run(assets, run, "checkpoint.every_steps=2", "checkpoint.keep=9")
+    stop_after(5, recipe, monkeypatch)
+    for step in steps:
+        (file,) = (run / "checkpoints" / f"step-{step:06d}" / "tensors").glob("__0_*")
+        file.write_bytes(bytes(reversed(file.read_bytes())))
+    return recipe
+
+
+def test_of_damaged_checkpoints_the_next_older_whole_one_is_taken_and_that_is_said(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = damaged_run(assets, tmp_path / "run", monkeypatch, 4, 5)
+    train(recipe, console)
+    (five, four) = (line for line in text(console).splitlines() if "is damaged" in line)
+    assert "step-000005 is damaged: tensors/__0_0.distcp has other content than was written" in five
+    assert "going on from" in five and "step-000004" in five
+    assert "step-000004 is damaged" in four and "step-000002" in four
+    assert "Going on after step 2" in text(console)
+    assert_same_run(straight, tmp_path / "run")
+    assert all(find_damage(path) is None for path in checkpoints(tmp_path / "run" / "checkpoints"))
+
+
+def test_without_a_whole_checkpoint_the_run_begins_anew(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(damaged_run(assets, tmp_path / "run", monkeypatch, 2, 4, 5), console)
+    assert "none is older, and the run begins anew" in text(console)
+    assert_same_run(straight, tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_that_the_recipe_names_is_refused(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged_run(assets, tmp_path / "run", monkeypatch, 4)
+    path = tmp_path / "run" / "checkpoints" / "step-000004"
+    with pytest.raises(RunError, match=rf"checkpoint\.resume: {path} is damaged: tensors/.*; give another"):
+        train(whole_run(assets, tmp_path / "other", f"checkpoint.resume={path}"), console)
+
+
+# ----------------------------------------------------------------------------------------- what has changed
+
+
+def test_a_changed_recipe_is_refused_with_what_it_was_and_is(
+    straight: Path, assets: Path, console: Console
+) -> None:
+    changed = whole_run(assets, straight, "optim.lr=0.5", "loss.type=ipo", "model.lora={r: 4}")
+    with pytest.raises(RunError) as caught:
+        train(changed, console)
+    told = str(caught.value)
+    assert "optim.lr (0.001 then, 0.5 now)" in told and "model.lora" in told and told.isprintable()
+    assert "loss.type.0.type ('sigmoid' then, 'ipo' now)" in told
+
+
+def test_what_is_held_out_may_change(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the cache is gone: only what is new is computed, by the reference and not by the policy."""
+    recipe = whole_run(assets, tmp_path / "run", f"reference.cache_dir={tmp_path}/cache")
+    stop_after(3, recipe, monkeypatch)
+    rows = (assets / "heldout.jsonl").read_text().splitlines()
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join([rows[0], *(row.replace("ask", "ask ask") for row in rows[1:4])]) + "\n")
+    changes = (f"data.eval=[{{path: {other}, name: mine}}]", f"reference.cache_dir={tmp_path}/elsewhere")
+    train(whole_run(assets, tmp_path / "run", *changes), console)
+    assert "0 of 8 sequences cached, 8 to compute" in text(console)
+    assert lines(tmp_path / "run", "train") == lines(straight, "train")
+    assert saved_weights(tmp_path / "run" / "model") == saved_weights(straight / "model")
+    after = [line for line in lines(tmp_path / "run", "eval") if line["step"] >= 4]
+    assert {line["source"] for line in after} == {"mine"} and len(after) == 3
+
+    whole = whole_run(assets, tmp_path / "whole", *changes)
+    train(whole, Console(quiet=True))
+    for ours, theirs in zip(after, lines(tmp_path / "whole", "eval")[2:], strict=True):
+        assert ours["step"] == theirs["step"] and ours["pairs"] == theirs["pairs"] == 4
+        assert ours["rewards/margins"] == pytest.approx(theirs["rewards/margins"], rel=1e-4)
+
+
+def test_what_is_held_out_may_not_change_where_it_says_when_to_stop(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tiny_run(tmp_path / "own").parent
+    recipe = whole_run(own, tmp_path / "run", "train.early_stopping={patience: 9}")
+    stop_after(3, recipe, monkeypatch)
+    rows = (own / "heldout.jsonl").read_text().splitlines()
+    (own / "heldout.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    with pytest.raises(RunError, match=r"another held-out data, so going on"):
+        train(recipe, console)
+
+
+def test_changed_data_is_refused_and_other_versions_are_told(
+    straight: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tiny_run(tmp_path / "own").parent
+    recipe = whole_run(own, tmp_path / "run")
+    stop_after(3, recipe, monkeypatch)
+    (path,) = checkpoints(tmp_path / "run" / "checkpoints")
+    counters: dict[str, Any] = read_counters(path) or {}
+    counters["versions"]["torch"] = "1.0"
+    write_counters(path, counters)
+    rows = (own / "pairs.jsonl").read_text().splitlines()
+    (own / "pairs.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    with pytest.raises(RunError, match=r"another data \(16 .* then, 15 .* now\) and another plan"):
+        train(recipe, console)
+    (own / "pairs.jsonl").write_text("\n".join(rows) + "\n")
+    train(recipe, console)
+    assert "versions have changed, which may change last bits: torch 1.0 then" in text(console)
+    assert_same_run(straight, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"

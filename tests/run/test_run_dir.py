@@ -1,0 +1,112 @@
+"""What a run finds in its output_dir and is not its own: nothing of it is replaced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.tiny_run import tiny_run
+
+from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe, parse_recipe
+from dpo_pack.run.run_dir import RUN_DIRECTORIES, RUN_FILES, find_run
+from dpo_pack.system.errors import RunError
+from dpo_pack.train import train
+
+
+def recipe_in(root: Path, **data: str) -> Recipe:
+    return parse_recipe(
+        {"output_dir": str(root), "model": {"path": "org/model"}, "data": {"train": "org/pairs", **data}}
+    )
+
+
+def refusal(recipe: Recipe, *, overwrite: bool = False) -> str:
+    with pytest.raises(RunError) as caught:
+        find_run(recipe, overwrite=overwrite)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in (*RUN_DIRECTORIES, *RUN_FILES) if name != "run.json"])
+def test_what_no_run_json_speaks_for_is_nobody_s_to_replace(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    if name in RUN_DIRECTORIES:
+        path.mkdir()
+        find_run(recipe_in(tmp_path), overwrite=False)  # one that is empty holds nothing to lose
+        (path / "weights").touch()
+    else:
+        path.write_text("of another program")
+    for overwrite in (False, True):
+        message = refusal(recipe_in(tmp_path), overwrite=overwrite)
+        assert f"would replace {path}, and no run.json beside it" in message and "move it away" in message
+
+
+def test_a_recipe_beside_its_run_is_not_rewritten(tmp_path: Path) -> None:
+    """`output_dir: ${recipe_dir}`, and the file has the name that a run gives its own."""
+    path = tiny_run(tmp_path)
+    text = "# comments of mine\n" + path.read_text()
+    path.write_text(text)
+    recipe = load_recipe(path, [f"output_dir={tmp_path}"])
+    assert f"this run would replace {tmp_path / 'model'}" in refusal(recipe)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "recipe.yaml").write_text(text)
+    recipe = load_recipe(path, [f"output_dir={tmp_path}/own"])
+    with pytest.raises(RunError, match="would replace .*own/recipe.yaml"):
+        train(recipe, Console(quiet=True))
+    assert (tmp_path / "own" / "recipe.yaml").read_text() == text
+
+
+def test_a_process_killed_at_its_very_start_is_in_nobody_s_way(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert find_run(recipe, overwrite=False).checkpoint is None
+
+
+def test_checkpoints_without_their_run_json_can_be_named(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "step-000100"
+    path.mkdir(parents=True)
+    (path / "checkpoint.json").touch()
+    recipe = recipe_in(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert "would replace" in refusal(recipe) and "would replace" in refusal(recipe, overwrite=True)
+    named = recipe.model_copy(
+        update={"checkpoint": recipe.checkpoint.model_copy(update={"resume": str(path)})}
+    )
+    assert find_run(named, overwrite=False).checkpoint == path
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"other": "program"}', None])
+def test_a_run_json_that_says_nothing_is_no_leave_to_delete(content: str | None, tmp_path: Path) -> None:
+    if content is None:
+        (tmp_path / "run.json").mkdir()  # as good as any file that cannot be opened
+    else:
+        (tmp_path / "run.json").write_text(content)
+    (tmp_path / "checkpoints").mkdir()
+    assert "run.json cannot be read" in refusal(recipe_in(tmp_path))
+    assert find_run(recipe_in(tmp_path), overwrite=True).checkpoint is None
+
+
+def test_inputs_are_never_replaced_whichever_key_names_them(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    rollouts = root / "rollouts.parquet"
+    rollouts.mkdir(parents=True)
+    (root / "run.json").write_text(json.dumps({"status": "finished"}))
+    for name, recipe in {
+        "data.train.0.path": recipe_in(root, train=str(rollouts)),
+        "data.eval.0.path": recipe_in(root, eval=str(rollouts)),
+    }.items():
+        for overwrite in (False, True):
+            assert f"would replace {rollouts}, which {name} names" in refusal(recipe, overwrite=overwrite)
+
+    adapter, base = tmp_path / "adapter", root / "model"
+    adapter.mkdir()
+    base.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    recipe = parse_recipe(
+        {"output_dir": str(root), "model": {"path": str(adapter)}, "data": {"train": "org/pairs"}}
+    )
+    assert f"would replace {base}, which the adapter of model.path names" in refusal(recipe, overwrite=True)

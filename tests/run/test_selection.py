@@ -1,0 +1,106 @@
+"""Which evaluation is best, and when a run has waited long enough for a better one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from support.tiny_recipe import changed_keys, load, message_of
+
+from dpo_pack.run.selection import Selection, Standing, find_selection, judge
+from dpo_pack.system.errors import RecipeError
+
+JUDGES = ("data.eval=held.jsonl", "train.eval_every_steps=5")
+
+
+def after(values: list[float | None], **settings: Any) -> tuple[Standing, list[bool]]:
+    """The standing after evaluations at steps 10, 20, ..., and whether the run stops at each."""
+    selection = Selection(**{"metric": "loss", "eval_set": "held", "num_best": 2, **settings})
+    standing, stops = Standing(), []
+    for step, value in enumerate(values, start=1):
+        record = {} if value is None else {selection.metric: value}
+        standing = judge(standing, selection, {"held": record, "other": {"loss": 0.0}}, step=10 * step)
+        stops.append(selection.stops(standing))
+    return standing, stops
+
+
+def test_the_lowest_loss_and_the_highest_of_everything_else_is_best() -> None:
+    values: list[float | None] = [0.5, 0.3, 0.4, 0.3]
+    assert after(values)[0].best == ((20, 0.3), (40, 0.3))  # of equal ones the earlier
+    assert after(values, metric="rewards/accuracies")[0].best == ((10, 0.5), (30, 0.4))
+    assert after(values, num_best=1)[0].best_steps == (20,)
+
+
+def test_a_run_stops_after_so_many_evaluations_without_an_improvement() -> None:
+    values: list[float | None] = [0.5, 0.3, 0.4, 0.35, 0.29, 0.3, 0.3, 0.3]
+    assert after(values, patience=2)[1] == [False, False, False, True, False, False, True, True]
+    assert not any(after(values)[1])
+    higher = after(values, patience=1, metric="rewards/margins")[1]
+    assert higher == [False, True, True, True, True, True, True, True]
+
+
+def test_an_improvement_is_more_than_min_delta_since_the_last_one() -> None:
+    slowly: list[float | None] = [0.50, 0.46, 0.42, 0.38]  # the third is 0.08 from the first
+    standing, stops = after(slowly, patience=1, min_delta=0.05)
+    assert stops == [False, True, False, True] and standing.bar == 0.42
+    assert standing.best_steps == (40, 30)  # the best is the best, however little
+
+
+def test_what_is_not_finite_or_not_there_is_no_improvement() -> None:
+    standing, stops = after([0.5, math.nan, None], patience=2)
+    assert stops == [False, False, True] and standing.best == ((10, 0.5),)
+
+
+def test_a_standing_goes_through_a_checkpoint() -> None:
+    standing, _ = after([0.5, 0.3, 0.4])
+    assert Standing.load(standing.state_dict()) == standing
+    assert Standing.load(Standing().state_dict()) == Standing()
+
+
+def test_the_recipe_says_what_is_compared() -> None:
+    assert find_selection(load(), []) is None
+    first = find_selection(load(*JUDGES), ["held", "other"])
+    assert first == Selection(metric="loss", eval_set="held", num_best=1)
+    stopping = "train.early_stopping={patience: 2, min_delta: 0.01}"
+    chosen = ("checkpoint.metric=rewards/margins", "checkpoint.eval_set=other", "checkpoint.keep_best=3")
+    assert find_selection(load(*JUDGES, stopping, *chosen), ["held", "other"]) == Selection(
+        metric="rewards/margins", eval_set="other", num_best=3, patience=2, min_delta=0.01
+    )
+    with pytest.raises(RecipeError, match=r"checkpoint\.eval_set: .*'other'; there are held$"):
+        find_selection(load(*JUDGES, *chosen), ["held"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["checkpoint.keep_best=1"],
+            "checkpoint.keep_best: compares evaluations, and data.eval holds nothing",
+        ),
+        (["train.early_stopping={}"], "train.early_stopping: compares evaluations, and data.eval"),
+        ([*JUDGES[:1], "checkpoint.keep_best=1"], "there is only one; set train.eval_every_steps"),
+        ([*JUDGES, "checkpoint.load_best=true"], "checkpoint.load_best: needs checkpoint.keep_best"),
+        ([*JUDGES, "checkpoint.metric=loss"], "checkpoint.metric: nothing compares evaluations"),
+        (
+            [*JUDGES, "checkpoint.keep_best=1", "checkpoint.metric=online/scores"],
+            "evaluations of an offline run have no online/scores; they have loss, rewards/accuracies",
+        ),
+        ([*JUDGES, "checkpoint.metric=kl/chosen"], "checkpoint.metric: must be one of loss"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(overrides: list[str], message: str) -> None:
+    assert message in message_of(lambda: load(*overrides))
+
+
+def test_what_says_when_a_run_stops_early_may_not_change_and_else_it_may() -> None:
+    stopping = "train.early_stopping={patience: 2}"
+    free, bound = load(*JUDGES), load(*JUDGES, stopping)
+    others = ("train.eval_every_steps=7", "data.eval=other.jsonl", "checkpoint.keep_best=2")
+    assert changed_keys(free, load(*JUDGES, *others)) == []
+    assert changed_keys(free, bound) == ["train.early_stopping"]
+    assert changed_keys(bound, load(*JUDGES, stopping, *others, "checkpoint.metric=rewards/margins")) == [
+        "data.eval.0.path",
+        "train.eval_every_steps",
+        "checkpoint.metric",
+    ]

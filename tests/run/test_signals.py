@@ -1,0 +1,245 @@
+"""Signals to stop: where they wait, where they do not, what is saved, and that nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.tiny_online import online_recipe
+from support.whole_runs import (
+    after_step,
+    assert_same_run,
+    checkpoint_steps,
+    lines,
+    saved_weights,
+    text,
+    whole_run,
+)
+
+import dpo_pack.online.source as online_source
+import dpo_pack.run.checkpoint.writer as checkpoint_writer
+import dpo_pack.run.evaluation as evaluate_module
+import dpo_pack.system.interrupts as interrupts
+import dpo_pack.train as train_module
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.system.files import read_json
+from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
+from dpo_pack.train import train
+
+TERM = signal.SIGTERM
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_restored() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    yield
+    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    assert after == before
+
+
+def stopped(recipe: Recipe, console: Console) -> Interrupted:
+    with pytest.raises(Interrupted) as caught:
+        train(recipe, console)
+    assert read_json(recipe.output_dir / "run.json")["status"] == "interrupted"
+    return caught.value
+
+
+def signal_at(
+    patch: pytest.MonkeyPatch, number: int, module: Any, name: str, signum: int = TERM
+) -> list[int]:
+    """The module's function sends a signal at its call `number`, from 1; returns the numbers of calls."""
+    function = vars(module)[name]
+    calls: list[int] = []
+
+    def with_signal(*arguments: Any, **settings: Any) -> Any:
+        calls.append(len(calls) + 1)
+        if len(calls) == number:
+            signal.raise_signal(signum)
+        return function(*arguments, **settings)
+
+    patch.setattr(module, name, with_signal)
+    return calls
+
+
+# --------------------------------------------------------------------------------------- one signal, or two
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 143)])
+def test_a_signal_raises_at_once_where_nothing_defers_it(number: str, status: int) -> None:
+    with pytest.raises(Interrupted, match=number) as caught, interruptible():
+        signal.raise_signal(signal.Signals[number])
+    assert caught.value.exit_status == status and not caught.value.is_urgent
+
+
+def test_a_deferred_signal_waits_for_the_poll() -> None:
+    with interruptible() as interruption:
+        with interruption.deferred():
+            interruption.poll()
+            signal.raise_signal(TERM)
+            with pytest.raises(Interrupted):
+                interruption.poll()
+        with interruption.deferred(), pytest.raises(Interrupted), interruption.lifted():
+            raise AssertionError("what may be left anywhere is not even begun")
+
+
+def test_work_that_may_be_left_anywhere_is_left_at_once() -> None:
+    with interruptible() as interruption, interruption.deferred():
+        with pytest.raises(Interrupted), interruption.lifted():
+            signal.raise_signal(TERM)
+            raise AssertionError("it was not left")
+        assert interruption.is_deferred
+
+
+def test_a_second_signal_is_not_put_off_and_one_that_comes_with_the_first_is_none() -> None:
+    now = [100.0]
+    interruption = Interruption(clock=lambda: now[0])
+    with interruption.deferred():
+        for _ in range(3):  # as a terminal and a launcher together do
+            interruption.handle(signal.SIGINT, None)
+        now[0] += interrupts.SAME_REQUEST_SECONDS
+        with pytest.raises(Interrupted) as caught:
+            interruption.handle(TERM, None)
+    assert caught.value.is_urgent and caught.value.exit_status == 143
+
+
+# ----------------------------------------------------------------------------------------------- whole runs
+
+
+def test_a_step_is_left_after_the_row_and_the_state_before_it_is_saved(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = whole_run(assets, tmp_path / "run", "packing.token_budget=1")  # a row for each pair
+    train(whole_run(assets, tmp_path / "other", "packing.token_budget=1"), console)
+    with monkeypatch.context() as patch:
+        rows = signal_at(patch, 4 * 4 + 2, train_module, "score_pairs")  # in step 5's second row
+        assert stopped(recipe, console).exit_status == 143
+    assert len(rows) == 4 * 4 + 2  # this row was the last one
+    assert checkpoint_steps(tmp_path / "run") == [4]
+    train(recipe, console)
+    assert_same_run(tmp_path / "other", tmp_path / "run")
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 7])
+def test_a_run_stopped_between_steps_goes_on_bitwise(
+    stop_at: int,
+    straight: Path,
+    assets: Path,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = whole_run(assets, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            train_module, "train_step", after_step(stop_at, lambda: signal.raise_signal(signal.SIGUSR1))
+        )
+        assert stopped(recipe, console).exit_status == 143
+    assert checkpoint_steps(tmp_path / "run") == [stop_at]
+    train(recipe, console)
+    assert_same_run(straight, tmp_path / "run")
+
+
+@pytest.mark.parametrize("row", [3, 5])
+def test_an_evaluation_is_left_after_the_row_and_made_anew(
+    row: int,
+    straight: Path,
+    assets: Path,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There are two rows each time: the one after step 2 is left, then the one after step 4, half done."""
+    sets = 'data.eval=[{path: "${recipe_dir}/heldout.jsonl"}, {path: "${recipe_dir}/pairs.jsonl", name: p}]'
+    budget = "reference.token_budget=512"
+    train(whole_run(assets, tmp_path / "straight", sets, budget), Console(quiet=True))
+    recipe = whole_run(assets, tmp_path / "run", sets, budget)
+    with monkeypatch.context() as patch:
+        calls = signal_at(patch, row, evaluate_module, "evaluate_pairs")
+        stopped(recipe, console)
+    assert len(calls) == row
+    step = {3: 2, 5: 4}[row]
+    assert checkpoint_steps(tmp_path / "run") == [step]
+    assert [record["step"] for record in lines(tmp_path / "run", "train")][-1] == step
+    train(recipe, console)
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+
+
+def test_before_the_first_step_there_is_nothing_to_save(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = whole_run(assets, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        signal_at(patch, 1, train_module, "score_pairs")
+        stopped(recipe, console)
+    assert "nothing is trained yet" in text(console) and not (tmp_path / "run" / "checkpoints").exists()
+    train(recipe, console)
+    assert_same_run(straight, tmp_path / "run")
+
+
+def test_what_is_saved_already_is_not_saved_again(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = whole_run(assets, tmp_path / "run", "checkpoint.every_steps=3")
+    step = train_module.accumulate_gradients
+
+    def signal_in_step_4(session: Any, batch: Any) -> Any:
+        if session.state.step == 3:
+            signal.raise_signal(TERM)
+        return step(session, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "accumulate_gradients", signal_in_step_4)
+        for _ in range(2):  # in the step after the checkpoint, then there again
+            stopped(recipe, console)
+    assert text(console).count("saved /") == 1 and text(console).count("step 3 is saved already") == 2
+    train(recipe, console)
+    assert_same_run(straight, tmp_path / "run")
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_second_signal_leaves_at_once_and_what_was_saved_stays(
+    asynchronous: str,
+    straight: Path,
+    assets: Path,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes while the first one's checkpoint is written."""
+    saving = ("checkpoint.every_steps=3", f"checkpoint.asynchronous={asynchronous}")
+    recipe = whole_run(assets, tmp_path / "run", *saving)
+    monkeypatch.setattr(interrupts, "SAME_REQUEST_SECONDS", 0.0)
+
+    def first_signal() -> None:
+        signal_at(monkeypatch, 1, checkpoint_writer, "path_aside", signal.SIGINT)
+        signal.raise_signal(TERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "train_step", after_step(5, first_signal))
+        ended = stopped(recipe, console)
+    assert ended.is_urgent and ended.exit_status == 130
+    assert checkpoint_steps(tmp_path / "run") == [3]
+    train(recipe, console)
+    assert "Going on after step 3" in text(console)
+    assert_same_run(straight, tmp_path / "run")
+
+
+def test_a_phase_of_rollouts_is_left_at_once_and_answered_anew(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assets = tmp_path / "assets"
+    recipes = [online_recipe(assets, tmp_path / name) for name in ("straight", "run")]
+    train(recipes[0], console)
+    with monkeypatch.context() as patch:
+        phases = signal_at(patch, 3, online_source, "run_phase")
+        stopped(recipes[1], console)
+    assert len(phases) == 3
+    (step,) = checkpoint_steps(tmp_path / "run")
+    assert 0 < step < 6
+    train(recipes[1], console)
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+    assert saved_weights(tmp_path / "straight" / "model") != saved_weights(assets / "model")

@@ -1,0 +1,497 @@
+"""scripts/benchmark.py: the same work for every contender, what is counted, and what its page says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import benchmark
+import numpy as np
+import pytest
+import torch
+from benchmark import Plan, run_plan
+from benchmarking import peak, process, run_dpo_pack
+from benchmarking.contenders import (
+    LEARNING_RATE,
+    Contender,
+    Measurement,
+    Setting,
+    ablations,
+    ours,
+    trl,
+    trl_sweep,
+    trl_variants,
+)
+from benchmarking.kinds import (
+    ATTENTION,
+    HEAD_PRODUCTS,
+    HEAD_STATISTICS,
+    KINDS,
+    MATRIX_PRODUCTS,
+    OPTIMIZER,
+    OTHER_OPERATORS,
+    OUTSIDE,
+    kind_of,
+)
+from benchmarking.memory import peak_memory_bytes
+from benchmarking.profiling import profile_steps
+from benchmarking.report import NOT_COMPARABLE, Report, markdown
+from benchmarking.results import TOLERANCES, Results, hardware, largest_differences, other_work
+from benchmarking.shapes import SHAPES, flops_shape, save_model
+from benchmarking.work import Work, work_of
+from benchmarking.workloads import (
+    EOS_ID,
+    FIRST_ORDINARY_ID,
+    MIXES,
+    Workload,
+    digest_of,
+    hh_token_ids,
+    make_workload,
+    synthetic_token_ids,
+)
+
+from dpo_pack.packing.flops import pair_flops
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    """Eight short pairs and a model of two layers."""
+    directory = tmp_path_factory.mktemp("benchmark")
+    workload = make_workload(
+        "hh-like", directory / "pairs", num_pairs=8, vocabulary=SHAPES["tiny"]["vocab_size"], hh_pairs=None
+    )
+    save_model("tiny", directory / "model", parameters="float32", device="cpu")
+    return Setting(
+        workload=str(workload.directory),
+        model=str(directory / "model"),
+        num_pairs=8,
+        pairs_per_step=4,
+        max_length=workload.max_length,
+        device="cpu",
+        parameters="float32",
+        lora=False,
+        gradient_checkpointing=False,
+        warmup_steps=0,
+    )
+
+
+def workload_of(setting: Setting) -> Workload:
+    return make_workload(
+        "hh-like", Path(setting.workload), num_pairs=8, vocabulary=SHAPES["tiny"]["vocab_size"], hh_pairs=None
+    )
+
+
+# ---- Workloads
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_lengths_have_the_mix_s_medians_and_limit(name: str) -> None:
+    mix = MIXES[name]
+    lengths = mix.draw(20_000, seed=0)
+    assert int((lengths.prompt + np.maximum(lengths.chosen, lengths.rejected)).max()) <= mix.max_length
+    # Pairs above the limit are drawn again, which lowers the medians by up to a tenth or so.
+    assert 0.8 < np.median(lengths.prompt) / mix.median_prompt < 1.02
+    assert 0.8 < np.median(lengths.chosen) / mix.median_completion < 1.02
+    logarithms = np.log(np.stack([lengths.chosen, lengths.rejected]))
+    assert 0.15 < np.corrcoef(logarithms)[0, 1] < 0.35
+
+
+def test_synthetic_pairs_have_their_lengths_and_end_with_eos() -> None:
+    lengths = MIXES["hh-like"].draw(5, seed=3)
+    pairs = list(synthetic_token_ids(lengths, 100, seed=3))
+    assert [len(prompt) for prompt, _, _ in pairs] == lengths.prompt.tolist()
+    assert [len(chosen) for _, chosen, _ in pairs] == lengths.chosen.tolist()
+    for prompt, chosen, rejected in pairs:
+        assert chosen[-1] == rejected[-1] == EOS_ID
+        assert all(FIRST_ORDINARY_ID <= token < 100 for token in [*prompt, *chosen[:-1], *rejected[:-1]])
+    assert digest_of(pairs) == digest_of(synthetic_token_ids(lengths, 100, seed=3))
+
+
+def test_the_digest_tells_order_and_boundaries_apart() -> None:
+    pairs = [([1, 2], [3], [4]), ([5], [6], [7])]
+    digests = {digest_of(pairs), digest_of(pairs[::-1]), digest_of([([1], [2, 3], [4]), pairs[1]])}
+    assert len(digests) == 3
+
+
+def test_a_workload_is_made_once_and_anew_for_another_request(tmp_path: Path) -> None:
+    def made(num_pairs: int) -> Workload:
+        return make_workload("tulu3", tmp_path / "w", num_pairs=num_pairs, vocabulary=50, hh_pairs=None)
+
+    first = made(4)
+    begun = first.pairs.stat().st_mtime_ns
+    assert made(4) == first and first.pairs.stat().st_mtime_ns == begun
+    other = made(5)
+    assert other.num_pairs == 5 and other.digest != first.digest and len(other.rows(9)) == 5
+
+
+def test_lengths_of_a_workload_count_what_both_completions_begin_with(tmp_path: Path) -> None:
+    rows = [
+        {"prompt_ids": [5, 6], "chosen_ids": [7, 8, 2], "rejected_ids": [7, 9, 2]},
+        {"prompt_ids": [5], "chosen_ids": [6, 2], "rejected_ids": [7, 2]},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    workload = Workload(name="x", directory=tmp_path, num_pairs=2, max_length=9, digest="", origin="")
+    assert workload.lengths().shared.tolist() == [3, 1]
+
+
+def test_hh_rows_are_tokenised_and_too_few_are_refused(tmp_path: Path) -> None:
+    dialogue = "\n\nHuman: what is red\n\nAssistant:"
+    rows = [{"chosen": f"{dialogue} a colour {n}", "rejected": f"{dialogue} no {n}"} for n in range(3)]
+    rows.insert(1, {"chosen": "no dialogue", "rejected": "at all"})
+    path = tmp_path / "hh.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = hh_token_ids(path, 3)
+    assert len(pairs) == 3 and len({tuple(prompt) for prompt, _, _ in pairs}) == 1
+    assert all(chosen[-1] == EOS_ID and len(chosen) > 1 for _, chosen, _ in pairs)
+    with pytest.raises(SystemExit, match=r"--pairs: .* has 3 usable rows, not 4"):
+        hh_token_ids(path, 4)
+
+
+# ---- Contenders and measurements
+
+
+def test_the_sweep_tries_every_setting_once_under_its_own_name() -> None:
+    sweep = list(trl_sweep([1, 4], gradient_checkpointing=False))
+    assert len({contender.name for contender in sweep}) == len(sweep) == 6
+    assert not any(contender.grouped and contender.microbatch_pairs == 1 for contender in sweep)
+    assert trl(4, precompute=True, grouped=True).name == (
+        "TRL, micro-batch 4, precomputed reference, grouped by length"
+    )
+
+
+def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "flash_attn" else None)
+    best = trl(4, precompute=True)
+    out_of_memory = [trl(16), trl(16, gradient_checkpointing=True)]
+    expected = [
+        trl(16, gradient_checkpointing=True),
+        trl(4, precompute=True, attention="flash_attention_2"),
+    ]
+    assert list(trl_variants([best], out_of_memory, compiled=False)) == expected
+    compiled = [trl(4, precompute=True, compiled=True), trl(1, compiled=True)]  # of every finalist
+    found = trl_variants([best, trl(1)], out_of_memory, compiled=True)
+    assert [contender for contender in found if contender.compiled] == compiled
+
+
+def test_a_contender_survives_json() -> None:
+    contender = ours(4096, "packing.share_prompt=false", name="x")
+    assert Contender.from_json(json.loads(json.dumps(asdict(contender)))) == contender
+
+
+def test_time_a_pair_has_the_reference_in_it_and_warm_up_steps_are_left_out() -> None:
+    run = Measurement(contender="x", pairs=8, step_seconds=[9.0, 2.0, 2.0, 4.0], reference_seconds=4.0)
+    # 8/3 s a step of 2 pairs, and half a second of reference a pair
+    assert run.seconds_a_pair(warmup_steps=1) == pytest.approx(8 / 3 / 2 + 0.5)
+    assert run.seconds_a_pair(warmup_steps=0) == pytest.approx(17 / 8 + 0.5)
+    assert run.reference_share(warmup_steps=0) == pytest.approx(4 / 21)
+
+
+def test_running_out_of_memory_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, tiny: Setting, tmp_path: Path
+) -> None:
+    def fails(*_: Any) -> Measurement:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(run_dpo_pack, "run_dpo_pack", fails)
+    measurement = process._measure_here(ours(64), tiny, tmp_path, None)
+    assert measurement.failure == process.OUT_OF_MEMORY and measurement.contender == "dpo-pack"
+
+
+def test_what_cannot_run_here_is_recorded_and_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, tiny: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> Measurement:
+        raise NotImplementedError("no kernel\nfor this")
+
+    monkeypatch.setattr(run_dpo_pack, "run_dpo_pack", fails)
+    measurement = process._measure_here(ours(64), tiny, tmp_path, None)
+    assert measurement.failure == "NotImplementedError: no kernel"
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "seen"),
+    [("cuda", None, "0"), ("cuda", "2,3", "2"), ("cuda", "GPU-a,GPU-b", "GPU-a"), ("cpu", "2,3", "")],
+)
+def test_a_measurement_sees_one_gpu(
+    device: str, given: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert process.visible_devices(device) == seen
+
+
+def test_our_side_trains_on_the_workload_s_ids(tiny: Setting, tmp_path: Path) -> None:
+    run = run_dpo_pack.run_dpo_pack(ours(1024), tiny, tmp_path, spawned_at=0.0)
+    workload = workload_of(tiny)
+    assert run.digest == workload.digest
+    assert run.pairs == 8 and len(run.step_seconds) == len(run.losses) == len(run.grad_norms) == 2
+    assert run.losses[0] == pytest.approx(np.log(2)) and run.losses[1] != run.losses[0]
+    assert run.reference_seconds > 0 and all(seconds > 0 for seconds in run.step_seconds)
+    assert run.startup_seconds is not None and run.startup_seconds > 1e9  # since 1970
+    assert run.computed_tokens == int(workload.lengths().row_tokens(share_prompt=True).sum())
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_padding_counts_as_computed(tiny: Setting, tmp_path: Path) -> None:
+    padded = list(ablations(8192))[1]
+    run = run_dpo_pack.run_dpo_pack(padded, tiny, tmp_path, spawned_at=None)
+    assert run.startup_seconds is None
+    assert run.computed_tokens > int(workload_of(tiny).lengths().row_tokens(share_prompt=False).sum())
+
+
+def test_profiled_time_falls_into_the_kinds_that_a_step_has(tiny: Setting, tmp_path: Path) -> None:
+    seconds = profile_steps(ours(1024), tiny, tmp_path)
+    assert list(seconds) == list(KINDS)
+    assert seconds[MATRIX_PRODUCTS] > seconds[OPTIMIZER] / 10  # not only the odd one of them
+    absent = [kind for kind, value in seconds.items() if value <= 0]
+    assert not absent, f"no operator was told to be of {absent}: were functions renamed?"
+
+
+def test_operators_are_told_by_what_called_them() -> None:
+    backward = "autograd::engine::evaluate_function: _ChunkedLogpsBackward"
+    assert kind_of(["aten::mm", "aten::linear"]) == MATRIX_PRODUCTS
+    assert kind_of(["mkldnn::_linear_pointwise", "_Linear"]) == MATRIX_PRODUCTS
+    assert kind_of(["aten::mm", "_ChunkedLogps"]) == HEAD_PRODUCTS
+    assert kind_of(["aten::addmm_", "_ChunkedLogpsBackward", backward]) == HEAD_PRODUCTS
+    assert kind_of(["aten::exp", "_ChunkedLogpsBackward", backward]) == HEAD_STATISTICS
+    assert kind_of(["_CpuSegments"]) == ATTENTION
+    assert kind_of(["aten::copy_", "aten::scaled_dot_product_attention"]) == ATTENTION
+    assert kind_of(["aten::_fused_adamw_", "Optimizer.step#AdamW.step"]) == OPTIMIZER
+    assert kind_of(["aten::mul", "MulBackward0"]) == OTHER_OPERATORS
+    assert kind_of(["ProfilerStep"]) == OUTSIDE
+
+
+def test_memory_and_the_peak_of_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peak.SECONDS, "cpu", 0.1)
+    monkeypatch.setitem(peak.SIZES, "cpu", (256, 512))
+    assert peak_memory_bytes("cpu") > 100 * 2**20
+    rates = peak.matrix_product_peak("cpu", "float32")
+    assert rates["best"] >= rates["median"] > 1e9
+
+
+# ---- Work, agreement, results
+
+
+def test_the_work_is_that_of_shared_prompts_for_everyone() -> None:
+    shape, lengths = flops_shape("tiny"), MIXES["hh-like"].draw(16, seed=0)
+    work = work_of(shape, lengths, lora=False)
+    assert work.flops == pytest.approx(
+        float(pair_flops(shape, lengths, share_prompt=True, passes=4.0).mean())
+    )
+    assert work.unshared_tokens - work.shared_tokens == pytest.approx(float(lengths.prompt.mean()))
+    assert work_of(shape, lengths, lora=True).flops == pytest.approx(work.flops * 3 / 4)
+
+
+def steps(losses: Sequence[float], *, norm: float = 1.0, logp: float = -50.0) -> Measurement:
+    """A measurement of steps with these losses."""
+    count = len(losses)
+    return Measurement(
+        contender="x",
+        losses=list(losses),
+        grad_norms=[norm] * count,
+        chosen_logps=[logp] * count,
+        rejected_logps=[-60.0] * count,
+    )
+
+
+def test_the_same_work_is_told_from_other_work() -> None:
+    base, fp32 = steps([0.69, 0.68]), TOLERANCES["fp32"]
+    assert other_work(largest_differences(base, steps([0.69, 0.680001])), fp32, who="x") == []
+    for name, other in {
+        "loss": steps([0.69, 0.6802]),
+        "grad_norm": steps([0.69, 0.68], norm=1.001),
+        "logps": steps([0.69, 0.68], logp=-50.001),
+    }.items():
+        (line,) = other_work(largest_differences(base, other), fp32, who="x")
+        assert line.startswith(f"x does not do the same work: {name} differs by")
+    lost = largest_differences(base, steps([0.69, float("nan")]))
+    assert "loss differs by nan" in other_work(lost, fp32, who="x")[0]
+
+
+def test_adapters_that_begin_otherwise_are_compared_at_the_first_step_only() -> None:
+    base, other = steps([0.69, 0.68]), steps([0.69, 0.5])
+    other.chosen_logps[1] = -40.0
+    assert largest_differences(base, other, first_step_only=True) == {"logps": 0.0}
+
+
+def test_results_go_on_where_they_were_and_only_for_the_same_setting(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "out.json"
+    Results.open(path, {"model": "7m"}).put("run/0/x", {"a": 1})
+    again = Results.open(path, {"model": "7m"})
+    assert "run/0/x" in again and again["run/0/x"] == {"a": 1} and again.get("profile") is None
+    with pytest.raises(SystemExit, match=r"another setting \(model differ\)"):
+        Results.open(path, {"model": "25m"})
+
+
+def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "setting": tiny,
+        "workload": workload_of(tiny),
+        "results": Results.open(tmp_path / "out.json", {}),
+        "repeats": 1,
+        "sweep_pairs": 4,
+        "token_budgets": [1024],
+        "microbatches": [2],
+        "finalists": 2,
+        "with_ablations": False,
+        "also": [],
+    }
+    return Plan(**{**fields, **changes})
+
+
+def test_counts_that_do_not_fit_are_refused(tiny: Setting, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--num-pairs, --sweep-pairs: 6 is no multiple of 4"):
+        plan_of(tiny, tmp_path, sweep_pairs=6)
+    with pytest.raises(SystemExit, match="--microbatches: 3 does not divide 4"):
+        plan_of(tiny, tmp_path, microbatches=[3])
+    with pytest.raises(SystemExit, match="--warmup-steps: no step would be timed"):
+        plan_of(replace(tiny, warmup_steps=1), tmp_path)
+
+
+# ---- The page
+
+
+def run_of(name: str, seconds: float, *, reference: float = 0.0) -> Measurement:
+    return Measurement(
+        contender=name,
+        pairs=64,
+        step_seconds=[seconds / 2, seconds / 2],
+        reference_seconds=reference,
+        startup_seconds=3.0,
+        computed_tokens=6400,
+        peak_memory_bytes=2**31,
+        phases={"forward": seconds / 4, "backward": seconds / 2},
+    )
+
+
+def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
+    trl_name = "TRL, micro-batch 1, live reference"
+    slower, grouped = "TRL, micro-batch 4, live reference", "TRL, micro-batch 2, grouped by length"
+    report = Report(
+        title="hh, 7m model, cpu",
+        command="python scripts/benchmark.py",
+        date="2026-01-01",
+        machine={
+            "git_commit": "abc", "processor": "p", "versions": {"torch": "2"}, "devices": [{"name": "cpu"}],
+        },
+        setting={
+            "num_pairs": 64, "pairs_per_step": 32, "lora": False, "parameters": "float32", "device": "cpu",
+            "warmup_steps": 0,
+        },
+        origin="made up",
+        work=Work(
+            shared_tokens=50.0, unshared_tokens=80.0, scored_tokens=30.0,
+            training_flops=3e9, reference_flops=1e9,
+        ),
+        peaks=[{"best": 1e11}, {"best": 1.2e11}, {"best": 1e11}],
+        sweep=[run_of(trl_name, 16.0), Measurement(contender="TRL, micro-batch 8", failure="out of memory")],
+        runs={
+            "dpo-pack": [run_of("dpo-pack", seconds, reference=1.0) for seconds in (3.0, 1.0, 7.0)],
+            slower: [run_of(slower, seconds) for seconds in (17.0, 1.0, 17.0)],
+            grouped: [run_of(grouped, seconds) for seconds in (17.0, 17.0, 17.0)],
+            trl_name: [run_of(trl_name, seconds) for seconds in (16.0, 8.0, 16.0)],
+        },
+        finalists=[slower, grouped, trl_name],
+        differences={slower: {"loss": 1e-6}, trl_name: {"loss": 1e-6}},
+        disagreements=[],
+        profile=dict.fromkeys(KINDS, 1.0),
+    )  # fmt: skip
+    text = markdown(report)
+    assert NOT_COMPARABLE not in text
+    # 64 pairs in 4, 2 and 8 s; 4 GFLOPs a pair against 100 GFLOP/s
+    assert "| dpo-pack | 16.00 | 8.00 to 32.00 | 4.00x (2.00 to 4.00) | 800 | 1,600 | 64.0% |" in text
+    assert "| 64.0% | 64.0% | 25% | 2.00 | 3.0 |" in text
+    assert "| 4.00 | 4.00 to 8.00 | 1.00x (1.00 to 1.00) | 200 | 400 | 16.0% |  | in the steps |" in text
+    assert report.best_trl == trl_name  # by the median of the turns, neither the best turn nor the sweep
+    assert f"- {grouped}: not compared" in text and f"- {trl_name}: not compared" not in text
+    assert "loss, nats: 1.0e-06" in text and "- TRL, micro-batch 8: out of memory" in text
+    assert "43% of the time is inside matrix products and attention" in text  # 3 of 7 kinds
+    assert "reference 21.4%; forward 19.6%; backward 39.3%" in text  # of 14 seconds
+
+
+@pytest.mark.parametrize("same_ids", [True, False])
+def test_other_work_is_told_by_the_page_and_by_the_exit_status_when_all_is_measured(
+    same_ids: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(contenders: Sequence[Contender], _: Setting) -> Iterator[Measurement]:
+        for contender in contenders:
+            is_ours = contender.name == "dpo-pack"
+            run = steps([0.69, 0.68] if is_ours else [0.69, 0.5])
+            run.contender, run.pairs, run.step_seconds = contender.name, 8, [1.0, 1.0]
+            run.digest = "ids" if is_ours or same_ids else "other ids"
+            yield run
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(benchmark, "save_model", lambda *_, **__: None)
+    monkeypatch.setattr(benchmark, "measure_peak", lambda *_: {"best": 1e11})
+    monkeypatch.setattr(benchmark, "measure", measure)
+    difference = "does not do the same work: loss differs" if same_ids else "did not train on the same"
+    told = f"dpo-pack, optim.lr=1.0 {difference}"
+    with pytest.raises(SystemExit, match=told):
+        benchmark.main(
+            tmp_path / "out", model="tiny", num_pairs=8, pairs_per_step=4, sweep_pairs=4, repeats=1,
+            microbatches="", with_ablations=False, also=["optim.lr=1.0"], with_profile=False,
+        )  # fmt: skip
+    page = (tmp_path / "out.md").read_text()
+    assert NOT_COMPARABLE in page and f"- {told}" in page and page.count("| 4.00 |") == 2
+    gpu_script = Path(benchmark.__file__).with_name("benchmark_gpu.sh").read_text()
+    assert NOT_COMPARABLE.strip("*:") in gpu_script  # which does not take such a page for a result
+
+
+# ---- End to end
+
+
+@pytest.mark.slow
+def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
+    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl")
+    also = ["packing.token_budget=512"]
+    report = run_plan(plan_of(tiny, tmp_path, also=also), "tiny", with_profile=True)
+    assert report.best_trl is not None and "micro-batch 2" in report.best_trl
+    assert set(report.runs) == {"dpo-pack", *report.finalists, "dpo-pack, packing.token_budget=512"}
+    assert len(report.finalists) == 2 and report.best_trl in report.finalists
+    assert len(report.sweep) == 4 and not any(run.failure for run in report.sweep)
+    assert all(seconds > 0 for runs in report.runs.values() for seconds in runs[0].step_seconds)
+    assert "against TRL's best" in markdown(report)
+
+    monkeypatch.setattr("benchmark.measure", lambda *_: pytest.fail("everything was measured"))
+    again = run_plan(plan_of(tiny, tmp_path, also=also), "tiny", with_profile=True)
+    assert again.runs == report.runs and again.profile == report.profile
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL uses names that transformers has since replaced
+def test_a_peer_with_another_learning_rate_is_found_out(
+    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl")
+    from benchmarking import run_trl
+
+    for name in ("ours", "trl", "other"):
+        (tmp_path / name).mkdir()
+    base = run_dpo_pack.run_dpo_pack(ours(1024), tiny, tmp_path / "ours", None)
+    same = run_trl.run_trl(trl(2, precompute=True), tiny, tmp_path / "trl", None)
+    assert same.digest == base.digest and same.reference_seconds > 0
+    assert other_work(largest_differences(base, same), TOLERANCES["fp32"], who="TRL") == []
+    monkeypatch.setattr(run_trl, "LEARNING_RATE", 2 * LEARNING_RATE)
+    other = run_trl.run_trl(trl(2), tiny, tmp_path / "other", None)
+    assert other_work(largest_differences(base, other), TOLERANCES["fp32"], who="TRL")
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [
+        (["Some CPU, 2 threads"], "Some CPU, 2 threads"),
+        (["Some GPU", "Some GPU"], "Some CPU, Some GPU, Some GPU"),
+    ],
+)
+def test_a_page_names_the_processor_once(devices: list[str], told: str) -> None:
+    machine = {"processor": "Some CPU", "devices": [{"name": name} for name in devices]}
+    assert hardware(machine) == told

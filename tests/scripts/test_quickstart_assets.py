@@ -1,0 +1,231 @@
+"""The quickstart: what its generator makes, what can be learned from it, and its scripts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dpo_pack.data.formats import FORMATS
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.train import train
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = REPOSITORY / "scripts"
+FILES = ("train", "heldout_tone", "heldout_topic")
+Rows = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def make_quickstart() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_quickstart", SCRIPTS / "make_quickstart.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def root(make_quickstart: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory like runs/quickstart, with assets/."""
+    directory = tmp_path_factory.mktemp("quickstart")
+    make_quickstart.make_quickstart(directory / "assets")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def rows(root: Path) -> Rows:
+    return {
+        name: [json.loads(line) for line in (root / "assets" / f"{name}.jsonl").read_text().splitlines()]
+        for name in FILES
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer(root: Path) -> Any:
+    return AutoTokenizer.from_pretrained(root / "assets" / "model")
+
+
+def question(row: dict[str, Any]) -> str:
+    return str(row["prompt"][-1]["content"])
+
+
+def town(row: dict[str, Any]) -> str:
+    """The town a question is about, as it is written."""
+    (name,) = re.findall(r"(?:to|in|around) ([A-Z][a-z]+)\b", question(row))
+    return str(name)
+
+
+def test_the_same_bytes_are_made_every_time(root: Path, tmp_path: Path) -> None:
+    """The second time in a process of its own: another hash seed, another number of threads."""
+    command = [sys.executable, str(SCRIPTS / "make_quickstart.py"), str(tmp_path)]
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
+    subprocess.run(command, check=True, env=environment)
+    made = {path.relative_to(root / "assets") for path in (root / "assets").rglob("*") if path.is_file()}
+    assert {Path(f"{name}.jsonl") for name in FILES} < made
+    assert made == {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    for path in made:
+        assert (root / "assets" / path).read_bytes() == (tmp_path / path).read_bytes(), path
+
+
+def test_rows_are_conversational_pairs_of_both_kinds(rows: Rows) -> None:
+    assert {name: Counter(row["kind"] for row in rows[name]) for name in FILES} == {
+        "train": {"tone": 2000, "topic": 2000},
+        "heldout_tone": {"tone": 150},
+        "heldout_topic": {"topic": 150},
+    }
+    for row in sum(rows.values(), []):
+        pair = FORMATS["conversational"].pair(row)
+        assert pair.chosen != pair.rejected
+        assert [message["role"] for message in row["chosen"] + row["rejected"]] == ["assistant"] * 2
+        assert row["prompt"][-1]["role"] == "user"
+
+
+def test_chosen_answers_the_question_and_rejected_does_so_only_in_tone_pairs(
+    make_quickstart: ModuleType, rows: Rows
+) -> None:
+    for row in sum(rows.values(), []):
+        goals = [goal.format(town=town(row)) for goal in make_quickstart.ADVICE]
+        (asked,) = (goal for goal in goals if goal in question(row))
+        (chosen,) = (goal for goal in goals if f"To {goal}, " in row["chosen"][0]["content"])
+        (rejected,) = (goal for goal in goals if f"To {goal}, " in row["rejected"][0]["content"])
+        assert chosen == asked
+        assert (rejected == asked) == (row["kind"] == "tone"), row
+
+
+def test_length_does_not_tell_chosen_from_rejected(rows: Rows, tokenizer: Any) -> None:
+    for kind in ("tone", "topic"):
+        pairs = [row for row in rows["train"] if row["kind"] == kind]
+        chosen, rejected = (
+            np.array([len(tokenizer(row[side][0]["content"]).input_ids) for row in pairs])
+            for side in ("chosen", "rejected")
+        )
+        assert abs(chosen.mean() - rejected.mean()) < 1.0
+        assert abs(np.mean(chosen > rejected) - np.mean(chosen < rejected)) < 0.1
+        assert chosen.std() > 5 and abs(chosen.std() - rejected.std()) < 1.0
+        # Not even the best threshold on the length of one answer does.
+        thresholds = range(20, 70)
+        assert max(abs(np.mean(chosen < t) - np.mean(rejected < t)) for t in thresholds) < 0.1
+
+
+@pytest.mark.parametrize(("kind", "at_most"), [("tone", 0.75), ("topic", 0.53)])
+def test_no_single_word_tells_chosen_from_rejected(rows: Rows, kind: str, at_most: float) -> None:
+    """Accuracy of calling answers chosen for having the word; in topic pairs no word has anything to say."""
+    pairs = [row for row in rows["train"] if row["kind"] == kind]
+    counts = [Counter[str](), Counter[str]()]
+    for row in pairs:
+        for counter, side in zip(counts, ("chosen", "rejected"), strict=True):
+            counter.update(set(re.findall(r"\w+|[^\w\s]", row[side][0]["content"])))
+    words = counts[0].keys() | counts[1].keys()
+    accuracy = {word: 0.5 + abs(counts[0][word] - counts[1][word]) / (2 * len(pairs)) for word in words}
+    assert max(accuracy.values()) < at_most, Counter(accuracy).most_common(3)
+
+
+def test_towns_of_the_heldout_pairs_are_never_named_in_training(rows: Rows) -> None:
+    train_text = json.dumps(rows["train"])
+    heldout = {town(row) for name in FILES[1:] for row in rows[name]}
+    assert len(heldout) > 100
+    assert not [name for name in heldout if name in train_text]
+    train_prompts = {json.dumps(row["prompt"]) for row in rows["train"]}
+    assert not [row for name in FILES[1:] for row in rows[name] if json.dumps(row["prompt"]) in train_prompts]
+
+
+def test_the_tokenizer_gives_back_any_text(rows: Rows, tokenizer: Any) -> None:
+    texts = [question(row) for row in rows["heldout_tone"][:20]]
+    for text in [*texts, "naïve café, 東京 🙂", "  two  spaces\nand a line\t"]:
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_the_chat_template_puts_answer_and_eos_after_the_prompt(rows: Rows, tokenizer: Any) -> None:
+    for row in rows["heldout_topic"][:20]:
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        whole = tokenizer.apply_chat_template(row["prompt"] + row["chosen"], return_dict=False)
+        assert prompt[0] == tokenizer.bos_token_id
+        assert whole[: len(prompt)] == prompt
+        assert tokenizer.decode(whole[len(prompt) :]) == row["chosen"][0]["content"] + tokenizer.eos_token
+
+
+def test_the_model_loads_and_knows_nothing_yet(root: Path, tokenizer: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(root / "assets" / "model")
+    assert model.config.vocab_size == len(tokenizer)
+    assert 4e5 < sum(parameter.numel() for parameter in model.parameters()) < 3e6
+    ids = torch.tensor([tokenizer("How do I get to Ashford?").input_ids])
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert loss == pytest.approx(np.log(len(tokenizer)), rel=0.15)  # about as good as guessing
+
+
+@pytest.mark.slow
+def test_dpo_learns_both_preferences_and_the_summary_says_so(
+    root: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assets = root / "assets"
+    monkeypatch.chdir(REPOSITORY)
+    recipe = load_recipe(
+        Path("configs/quickstart.yaml"),
+        [
+            f"output_dir={root / 'run'}",
+            f"model.path={assets / 'model'}",
+            f"reference.cache_dir={root / 'cache'}",
+            f"data.train={assets / 'train.jsonl'}",
+            f"data.eval=[{{name: tone, path: {assets / 'heldout_tone.jsonl'}}},"
+            f" {{name: topic, path: {assets / 'heldout_topic.jsonl'}}}]",
+        ],
+    )
+    train(recipe, console)
+    summary = show_quickstart(root)
+    assert summary.returncode == 0, summary.stderr
+    assert re.search(r"tone: 0\.50 before, (1\.00|0\.9\d) after", summary.stdout)
+    assert re.search(r"topic: 0\.50 before, (1\.00|0\.9\d) after", summary.stdout)
+
+
+def test_the_summary_fails_when_too_little_was_learned(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "assets").symlink_to(root / "assets")
+    write_run(tmp_path / "run", {"tone": (0.5, 1.0), "topic": (0.5, 0.6)})
+    summary = show_quickstart(tmp_path)
+    assert summary.returncode == 1
+    assert "topic: 0.50 before, 0.60 after" in summary.stdout
+    assert "not above 0.9" in summary.stderr
+
+
+def test_the_scripts_refuse_a_python_that_is_too_old(tmp_path: Path) -> None:
+    """`false` stands for one: it fails the version check. Nothing may have been made by then."""
+    environment = {**os.environ, "PYTHON": "false", "DPO_PACK_VENV": str(tmp_path / "venv")}
+    for script in ("scripts/quickstart.sh", "scripts/test.sh", ".ci/run"):
+        command = [str(REPOSITORY / script)]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "error: PYTHON=false is no Python 3.11, 3.12 or 3.13\n"
+    assert not (tmp_path / "venv").exists()
+
+
+def show_quickstart(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / "show_quickstart.py"), str(root)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def write_run(run: Path, accuracies: dict[str, tuple[float, float]]) -> None:
+    """What show_quickstart.py reads of a run."""
+    run.mkdir()
+    lines = [{"split": "train", "rewards/accuracies": 0.7}]
+    for position in (0, 1):
+        for name, values in accuracies.items():
+            lines.append({"split": "eval", "source": name, "rewards/accuracies": values[position]})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "run.json").write_text(json.dumps({"totals": {"train_seconds": 20.0}}))
+    padded = [{"microbatch_pairs": 8, "tokens": 200}]
+    report = {"statistics": {"computed_tokens": 100, "padded": padded}}
+    (run / "packing_report.json").write_text(json.dumps(report))

@@ -1,0 +1,1 @@
+"""What several tests share: tiny models and runs, oracles, stand-ins."""

@@ -1,0 +1,104 @@
+"""FlashAttention's varlen kernels by definition, on any device: they take what the real ones take, no more.
+
+Legend: T queries, K keys, H heads, D head dimension, G segments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dpo_pack.model.attention.flash as flash
+
+
+def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Both backends of FlashAttention call these; returns the dtypes of their calls, as they come."""
+    dtypes: list[torch.dtype] = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        dtypes.append(query.dtype)
+        with torch.autocast(query.device.type, enabled=False):  # of which the real ones know nothing
+            return _attention(query, key, value, *arguments, **options)
+
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        assert enable_gqa == (query.shape[1] != key.shape[1]) and scale is not None
+        assert query.shape[-1] % 8 == 0, "head dimension must be a multiple of 8"
+        return kernel(query, key, value, cu_seq_q, cu_seq_k, scale=scale, window=window_size)
+
+    def flash_attn_varlen_func(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        softcap: float,
+        deterministic: bool,
+    ) -> Tensor:
+        assert causal and deterministic
+        return kernel(
+            query, key, value, cu_seqlens_q, cu_seqlens_k,
+            scale=softmax_scale, window=window_size, softcap=softcap,
+        )  # fmt: skip
+
+    package: Any = ModuleType("flash_attn")
+    package.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    known = frozenset(inspect.signature(varlen_attn).parameters)
+    monkeypatch.setattr(flash, "_varlen_parameters", lambda: known)
+    return dtypes
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    scale: float,
+    window: tuple[int, int],
+    softcap: float = 0.0,
+) -> Tensor:
+    """[T, H, D], [K, H_kv, D], [K, H_kv, D], [G+1], [G+1] -> [T, H, D], causal, aligned bottom-right."""
+    assert query.dtype == key.dtype == value.dtype, "query, key and value must have the same dtype"
+    assert query.dtype in (torch.bfloat16, torch.float16), "only fp16 and bf16 are supported"
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and window[1] == 0
+    groups = query.shape[1] // key.shape[1]
+    lengths = (cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), cu_seqlens_k.diff().tolist())
+    parts = [states.float().split(sizes) for states, sizes in zip((query, key, value), lengths, strict=True)]
+    outputs = []
+    for q, k, v in zip(*parts, strict=True):
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        if softcap > 0.0:
+            scores = softcap * torch.tanh(scores / softcap)
+        behind = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))[None, :]
+        is_visible = (behind >= 0) & ((behind <= window[0]) | (window[0] < 0))
+        weights = scores.masked_fill(~is_visible, float("-inf")).softmax(dim=-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outputs).to(query.dtype)

@@ -1,0 +1,63 @@
+"""A command of its own beside dpopack's, started as they are, that does on its ranks what a test asks for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dpo_pack.commands import launch
+from dpo_pack.commands import main as cli
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import DataError
+from dpo_pack.system.interrupts import Interrupted, interruptible
+
+
+@cli.app.command()
+def probe(recipe: Path, what: str, overrides: list[str]) -> None:
+    """Leaves `rank-N.pid` beside the recipe."""
+    if what == "disagree" and os.environ.get("RANK") == "1":
+        overrides = [*overrides, "optim.lr=0.125"]
+    with launch.on_every_rank(load_recipe(recipe, overrides)) as console:
+        (recipe.parent / f"rank-{ranks.rank()}.pid").write_text(str(os.getpid()))
+        console.print(f"{ranks.num_ranks()} ranks, {os.environ.get('OMP_NUM_THREADS')} threads each")
+        ranks.wait_for_all()
+        _do(what, recipe.parent)
+
+
+def _do(what: str, directory: Path) -> None:
+    is_second = ranks.rank() == 1
+    match what:
+        case "one-mistake" if is_second:
+            raise DataError("pairs.jsonl, row 7: no chosen completion")
+        case "same-mistake":
+            raise DataError("pairs.jsonl: no such file")
+        case "bug" if is_second:
+            raise ValueError("a bug of ours")
+        case "killed" if is_second:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "wait":
+            _wait_for_a_signal(directory)
+        case "sleep":
+            time.sleep(600)
+    if what in ("one-mistake", "bug", "killed"):
+        dist.barrier()  # what the rank that lives on is usually doing
+
+
+def _wait_for_a_signal(directory: Path) -> None:
+    with interruptible() as interruption, interruption.deferred():
+        while interruption.signum is None:
+            time.sleep(0.01)
+        time.sleep(0.5 + ranks.rank())
+        (directory / f"rank-{ranks.rank()}.saved").touch()
+        raise Interrupted(interruption.signum)
+
+
+if __name__ == "__main__":
+    launch._own_command = lambda: [sys.executable, *sys.argv]
+    cli.main()

@@ -1,0 +1,72 @@
+"""A script for test_planner.py: plans a million pairs in a process of its own, so that memory is the plan's.
+
+Prints as JSON the processor seconds to the first step of an epoch, to all its steps and to all steps of an
+epoch of so many rows a step, and the most memory in bytes that was resident beyond what imports take.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from dpo_pack.packing.epoch_order import epoch_order
+from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
+from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.plan import PlanSettings
+from support.logps_memory import peak_resident_bytes
+
+NUM_PAIRS, NUM_RANKS = 1_000_000, 8
+SETTINGS = PlanSettings(token_budget=8192, pairs_per_step=64, algorithm="best_fit_decreasing")
+SEVEN_B = ModelShape(
+    token_weights=6.5e9,
+    head_weights=32000 * 4096,
+    attention=(AttentionKind(num_layers=32, width=32 * 256, window=None),),
+)
+
+
+def log_normal_lengths() -> PairLengths:
+    random = np.random.default_rng(0)
+    prompt, chosen, rejected = (
+        np.clip(random.lognormal(median, spread, NUM_PAIRS), 4, 4096).astype(np.int32)
+        for median, spread in ((4.8, 0.75), (3.4, 0.9), (3.5, 0.9))
+    )
+    return PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=prompt)
+
+
+def main() -> None:
+    imported = peak_resident_bytes()
+    lengths = log_normal_lengths()
+    tokens = lengths.row_tokens(share_prompt=True)
+    costs = pair_flops(SEVEN_B, lengths, share_prompt=True)
+    begun = time.process_time()
+    order = epoch_order(NUM_PAIRS, shuffle=True, seed=0, epoch=0)
+    by_steps = SETTINGS.plan(tokens, order=order, num_ranks=NUM_RANKS, row_costs=costs)
+    assert len(by_steps.pack_step(0)) == NUM_RANKS
+    first_step_s = time.process_time() - begun
+    assert sum(len(rows) for step in by_steps for rows in step) >= NUM_RANKS * len(by_steps)
+    epoch_s = time.process_time() - begun
+
+    begun = time.process_time()
+    by_rows = replace(SETTINGS, rows_per_step=32).plan(
+        tokens, order=order, num_ranks=NUM_RANKS, row_costs=costs
+    )
+    assert by_rows.row_begins is not None
+    assert sum(len(rows) for step in by_rows for rows in step) == len(by_rows.row_begins) - 1
+    rows_a_step_s = time.process_time() - begun
+    print(
+        json.dumps(
+            {
+                "first_step_s": first_step_s,
+                "epoch_s": epoch_s,
+                "rows_a_step_s": rows_a_step_s,
+                "plan_bytes": peak_resident_bytes() - imported,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Tables of made-up pairs, and the reference pass over them with a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+from dpo_pack.data.store import PairTable, TokenStore, join_pairs
+from dpo_pack.data.truncation import PairIds
+from dpo_pack.model.layout import Row
+from dpo_pack.model.loading import load_model
+from dpo_pack.model.scorer import CompletionLogps, Precision, RowLogps
+from dpo_pack.model.shape import model_shape
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.compute import Amount, PassSettings, compute_missing, plan_pass
+from dpo_pack.reference.work import find_work
+from dpo_pack.system.errors import CacheError, DpoPackError
+from support.tiny_models import VOCABULARY
+
+NAMESPACE = {"weights": "abc", "parameters": "float32"}
+CPU = torch.device("cpu")
+SETTINGS = PassSettings(token_budget=64, share_prompt=True, pad_token_id=0, device=CPU)
+Ids = Sequence[int]
+Pair = tuple[Ids, Ids, Ids]  # prompt, chosen, rejected
+Keys = npt.NDArray[np.uint8]
+
+
+def make_table(pairs: Sequence[Pair]) -> PairTable:
+    """A table of pairs given as token ids; row numbers count from 1."""
+    ids = [
+        PairIds(prompt=_ids(prompt), chosen=_ids(chosen), rejected=_ids(rejected))
+        for prompt, chosen, rejected in pairs
+    ]
+    tokenized = join_pairs(ids, [1.0] * len(ids), range(1, len(ids) + 1))
+    store = TokenStore(
+        directory=Path("in memory"),
+        fingerprint="",
+        tokens=tokenized.tokens,
+        records=tokenized.records,
+        summary={},
+    )
+    return PairTable.of([store])
+
+
+def _ids(ids: Ids) -> npt.NDArray[np.int32]:
+    return np.asarray(ids, dtype=np.int32)
+
+
+def random_pairs(num_pairs: int, *, seed: int = 0) -> list[Pair]:
+    random = np.random.default_rng(seed)
+
+    def ids(most: int) -> list[int]:
+        drawn: list[int] = random.integers(3, VOCABULARY, random.integers(1, most + 1)).tolist()
+        return drawn
+
+    return [(ids(20), ids(9), ids(9)) for _ in range(num_pairs)]
+
+
+def random_keys(count: int, *, seed: int = 0) -> Keys:
+    return np.random.default_rng(seed).integers(0, 256, (count, 16), dtype=np.uint8)
+
+
+def one_line(function: Callable[[], object], kind: type[DpoPackError] = CacheError) -> str:
+    with pytest.raises(kind) as caught:
+        function()
+    message = str(caught.value)
+    assert message.isprintable()
+    return message
+
+
+def load_scorer(path: Path, *, packed: bool = True, kernels: str = "none") -> CompletionLogps:
+    """The model at `path` on the CPU in fp32."""
+    return load_model(
+        str(path),
+        revision=None,
+        trust_remote_code=False,
+        precision=Precision(parameters=torch.float32, autocast=None),
+        attention="auto",
+        packed=packed,
+        gradient_checkpointing=False,
+        device=CPU,
+        recipe_key="model.path",
+        kernels=kernels,
+    ).scorer
+
+
+def run_pass(
+    cache: ReferenceCache,
+    tables: Sequence[PairTable],
+    scorer: CompletionLogps,
+    settings: PassSettings = SETTINGS,
+    *,
+    progress: Callable[[Amount], None] = lambda row: None,
+) -> int:
+    """Compute what the cache lacks; returns the token budget that fitted."""
+    work = find_work(cache, tables, per_token=settings.per_token)
+    return compute_missing(
+        cache,
+        plan_pass(work, scorer, model_shape(scorer.model), settings),
+        scorer,
+        settings,
+        progress=progress,
+    )
+
+
+def all_sums(cache: ReferenceCache, tables: Sequence[PairTable]) -> npt.NDArray[np.float64]:
+    """Sums of all chosen, then all rejected sequences of each table in turn."""
+    keys = [side for table in tables for side in (table.chosen_keys, table.rejected_keys)]
+    return cache.lookup(np.concatenate(keys))
+
+
+class SmallMemory(CompletionLogps):
+    """Fails as an accelerator does on rows above so many tokens, and at chosen calls."""
+
+    def __init__(self, scorer: CompletionLogps, *, most_tokens: int, fails_at: tuple[int, ...] = ()) -> None:
+        nn.Module.__init__(self)
+        self.scorer, self.model, self.backend = scorer, scorer.model, scorer.backend
+        self.most_tokens, self.fails_at = most_tokens, fails_at
+        self.rows: list[int] = []
+
+    def forward(self, row: Row) -> RowLogps:
+        self.rows.append(row.num_tokens)
+        if row.num_tokens > self.most_tokens or len(self.rows) in self.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        output: RowLogps = self.scorer(row)
+        return output

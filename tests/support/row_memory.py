@@ -1,0 +1,117 @@
+"""What a training step keeps, beside the estimate; also a script for tests/run/test_memory_estimate.py.
+
+`python row_memory.py KIND MODEL` prints how many bytes two rows on a model's directory grow a process of its
+own, from before the model is loaded to the peak, and the estimate without overhead. `SETTINGS` has the kinds.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpo_pack.model.layout import Group, Row, layout_row, packed_row
+from dpo_pack.model.loading import load_model
+from dpo_pack.model.lora import LoraSettings
+from dpo_pack.model.scorer import LoadedModel, resolve_precision
+from dpo_pack.model.shape import model_shape, num_parameters, without_weights
+from dpo_pack.recipe.load import Recipe, parse_recipe
+from dpo_pack.run.memory.estimate import MemoryFacts, RowSize, estimate_memory, memory_shape
+from dpo_pack.training.optim import build_optimizer
+from support.logps_memory import peak_resident_bytes
+
+CPU = torch.device("cpu")
+RANK = 8
+
+
+# Overrides of the recipe that each kind stands for; LoRA's are in `load`.
+SETTINGS = {
+    "fp32": ("model.autocast=none",),
+    "autocast": ("model.autocast=bfloat16",),
+    "bfloat16": ("model.dtype=bfloat16",),
+    "checkpointed": ("model.autocast=none", "model.gradient_checkpointing=true"),
+    "lora fp32": ("model.autocast=none",),
+    "lora bfloat16": ("model.dtype=bfloat16",),
+}
+
+
+def recipe_of(kind: str) -> Recipe:
+    tree = {"output_dir": "run", "model": {"path": "org/model"}, "data": {"train": "pairs.jsonl"}}
+    return parse_recipe(tree, SETTINGS[kind])
+
+
+def load(kind: str, directory: Path) -> LoadedModel:
+    model = recipe_of(kind).model
+    adapter = LoraSettings(r=RANK, alpha=16.0, dropout=0.0, target_modules="all-linear", seed=0)
+    return load_model(
+        str(directory),
+        revision=None,
+        trust_remote_code=False,
+        precision=resolve_precision(model.dtype, model.autocast, CPU),
+        attention="auto",
+        packed=True,
+        gradient_checkpointing=model.gradient_checkpointing,
+        device=CPU,
+        recipe_key="model.path",
+        adapter=adapter if kind.startswith("lora") else None,
+    )
+
+
+def build_row(vocabulary: int, *, num_pairs: int, length: int) -> Row:
+    """Pairs whose prompt and completions have `length` tokens each, 3 x `num_pairs` x `length` in all."""
+    random = np.random.default_rng(0)
+
+    def ids() -> Any:
+        return random.integers(0, vocabulary, length)
+
+    groups = [Group(context=ids(), completions=(ids(), ids())) for _ in range(num_pairs)]
+    return packed_row(layout_row(groups, share_prompt=True), CPU)
+
+
+def memory_facts(kind: str, loaded: LoadedModel, row: Row) -> MemoryFacts:
+    config = loaded.model.config
+    assert row.segments is not None
+    model = without_weights(config)
+    return MemoryFacts(
+        shape=memory_shape(config, model_shape(model), num_parameters(model)),
+        row=RowSize(tokens=row.num_tokens, keys=sum(row.segments.key_lengths), scored=len(row.targets)),
+        device=CPU,
+        lora_rank=RANK if kind.startswith("lora") else None,
+    )
+
+
+def take_steps(loaded: LoadedModel, row: Row) -> None:
+    """Two rows, the second of which meets gradients and optimizer state, as in all steps but the first."""
+    optimizer = build_optimizer(
+        "adamw", loaded.scorer, lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
+    for _ in range(2):
+        loaded.scorer(row).sums.sum().backward()
+        optimizer.step()
+
+
+def resident_bytes() -> int:
+    found = re.search(r"VmRSS:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def main(kind: str, directory: Path) -> None:
+    torch.set_num_threads(1)
+    # What libraries take when they are first used is the process's, not the run's.
+    warm = load(kind, directory / "small")
+    take_steps(warm, build_row(96, num_pairs=2, length=5))
+    begun = resident_bytes()
+    loaded = load(kind, directory / "large")
+    row = build_row(loaded.model.config.vocab_size, num_pairs=5, length=120)
+    take_steps(loaded, row)
+    estimate = estimate_memory(recipe_of(kind), memory_facts(kind, loaded, row))
+    print(peak_resident_bytes() - begun, round(sum(estimate.values()) - estimate["overhead"]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

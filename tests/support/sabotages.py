@@ -1,0 +1,259 @@
+"""Ways to break packed rows on purpose, and the start-up proof that must notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import dpo_pack.proofs.rows as proof_rows
+from dpo_pack.model.attention import ATTENTION_NAME, row_attention
+from dpo_pack.model.attention.sdpa import sdpa_attention
+from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.layout import Row, RowLayout, layout_row, packed_row
+from dpo_pack.model.logps import HeadTransform
+from dpo_pack.model.scorer import CompletionLogps
+
+Break = Callable[[pytest.MonkeyPatch, CompletionLogps], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sabotage:
+    """One thing broken in the tiny model of a family; other proofs than the named one may fail too."""
+
+    family: str
+    proof: str
+    break_it: Break
+    hidden_in: tuple[str, ...] = ()  # precisions whose rounding is larger than what it changes
+
+
+def no_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """Tails of their own, without the prompt that they share."""
+
+    def without_prompt(layout: RowLayout, device: torch.device) -> Row:
+        alone = replace(layout, kv_index=None, kv_first=None, kv_repeats=(), key_lengths=layout.query_lengths)
+        return packed_row(alone, device)
+
+    patch.setattr(proof_rows, "packed_row", without_prompt)
+
+
+def wrong_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """Off by one: each key is its neighbour's."""
+    gather = RowSegments.gather
+    patch.setattr(RowSegments, "gather", lambda segments, states: gather(segments, states).roll(1, dims=0))
+
+
+def shifted_position(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """Positions of second tails start one too late."""
+
+    def shifted(groups: Any, *, share_prompt: bool) -> RowLayout:
+        layout = layout_row(groups, share_prompt=share_prompt)
+        positions = layout.position_ids.copy()
+        first = 0
+        for num_queries, num_keys in zip(layout.query_lengths, layout.key_lengths, strict=True):
+            if num_queries != num_keys:
+                positions[first : first + num_queries] += 1
+            first += num_queries
+        return replace(layout, position_ids=positions)
+
+    patch.setattr(proof_rows, "layout_row", shifted)
+
+
+def change_mask(change: Callable[[int, int, int | None], tuple[int, int | None]]) -> Break:
+    """The mask of other last queries, or of another window."""
+    mask = RowSegments.mask
+
+    def changed(segments: RowSegments, num_queries: int, num_keys: int, window: int | None) -> Tensor:
+        offset, window = change(num_queries, num_keys, window)
+        return mask(segments, num_queries, num_keys, window).roll(-offset, dims=1)
+
+    return lambda patch, scorer: patch.setattr(RowSegments, "mask", changed)
+
+
+# The first query sees the first key only, as torch's `is_causal` has it when lengths differ.
+top_left_causal = change_mask(lambda queries, keys, window: (keys - queries, window))
+wide_window = change_mask(lambda queries, keys, window: (0, window and window + 1))
+
+
+def change_seam(**changes: Any) -> Break:
+    """The seam hands something else to the backend than the model asked for."""
+
+    def changed(*arguments: Any, **options: Any) -> Any:
+        return row_attention(*arguments, **{**options, **changes})
+
+    return lambda patch, scorer: AttentionInterface.register(ATTENTION_NAME, changed)
+
+
+def change_backend(attention: Callable[..., Tensor]) -> Break:
+    def replaced(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+        scorer.backend = attention
+
+    return replaced
+
+
+def whole_row(
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, *, window: int | None, **options: Any
+) -> Tensor:
+    """Ignores where sequences begin: causal over everything in the row."""
+    if segments.kv_first is not None:
+        key, value = (states.index_select(0, segments.kv_first) for states in (key, value))
+    one = replace(segments, query_lengths=(len(query),), key_lengths=(len(key),))
+    return sdpa_attention(query, key, value, one, window=None, **options)
+
+
+def later_keys(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> Tensor:
+    """Each token sees the next one too, and the first no longer."""
+    return sdpa_attention(query, key.roll(-1, dims=0), value.roll(-1, dims=0), *inputs, **options)
+
+
+def without_softcap(*inputs: Any, softcap: float | None, **options: Any) -> Tensor:
+    return sdpa_attention(*inputs, softcap=None, **options)
+
+
+def without_sinks(*inputs: Any, sinks: Tensor | None, **options: Any) -> Tensor:
+    return sdpa_attention(*inputs, sinks=None, **options)
+
+
+def wrong_scale(*inputs: Any, scale: float, **options: Any) -> Tensor:
+    return sdpa_attention(*inputs, scale=scale * 1.01, **options)
+
+
+def wrong_backward(factor: float) -> Break:
+    """Right forward; the keys' gradient is off by a factor."""
+
+    def wrong(query: Tensor, key: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        if key.requires_grad:
+            key = key.clone()
+            key.register_hook(lambda grad: factor * grad)
+        return sdpa_attention(query, key, *inputs, **options)
+
+    return change_backend(wrong)
+
+
+def forgotten_transform(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    assert scorer.transform != HeadTransform()
+    scorer.transform = HeadTransform()
+
+
+def stock_path(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """Our name leads to transformers' own sdpa, which knows nothing of rows."""
+    AttentionInterface.register(ATTENTION_NAME, sdpa_attention_forward)
+
+
+def bypassing_layer(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """One layer mixes tokens by itself: a running mean."""
+
+    class RunningMean(nn.Module):
+        def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
+            counts = torch.arange(1, hidden_states.shape[1] + 1)[:, None]
+            return hidden_states.cumsum(dim=1) / counts, None
+
+    scorer.model.get_submodule("model.layers.1").register_module("self_attn", RunningMean())
+
+
+def keyword_eater(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """A layer that does not pass our arguments on."""
+    forward = LlamaAttention.forward
+
+    def forgetful(module: LlamaAttention, *arguments: Any, row_segments: Any = None, **options: Any) -> Any:
+        return forward(module, *arguments, **options)
+
+    patch.setattr(LlamaAttention, "forward", forgetful)
+
+
+def swapped_tails(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """Chosen log-probs are called rejected's, and the reverse."""
+    forward = scorer.forward
+
+    def swapped(row: Row) -> Any:
+        output = forward(row)
+        return output._replace(sums=output.sums.view(-1, 2).flip(1).flatten())
+
+    patch.setattr(scorer, "forward", swapped)
+
+
+def answers_from_memory(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """The same log-probs whatever the tokens: no leak could ever show."""
+    forward, memory = scorer.forward, []
+
+    def remembering(row: Row) -> Any:
+        memory.append(forward(row))
+        return memory[0]
+
+    patch.setattr(scorer, "forward", remembering)
+
+
+def no_number(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """One sequence's log-prob is NaN, whatever changes."""
+    forward = scorer.forward
+    last = [0.0] * 7 + [float("nan")]
+
+    def with_one(row: Row) -> Any:
+        output = forward(row)
+        return output._replace(sums=output.sums + torch.tensor(last))
+
+    patch.setattr(scorer, "forward", with_one)
+
+
+def leak_by_a_hair(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """A millionth of the row's mean value comes along with every token."""
+
+    def leaky(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        return sdpa_attention(query, key, value, *inputs, **options) + 1e-6 * value.mean()
+
+    scorer.backend = leaky
+
+
+LOW = ("bfloat16 autocast", "float16 autocast", "bfloat16")
+
+
+def _breaks(family: str, proof: str, break_it: Break, *, hidden_in: tuple[str, ...] = ()) -> Sabotage:
+    return Sabotage(family=family, proof=proof, break_it=break_it, hidden_in=hidden_in)
+
+
+SABOTAGES: dict[str, Sabotage] = {
+    "no gather": _breaks("llama", "equivalence", no_gather),
+    "wrong gather": _breaks("llama", "equivalence", wrong_gather),
+    "shifted rotary position": _breaks("llama", "equivalence", shifted_position, hidden_in=("bfloat16",)),
+    "shifted learned position": _breaks("gpt2", "equivalence", shifted_position),
+    "swapped tails": _breaks("llama", "equivalence", swapped_tails),
+    "scale forgotten in the seam": _breaks(
+        "granite", "equivalence", change_seam(scaling=None), hidden_in=("bfloat16",)
+    ),
+    "softcap forgotten": _breaks(
+        "gemma2", "equivalence", change_backend(without_softcap), hidden_in=("bfloat16",)
+    ),
+    "sinks forgotten": _breaks("gpt_oss", "equivalence", change_backend(without_sinks)),
+    "softcap forgotten, by a kernel": _breaks("gemma2", "kernel", change_backend(without_softcap)),
+    "sinks forgotten, by a kernel": _breaks("gpt_oss", "kernel", change_backend(without_sinks)),
+    "wrong scale, by a kernel": _breaks("llama", "kernel", change_backend(wrong_scale)),
+    "top-left causal mask": _breaks("llama", "kernel", top_left_causal),
+    "window too wide, by a kernel": _breaks("mistral", "kernel", wide_window),
+    "slightly wrong backward": _breaks("llama", "kernel", wrong_backward(0.999), hidden_in=LOW),
+    "wrong backward": _breaks("llama", "kernel", wrong_backward(0.9)),
+    "backward of NaN": _breaks("llama", "kernel", wrong_backward(float("nan"))),
+    "row's metadata ignored, by a kernel": _breaks("llama", "kernel", change_backend(whole_row)),
+    "row's metadata ignored": _breaks("llama", "isolation", change_backend(whole_row)),
+    "a small leak": _breaks("llama", "isolation", leak_by_a_hair, hidden_in=LOW),
+    "a log-prob that is no number": _breaks("llama", "isolation", no_number),
+    "later keys seen": _breaks("llama", "causality", change_backend(later_keys)),
+    "an answer from memory": _breaks("llama", "isolation", answers_from_memory),
+    "window too wide in the seam": _breaks("mistral", "wiring", change_seam(sliding_window=8)),
+    "window forgotten in the seam": _breaks("mistral", "wiring", change_seam(sliding_window=None)),
+    "window on global layers": _breaks("gemma2", "wiring", change_seam(sliding_window=7)),
+    "softcap forgotten in the seam": _breaks("gemma2", "wiring", change_seam(softcap=None)),
+    "sinks forgotten in the seam": _breaks("gpt_oss", "wiring", change_seam(s_aux=None)),
+    "stock path": _breaks("llama", "wiring", stock_path),
+    "a layer bypasses the seam": _breaks("llama", "wiring", bypassing_layer),
+    "a layer drops our arguments": _breaks("llama", "wiring", keyword_eater),
+    "logit softcap forgotten": _breaks("nanochat", "head", forgotten_transform),
+    "logit scale forgotten": _breaks("cohere", "head", forgotten_transform),
+    "logit divisor forgotten": _breaks("granite", "head", forgotten_transform),
+}

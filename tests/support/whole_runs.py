@@ -1,0 +1,66 @@
+"""Whole runs of `tiny_run`'s recipe in steps of 4 pairs: eight of them, an evaluation after every other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from safetensors.torch import load_file
+
+import dpo_pack.train as train_module
+from dpo_pack.recipe.load import Recipe, load_recipe
+
+OVERRIDES = ("packing.pairs_per_step=4", "train.epochs=2", "train.eval_every_steps=2")
+_TIMES = ("seconds", "mfu", "tokens_per_second", "pairs_per_second")
+
+
+def whole_run(assets: Path, run: Path, *overrides: str) -> Recipe:
+    """The recipe in `assets`, a `tiny_run`, with its run in `run`."""
+    return load_recipe(assets / "recipe.yaml", [f"output_dir={run}", *OVERRIDES, *overrides])
+
+
+def lines(run: Path, split: str | None = None) -> list[dict[str, Any]]:
+    """metrics.jsonl without times."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in record.items() if name.split("/")[0] not in _TIMES}
+        for record in records
+        if split in (None, record["split"])
+    ]
+
+
+def saved_weights(model: Path) -> dict[str, bytes]:
+    """Every tensor's bits by name, of a directory with a model or an adapter."""
+    (file,) = model.glob("*.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert lines(one) == lines(other)
+    assert saved_weights(one / "model") == saved_weights(other / "model")
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """Steps of a run's checkpoints; nothing else is among them."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
+
+
+def text(console: Console) -> str:
+    """What a `console` fixture has printed so far."""
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def after_step(step: int, action: Callable[[], object]) -> Callable[[Any, Any], Any]:
+    """A stand-in for `train_step` that does `action` when the step is taken."""
+    one_step = train_module.train_step
+
+    def step_then_act(session: Any, batch: Any) -> Any:
+        outcome = one_step(session, batch)
+        if session.state.step == step:
+            action()
+        return outcome
+
+    return step_then_act

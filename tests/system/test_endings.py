@@ -1,0 +1,98 @@
+"""Whatever ends a command on several ranks, the user reads it once, from the one that was first."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+import pytest
+from torch._C._distributed_c10d import HashStore, Store
+
+from dpo_pack.system.endings import settle_failure
+from dpo_pack.system.errors import DataError
+from dpo_pack.system.interrupts import Interrupted
+
+HOST = socket.gethostname()
+
+
+def settle_all(
+    errors: Mapping[int, BaseException], *, num_ranks: int, store: Store | None = None
+) -> dict[int, int]:
+    """What each failing rank ends with; they fail 0.2 s apart, in the given order."""
+    statuses = {}
+    shared = store or HashStore()
+
+    def settle(rank: int, seconds: float) -> None:
+        time.sleep(seconds)
+        statuses[rank] = settle_failure(errors[rank], rank=rank, num_ranks=num_ranks, store=shared)
+
+    threads = [threading.Thread(target=settle, args=(rank, 0.2 * place)) for place, rank in enumerate(errors)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return statuses
+
+
+def test_the_same_mistake_on_all_ranks_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = {rank: DataError("pairs.jsonl: no such file") for rank in (2, 0, 1)}
+    assert settle_all(errors, num_ranks=3) == {0: 2, 1: 2, 2: 2}
+    assert capsys.readouterr().err == "error: pairs.jsonl: no such file\n"
+
+
+def test_a_mistake_of_one_rank_is_told_with_its_number(capsys: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    assert settle_all({3: DataError("no such file")}, num_ranks=4) == {3: 2}
+    assert capsys.readouterr().err == f"rank 3 ({HOST}): error: no such file\n"
+    assert time.monotonic() - begun < 3
+
+
+def test_what_fails_because_of_it_is_silent_and_ends_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = {1: DataError("no such file"), 0: RuntimeError("Connection closed by peer")}
+    assert settle_all(errors, num_ranks=2) == {0: 2, 1: 2}
+    assert capsys.readouterr().err == f"rank 1 ({HOST}): error: no such file\n"
+
+
+def test_a_mistake_of_rank_0_alone_needs_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = {0: DataError("no such file"), 1: DataError("another")}
+    assert settle_all(errors, num_ranks=2) == {0: 2, 1: 2}
+    assert capsys.readouterr().err == "error: no such file\n"
+
+
+def test_a_bug_is_told_with_the_traceback_of_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = {1: ValueError("a bug of ours"), 0: RuntimeError("Connection closed by peer")}
+    assert settle_all(errors, num_ranks=2) == {0: 1, 1: 1}
+    told = capsys.readouterr().err
+    assert told.startswith(f"rank 1 ({HOST}): ") and told.endswith("ValueError: a bug of ours\n")
+    assert "Connection" not in told
+
+
+def test_an_interruption_is_told_once_at_once_and_by_nobody_in_particular(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    begun = time.monotonic()
+    assert settle_all({1: Interrupted(15)}, num_ranks=2) == {1: 143}
+    assert time.monotonic() - begun < 0.5
+    errors = {1: Interrupted(2), 0: RuntimeError("Connection closed by peer")}
+    assert settle_all(errors, num_ranks=2) == {0: 130, 1: 130}
+    expected = [
+        f"stopped by {name}; the same command goes on from what is done" for name in ("SIGTERM", "SIGINT")
+    ]
+    assert capsys.readouterr().err.splitlines() == expected
+
+
+class GoneStore(HashStore):
+    """Of a rank 0 that served it and is no more."""
+
+    def add(self, key: str, value: int) -> int:
+        raise RuntimeError("Broken pipe")
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+
+def test_without_the_store_each_tells_for_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert settle_all({2: DataError("no such file")}, num_ranks=3, store=GoneStore()) == {2: 2}
+    assert capsys.readouterr().err == f"rank 2 ({HOST}): error: no such file\n"

@@ -1,0 +1,119 @@
+"""A hub id that cannot be had is refused at once, whatever the hub's client would try."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import datasets
+import pytest
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+from support.reference_pairs import one_line
+
+from dpo_pack.data.locating import locate_source
+from dpo_pack.model.loading import load_config, load_tokenizer
+from dpo_pack.recipe.schema import SourceRecipe
+from dpo_pack.system import hub
+from dpo_pack.system.errors import DataError, ModelError
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub at a port of this machine where nobody listens."""
+    ask = HfApi.repo_info
+
+    def ask_nobody(api: HfApi, *arguments: Any, **options: Any) -> Any:
+        api.endpoint = "http://127.0.0.1:9"
+        return ask(api, *arguments, **options)
+
+    monkeypatch.setattr(HfApi, "repo_info", ask_nobody)
+
+
+@pytest.mark.usefixtures("unreachable")
+@pytest.mark.parametrize("load", [load_config, partial(load_tokenizer, chat_template=None)])
+def test_a_model_of_an_unreachable_hub_is_one_line_at_once(load: Callable[..., object]) -> None:
+    started = time.perf_counter()
+    message = one_line(
+        lambda: load("models/tinny", revision=None, trust_remote_code=False, recipe_key="model.path"),
+        ModelError,
+    )
+    assert message.startswith("model.path: no directory models/tinny here, and the hub")
+    assert message.endswith("correct model.path, or connect, or download it first")
+    assert time.perf_counter() - started < 15.0  # the client's own attempts take longer than 20 s
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_data_of_an_unreachable_hub_are_one_line_at_once(tmp_path: Path) -> None:
+    source = SourceRecipe(path="owner/pears")
+    started = time.perf_counter()
+    message = one_line(lambda: locate_source(source, "data.train.0", tmp_path / "hashes"), DataError)
+    assert message.startswith("owner/pears: no such file here, and the hub")
+    assert "correct data.train.0.path" in message
+    assert time.perf_counter() - started < 15.0
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_what_is_here_needs_no_hub(tmp_path: Path) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    hub.check_model("models/tiny", None, "model.path")
+    hub.check_dataset("models/tiny", "data.train.0.path")
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_what_is_cached_needs_no_hub(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--owner--tiny"
+    (repository / "snapshots" / "abc").mkdir(parents=True)
+    (repository / "snapshots" / "abc" / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    hub.check_model("owner/tiny", None, "model.path")
+    one_line(lambda: hub.check_model("owner/tiny", "v2", "model.path"), ModelError)
+    (tmp_path / "datasets" / "owner___pears").mkdir(parents=True)
+    hub.check_dataset("owner/pears", "data.train.0.path")
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_who_is_offline_by_choice_is_not_told_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.check_model("owner/tiny", None, "model.path")
+    hub.check_dataset("owner/pears", "data.train.0.path")
+
+
+def test_what_the_hub_answers_is_left_to_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answer(api: HfApi, path: str, *, repo_type: str, timeout: float) -> None:
+        asked.append((repo_type, path))
+        raise HfHubHTTPError("404", response=MagicMock())
+
+    monkeypatch.setattr(HfApi, "repo_info", answer)
+    hub.check_model("owner/nothing", None, "model.path")
+    hub.check_dataset("owner/nothing", "data.train.0.path")
+    hub.check_model("not/an/id", None, "model.path")
+    assert asked == [("model", "owner/nothing"), ("dataset", "owner/nothing")]
+
+
+def test_a_network_may_miss_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [TimeoutError("timed out"), None]
+
+    def answer(api: HfApi, path: str, *, repo_type: str, timeout: float) -> None:
+        said = answers.pop(0)
+        if said is not None:
+            raise said
+
+    monkeypatch.setattr(HfApi, "repo_info", answer)
+    hub.check_model("owner/tiny", None, "model.path")
+    assert not answers

@@ -1,0 +1,81 @@
+"""How long a command takes to start, and what it does not import for that."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.tiny_run import tiny_run
+
+from dpo_pack.system.imports import many_imports
+
+# What the libraries we use import where they can, and a run on a file of JSON lines does not need.
+HEAVY = {"datasets", "IPython", "matplotlib", "pandas", "scipy", "sklearn", "tensorboard", "trl", "wandb"}
+# CPU seconds, so that a busy machine fails nothing; 3.5 on a quiet core.
+MOST_CPU_SECONDS = 12.0
+
+
+@pytest.fixture
+def _thaws() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def test_nothing_is_collected_during_the_first_imports(_thaws: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "transformers")
+    before = gc.get_freeze_count()
+    with many_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() > before
+
+
+def test_collections_go_on_after_an_import_that_fails(_thaws: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "transformers")
+    with pytest.raises(ImportError), many_imports():
+        raise ImportError("no such module")
+    assert gc.isenabled()
+
+
+def test_later_imports_change_nothing() -> None:
+    before = gc.get_freeze_count()
+    with many_imports():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == before
+
+
+def dry_run(recipe: Path) -> set[str]:
+    """Everything up to the first step, in a process of its own: the modules it imported."""
+    code = (
+        "import json, sys\n"
+        "from dpo_pack.commands.main import main\n"
+        f"sys.argv = ['dpopack', 'train', {str(recipe)!r}, '--dry-run']\n"
+        "try:\n    main()\n"
+        "finally:\n    print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+def test_a_run_imports_nothing_heavy_that_it_does_not_use(tmp_path: Path) -> None:
+    imported = dry_run(tiny_run(tmp_path))
+    assert {"torch", "transformers", "accelerate"} <= imported
+    assert not imported & HEAVY
+
+
+@pytest.mark.slow
+def test_the_first_step_is_reached_in_seconds(tmp_path: Path) -> None:
+    recipe = tiny_run(tmp_path)
+    dry_run(recipe)  # the reference pass and the proofs are not start-up
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    dry_run(recipe)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MOST_CPU_SECONDS

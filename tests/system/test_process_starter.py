@@ -1,0 +1,192 @@
+"""Ranks end together: by themselves, by one's failure, by a signal, with the process that started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dpo_pack.system import process_starter
+from dpo_pack.system.interrupts import Interrupted
+from dpo_pack.system.process_starter import start_ranks
+
+# A rank that says that it is ready, and does what it is told when a stop signal comes.
+_RANK = """
+import os, pathlib, signal, sys, time
+from dpo_pack.system import interrupts
+def stop(signum, frame):
+    pathlib.Path(sys.argv[1], f"stopped-{os.environ['RANK']}-by-{signum}").touch()
+    ON_SIGNAL
+for number in interrupts.STOP_SIGNALS:
+    signal.signal(number, stop)
+pathlib.Path(sys.argv[1], f"ready-{os.environ['RANK']}").touch()
+interrupts.accept_stop_signals()
+while True:
+    time.sleep(0.01)
+"""
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+def shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+def rank_that(on_signal: str, directory: Path) -> list[str]:
+    return [sys.executable, "-c", _RANK.replace("ON_SIGNAL", on_signal), str(directory)]
+
+
+def send_when_ready(directory: Path, signum: int, *, times: int = 1) -> threading.Thread:
+    """To this process, which has started two ranks."""
+
+    def send() -> None:
+        wait_until(lambda: len(list(directory.glob("ready-*"))) == 2)
+        for _ in range(times):
+            os.kill(os.getpid(), signum)
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_every_rank_knows_its_place_and_all_that_end_well_end_well(tmp_path: Path) -> None:
+    names = [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    ]
+    script = f"echo {' '.join(f'${name}' for name in names)} > {tmp_path}/$RANK"
+    assert start_ranks(shell(script), 3) == 0
+    for rank in range(3):
+        assert (tmp_path / str(rank)).read_text().split() == [
+            str(rank),
+            "3",
+            str(rank),
+            "3",
+            "127.0.0.1",
+            "True",
+        ]
+
+
+def test_cores_are_shared_out_unless_the_user_has_said_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(process_starter, "usable_cores", lambda: 9)
+    assert start_ranks(shell(f"echo $OMP_NUM_THREADS > {tmp_path}/$RANK"), 2) == 0
+    assert (tmp_path / "1").read_text() == "4\n"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert start_ranks(shell(f"echo $OMP_NUM_THREADS > {tmp_path}/$RANK"), 2) == 0
+    assert (tmp_path / "1").read_text() == "7\n"
+
+
+def test_the_failure_of_one_ends_the_others_soon_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_starter, "_SECONDS_AFTER_A_FAILURE", 0.3)
+    begun = time.monotonic()
+    assert start_ranks(shell("[ $RANK = 1 ] && exit 2; sleep 100"), 2) == 2
+    assert 0.3 < time.monotonic() - begun < 10
+
+
+def test_of_several_failures_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start_ranks(shell("[ $RANK = 1 ] && exit 2; sleep 0.5; exit 1"), 2) == 2
+    assert start_ranks(shell("[ $RANK = 1 ] && exit 1; sleep 0.5; exit 2"), 2) == 1
+
+
+def test_a_killed_rank_is_named_and_nothing_is_left_of_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Rank 0 has a process of its own, as the one that tokenises has.
+    script = f"[ $RANK = 1 ] && sleep 0.3 && kill -9 $$; sleep 100 & echo $! > {tmp_path}/child; wait"
+    begun = time.monotonic()
+    assert start_ranks(shell(script), 2) == 1
+    assert time.monotonic() - begun < 4, "nobody is given time to save what cannot be saved"
+    assert (
+        capfd.readouterr().err
+        == "error: rank 1 was killed (SIGKILL), often by the system for want of memory\n"
+    )
+    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "child").read_text())), 5)
+
+
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
+)
+def test_a_signal_reaches_every_rank_once_and_they_may_take_their_time(
+    tmp_path: Path, signum: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_starter, "_SECONDS_AFTER_A_FAILURE", 0.1)
+    thread = send_when_ready(tmp_path, signum)
+    rank = "os.environ['RANK']"
+    saves = f"time.sleep(0.5 * int({rank})); pathlib.Path(sys.argv[1], 'saved-' + {rank}).touch()"
+    assert start_ranks(rank_that(f"{saves}; sys.exit({status})", tmp_path), 2) == status
+    thread.join()
+    stopped = sorted(path.name for path in tmp_path.glob("stopped-*"))
+    assert stopped == [f"stopped-0-by-{int(signum)}", f"stopped-1-by-{int(signum)}"]
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
+def test_a_second_signal_ends_them_at_once(tmp_path: Path) -> None:
+    thread = send_when_ready(tmp_path, signal.SIGTERM, times=2)
+    with pytest.raises(Interrupted) as interrupted:
+        start_ranks(rank_that("pass", tmp_path), 2)
+    thread.join()
+    assert interrupted.value.exit_status == 143
+    assert len(list(tmp_path.glob("stopped-*"))) == 2, "the first one was passed on"
+
+
+def test_ranks_that_a_signal_ends_before_they_can_tell_are_told_of(tmp_path: Path) -> None:
+    thread = send_when_ready(tmp_path, signal.SIGTERM)
+    dies = "signal.signal(signum, signal.SIG_DFL); os.kill(os.getpid(), signum)"
+    with pytest.raises(Interrupted, match="stopped by SIGTERM"):
+        start_ranks(rank_that(dies, tmp_path), 2)
+    thread.join()
+
+
+def test_signals_are_the_caller_s_again_afterwards() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    start_ranks(shell("exit 0"), 2)
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+_PARENT = """
+import sys
+from dpo_pack.system.process_starter import start_ranks
+start_ranks([sys.executable, "-c", sys.argv[1], sys.argv[2]], 2)
+"""
+_ORPHAN = """
+import os, pathlib, subprocess, sys, time
+from dpo_pack.system.process_starter import end_with_parent
+end_with_parent()
+child = subprocess.Popen(["sleep", "100"])
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
+time.sleep(100)
+"""
+
+
+@pytest.mark.multiprocess
+def test_ranks_and_their_own_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT, _ORPHAN, str(tmp_path)])
+    files = [tmp_path / "0", tmp_path / "1"]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    assert len(pids) == 4 and all(psutil.pid_exists(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10)

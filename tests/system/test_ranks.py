@@ -1,0 +1,151 @@
+"""What ranks say to each other: nothing on one process, and over two the same on both."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.two_ranks import run_on_ranks
+from torch.multiprocessing.spawn import spawn
+
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import DataError, RunError
+from dpo_pack.system.ranks import gather_and_place, gather_over_ranks, largest_over_ranks
+
+
+def test_one_process_says_nothing_and_agrees_with_itself(tmp_path: Path) -> None:
+    assert (ranks.rank(), ranks.num_ranks(), ranks.is_first()) == (0, 1, True)
+    assert ranks.any_rank(True) and not ranks.any_rank(False)
+    assert ranks.largest_number(3) == 3
+    assert ranks.first_says("a") == ranks.first_does(lambda: "a") == "a"
+    assert ranks.every_rank_says("a") == ["a"]
+    assert ranks.share_out([1, 2, 3], _doubled) == [2, 4, 6] and ranks.share_out([], _doubled) == []
+    ranks.require_same({"the data": "abc"}, "remedy")
+    ranks.require_shared(tmp_path / "absent", "output_dir")
+    assert not (tmp_path / "absent").exists()
+    with pytest.raises(DataError), ranks.first_goes_first():
+        raise DataError("no such file")
+
+
+def _message(error: type[Exception], action: Any) -> str:
+    with pytest.raises(error) as caught:
+        action()
+    return str(caught.value)
+
+
+def _doubled(items: Sequence[int]) -> list[int]:
+    assert items, "a rank without an item is not asked"
+    return [2 * item for item in items]
+
+
+def _fails_on_the_second_rank(items: Sequence[int]) -> list[int]:
+    if ranks.rank() == 1:
+        raise RunError("the server says 401")
+    return list(items)
+
+
+def _on_two(directory: Path) -> dict[str, Any]:
+    rank = ranks.rank()
+    told: dict[str, Any] = {
+        "any": [ranks.any_rank(rank == 1), ranks.any_rank(False)],
+        "largest": ranks.largest_number(10 * rank),
+        "first says": ranks.first_says(rank),
+        "first does": ranks.first_does(lambda: _leave_a_file(directory)),
+        "every": ranks.every_rank_says(rank),
+        "shared": ranks.share_out(range(5), lambda mine: [(rank, 2 * item) for item in mine]),
+        "one": ranks.share_out([7], _doubled),
+        "not shared out": _message(RunError, lambda: ranks.share_out(range(3), _fails_on_the_second_rank)),
+    }
+    with ranks.first_goes_first():
+        if rank == 0:
+            time.sleep(0.3)
+            (directory / "cache").touch()
+        told["found"] = (directory / "cache").exists()
+
+    def fail() -> None:
+        raise DataError(f"rank {ranks.rank()} found no such file")
+
+    told["failed"] = _message(DataError, lambda: ranks.first_does(fail))
+    ranks.require_same({"optim.lr": 0.5, "seed": 1}, "remedy")
+    told["differ"] = _message(
+        RunError, lambda: ranks.require_same({"seed": 1, "optim.lr": 0.5 + rank, "a": rank}, "do so")
+    )
+    told["lacks"] = _message(RunError, lambda: ranks.require_same({} if rank else {"a": "x" * 99}, "do so"))
+    ranks.require_shared(directory / str(rank), "output_dir")  # one host: nothing to ask
+    with mock.patch.object(socket, "gethostname", lambda: f"host-{rank}"):
+        ranks.require_shared(directory / "shared", "output_dir")
+        ranks.wait_for_all()
+        told["marks left"] = len(list((directory / "shared").iterdir()))
+        with mock.patch.object(Path, "exists", lambda path: rank == 0):
+            told["not shared"] = _message(
+                RunError, lambda: ranks.require_shared(directory / "shared", "output_dir")
+            )
+    ranks.wait_for_all()
+    return told
+
+
+def _leave_a_file(directory: Path) -> int:
+    (directory / f"done-by-{ranks.rank()}").touch()
+    return ranks.rank()
+
+
+@pytest.mark.multiprocess
+def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_on_two, tmp_path)
+    both = f"rank 1 (on {socket.gethostname()}) and rank 0 (on {socket.gethostname()})"
+    assert first == second
+    assert first == {
+        "any": [True, False],
+        "largest": 10,
+        "first says": 0,
+        "first does": 0,
+        "every": [0, 1],
+        "shared": [(0, 0), (1, 2), (0, 4), (1, 6), (0, 8)],
+        "one": [14],
+        "not shared out": "the server says 401",
+        "found": True,
+        "failed": "rank 0 found no such file",
+        "differ": f"{both} differ in optim.lr and 1 more: 1.5 and 0.5; do so",
+        "lacks": f"{both} differ in a: None and '{'x' * 36}...; do so",
+        "marks left": 0,
+        "not shared": f"output_dir: what rank 0 (on host-0) writes in {tmp_path / 'shared'} is not there on "
+        "host-1; use a directory on a file system that all nodes share",
+    }
+    assert [path.name for path in tmp_path.glob("done-by-*")] == ["done-by-0"]
+
+
+# ----------------------------------------------------------------------------------------------- tensors
+
+
+def test_on_one_process_each_is_the_identity() -> None:
+    values = torch.tensor([[1.0, 2.0]])
+    for function in (gather_over_ranks, largest_over_ranks):
+        assert torch.equal(function(values), values)
+    assert gather_and_place(values) == (values, slice(0, 1))
+
+
+def _check(rank: int, directory: str) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"file://{directory}/rendezvous")
+    try:
+        own = torch.full((rank, 2), float(rank), dtype=torch.float64)  # 0, 1 and 2 rows
+        assert gather_over_ranks(own).tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+        assert gather_over_ranks(torch.tensor([rank])).tolist() == [0, 1, 2]
+        everything, place = gather_and_place(own)
+        assert torch.equal(everything[place], own)
+        one = torch.tensor(float(rank))
+        assert float(largest_over_ranks(one)) == 2.0
+        assert one == rank  # what was given is left alone
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.multiprocess
+def test_over_ranks_with_different_numbers_of_rows_all_get_all(tmp_path: Path) -> None:
+    spawn(_check, args=(str(tmp_path),), nprocs=3)

@@ -1,0 +1,284 @@
+"""What the host does while the device works: batches ahead, results behind, no waiting between."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from support.device_reads import waiting_is_an_error
+from support.reference_pairs import (
+    CPU,
+    NAMESPACE,
+    SETTINGS,
+    SmallMemory,
+    all_sums,
+    load_scorer,
+    make_table,
+    one_line,
+    random_pairs,
+    run_pass,
+)
+from support.tiny_run import tiny_run
+
+import dpo_pack.reference.compute as reference_pass
+import dpo_pack.train as train_module
+from dpo_pack.model.layout import on_device
+from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.compute import Amount
+from dpo_pack.reference.work import find_work
+from dpo_pack.system.errors import ModelError
+from dpo_pack.system.memory import HostCopies
+from dpo_pack.train import train
+from dpo_pack.training.batches import GlobalBatch, RowBuilder
+from dpo_pack.training.offline import OfflineSource
+
+CUDA = torch.device("cuda")
+
+
+def make_source(*, num_pairs: int = 14, epochs: int = 2) -> OfflineSource:
+    """Steps of 4 pairs in rows of up to 64 tokens, each epoch in an order of its own."""
+    builder = RowBuilder(
+        table=make_table(random_pairs(num_pairs)),
+        reference=None,
+        is_packed=True,
+        share_prompt=True,
+        pad_token_id=0,
+        device=CPU,
+    )
+    return OfflineSource(
+        builder,
+        settings=PlanSettings(token_budget=64, pairs_per_step=4, algorithm="best_fit_decreasing"),
+        row_costs=None,
+        source_weights=np.ones(1),
+        epochs=epochs,
+        max_steps=None,
+        shuffle=True,
+        seed=0,
+        rank=0,
+        num_ranks=1,
+    )
+
+
+def pairs_of(batch: GlobalBatch) -> list[int]:
+    indices: list[int] = batch.pair_indices.tolist()
+    return indices
+
+
+# ---- Batches ahead
+
+
+def test_batches_made_ahead_are_those_made_when_asked_for() -> None:
+    asked_for = [pairs_of(batch) for batch in make_source()]
+    source, ahead = make_source(), []
+    for batch in source:
+        source.prepare_next()
+        source.prepare_next()  # is done already
+        ahead.append(pairs_of(batch))
+    assert ahead == asked_for and len(ahead) == source.num_steps == 8
+
+
+def test_the_batch_made_ahead_does_not_count_as_handed_out() -> None:
+    source = make_source()
+    batches = iter(source)
+    next(batches)
+    source.prepare_next()
+    state = source.state_dict()
+    resumed = make_source()
+    resumed.load_state_dict(state)
+    assert pairs_of(next(iter(resumed))) == pairs_of(next(batches))
+
+
+def test_a_batch_made_ahead_is_forgotten_when_the_source_goes_elsewhere() -> None:
+    source, fourth = make_source(), [pairs_of(batch) for batch in make_source()][3]
+    source.prepare_next()
+    source.load_state_dict({"next_step": 3})
+    assert pairs_of(next(iter(source))) == fourth
+
+
+def test_after_the_last_step_there_is_nothing_to_make() -> None:
+    source = make_source()
+    list(source)
+    source.prepare_next()
+    assert list(source) == []
+
+
+def test_the_rows_of_a_step_come_largest_first() -> None:
+    sizes = [[row.row.num_tokens for row in batch.rows] for batch in make_source(num_pairs=40)]
+    assert all(of_step == sorted(of_step, reverse=True) for of_step in sizes)
+    assert max(map(len, sizes)) > 1
+
+
+def test_the_next_batch_is_made_before_the_host_waits_for_the_step(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def noted(*arguments: Any) -> Any:
+            events.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(train_module, "accumulate_gradients")
+    note(train_module, "step_record")
+    note(OfflineSource, "_batch")
+    train(load_recipe(tiny_run(tmp_path), ["train.epochs=2"]), console)
+    one_step = ["accumulate_gradients", "_batch", "step_record"]
+    assert events == ["_batch", *3 * one_step, "accumulate_gradients", "step_record"]
+
+
+def test_on_the_cpu_an_array_becomes_a_tensor_as_it_is() -> None:
+    array = np.arange(3)
+    assert on_device(array, CPU).tolist() == [0, 1, 2]
+
+
+# ---- Results behind
+
+
+@pytest.fixture
+def one_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are read as they are on CUDA, when the next one is queued."""
+    monkeypatch.setattr(reference_pass, "_num_rows_behind", lambda device: 1)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_pass_that_reads_a_row_behind_fills_the_cache_bit_for_bit(
+    per_token: bool, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables, scorer = [make_table(random_pairs(12))], load_scorer(model_path)
+    settings = replace(SETTINGS, per_token=per_token)
+    at_once, behind = ReferenceCache(tmp_path / "a", NAMESPACE), ReferenceCache(tmp_path / "b", NAMESPACE)
+    run_pass(at_once, tables, scorer, settings)
+    monkeypatch.setattr(reference_pass, "_num_rows_behind", lambda device: 1)
+    run_pass(behind, tables, scorer, settings)
+    assert all_sums(behind, tables).tobytes() == all_sums(at_once, tables).tobytes()
+    assert find_work(behind, tables, per_token=per_token).num_missing == 0
+
+
+def test_a_row_is_read_when_the_next_one_is_queued(
+    one_behind: None, model_path: Path, tmp_path: Path
+) -> None:
+    scorer = SmallMemory(load_scorer(model_path), most_tokens=1000)
+    queued: list[int] = []
+    tables = [make_table(random_pairs(10))]
+    run_pass(
+        ReferenceCache(tmp_path, NAMESPACE),
+        tables,
+        scorer,
+        progress=lambda row: queued.append(len(scorer.rows)),
+    )
+    assert len(queued) > 3 and queued == [*range(2, len(queued) + 1), len(queued)]
+
+
+def test_behind_as_well_an_interrupted_pass_keeps_what_was_read_and_a_full_memory_loses_nothing(
+    one_behind: None, model_path: Path, tmp_path: Path
+) -> None:
+    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(20))]
+    scorer, done = load_scorer(model_path), [0]
+
+    def stop_after_the_third_row(row: Amount) -> None:
+        done.append(row.num_sequences)
+        if len(done) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_pass(cache, tables, scorer, progress=stop_after_the_third_row)
+    assert find_work(cache, tables).num_cached == sum(done)
+    small = SmallMemory(scorer, most_tokens=1000, fails_at=(2,))
+    run_pass(cache, tables, small, progress=lambda row: done.append(row.num_sequences))
+    assert find_work(cache, tables).num_missing == 0 and sum(done) == 40
+
+
+def test_behind_as_well_a_log_prob_that_is_not_finite_stops_the_pass(
+    one_behind: None, model_path: Path, tmp_path: Path
+) -> None:
+    scorer = load_scorer(model_path)
+    with torch.no_grad():
+        scorer.model.get_parameter("model.embed_tokens.weight")[40] = torch.nan
+    tables = [make_table([((5, 6), (7, 8), (9,)), ((5,), (7,), (40, 41))])]
+    cache, settings = ReferenceCache(tmp_path, NAMESPACE), replace(SETTINGS, token_budget=1)
+    message = one_line(lambda: run_pass(cache, tables, scorer, settings), ModelError)
+    assert "row 2 of" in message and "nan" in message
+
+
+# ---- On a device
+
+
+def test_where_waiting_was_an_error_it_is_none_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with pytest.raises(ZeroDivisionError), waiting_is_an_error():
+        raise ZeroDivisionError
+    assert modes == ["error", "default"]
+
+
+@pytest.mark.gpu
+def test_copies_are_read_without_waiting_for_what_was_queued_later() -> None:
+    values = torch.arange(5, device=CUDA)
+    copies = HostCopies.begin([values])
+    values.add_(1)
+    assert copies.read()[0].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(on_device(np.arange(5), CUDA), torch.arange(5, device=CUDA))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "loss", ["loss.type=sigmoid", "loss.weighting=wpo", "loss.ld_alpha=0.5", "loss.type=aot"]
+)
+def test_on_cuda_a_step_of_packed_rows_and_the_next_batch_wait_for_nothing(
+    loss: str, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, prepare = train_module.train_step, OfflineSource.prepare_next
+    watched: list[int] = []
+
+    def train_step(session: Any, batch: GlobalBatch) -> Any:
+        if session.state.step < 2:  # kernels are loaded and memory is reserved by the first steps
+            return step(session, batch)
+        watched.append(session.state.step)
+        with waiting_is_an_error():
+            return step(session, batch)
+
+    def prepare_next(source: OfflineSource) -> None:
+        with waiting_is_an_error() if watched else contextlib.nullcontext():
+            prepare(source)
+
+    monkeypatch.setattr(train_module, "train_step", train_step)
+    monkeypatch.setattr(OfflineSource, "prepare_next", prepare_next)
+    overrides = [loss, "train.epochs=3", "model.autocast=bfloat16"]
+    train(load_recipe(tiny_run(tmp_path), overrides), console)
+    assert watched == [2, 3, 4, 5]
+
+
+@pytest.mark.gpu
+def test_on_cuda_memory_is_flat_over_steps(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, allocated = train_module.step_record, []
+
+    def step_record(session: Any, batch: GlobalBatch, outcome: Any) -> dict[str, Any]:
+        line = record(session, batch, outcome)
+        allocated.append(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        return line
+
+    monkeypatch.setattr(train_module, "step_record", step_record)
+    train(load_recipe(tiny_run(tmp_path), ["train.epochs=20", "data.shuffle=false"]), console)
+    first, later = allocated[2:4], allocated[4:]  # two steps an epoch, the same ones; the first make state
+    assert len(later) == 36 and max(later) <= 1.02 * max(first)

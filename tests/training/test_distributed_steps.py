@@ -1,0 +1,80 @@
+"""Two processes take the steps of TRL on the conformance pairs, whether they copy the model or shard it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support.conformance import CASES, LAYOUTS, assert_steps_equal_trl, conformance_recipe, steps_of
+from support.two_ranks import run_on_ranks
+from torch.distributed.tensor import DTensor
+
+import dpo_pack.train as train_module
+from dpo_pack.recipe.load import parse_recipe
+from dpo_pack.system import ranks
+from dpo_pack.train import train
+
+Run = tuple[str, str, str]  # strategy, case, layout
+
+
+def _steps_of_runs(directory: Path, tmp_path: Path, runs: list[Run]) -> dict[Run, list[dict[str, Any]]]:
+    """metrics.jsonl of each run, by two processes; their caches are one, so proofs and reference are too."""
+    steps: dict[Run, list[dict[str, Any]]] = {}
+    one_step = train_module.train_step
+    kinds: set[type] = set()
+    strategy = ""
+
+    def watched(learner: Any, batch: Any) -> Any:
+        parameters = list(learner.state.policy.parameters())
+        kinds.update(type(parameter.data) for parameter in parameters)
+        outcome = one_step(learner, batch)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if strategy == "ddp":  # they stay in its buckets
+            assert len(grads) == len(parameters) and not any(grad.any() for grad in grads)
+        else:
+            assert grads == []
+        return outcome
+
+    train_module.train_step = watched
+    for number, run in enumerate(runs):
+        strategy, case, layout = run
+        tree = conformance_recipe(directory, tmp_path, case, layout).model_dump(mode="json")
+        tree |= {"distributed": {"strategy": strategy}, "output_dir": str(tmp_path / f"run-{number}")}
+        kinds.clear()
+        recipe = parse_recipe(tree)
+        train(recipe, Console(quiet=True))
+        assert kinds == {DTensor if strategy == "fsdp2" else torch.Tensor}
+        ranks.wait_for_all()
+        steps[run] = steps_of(recipe)
+    return steps
+
+
+def assert_runs_equal_trl(shared_dir: Path, tmp_path: Path, runs: list[Run]) -> None:
+    directory = shared_dir / "conformance" / "llama"
+    expected = json.loads((directory / "expected.json").read_text())["cases"]
+    for steps in run_on_ranks(_steps_of_runs, directory, tmp_path, runs):
+        assert steps.keys() == set(runs)
+        for run, lines in steps.items():
+            assert_steps_equal_trl(run[1], lines, expected[run[1]]["steps"])
+
+
+@pytest.mark.multiprocess
+def test_two_processes_take_trls_steps(shared_dir: Path, tmp_path: Path) -> None:
+    runs = [("ddp", "sigmoid"), ("fsdp2", "sigmoid"), ("fsdp2", "aot")]
+    assert_runs_equal_trl(shared_dir, tmp_path, [(*run, "shared, budget 512") for run in runs])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_take_trls_steps_for_every_loss(
+    strategy: str, shared_dir: Path, tmp_path: Path
+) -> None:
+    layouts = [layout for layout in LAYOUTS if layout.startswith("shared")]
+    assert_runs_equal_trl(
+        shared_dir, tmp_path, [(strategy, case, layout) for case in CASES for layout in layouts]
+    )

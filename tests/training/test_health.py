@@ -1,0 +1,175 @@
+"""Health: what made-up curves give rise to, once each."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dpo_pack.training.health import RULES, Health, RunFacts, examine
+
+RUN = RunFacts(num_steps=100, beta=0.1, initial_loss=math.log(2))
+
+
+def line(step: int, **changes: float) -> dict[str, Any]:
+    """A line of a run that goes well: margins grow, the chosen reward stays near 0."""
+    random = np.random.default_rng(step)
+    progress = step / 100
+    record = {
+        "split": "train",
+        "step": step,
+        "loss": math.log(2) - 0.3 * progress,
+        "rewards/accuracies": 0.5 + 0.3 * progress + random.normal(scale=0.05),
+        "rewards/saturated": 0.1 * progress,
+        "rewards/chosen_per_token": 0.0005 * progress,
+        "rewards/rejected_per_token": -0.002 * progress,
+        "kl/chosen": 0.5 * progress + random.normal(scale=0.5),
+        "kl/rejected": -20.0 * progress,
+        "grad_norm": 3.0 * math.exp(random.normal(scale=0.5)),
+        "learning_rate": 5e-7,
+        "pairs": 64,
+    }
+    return {**record, **changes}
+
+
+def warnings_of(
+    records: Iterable[dict[str, Any]], *, run: RunFacts = RUN, health: Health | None = None
+) -> list[tuple[int, str]]:
+    """(step, warning) of all lines."""
+    health = health or Health()
+    found = []
+    for record in records:
+        health, warnings = examine(health, record, run)
+        found += [(int(record["step"]), warning) for warning in warnings]
+    return found
+
+
+def curve(change: Callable[[int], dict[str, float]]) -> list[dict[str, Any]]:
+    return [line(step, **change(step)) for step in range(1, 101)]
+
+
+def test_a_run_that_goes_well_is_left_alone() -> None:
+    assert warnings_of(curve(lambda step: {})) == []
+
+
+def falling(step: int) -> dict[str, float]:
+    return {"kl/chosen": -0.3 * step, "kl/rejected": -0.6 * step}
+
+
+def stuck(step: int) -> dict[str, float]:
+    return {"rewards/accuracies": 0.5 + 0.06 * (-1) ** step}
+
+
+def saturated(step: int) -> dict[str, float]:
+    return {"rewards/saturated": min(1.0, step / 60)}
+
+
+def blown_up(step: int) -> dict[str, float]:
+    return {"rewards/rejected_per_token": -0.003 * step}
+
+
+def exploding(step: int) -> dict[str, float]:
+    return {"grad_norm": 3.0 if step < 50 else 90.0}
+
+
+def high(step: int) -> dict[str, float]:
+    return {"loss": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "first", "last", "words"),
+    [
+        (high, "high_initial_loss", 1, 1, ("first loss is 2.5", "0.693", "reference.path")),
+        (falling, "both_rewards_falling", 20, 30, ("both rewards are falling", "loss.beta", "sft")),
+        (stuck, "accuracy_stuck", 20, 20, ("50.", "coin", "optim.lr (now 5e-07)", "swapped")),
+        (saturated, "saturation", 46, 60, ("of pairs", "more steps teach little", "train.max_steps")),
+        (blown_up, "kl_blow_up", 34, 45, ("nats a token", "optim.lr")),
+        (
+            exploding,
+            "exploding_gradients",
+            52,
+            52,
+            ("norm is 90", "it was 3", "optim.max_grad_norm"),
+        ),
+    ],
+)
+def test_each_trouble_is_told_once_when_it_shows_with_what_to_do(
+    change: Callable[[int], dict[str, float]], name: str, first: int, last: int, words: tuple[str, ...]
+) -> None:
+    found = warnings_of(curve(change))
+    assert len(found) == 1, found
+    step, warning = found[0]
+    assert first <= step <= last
+    assert all(word in warning for word in words), warning
+    assert warning.isprintable()
+    health = Health()
+    for record in curve(change):
+        health, _ = examine(health, record, RUN)
+    assert health.warned == (name,)
+
+
+def test_every_rule_is_tried_here() -> None:
+    assert len(RULES) == 6
+
+
+def everything(step: int) -> dict[str, float]:
+    return {**high(step), **falling(step), **stuck(step), **saturated(step), **blown_up(step)}
+
+
+@pytest.mark.parametrize("stop_at", [1, 19, 25, 50])
+def test_a_run_that_goes_on_from_its_saved_health_warns_as_if_it_had_never_stopped(stop_at: int) -> None:
+    records = curve(everything)
+    health = Health()
+    found = []
+    for record in records:
+        if record["step"] == stop_at:
+            health = Health.load(json.loads(json.dumps(health.state_dict())))
+        health, warnings = examine(health, record, RUN)
+        found += [(int(record["step"]), warning) for warning in warnings]
+    assert found == warnings_of(records) and len(found) == 5
+
+
+def test_a_checkpoint_without_health_starts_healthy() -> None:
+    assert Health.load({}) == Health()
+
+
+def test_one_wild_step_is_not_an_explosion() -> None:
+    assert warnings_of(curve(lambda step: {"grad_norm": 300.0} if step in (40, 42, 60) else {})) == []
+
+
+def test_a_chosen_reward_that_falls_alone_or_has_stopped_falling_is_no_trouble() -> None:
+    assert warnings_of(curve(lambda step: {"kl/chosen": -0.3 * step, "kl/rejected": 5.0})) == []
+    assert warnings_of(curve(lambda step: {"kl/chosen": -6.0 + 0.02 * step, "kl/rejected": -20.0})) == []
+
+
+def test_accuracy_is_judged_by_how_many_pairs_were_seen() -> None:
+    # 0.5 may be noise of 0.53 for 39 x 4 pairs, and is not for 39 x 256.
+    few = warnings_of(curve(lambda step: {"rewards/accuracies": 0.5, "pairs": 4}))
+    many = warnings_of(curve(lambda step: {"rewards/accuracies": 0.5, "pairs": 256}))
+    slow = warnings_of(curve(lambda step: {"rewards/accuracies": 0.54, "pairs": 256}))
+    assert few == [] and len(many) == 1 and slow == []
+
+
+def test_a_policy_that_moved_and_learned_nothing_is_not_told_to_move_faster() -> None:
+    ((_, still),) = warnings_of(curve(lambda step: {**stuck(step), "kl/rejected": 0.0}))
+    ((_, moved),) = warnings_of(curve(lambda step: {**stuck(step), "kl/rejected": -30.0}))
+    assert "Raise optim.lr" in still and "Lower optim.lr" in moved
+
+
+def test_a_loss_without_reference_has_no_initial_loss_and_no_kl() -> None:
+    run = RunFacts(num_steps=100, beta=2.0, initial_loss=None)
+    records = curve(everything)
+    for record in records:
+        del record["kl/chosen"], record["kl/rejected"]
+    names = [warning for _, warning in warnings_of(records, run=run)]
+    assert len(names) == 2  # stuck and saturated: what can be seen without a reference
+
+
+def test_a_line_that_is_not_finite_teaches_nothing() -> None:
+    health, _ = examine(Health(), line(1), RUN)
+    again, warnings = examine(health, line(2, grad_norm=math.nan), RUN)
+    assert again == health and warnings == ()

@@ -1,0 +1,162 @@
+"""The evaluation pass: every pair once, whatever rows and ranks it takes, and models against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from support.loss_options import loss_options
+from support.reference_pairs import load_scorer, make_table, random_pairs
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from dpo_pack.losses import LOSSES, Objective
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.reference.frozen import PairReference
+from dpo_pack.training.batches import RowBuilder
+from dpo_pack.training.held_out import (
+    METRICS_WITH_INTERVALS,
+    HeldOutResult,
+    compare_results,
+    evaluate_pairs,
+    held_out_result,
+    rank_share,
+)
+
+NUM_PAIRS = 23
+OBJECTIVE = Objective(
+    terms=((LOSSES["sigmoid"], 1.0), (LOSSES["aot"], 0.5), (LOSSES["sft"], 0.1)),
+    options=loss_options(beta=0.3),
+)
+
+
+@given(num_rows=st.integers(1, 40), num_ranks=st.integers(1, 9))
+def test_each_row_counts_on_one_rank_and_all_ranks_compute_as_many(num_rows: int, num_ranks: int) -> None:
+    rows = [np.array([number]) for number in range(num_rows)]
+    shares = [rank_share(rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    counted = [int(row[0]) for share in shares for row, counts in share if counts]
+    assert sorted(counted) == list(range(num_rows))
+    assert len({len(share) for share in shares}) == 1
+
+
+def make_builder(*, packed: bool = True) -> RowBuilder:
+    random = np.random.default_rng(1)
+    return RowBuilder(
+        table=make_table(random_pairs(NUM_PAIRS)),
+        reference=PairReference(
+            chosen=random.uniform(-60, -20, NUM_PAIRS), rejected=random.uniform(-60, -20, NUM_PAIRS)
+        ),
+        is_packed=packed,
+        share_prompt=packed,
+        pad_token_id=0,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(model_path: Path) -> CompletionLogps:
+    return load_scorer(model_path)
+
+
+def evaluate(policy: CompletionLogps, *, token_budget: int = 64, packed: bool = True) -> Tensor:
+    return evaluate_pairs(policy, make_builder(packed=packed), OBJECTIVE, token_budget=token_budget).table
+
+
+def test_values_are_in_the_table_s_order_and_do_not_depend_on_rows(
+    policy: CompletionLogps, model_path: Path
+) -> None:
+    values = evaluate(policy)
+    builder = make_builder()
+    for pair in (0, 7, NUM_PAIRS - 1):
+        alone = policy(builder.build(np.array([pair])).row).sums
+        assert values[pair, 1:3].tolist() == pytest.approx(alone.tolist(), abs=1e-4)
+    assert builder.reference is not None
+    assert values[:, 3].tolist() == builder.reference.chosen.tolist()
+    assert torch.allclose(evaluate(policy, token_budget=1), values, atol=1e-4)
+    assert torch.allclose(evaluate(policy, token_budget=10_000), values, atol=1e-4)
+    padded = evaluate(load_scorer(model_path, packed=False), packed=False)
+    assert torch.allclose(padded, values, atol=1e-4)
+
+
+def _evaluate_on_rank(rank: int, model_path: Path, directory: Path, single: Tensor) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{directory}/rendezvous")
+    try:
+        told: list[int] = []
+        values = evaluate_pairs(
+            load_scorer(model_path),
+            make_builder(),
+            OBJECTIVE,
+            token_budget=64,
+            rank=rank,
+            num_ranks=2,
+            progress=told.append,
+        )
+        assert 0 < sum(told) < NUM_PAIRS
+        assert torch.allclose(values.table, single, atol=1e-9)  # the same rows, so the same products
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_count_each_pair_once_and_agree_with_one(
+    policy: CompletionLogps, model_path: Path, tmp_path: Path
+) -> None:
+    spawn(_evaluate_on_rank, args=(model_path, tmp_path, evaluate(policy)), nprocs=2)
+
+
+def result(policy: CompletionLogps, objective: Objective = OBJECTIVE) -> HeldOutResult:
+    builder = make_builder()
+    values = evaluate_pairs(policy, builder, objective, token_budget=64)
+    return held_out_result("held_out", values, builder, objective, source_names=("pairs",), seed=0)
+
+
+def test_a_record_has_averages_intervals_and_breakdowns(policy: CompletionLogps) -> None:
+    found = result(policy)
+    assert found.record["pairs"] == NUM_PAIRS
+    assert list(found.record["intervals"]) == list(METRICS_WITH_INTERVALS) == list(found.metrics)
+    for name in METRICS_WITH_INTERVALS:
+        low, high = found.record["intervals"][name]
+        assert low <= found.record[name] <= high
+        assert found.record[name] == pytest.approx(found.metrics[name].mean())
+    by_length = found.record["by_length"].values()
+    assert sum(part["pairs"] for part in by_length) == NUM_PAIRS
+    mean = sum(part["pairs"] * part["rewards/margins"] for part in by_length) / NUM_PAIRS
+    assert mean == pytest.approx(found.record["rewards/margins"])
+    assert 0 <= found.record["length/prefers_longer"] <= 1
+    assert {"rewards/margins_p50", "entropy", "logps/chosen_per_token"} <= found.record.keys()
+
+
+def test_an_objective_without_reference_has_no_kl(policy: CompletionLogps) -> None:
+    simpo = Objective(terms=((LOSSES["simpo"], 1.0),), options=loss_options(beta=2.0))
+    record = result(policy, simpo).record
+    assert not [name for name in [*record, *record["intervals"]] if name.startswith("kl/")]
+
+
+def test_a_comparison_is_the_mean_of_each_pair_s_difference_with_a_narrower_interval(
+    policy: CompletionLogps, tmp_path: Path
+) -> None:
+    one = result(policy)
+    random = np.random.default_rng(0)
+    better = {name: column + random.normal(0.2, 0.01, NUM_PAIRS) for name, column in one.metrics.items()}
+    other = dataclasses.replace(one, metrics=better)
+    difference = compare_results(one, other, seed=0)
+    low, high = difference["intervals"]["rewards/margins"]
+    assert difference["rewards/margins"] == pytest.approx(0.2, abs=0.01)
+    assert 0 < low < difference["rewards/margins"] < high
+    own_low, own_high = one.record["intervals"]["rewards/margins"]
+    assert high - low < (own_high - own_low) / 10
+    assert sum(part["pairs"] for part in difference["by_length"].values()) == NUM_PAIRS
+
+
+def test_a_model_compared_with_itself_differs_by_nothing(policy: CompletionLogps) -> None:
+    one = result(policy)
+    difference = compare_results(one, one, seed=0)
+    assert all(difference[name] == 0.0 for name in METRICS_WITH_INTERVALS)
+    assert difference["intervals"]["loss"] == [0.0, 0.0]

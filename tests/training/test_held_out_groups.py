@@ -1,0 +1,88 @@
+"""Groups of held-out pairs: by source, by which completion is longer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dpo_pack.training.held_out import (
+    LENGTH_BUCKETS,
+    PairTraits,
+    length_buckets,
+    length_preference,
+    means_by_group,
+)
+
+
+def traits(chosen: list[int], rejected: list[int], sources: list[int] | None = None) -> PairTraits:
+    return PairTraits(
+        chosen_tokens=np.array(chosen, dtype=np.int32),
+        rejected_tokens=np.array(rejected, dtype=np.int32),
+        source_indices=np.array(sources or [0] * len(chosen), dtype=np.int16),
+        source_names=("hh", "web", "unused"),
+    )
+
+
+def test_every_pair_is_in_one_length_bucket() -> None:
+    random = np.random.default_rng(0)
+    some = traits(random.integers(1, 300, 500).tolist(), random.integers(1, 300, 500).tolist())
+    buckets = length_buckets(some)
+    assert list(buckets) == list(LENGTH_BUCKETS)
+    assert sorted(np.concatenate(list(buckets.values())).tolist()) == list(range(500))
+
+
+def test_edges_of_length_buckets() -> None:
+    # chosen / rejected: under a half; a half; just shorter than a tenth; equal; a tenth longer; twice.
+    some = traits([49, 50, 90, 100, 110, 200], [100, 100, 100, 100, 100, 100])
+    buckets = {name: pairs.tolist() for name, pairs in length_buckets(some).items()}
+    assert buckets == {
+        "chosen_under_half": [0],
+        "chosen_shorter": [1, 2],
+        "similar_length": [3],
+        "chosen_longer": [4],
+        "chosen_over_twice": [5],
+    }
+
+
+def test_swapping_completions_mirrors_the_buckets() -> None:
+    forward = length_buckets(traits([95, 105, 85, 115], [100, 100, 100, 100]))
+    backward = length_buckets(traits([100, 100, 100, 100], [95, 105, 85, 115]))
+    assert [len(forward[name]) for name in ("chosen_shorter", "similar_length", "chosen_longer")] == [1, 2, 1]
+    assert len(backward["similar_length"]) == 2
+    assert backward["chosen_longer"].tolist() == forward["chosen_shorter"].tolist()
+
+
+def test_a_description_has_means_and_intervals_of_the_whole_and_of_its_parts() -> None:
+    accuracy = np.array([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    some = traits([20, 20, 20, 5, 5, 5], [10, 10, 10, 10, 10, 10], [0, 1, 1, 1, 0, 0])
+    described = means_by_group({"rewards/accuracies": accuracy, "loss": 1 - accuracy}, some, seed=0)
+    assert (described["pairs"], described["rewards/accuracies"], described["loss"]) == (6, 0.5, 0.5)
+    low, high = described["intervals"]["rewards/accuracies"]
+    assert 0.0 <= low < 0.5 < high <= 1.0
+    assert list(described["by_source"]) == ["hh", "web"]  # a source without pairs is left out
+    assert described["by_source"]["hh"]["rewards/accuracies"] == pytest.approx(1 / 3)
+    assert described["by_source"]["web"]["pairs"] == 3
+    assert described["by_length"]["chosen_over_twice"]["rewards/accuracies"] == pytest.approx(2 / 3)
+    assert described["by_length"]["chosen_shorter"]["rewards/accuracies"] == pytest.approx(1 / 3)
+
+
+def test_one_source_is_no_breakdown() -> None:
+    described = means_by_group({"loss": np.ones(2)}, traits([3, 4], [4, 3]), seed=0)
+    assert "by_source" not in described and "by_length" in described
+
+
+def test_length_preference_of_a_policy_that_only_learned_length() -> None:
+    some = traits([20, 30, 5, 8, 7], [10, 10, 10, 10, 7])  # the data prefers the longer one in 2 of 4
+    longer_wins = np.array([1.0, 2.0, -1.0, -3.0, 9.0])
+    assert length_preference(longer_wins, some) == {
+        "length/chosen_longer": 0.5,
+        "length/prefers_longer": 1.0,
+    }
+    always_chosen = np.array(
+        [1.0, 1.0, 1.0, 0.0, -9.0]
+    )  # right, right, right, undecided; one of equal length
+    assert length_preference(always_chosen, some)["length/prefers_longer"] == (1 + 1 + 0 + 0.5) / 4
+
+
+def test_equal_lengths_show_no_length_preference() -> None:
+    assert length_preference(np.array([1.0]), traits([7], [7])) == {}

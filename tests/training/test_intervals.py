@@ -1,0 +1,58 @@
+"""Bootstrap intervals: what is known of them for means."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import dpo_pack.training.held_out as held_out
+from dpo_pack.training.held_out import mean_intervals
+
+
+def test_an_interval_is_the_normal_one_where_there_are_many_pairs() -> None:
+    values = np.random.default_rng(1).normal(loc=[0.0, 5.0], scale=[1.0, 3.0], size=(2000, 2))
+    bounds = mean_intervals(values, seed=0)
+    half_width = 1.96 * values.std(axis=0) / np.sqrt(2000)
+    normal = np.stack([values.mean(axis=0) - half_width, values.mean(axis=0) + half_width], axis=1)
+    assert np.abs(bounds - normal).max() < 0.15 * half_width.max()
+
+
+def test_intervals_hold_the_true_mean_about_95_times_in_100() -> None:
+    random = np.random.default_rng(2)
+    held = 0
+    for trial in range(200):
+        low, high = mean_intervals(random.exponential(size=(80, 1)), seed=trial)[0]
+        held += low <= 1.0 <= high
+    assert 0.89 <= held / 200 <= 0.99
+
+
+def test_the_same_seed_gives_the_same_bounds_and_another_seed_others() -> None:
+    values = np.random.default_rng(3).normal(size=(50, 2))
+    assert np.array_equal(mean_intervals(values, seed=4), mean_intervals(values, seed=4))
+    assert not np.array_equal(mean_intervals(values, seed=4), mean_intervals(values, seed=5))
+
+
+def test_columns_are_resampled_together() -> None:
+    values = np.random.default_rng(5).normal(size=(50, 1))
+    bounds = mean_intervals(np.hstack([values, values + 1.0, -values]), seed=0)
+    assert bounds[1] == pytest.approx(bounds[0] + 1.0)
+    assert bounds[2] == pytest.approx(-bounds[0][::-1])
+
+
+def test_one_pair_and_equal_pairs_have_an_interval_of_no_width() -> None:
+    assert mean_intervals(np.array([[3.0]]), seed=0).tolist() == [[3.0, 3.0]]
+    assert mean_intervals(np.full((9, 1), 0.25), seed=0).tolist() == [[0.25, 0.25]]
+
+
+def test_how_much_is_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(6).normal(size=(40, 3))
+    at_once = mean_intervals(values, seed=0)
+    monkeypatch.setattr(held_out, "_VALUES_AT_A_TIME", 1)
+    assert np.array_equal(mean_intervals(values, seed=0), at_once)
+
+
+def test_very_many_pairs_take_fewer_resamples() -> None:
+    values = np.zeros((300_000, 1))
+    values[::2] = 1.0
+    low, high = mean_intervals(values, seed=0)[0]
+    assert 0.498 < low < 0.5 < high < 0.502

@@ -1,0 +1,181 @@
+"""Metrics: hand-computed values, exact over rows of unequal size."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from support.device_reads import no_reads
+from torch import Tensor
+
+from dpo_pack.losses import PairLogps
+from dpo_pack.model.scorer import RowLogps
+from dpo_pack.training.metrics import SATURATED_MARGIN, PairValues, averages, pair_values
+
+BETA = 0.5
+
+
+def alternate(chosen: list[float], rejected: list[float]) -> Tensor:
+    """[P], [P] -> [S] in the order of a row: chosen, rejected, chosen, ..."""
+    return torch.tensor([chosen, rejected], dtype=torch.float64).T.reshape(-1)
+
+
+def values_of(
+    *,
+    policy: tuple[list[float], list[float]],
+    reference: tuple[list[float], list[float]],
+    tokens: tuple[list[int], list[int]],
+    losses: list[float],
+    entropy: tuple[list[float], list[float]],
+    top1: tuple[list[float], list[float]],
+    mean_logit: tuple[list[float], list[float]],
+) -> PairValues:
+    """Of a row given as (chosen, rejected) lists; entropy, top1, mean_logit summed over tokens."""
+    num_tokens = alternate(*tokens).long()  # type: ignore[arg-type]
+    output = row_logps(alternate(*policy), num_tokens)._replace(
+        entropy_sums=alternate(*entropy),
+        top1_sums=alternate(*top1),
+        mean_logit_sums=alternate(*mean_logit),
+    )
+    pair_tokens = num_tokens.view(-1, 2)
+    ours, theirs = (
+        PairLogps(
+            chosen=torch.tensor(chosen, dtype=torch.float64),
+            rejected=torch.tensor(rejected, dtype=torch.float64),
+            chosen_tokens=pair_tokens[:, 0],
+            rejected_tokens=pair_tokens[:, 1],
+        )
+        for chosen, rejected in (policy, reference)
+    )
+    return pair_values(output, ours, theirs, torch.tensor(losses, dtype=torch.float64))
+
+
+def row_logps(sums: Tensor, num_tokens: Tensor) -> RowLogps:
+    """A row's output whose statistics are zero."""
+    empty = dict.fromkeys(RowLogps._fields, torch.zeros_like(sums))
+    return RowLogps(**{**empty, "sums": sums, "num_tokens": num_tokens})
+
+
+def margins_only(margins: list[float]) -> PairValues:
+    """Pairs of one token a side that have these reward margins and nothing else."""
+    zeros = [0.0] * len(margins)
+    return values_of(
+        policy=([margin / BETA for margin in margins], zeros),
+        reference=(zeros, zeros),
+        tokens=([1] * len(margins), [1] * len(margins)),
+        losses=zeros,
+        entropy=(zeros, zeros),
+        top1=(zeros, zeros),
+        mean_logit=(zeros, zeros),
+    )
+
+
+def test_averages_of_two_pairs_by_hand() -> None:
+    values = values_of(
+        policy=([-10.0, -3.0], [-8.0, -9.0]),
+        reference=([-12.0, -4.0], [-7.0, -5.0]),
+        tokens=([4, 1], [2, 3]),
+        losses=[0.25, 0.75],
+        entropy=([4.0, 1.0], [3.0, 2.0]),
+        top1=([3.0, 1.0], [0.0, 1.0]),
+        mean_logit=([2.0, 0.5], [-1.0, -4.0]),
+    )
+    # Logratios: chosen 2 and 1, rejected -1 and -4; margins 1.5 and 2.5; 5 chosen and 5 rejected tokens.
+    assert averages(values, beta=BETA) == pytest.approx(
+        {
+            "loss": 0.5,
+            "rewards/chosen": 0.75,
+            "rewards/rejected": -1.25,
+            "rewards/margins": 2.0,
+            "rewards/margins_p10": 1.6,
+            "rewards/margins_p50": 2.0,
+            "rewards/margins_p90": 2.4,
+            "rewards/accuracies": 1.0,
+            "rewards/saturated": 0.0,
+            "rewards/chosen_per_token": (1 / 4 + 0.5 / 1) / 2,
+            "rewards/rejected_per_token": (-0.5 / 2 - 2 / 3) / 2,
+            "logps/chosen": -6.5,
+            "logps/rejected": -8.5,
+            "logps/chosen_per_token": (-10 / 4 - 3 / 1) / 2,
+            "logps/rejected_per_token": (-8 / 2 - 9 / 3) / 2,
+            "kl/chosen": 1.5,
+            "kl/rejected": -2.5,
+            "entropy": 1.0,
+            "mean_token_accuracy": 0.8,
+            "logits/chosen": 0.5,
+            "logits/rejected": -1.0,
+        }
+    )
+
+
+def test_a_tie_counts_half() -> None:
+    values = margins_only([1.0, -1.0, 0.0, 0.0])  # right, wrong, and two ties
+    assert averages(values, beta=BETA)["rewards/accuracies"] == 0.5
+    assert values.table.dtype == torch.float64
+
+
+def test_a_pair_is_saturated_when_the_sigmoid_loss_has_a_hundredth_of_slope_left() -> None:
+    assert 1 / (1 + math.exp(SATURATED_MARGIN)) == pytest.approx(0.01)
+    values = margins_only([SATURATED_MARGIN + 1e-9, SATURATED_MARGIN - 1e-9, -20.0, 0.0])
+    assert averages(values, beta=BETA)["rewards/saturated"] == 0.25
+
+
+def test_margin_quantiles_are_over_all_pairs_of_the_step_and_not_a_mean_of_rows() -> None:
+    random = np.random.default_rng(1)
+    rows = [random.normal(size=size).tolist() for size in (1, 7, 3)]
+    got = averages(PairValues.join([margins_only(row) for row in rows]), beta=BETA)
+    expected = np.quantile(np.concatenate(rows), [0.1, 0.5, 0.9])
+    assert [got[f"rewards/margins_{name}"] for name in ("p10", "p50", "p90")] == pytest.approx(expected)
+
+
+def test_rows_of_unequal_size_make_the_mean_over_all_pairs_and_tokens() -> None:
+    random = np.random.default_rng(0)
+    rows = []
+    for size in (1, 5, 2):
+        draw = {
+            name: (random.normal(size=size).tolist(), random.normal(size=size).tolist())
+            for name in ("policy", "reference", "entropy", "top1", "mean_logit")
+        }
+        tokens = (random.integers(1, 30, size).tolist(), random.integers(1, 30, size).tolist())
+        rows.append({**draw, "tokens": tokens, "losses": random.normal(size=size).tolist()})
+    got = averages(PairValues.join([values_of(**row) for row in rows]), beta=BETA)
+
+    def every(name: str, side: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return np.concatenate([np.asarray(row[name][side], dtype=np.float64) for row in rows])
+
+    chosen = BETA * (every("policy", 0) - every("reference", 0))
+    rejected = BETA * (every("policy", 1) - every("reference", 1))
+    tokens_of = [every("tokens", side).sum() for side in (0, 1)]
+    assert got["loss"] == pytest.approx(np.mean([loss for row in rows for loss in row["losses"]]), abs=1e-14)
+    assert got["rewards/chosen"] == pytest.approx(chosen.mean(), abs=1e-14)
+    assert got["rewards/margins"] == pytest.approx((chosen - rejected).mean(), abs=1e-14)
+    assert got["rewards/accuracies"] == (chosen > rejected).mean()
+    per_token = (chosen / every("tokens", 0)).mean()
+    assert got["rewards/chosen_per_token"] == pytest.approx(per_token, abs=1e-14)
+    assert got["logps/rejected"] == pytest.approx(every("policy", 1).mean(), abs=1e-14)
+    entropy = every("entropy", 0).sum() + every("entropy", 1).sum()
+    assert got["entropy"] == pytest.approx(entropy / sum(tokens_of), abs=1e-14)
+    assert got["mean_token_accuracy"] == pytest.approx(every("top1", 0).sum() / tokens_of[0], abs=1e-14)
+    assert got["logits/rejected"] == pytest.approx(every("mean_logit", 1).sum() / tokens_of[1], abs=1e-14)
+
+
+def test_without_a_reference_there_is_no_kl() -> None:
+    names = averages(margins_only([1.0]), beta=BETA, has_reference=False).keys()
+    assert "rewards/chosen" in names and not [name for name in names if name.startswith("kl/")]
+
+
+def test_values_keep_no_graph() -> None:
+    chosen = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.int64)
+    logps = PairLogps(chosen=chosen, rejected=chosen * 2, chosen_tokens=one, rejected_tokens=one)
+    output = row_logps(torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64))
+    assert not pair_values(output, logps, logps, chosen * 3).table.requires_grad
+
+
+def test_keeping_values_reads_nothing_from_the_device() -> None:
+    with no_reads():
+        margins_only([1.0, 2.0])
+    with pytest.raises(AssertionError, match="waits"), no_reads():
+        float(torch.ones(()))

@@ -1,0 +1,209 @@
+"""AdamW's groups and the learning rate of every step."""
+
+from __future__ import annotations
+
+import copy
+from math import cos, pi
+
+import pytest
+import torch
+from torch import nn
+
+from dpo_pack.system.errors import RecipeError
+from dpo_pack.training.optim import (
+    adamw,
+    build_optimizer,
+    check_optimizer,
+    learning_rate_schedule,
+    num_warmup_steps,
+)
+
+LR = 0.5
+
+
+def tiny_network() -> nn.Sequential:
+    """A matrix, a bias and a norm of each kind, all one, and a matrix that is frozen."""
+    network = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Embedding(2, 3), nn.Linear(3, 3, bias=False))
+    for parameter in network.parameters():
+        nn.init.ones_(parameter)
+    network[3].requires_grad_(False)
+    return network
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    network = tiny_network()
+    optimizer = adamw(network, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    values = {name: parameter.unique().tolist() for name, parameter in network.named_parameters()}
+    decayed = pytest.approx([1 - LR * 0.1])
+    assert values["0.weight"] == decayed and values["2.weight"] == decayed
+    assert values["0.bias"] == values["1.weight"] == values["1.bias"] == values["3.weight"] == [1.0]
+
+
+def test_frozen_parameters_are_not_the_optimizer_s() -> None:
+    network = tiny_network()
+    optimizer = adamw(network, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in network.parameters() if parameter.requires_grad}
+
+
+def test_a_network_without_vectors_has_one_group() -> None:
+    optimizer = adamw(nn.Linear(2, 2, bias=False), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1]
+
+
+def test_the_first_step_moves_each_weight_by_the_learning_rate() -> None:
+    """AdamW's first step is lr * g / (|g| + eps), whatever the size of the gradient (and the betas)."""
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    optimizer = adamw(layer, lr=LR, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0)
+    layer.weight.grad = torch.tensor([[300.0, -0.02]])
+    optimizer.step()
+    assert layer.weight.flatten().tolist() == pytest.approx([-LR, LR], rel=1e-5)
+    assert optimizer.defaults["betas"] == (0.8, 0.95)
+
+
+def rates(name: str, *, num_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> list[float]:
+    """The learning rate each step is taken with, as a part of the peak; one more than there are steps."""
+    layer = nn.Linear(1, 1)
+    optimizer = adamw(layer, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    scheduler = learning_rate_schedule(
+        optimizer, name, num_steps=num_steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio
+    )
+    taken = []
+    for _ in range(num_steps + 1):
+        taken.append(float(scheduler.get_last_lr()[0]) / LR)
+        optimizer.step()
+        scheduler.step()
+    return taken
+
+
+def test_linear_falls_from_the_peak_to_zero() -> None:
+    assert rates("linear", num_steps=4) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_warm_up_begins_with_a_step_of_zero_and_reaches_the_peak_after_it() -> None:
+    expected = [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert rates("linear", num_steps=6, warmup_steps=2) == pytest.approx(expected)
+    assert rates("linear", num_steps=6, warmup_steps=2, min_lr_ratio=0.2)[:3] == pytest.approx(expected[:3])
+    assert rates("cosine", num_steps=6, warmup_steps=2)[:3] == pytest.approx(expected[:3])
+    assert rates("cosine", num_steps=6, warmup_steps=2, min_lr_ratio=0.2)[:3] == pytest.approx(expected[:3])
+    assert rates("constant_with_warmup", num_steps=3, warmup_steps=2) == pytest.approx([0.0, 0.5, 1.0, 1.0])
+
+
+def test_cosine_falls_along_half_a_wave() -> None:
+    expected = [0.5 * (1 + cos(pi * step / 4)) for step in range(5)]
+    assert rates("cosine", num_steps=4) == pytest.approx(expected)
+
+
+def test_constant_stays_and_needs_no_warm_up() -> None:
+    assert rates("constant", num_steps=3) == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_min_lr_ratio_is_where_linear_and_cosine_end() -> None:
+    assert rates("linear", num_steps=4, min_lr_ratio=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    expected = [0.2 + 0.8 * 0.5 * (1 + cos(pi * step / 4)) for step in range(5)]
+    assert rates("cosine", num_steps=4, min_lr_ratio=0.2) == pytest.approx(expected)
+
+
+def test_a_run_that_is_all_warm_up_divides_by_nothing() -> None:
+    for min_lr_ratio in (0.0, 0.5):
+        taken = rates("linear", num_steps=2, warmup_steps=2, min_lr_ratio=min_lr_ratio)
+        assert taken == pytest.approx([0.0, 0.5, min_lr_ratio])
+
+
+@pytest.mark.parametrize("name", ["polynomial", "inverse_sqrt"])
+def test_the_other_schedules_warm_up_and_fall(name: str) -> None:
+    taken = rates(name, num_steps=20, warmup_steps=2)
+    assert taken[:3] == pytest.approx([0.0, 0.5, 1.0])
+    assert all(later < earlier for earlier, later in zip(taken[2:], taken[3:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "ratio", "steps", "expected"),
+    [(100, 0.1, None, 10), (101, 0.1, None, 11), (3, 0.0, None, 0), (100, 0.1, 0, 0), (100, 0.1, 7, 7)],
+)
+def test_warm_up_steps_replace_the_ratio_which_rounds_up(
+    num_steps: int, ratio: float, steps: int | None, expected: int
+) -> None:
+    assert num_warmup_steps(num_steps, warmup_ratio=ratio, warmup_steps=steps) == expected
+
+
+# ------------------------------------------------------------------------------------- optimizers by name
+
+
+def build(
+    name: str, network: nn.Module, *, lr: float = 0.1, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    return build_optimizer(name, network, lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay)
+
+
+def take_steps(network: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def test_adafactor_s_first_step_is_lr_times_the_size_of_the_tensor() -> None:
+    """Shazeer & Stern 2018, algorithm 4: with one gradient of rank one the normalised update is its sign."""
+    layer = nn.Linear(2, 3, bias=False)
+    for scale, size in ((2.0, 2.0), (0.0, 1e-3)):  # a tensor of zeros, as LoRA's B, moves by 1e-3 x lr
+        nn.init.constant_(layer.weight, scale)
+        layer.weight.grad = torch.tensor([1.0, -2.0, 4.0])[:, None] * torch.tensor([[3.0, -5.0]])
+        before = layer.weight.detach().clone()
+        build("adafactor", layer).step()
+        expected = -0.1 * size * layer.weight.grad.sign()
+        torch.testing.assert_close(layer.weight.detach() - before, expected, rtol=1e-4, atol=1e-8)
+
+
+def test_adafactor_keeps_less_than_a_moment_and_goes_on_bitwise_from_its_state() -> None:
+    network = nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48))
+    optimizer = build("adafactor", network, weight_decay=0.1)
+    take_steps(network, optimizer, range(3))
+    kept = [t.numel() for values in optimizer.state_dict()["state"].values() for t in values.values()]
+    assert sum(kept) < 64 * 48 / 4
+    other = copy.deepcopy(network)
+    resumed = build("adafactor", other, weight_decay=0.1)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for pair in ((network, optimizer), (other, resumed)):
+        take_steps(*pair, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_whatever_its_name_an_optimizer_decays_matrices_alone(name: str) -> None:
+    network = tiny_network()
+    decays: dict[int, float] = {}
+    for group in build(name, network, weight_decay=0.1).param_groups:
+        decays |= {id(parameter): group["weight_decay"] for parameter in group["params"]}
+    assert {decays.get(id(network[0].weight)), decays.get(id(network[2].weight))} == {0.1}
+    assert {decays.get(id(network[0].bias)), decays.get(id(network[1].weight))} == {0.0}
+    assert id(network[3].weight) not in decays
+
+
+def test_eight_bit_states_are_refused_without_cuda() -> None:
+    with pytest.raises(RecipeError, match=r"^optim\.name: adamw_8bit .*CUDA.*cpu.*optim\.name: adamw$"):
+        check_optimizer("adamw_8bit", torch.device("cpu"))
+    check_optimizer("adafactor", torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_eight_bit_adamw_follows_adamw() -> None:
+    pytest.importorskip("bitsandbytes")
+    networks = []
+    for name in ("adamw", "adamw_8bit"):
+        torch.manual_seed(0)
+        network = nn.Linear(128, 64, bias=False).cuda()
+        optimizer = build(name, network, lr=1e-3)
+        for number in range(5):
+            generator = torch.Generator().manual_seed(number)
+            network.weight.grad = torch.randn(network.weight.shape, generator=generator).cuda()
+            optimizer.step()
+        networks.append(network.weight.detach())
+    assert (networks[0] - networks[1]).abs().mean() < 0.2 * 1e-3

@@ -1,0 +1,247 @@
+"""A reference that follows the policy: its arithmetic, whole runs, resumption."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from math import log
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from support.oracle import completion_logps_one_by_one
+from support.run_files import losses, records
+from support.tiny_models import tiny_model
+from support.tiny_recipe import load, message_of
+from support.tiny_run import tiny_run
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
+
+from dpo_pack import train as train_module
+from dpo_pack.model.attention.select import BackendChoice
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
+from dpo_pack.train import train
+from dpo_pack.training.references import LiveReference, Sync
+
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+Make = Callable[..., Recipe]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    path = tiny_run(tmp_path / "tiny")
+
+    def recipe(name: str, sync: str, *overrides: str) -> Recipe:
+        fixed = (f"output_dir={tmp_path / name}", f"reference.sync={sync}", "optim.warmup_steps=0")
+        return load_recipe(path, [*fixed, *overrides])
+
+    return recipe
+
+
+def scorer(seed: int) -> CompletionLogps:
+    return CompletionLogps(tiny_model("llama", seed=seed), backend=None, autocast=None)
+
+
+def live(reference: CompletionLogps, sync: Sync) -> LiveReference:
+    attention = BackendChoice(name="padded", reason="")
+    model = LoadedModel(scorer=reference, attention=attention, replaced={})
+    return LiveReference(model=model, device=torch.device("cpu"), sync=sync)
+
+
+def test_an_update_mixes_weights_when_it_is_due() -> None:
+    policy, reference = scorer(1), scorer(2).requires_grad_(False)
+    before = [p.clone() for p in reference.parameters()]
+    moving = live(reference, Sync(every_steps=3, mixup=0.25))
+    for step in (1, 2, 4, 5):
+        moving.follow(policy, step=step)
+    assert all(torch.equal(p, old) for p, old in zip(reference.parameters(), before, strict=True))
+    moving.follow(policy, step=6)
+    for mixed, old, trained in zip(reference.parameters(), before, policy.parameters(), strict=True):
+        torch.testing.assert_close(mixed, 0.25 * trained + 0.75 * old)
+        assert not mixed.requires_grad and trained.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_hard_update_makes_the_reference_the_policy(dtype: torch.dtype) -> None:
+    policy, reference = scorer(1).to(dtype), scorer(2).to(dtype)
+    live(reference, Sync(every_steps=1, mixup=1.0)).follow(policy, step=1)
+    assert all(torch.equal(p, q) for p, q in zip(reference.parameters(), policy.parameters(), strict=True))
+
+
+def plain_loop(recipe: Recipe, console: Console) -> list[float]:
+    """The losses of TR-DPO, steps of 8 pairs in file order, a sequence at a time."""
+    pairs = prepare_data(recipe, prepare_tokenizer(recipe), console).train
+    policy, reference = (AutoModelForCausalLM.from_pretrained(recipe.model.path) for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.optim.lr, weight_decay=0.0)
+    sync, losses = recipe.reference.sync, []
+    assert sync is not None
+    for step in range(4):
+        total = 0.0
+        for index in range(8 * (step % 2), 8 * (step % 2) + 8):
+            prompt = pairs.prompt(index).tolist()
+            sequences = [(prompt, side(index).tolist()) for side in (pairs.chosen, pairs.rejected)]
+            with torch.no_grad():
+                fixed = completion_logps_one_by_one(reference, sequences)
+            chosen, rejected = completion_logps_one_by_one(policy, sequences) - fixed
+            loss = -logsigmoid(recipe.loss.beta * (chosen - rejected)) / 8
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % sync.every_steps == 0:
+            with torch.no_grad():
+                for ours, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
+                    ours.copy_(sync.mixup * theirs + (1 - sync.mixup) * ours)
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["packing.token_budget=64", "packing.mode=padded"])
+def test_a_run_takes_the_steps_of_a_plain_loop(layout: str, make: Make, console: Console) -> None:
+    recipe = make(
+        "run", "{every_steps: 2, mixup: 0.6}", layout, "data.shuffle=false", "train.epochs=2",
+        "optim.schedule=constant", "optim.lr=3e-3", "loss.beta=1.0",
+    )  # fmt: skip
+    train(recipe, console)
+    first = losses(recipe.output_dir)
+    assert first == pytest.approx(plain_loop(recipe, console), abs=2e-5)
+    frozen = make("frozen", "null", layout, "data.shuffle=false", "train.epochs=2",
+                  "optim.schedule=constant", "optim.lr=3e-3", "loss.beta=1.0")  # fmt: skip
+    train(frozen, console)
+    assert records(frozen.output_dir, "train")[1]["loss"] == pytest.approx(first[1], abs=2e-5)
+    assert records(frozen.output_dir, "train")[2]["loss"] != pytest.approx(first[2], abs=1e-2)
+
+
+def test_nothing_is_computed_beforehand_or_cached(
+    make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpo_pack.run.session.prepare_reference", lambda *_: pytest.fail("a reference pass"))
+    recipe = make("run", "{every_steps: 1, mixup: 0.5}")
+    train(recipe, console)
+    assert not (recipe.output_dir / "reference.parquet").exists()
+    assert recipe.reference.cache_dir is not None and not (recipe.reference.cache_dir / "reference").exists()
+
+
+@pytest.mark.parametrize("lora", ["", "model.lora={r: 4, alpha: 8}"])
+def test_a_reference_that_follows_at_once_is_the_policy_at_every_step(
+    lora: str, make: Make, console: Console
+) -> None:
+    """Its loss is log 2 whatever was learned, and so is that of the evaluation at the end."""
+    if lora and importlib.util.find_spec("peft") is None:
+        pytest.skip("no peft")
+    overrides = [lora] if lora else []
+    recipe = make("run", "{every_steps: 1, mixup: 1.0}", "train.epochs=2", "optim.lr=1e-2", *overrides)
+    train(recipe, console)
+    assert losses(recipe.output_dir) == pytest.approx([log(2)] * 4, abs=1e-5)
+    assert records(recipe.output_dir, "eval")[-1]["loss"] == pytest.approx(log(2), abs=1e-5)
+    evaluations = records(recipe.output_dir, "eval")
+    changes = [r["logps/chosen"] - evaluations[0]["logps/chosen"] for r in evaluations]
+    assert abs(changes[-1]) > 0.1
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "aot"])
+@pytest.mark.parametrize("lora", ["", "model.lora={r: 4, alpha: 8}"])
+def test_a_run_resumes_bitwise(
+    loss: str, lora: str, make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lora and importlib.util.find_spec("peft") is None:
+        pytest.skip("no peft")
+    overrides = [lora] if lora else []
+    straight, resumed = (
+        make(
+            name,
+            "{every_steps: 2, mixup: 0.5}",
+            "train.epochs=3",
+            "checkpoint.every_steps=3",
+            "optim.lr=3e-3",
+            f"loss.type={loss}",
+            *overrides,
+        )  # fmt: skip
+        for name in ("straight", "resumed")
+    )
+    train(straight, console)
+    one_step = train_module.train_step
+
+    def die(session: Any, batch: Any) -> Any:
+        if session.state.step == 5:
+            raise KeyboardInterrupt
+        return one_step(session, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "train_step", die)
+        with pytest.raises(KeyboardInterrupt):
+            train(resumed, console)
+    train(resumed, console)
+    assert "Going on after step 3" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert losses(resumed.output_dir) == losses(straight.output_dir)
+    files = [sorted((r.output_dir / "model").glob("*.safetensors")) for r in (resumed, straight)]
+    for ours, theirs in zip(*files, strict=True):
+        expected = load_file(theirs)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(ours).items())
+
+
+@pytest.mark.parametrize("sync", ["{every_steps: 0}", "{mixup: 0}", "{mixup: 1.5}", "{every: 3}", "512"])
+def test_values_out_of_range_are_refused(sync: str) -> None:
+    assert "reference.sync" in message_of(lambda: load(f"reference.sync={sync}"))
+
+
+def test_losses_without_a_reference_have_none_to_move() -> None:
+    assert "reference.sync: no reference" in message_of(lambda: load("loss.type=orpo", "reference.sync={}"))
+    sync = load("reference.sync={}").reference.sync
+    assert sync is not None and (sync.every_steps, sync.mixup) == (512, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trained"),
+    [
+        ({"use_dora": True}, "q_proj.lora_A"),
+        pytest.param(
+            {"lora_bias": True},
+            "q_proj.lora_B.default.bias",
+            # peft takes a bias for a part of a sharded weight when it saves.
+            marks=pytest.mark.filterwarnings("ignore:Adapter 'default'. 2 LoRA tensor"),
+        ),
+        ({"bias": "lora_only"}, "q_proj.base_layer.bias"),
+        ({"bias": "all"}, ".bias"),
+        ({"trainable_token_indices": [1]}, "embed_tokens"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_an_adapter_that_is_more_than_low_rank_is_refused(
+    settings: dict[str, Any], trained: str, make: Make, console: Console, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    from support.tiny_adapters import refusal, saved_adapter
+
+    base = tmp_path / "base"
+    vocabulary = len(prepare_tokenizer(make("run", "{}")))
+    tiny_model("llama", vocab_size=vocabulary, attention_bias=True).save_pretrained(base)
+    prepare_tokenizer(make("run", "{}")).save_pretrained(str(base))
+    adapter = saved_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], **settings)
+    recipe = make("run", "{every_steps: 1, mixup: 0.5}", f"model.path={adapter}", f"reference.path={base}")
+    message = refusal(lambda: train(recipe, console))
+    assert "reference.sync: a reference cannot follow" in message and trained in message
+
+
+def test_adapters_of_low_rank_and_modules_saved_whole_are_followed(
+    make: Make, console: Console, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    from support.tiny_adapters import saved_adapter
+
+    base = Path(make("run", "{}").model.path)
+    targets = ["q_proj", "up_proj"]
+    adapter = saved_adapter(
+        tmp_path / "adapter", base, target_modules=targets, modules_to_save=["lm_head"], use_rslora=True
+    )
+    recipe = make("run", "{every_steps: 1, mixup: 1.0}", f"model.path={adapter}", f"reference.path={base}",
+                  "train.epochs=2", "optim.lr=1e-2")  # fmt: skip
+    train(recipe, console)
+    assert losses(recipe.output_dir)[1:] == pytest.approx([log(2)] * 3, abs=1e-5)
