@@ -39,7 +39,7 @@ from dpo_pack.reference.parts import (
 )
 from dpo_pack.reference.work import ReferenceWork, find_work
 from dpo_pack.run.prepare import Prepared, prepare
-from dpo_pack.system.errors import CacheError
+from dpo_pack.system.errors import CacheError, first_line
 
 # A log-prob is at most 0, but rounding in low precision may give a value above 0.
 _LARGEST_LOGP = 1e-3
@@ -133,10 +133,9 @@ def _read_file(file: Path) -> pa.Table:
     except FileNotFoundError as error:
         raise CacheError(f"{file}: no such file") from error
     except (OSError, pa.ArrowException) as error:
-        reason = str(error).partition("\n")[0]
         raise CacheError(
-            f"{file} cannot be read as Parquet ({reason}); create it again, with dpopack cache export or a "
-            "program of your own"
+            f"{file} cannot be read as Parquet ({first_line(error)}); create it again, with dpopack "
+            "cache export or a program of your own"
         ) from error
     lacking = {KEY, SUM, NUM_TOKENS} - set(table.column_names)
     if lacking:

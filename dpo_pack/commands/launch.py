@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,8 @@ from dpo_pack.recipe.load import Recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.console import make_console
 from dpo_pack.system.endings import end_soon, settle_failure
-from dpo_pack.system.errors import RecipeError, RunError
+from dpo_pack.system.errors import RecipeError, RunError, first_line
+from dpo_pack.system.files import leaves
 from dpo_pack.system.machine import package_versions
 from dpo_pack.system.placement import Placement, placement
 from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
@@ -110,10 +111,10 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
         try:
             _stores[place], _, _ = next(rendezvous("env://", timeout=timeout))
         except dist.DistError as error:
-            reason = str(error).partition("\n")[0]
             raise RunError(
                 f"distributed.num_processes: the {place.num_ranks} ranks did not meet at {place.address}:"
-                f"{place.port} ({reason}); see whether all were started, and can reach that host and port"
+                f"{place.port} ({first_line(error)}); see whether all were started, and can "
+                "reach that host and port"
             ) from error
     return _stores[place]
 
@@ -163,16 +164,8 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
     versions = {**package_versions(), "dpo_pack": dpo_pack.__version__}
     return {
         **{f"version of {name}": version for name, version in versions.items()},
-        **dict(_leaves(recipe.model_dump(mode="json"))),
+        **dict(leaves(recipe.model_dump(mode="json"), separator=".")),
     }
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _own_command() -> list[str]:

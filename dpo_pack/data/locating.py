@@ -12,11 +12,10 @@ from dpo_pack.data.readers import (
     ColumnNames,
     OpenRows,
     data_suffix,
-    first_line,
     rows_of_columns,
 )
 from dpo_pack.recipe.schema import SourceRecipe
-from dpo_pack.system.errors import DataError, RecipeError
+from dpo_pack.system.errors import DataError, RecipeError, first_line
 from dpo_pack.system.hub import check_dataset
 
 DEFAULT_SPLIT = "train"

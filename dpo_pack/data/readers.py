@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from dpo_pack.data.formats import FORMATS, BadRow
-from dpo_pack.system.errors import DataError
+from dpo_pack.system.errors import DataError, first_line
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
@@ -318,11 +318,6 @@ def _unreadable(label: str, row_word: str, number: int, error: Exception) -> Dat
 
 def _json_problem(error: json.JSONDecodeError) -> str:
     return error.msg.removesuffix(" at")  # some messages end with " at", because a position follows
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of the error's message, or the error's class name if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 READERS: dict[str, Callable[[Path, ColumnNames], OpenRows]] = {

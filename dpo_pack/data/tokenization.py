@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.data.formats import FORMATS, BadRow, Pair, with_system_message
-from dpo_pack.data.readers import NumberedRow, first_line
+from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.splits import Prompt
 from dpo_pack.data.store import NO_TOKENS, TokenizedPairs, common_prefix_length, join_pairs
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, truncate
 from dpo_pack.recipe.schema import DataRecipe
-from dpo_pack.system.errors import ModelError, RecipeError
+from dpo_pack.system.errors import ModelError, RecipeError, first_line
 
 # Increase this number whenever a change of our code gives other token ids for the same rows.
 TOKENIZATION_VERSION = 2

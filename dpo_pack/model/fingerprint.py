@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dpo_pack.model.config import rotary_kinds
 from dpo_pack.model.loading import load_errors
 from dpo_pack.model.scorer import Precision
-from dpo_pack.system.errors import CacheError, ModelError
+from dpo_pack.system.errors import CacheError, ModelError, first_line
 from dpo_pack.system.files import read_json, write_json_atomically
 
 # We add 1 whenever a change of our code changes the log-probs of the same model and tokens.
@@ -189,9 +189,8 @@ def _tensor_digests(file: Path) -> dict[str, str]:
     try:
         return {name: _tensor_digest(tensor) for name, tensor in _tensors(file)}
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
-        reason = str(error).partition("\n")[0]
         raise ModelError(
-            f"cannot read the weights in {file} ({reason}); download or save the model again"
+            f"cannot read the weights in {file} ({first_line(error)}); download or save the model again"
         ) from error
 
 

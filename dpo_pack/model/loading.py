@@ -33,7 +33,7 @@ from dpo_pack.model.logps import WantedStatistics
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.model.speed import apply_liger, speed_up_linears, trim_last_layer
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.hub import check_model
 
 
@@ -253,14 +253,14 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
     try:
         yield
     except _LOAD_ERRORS as error:
-        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         if isinstance(error, RuntimeError) and "out of memory" in str(error):
             raise ModelError(
-                f"{recipe_key}: {path} does not fit in memory ({first_line.rstrip('.')}); set "
+                f"{recipe_key}: {path} does not fit in memory ({reason.rstrip('.')}); set "
                 "model.dtype=bfloat16, train an adapter (model.lora), or shard it over several devices"
             ) from error
         raise ModelError(
-            f"{recipe_key}: cannot load {path}: {first_line.rstrip('.')}; it must be a hub id or a directory "
+            f"{recipe_key}: cannot load {path}: {reason.rstrip('.')}; it must be a hub id or a directory "
             "with config.json, safetensors weights and tokenizer files"
         ) from error
 

@@ -31,7 +31,7 @@ from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_ro
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_groups
 from dpo_pack.proofs.start_up import distance_from_stock, eager_attention
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.errors import ModelError, first_line
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -66,8 +66,9 @@ class RewardModelJudge:
         try:
             texts = [self._text(rollout, completion) for completion in rollout.completions]
         except Exception as error:  # a template is a program from the model's author: it may raise any error
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return Failure(reason=f"reward model: its chat template cannot render the messages ({reason})")
+            return Failure(
+                reason=f"reward model: its chat template cannot render the messages ({first_line(error)})"
+            )
         encoded: Any = self.tokenizer(
             texts, add_special_tokens=rollout.draw.prompt.messages is None, return_attention_mask=False
         )

@@ -1,6 +1,11 @@
 """Errors that a user can repair. Each message is one line: the mistake, the file or key, and the remedy."""
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message; the name of its class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class DpoPackError(Exception):
     """Base class of all errors for which the command line prints one line and ends with exit status 2.
 

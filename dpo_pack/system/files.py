@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +95,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested dicts, each with its keys joined by `separator`."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from ((key + separator + name, leaf) for name, leaf in leaves(value, separator=separator))
+        else:
+            yield key, value

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from dpo_pack.system.errors import DataError, ModelError
+from dpo_pack.system.errors import DataError, ModelError, first_line
 
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _TIMEOUT_SECONDS = 10.0
@@ -59,7 +59,7 @@ def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> 
         except HfHubHTTPError:
             return None
         except Exception as error:  # its class depends on the HTTP library of the hub's client
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = first_line(error)
     return (
         f"the hub, which may have it, cannot be reached ({reason}); correct {recipe_key}, or connect, or "
         "download it first"

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
 
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import RunError
+from dpo_pack.system.errors import RunError, first_line
+from dpo_pack.system.files import leaves
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +86,15 @@ def start_trackers(
         os.environ.get("WANDB_PROJECT", "dpo-pack"), name=name, id=run_id, resume="allow", dir=str(directory)
     )
     accelerator.log_with = [wandb if str(kind) == "wandb" else kind for kind in accelerator.log_with]
-    leaves = _leaves(settings, separator=".")
-    config = {key: v if isinstance(v, bool | int | float | str) else json.dumps(v) for key, v in leaves}
+    config = {
+        key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+        for key, value in leaves(settings, separator=".")
+    }
     try:
         accelerator.init_trackers(name, config=config)
     except Exception as error:  # each tracker raises its own errors: no login, no server
         raise RunError(
-            f"logging.trackers: {', '.join(trackers)} cannot be started ({_first_line(error)}); log in, "
+            f"logging.trackers: {', '.join(trackers)} cannot be started ({first_line(error)}); log in, "
             "or leave it out"
         ) from error
 
@@ -102,7 +105,7 @@ def end_trackers(accelerator: Accelerator) -> None:
         try:
             tracker.finish()
         except Exception as error:  # the model is saved; see `track`
-            _warn_once(_first_line(error))
+            _warn_once(first_line(error))
 
 
 def track(accelerator: Accelerator, record: dict[str, Any]) -> None:
@@ -113,28 +116,15 @@ def track(accelerator: Accelerator, record: dict[str, Any]) -> None:
     prefix = "" if record["split"] == "train" else f"eval/{record['source']}/"
     numbers = {  # intervals are lists, which only metrics.jsonl holds
         prefix + name: value
-        for name, value in _leaves(record, separator="/")
+        for name, value in leaves(record, separator="/")
         if isinstance(value, int | float) and name != "step"
     }
     try:
         accelerator.log(numbers, step=record["step"])
     except Exception as error:
-        _warn_once(_first_line(error))
+        _warn_once(first_line(error))
 
 
 @functools.cache
 def _warn_once(reason: str) -> None:
     logger.warning("logging.trackers: one failed (%s); training goes on, and metrics.jsonl is whole", reason)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, Any]]:
-    """Yields the values of nested dicts, each with its keys joined by `separator`."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from ((key + separator + name, leaf) for name, leaf in _leaves(value, separator=separator))
-        else:
-            yield key, value
