@@ -147,8 +147,8 @@ def _measured_cpu_peak(dtype: torch.dtype, num_threads: int) -> float:
 # (not TF32, which is off by default), from the makers' data sheets. A GPU has the first entry whose words are
 # in its name.
 PEAK_TERAFLOPS: dict[str, tuple[float | None, float]] = {
-    "GB200": (2500.0, 80.0),
-    "B200": (2250.0, 75.0),
+    "GB300|GB200": (2500.0, 80.0),
+    "B300|B200": (2250.0, 75.0),
     "H200 NVL|H100 NVL": (835.5, 60.0),
     "H100 PCIe|H800 PCIe": (756.0, 51.2),
     "H200|GH200|H100|H800": (989.4, 66.9),
@@ -163,10 +163,12 @@ PEAK_TERAFLOPS: dict[str, tuple[float | None, float]] = {
     "L4": (121.0, 30.3),
     "RTX 6000 Ada": (364.2, 91.1),
     "RTX A6000": (154.8, 38.7),
+    "RTX PRO 6000 Blackwell": (503.8, 125.0),
     "RTX 5090": (209.5, 104.8),
     "RTX 4090": (165.2, 82.6),
     "RTX 3090": (71.0, 35.6),
     "T4": (None, 8.1),  # it has no bf16 units
-    "MI300X": (1307.4, 163.4),
+    "MI355X": (2516.6, 157.3),
+    "MI325X|MI300X": (1307.4, 163.4),
     "MI250X": (191.5, 47.9),  # for one half: a card is two devices
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.flash_stand_ins import use_stand_ins
 from torch import Tensor
 
 import dpo_pack.model.attention.flash as flash
@@ -163,9 +165,41 @@ def test_a_device_too_old_for_flash_attention_gets_sdpa(name: str, monkeypatch: 
 
 
 def test_the_flash_attn_package_pads_odd_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    use_stand_ins(monkeypatch)
     needs = replace(PLAIN, head_dim=100, value_head_dim=100)
     assert backend_obstacle("flash_attn", needs, device=CUDA, dtype=torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "obstacle"),
+    [
+        ({}, "package flash-attn is not installed"),
+        # What the wheel flash-attn-4 installs: a namespace package with another function.
+        ({"cute/__init__.py": "def flash_attn_varlen_func(): ..."}, "cannot be used (cannot import name"),
+        ({"__init__.py": "import flash_attn_2_cuda"}, "cannot be used (No module named 'flash_attn_2_cuda')"),
+        ({"__init__.py": "raise OSError('undefined symbol: x')"}, "cannot be used (undefined symbol: x)"),
+        ({"__init__.py": "def flash_attn_varlen_func(): ..."}, None),
+    ],
+)
+def test_flash_attn_is_usable_only_if_its_function_can_be_imported(
+    files: dict[str, str], obstacle: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in files.items():
+        file = tmp_path / "flash_attn" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    found = backend_obstacle("flash_attn", PLAIN, device=CUDA, dtype=torch.bfloat16)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert found is None if obstacle is None else obstacle in str(found)
+
+
+def test_torch_s_kernel_is_refused_on_rocm_where_its_causal_mask_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    assert "on ROCm" in str(backend_obstacle("torch_varlen", PLAIN, device=CUDA, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from dpo_pack.model.attention.segments import RowSegments, as_autocast
+from dpo_pack.system.errors import first_line
 
 
 def flash_attn_attention(
@@ -73,6 +74,20 @@ def torch_varlen_attention(
     )
     assert isinstance(out, Tensor)  # it returns a tuple only if the caller asks for the logsumexp
     return out
+
+
+def flash_attn_obstacle() -> str | None:
+    """Returns why the flash-attn package's kernel cannot be called, or None when it can.
+
+    A package of this name is not enough: the wheel `flash-attn-4` installs one without this function.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
+    except Exception as error:  # also of a CUDA library that is missing, or was built for another torch
+        if isinstance(error, ModuleNotFoundError) and error.name == "flash_attn":
+            return "package flash-attn is not installed"
+        return f"package flash-attn cannot be used ({first_line(error)})"
+    return None
 
 
 def supports_window_and_scale() -> bool:

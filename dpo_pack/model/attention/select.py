@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
 
 from dpo_pack.model.attention import BACKENDS
-from dpo_pack.model.attention.flash import supports_window_and_scale
+from dpo_pack.model.attention.flash import flash_attn_obstacle, supports_window_and_scale
 from dpo_pack.system.errors import UnsupportedModelError
 
 
@@ -75,9 +74,9 @@ def backend_obstacle(
     if needs.head_dim > 256:
         return f"head dimension {needs.head_dim} is above 256"
     if name == "flash_attn":
-        if importlib.util.find_spec("flash_attn") is None:
-            return "package flash-attn is not installed"
-        return None
+        return flash_attn_obstacle()
+    if torch.version.hip is not None:
+        return "on ROCm torch's kernel aligns queries with the first keys, not with the last"
     if needs.head_dim % 8 != 0:  # the flash-attn package pads
         return f"head dimension {needs.head_dim} is no multiple of 8"
     if needs.has_softcap:
