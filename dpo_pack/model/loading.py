@@ -33,7 +33,7 @@ from dpo_pack.model.logps import WantedStatistics
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.model.speed import apply_liger, speed_up_linears, trim_last_layer
-from dpo_pack.system.errors import ModelError, first_line
+from dpo_pack.system.errors import ModelError, first_line, is_out_of_memory
 from dpo_pack.system.hub import check_model
 
 
@@ -254,7 +254,7 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
         yield
     except _LOAD_ERRORS as error:
         reason = first_line(error)
-        if isinstance(error, RuntimeError) and "out of memory" in str(error):
+        if is_out_of_memory(error):
             raise ModelError(
                 f"{recipe_key}: {path} does not fit in memory ({reason.rstrip('.')}); set "
                 "model.dtype=bfloat16, train an adapter (model.lora), or shard it over several devices"

@@ -20,7 +20,7 @@ from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.parts import SequenceLogps, TokenLogps
 from dpo_pack.reference.work import ReferenceWork, plan_rows, split_row
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.memory import HostCopies, release_memory
 
 
@@ -179,16 +179,11 @@ def _try_row(
         result: RowLogps = scorer(_row(groups, scorer.backend is not None, settings))
         return result
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
     # Here Python has freed the error, its traceback and so the row's activations.
     release_memory()
     return None
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    # torch has an error class for accelerators only; on the CPU only the message names the cause.
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _halved(budget: int, members: IntArray, plan: PassPlan) -> int:

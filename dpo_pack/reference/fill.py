@@ -25,9 +25,9 @@ from dpo_pack.system.ranks import largest_over_ranks
 # operation maps new memory: in a row of 32,768 tokens, a token takes 1.25 times as long as in one of 4,096.
 CPU_TOKEN_BUDGET = 4096
 # The search stops here even if more fits, because longer rows are not faster. FlashAttention takes at most
-# 65,535 segments (a dimension of CUDA's grid). A row of this length has more segments only if its pairs have
-# fewer than 16 tokens on average.
-LARGEST_TOKEN_BUDGET = 2**19
+# 65,535 segments (a dimension of CUDA's grid). A kernel that counts in 32 bits takes tensors of fewer than
+# 2^31 elements: in a row of this length, those of layers up to 16,383 wide.
+LARGEST_TOKEN_BUDGET = 2**17
 # On an accelerator the search begins with rows that are longer than in training by this factor, because
 # without gradients a layer's activations are freed after the layer.
 START_FACTOR = 4

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dpo_pack.system.errors import DpoPackError
+from dpo_pack.system.errors import DpoPackError, is_out_of_memory
 from dpo_pack.system.interrupts import STOP_SIGNALS, Interrupted
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def ending_of(error: BaseException) -> Ending:
             # A cause quoted from another library may have several lines.
             message = " ".join(line.strip() for line in f"error: {error}".splitlines())
             return Ending(message=message, exit_status=USER_CAN_MEND)
-        case RuntimeError() if "out of memory" in str(error):  # torch has several classes for it, and no code
+        case _ if is_out_of_memory(error):
             return Ending(message=f"error: {_out_of_memory(str(error))}", exit_status=USER_CAN_MEND)
     return Ending(message=None, exit_status=OUR_BUG)
 

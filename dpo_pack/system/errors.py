@@ -1,9 +1,23 @@
 """Errors that a user can repair. Each message is one line: the mistake, the file or key, and the remedy."""
 
+import re
+
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message; the name of its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# Words of errors that mean too little memory, of torch's allocators, the CUDA driver, Triton, cuBLAS and
+# hipBLAS. Only the first have an error class of their own.
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|BLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)", re.IGNORECASE
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or a library below it says that a device or the host has too little memory."""
+    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 class DpoPackError(Exception):

@@ -127,11 +127,10 @@ def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
 def _measure_here(
     contender: Contender, setting: Setting, scratch: Path, spawned_at: float | None
 ) -> Measurement:
-    import torch
-
     from benchmarking.memory import forget_peak, peak_memory_bytes
     from benchmarking.run_dpo_pack import run_dpo_pack
     from benchmarking.run_trl import run_trl
+    from dpo_pack.system.errors import first_line, is_out_of_memory
 
     forget_peak()
     run = run_dpo_pack if contender.trainer == "dpo-pack" else run_trl
@@ -139,9 +138,7 @@ def _measure_here(
         measurement = run(contender, setting, scratch, spawned_at)
     except Exception as error:  # one that cannot run here must not cost the others their page
         traceback.print_exc()
-        first_line = str(error).strip().partition("\n")[0]
-        ran_out = isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in first_line
-        failure = OUT_OF_MEMORY if ran_out else f"{type(error).__name__}: {first_line}"
+        failure = OUT_OF_MEMORY if is_out_of_memory(error) else f"{type(error).__name__}: {first_line(error)}"
         return Measurement(contender=contender.name, failure=failure)
     measurement.peak_memory_bytes = peak_memory_bytes(setting.device)
     return measurement

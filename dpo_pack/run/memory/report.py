@@ -30,7 +30,7 @@ from dpo_pack.run.prepare import Prepared, longest_sequence
 from dpo_pack.run.strategy import num_gradients
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
-from dpo_pack.system.errors import RecipeError, RunError
+from dpo_pack.system.errors import RecipeError, RunError, is_out_of_memory
 from dpo_pack.system.files import read_json
 from dpo_pack.system.memory import AvailableMemory, host_memory, release_memory
 
@@ -263,7 +263,9 @@ def print_measured_memory(
         with policy.accumulating(is_last=True):
             policy.idle(row)
         torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise RunError(
             f"the largest row, {row.num_tokens:,} tokens, does not fit in this device's memory; set "
             "model.gradient_checkpointing: true, lower packing.token_budget, or see docs/memory.md"
