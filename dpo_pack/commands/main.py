@@ -75,8 +75,19 @@ def _load(file: Path, overrides: list[str] | None) -> Recipe:
     from dpo_pack.recipe.load import check_environment, load_recipe
 
     recipe = load_recipe(file, overrides or ())
+    _let_segments_grow(recipe)
     check_environment(recipe)
     return recipe
+
+
+def _let_segments_grow(recipe: Recipe) -> None:
+    """Sets torch's CUDA allocator so that rows of many lengths lose less memory. torch must not be imported.
+
+    The user's own setting stays. vLLM's sleep mode refuses growing segments.
+    """
+    has_vllm = recipe.online is not None and recipe.online.generator.type == "vllm"
+    if not has_vllm and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _place_among_ranks() -> Placement | None:

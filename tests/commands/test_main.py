@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import resource
 import shutil
@@ -23,7 +24,8 @@ from support.tiny_models import tiny_model
 from support.tiny_run import NUM_PAIRS, tiny_run, write_rows
 
 import dpo_pack
-from dpo_pack.commands.main import main
+from dpo_pack.commands.main import _let_segments_grow, main
+from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.export import export_model
 
 
@@ -433,6 +435,31 @@ def test_a_signal_while_the_model_is_exported_waits_for_it(
 
 
 # ---------------------------------------------------------------------------------------------- what works
+
+
+@pytest.mark.parametrize(
+    ("before", "online", "after"),
+    [
+        ({}, "null", "expandable_segments:True"),
+        (
+            {},
+            "{judges: [{type: reward_model, path: a}], generator: {type: transformers}}",
+            "expandable_segments:True",
+        ),
+        ({}, "{judges: [{type: reward_model, path: a}], generator: {type: vllm}}", None),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "null", "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "null", None),
+    ],
+)
+def test_the_allocator_s_segments_grow_unless_the_user_says_otherwise(
+    before: dict[str, str], online: str, after: str | None, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        del os.environ[name]  # which the end of this test restores
+    os.environ.update(before)
+    _let_segments_grow(load_recipe(recipe, [f"online={online}"]))
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == after
 
 
 def test_help_is_light_and_fast() -> None:
