@@ -443,10 +443,10 @@ def test_a_signal_while_the_model_is_exported_waits_for_it(
         ({}, "null", "expandable_segments:True"),
         (
             {},
-            "{judges: [{type: reward_model, path: a}], generator: {type: transformers}}",
+            "{max_new_tokens: 8, judges: [{type: reward_model, path: a}], generator: {type: transformers}}",
             "expandable_segments:True",
         ),
-        ({}, "{judges: [{type: reward_model, path: a}], generator: {type: vllm}}", None),
+        ({}, "{max_new_tokens: 8, judges: [{type: reward_model, path: a}], generator: {type: vllm}}", None),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, "null", "backend:native"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "null", None),
     ],
@@ -458,7 +458,7 @@ def test_the_allocator_s_segments_grow_unless_the_user_says_otherwise(
         monkeypatch.setenv(name, "")
         del os.environ[name]  # which the end of this test restores
     os.environ.update(before)
-    _let_segments_grow(load_recipe(recipe, [f"online={online}"]))
+    _let_segments_grow(load_recipe(recipe, ["train.max_steps=2", f"online={online}"]))
     assert os.environ.get("PYTORCH_ALLOC_CONF") == after
 
 
