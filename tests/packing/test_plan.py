@@ -3,7 +3,8 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -478,6 +479,21 @@ def test_the_fingerprint_tells_apart_whatever_changes_steps_or_rows() -> None:
     ]
     assert len(set(variants)) == len(variants)
     assert fingerprint() == fingerprint()
+
+
+def test_the_fingerprint_tells_apart_the_rows_of_scope_epoch_and_merged_prompts() -> None:
+    def plan(**changes: Any) -> PackingPlan:
+        options: dict[str, Any] = {"window_pairs": 4, "rows_per_step": 2, "merging": None} | changes
+        order = np.arange(4, dtype=np.int64)
+        return make_plan(np.full(4, 10), order=order, token_budget=100, algorithm="next_fit", **options)
+
+    # Rows [0, 1] and [2, 3], or [0, 1, 2] and [3]: the same order and the same step.
+    two, three = plan(window_pairs=2), plan(window_pairs=3)
+    assert two.order.tolist() == three.order.tolist() and two.step_begins.tolist() == [0, 4]
+    assert two.fingerprint != three.fingerprint
+    merged = [SimpleNamespace(prompts=np.array(prompts)) for prompts in ([0, 0, 1, 1], [0, 1, 1, 0])]
+    steps = [plan(rows_per_step=None, merging=merging).fingerprint for merging in (None, *merged)]
+    assert len(set(steps)) == 3
 
 
 def test_an_epoch_without_pairs_has_no_steps() -> None:

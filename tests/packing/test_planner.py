@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.plans import make_plan
 
-from dpo_pack.packing.balance import BALANCE_TOLERANCE, split_over_ranks, step_rows
-from dpo_pack.packing.bin_packing import BIN_PACKERS, fewest_rows_possible, pack_window
+from dpo_pack.packing.balance import BALANCE_TOLERANCE, equalize_rows, split_over_ranks, step_rows
+from dpo_pack.packing.bin_packing import BIN_PACKERS, ROW_OVERHEAD_TOKENS, fewest_rows_possible, pack_window
 from dpo_pack.packing.epoch_order import epoch_order
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
 from dpo_pack.packing.lengths import FloatArray, IntArray, Items, PairLengths
@@ -238,6 +239,56 @@ def test_rows_of_scope_epoch_that_would_leave_ranks_uneven_are_packed_again() ->
     )
     assert sorted(sorted(row.tolist()) for (row,) in plan.pack_step(0)) != [[0, 1], [2, 3]]
     assert [plan.cost_of(row) for (row,) in plan.pack_step(0)] == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_finished_rows_and_rows_packed_again_a_step_takes_those_whose_slowest_rank_ends_first(
+    seed: int,
+) -> None:
+    random = np.random.default_rng(seed)
+    tokens = random.integers(200, 9000, 60)
+    plan = make_plan(
+        tokens, order=ints(list(range(60))), token_budget=10_000, rows_per_step=4, window_pairs=60,
+        algorithm="best_fit_decreasing", num_ranks=2, row_costs=tokens * (1.0 + tokens / 4000),
+    )  # fmt: skip
+
+    def slowest(ranks: Sequence[Sequence[IntArray]]) -> float:
+        costs = [sum(plan.cost_of(row) for row in rows) for rows in ranks]
+        a_token = sum(costs) / sum(plan.tokens_in(row) for rows in ranks for row in rows)
+        return max(
+            cost + ROW_OVERHEAD_TOKENS * a_token * len(rows) for cost, rows in zip(costs, ranks, strict=True)
+        )
+
+    taken = {"finished": 0, "packed again": 0}
+    for step in range(len(plan)):
+        finished, packed = plan._deal(plan._finished_rows(step)), plan._pack(plan.pairs(step))
+        ranks = plan.pack_step(step)
+        if finished is not None and packed is not None:
+            is_finished = [list(map(tuple, rows)) for rows in ranks] == [
+                list(map(tuple, rows)) for rows in finished
+            ]
+            taken["finished" if is_finished else "packed again"] += 1
+            if not is_finished:
+                assert slowest(ranks) == slowest(packed) < slowest(finished)
+            elif slowest(packed) < slowest(finished):  # even enough: not packed again
+                costs = [sum(plan.cost_of(row) for row in rows) for rows in ranks]
+                assert max(costs) <= 1.02 * sum(costs) / 2
+    assert min(taken.values()) > 0, taken
+
+
+def test_a_split_within_the_tolerance_is_left_alone() -> None:
+    # Longest processing time gives 1007 and 1005. A swap would give 1006 twice: too little to be worth it.
+    parts = split_over_ranks(np.array([1000.0, 1000, 3, 3, 2, 2, 2]), 2)
+    assert sorted(np.array([1000, 1000, 3, 3, 2, 2, 2])[part].sum() for part in parts) == [1005, 1007]
+
+
+def test_a_rank_with_too_few_rows_splits_its_costliest_row_or_takes_the_cheapest_spare_item() -> None:
+    ranks = [[[0], [1], [2]], [[3, 4], [5, 6]]]
+    equalize_rows(ranks, [1.0, 1, 1, 5, 5, 1, 1])
+    assert sorted(ranks[1]) == [[3], [4], [5, 6]]
+    ranks = [[[0], [1]], [[2, 3], [4, 5]], [[6]]]  # the last rank has one row of one item
+    equalize_rows(ranks, [1.0, 1, 7, 8, 9, 6, 1])
+    assert ranks == [[[0], [1]], [[2, 3], [4]], [[6], [5]]]
 
 
 def test_next_fit_keeps_the_order_of_the_epoch_across_rows() -> None:
