@@ -120,6 +120,20 @@ def test_sdpa_equals_a_softmax_written_out(window: int | None, special: str) -> 
         torch.testing.assert_close(mine, other, atol=10 * bound, rtol=10 * bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_gradients_of_a_shared_key_add_up_in_at_least_fp32(dtype: torch.dtype) -> None:
+    # 300 completions read the prompt. A sum in bfloat16 would stay at 256.
+    completions = tuple(np.array([1, token % 7]) for token in range(300))
+    row = packed_row(
+        layout_row([Group(context=np.array([1, 2]), completions=completions)], share_prompt=True), CPU
+    )
+    assert row.segments is not None
+    states = torch.zeros(row.num_tokens, 1, 1, dtype=dtype, requires_grad=True)
+    row.segments.gather(states).sum().backward()
+    assert states.grad is not None and states.grad.dtype == dtype
+    assert states.grad[0].item() == 300
+
+
 def test_auto_takes_the_first_backend_without_an_obstacle_and_says_why() -> None:
     choice = select_backend("auto", PLAIN, device=CPU, dtype=torch.float32)
     assert choice.name == "sdpa" and "not torch_varlen: it needs a CUDA device" in choice.reason

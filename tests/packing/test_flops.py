@@ -73,6 +73,12 @@ def test_a_group_of_two_completions_is_a_pair_and_a_third_adds_its_tail() -> Non
     assert three - pair == 3 * (2 * 1000 * 5 + 2 * 50 * 6 + 2 * 16 * area)
 
 
+def test_unread_positions_of_a_group_are_those_counted_one_by_one() -> None:
+    # Of [ p p p p a b | c | c d | c ] the positions p (the last), a, b and the second tail's c are read.
+    size = group_size(SHAPE, prompt=4, completions=[3, 4, 3], shared=6)
+    assert (size.tokens, size.scored_tokens, size.unread_positions) == (10, 10, 6)
+
+
 def test_padded_batches_run_every_position_through_layers_and_head() -> None:
     area = 2 * counted_area(0, 7, None) + counted_area(0, 7, 3)
     forward = 2 * 1000 * 7 + 2 * 50 * 7 + 2 * 16 * area

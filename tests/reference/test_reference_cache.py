@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.reference_pairs import NAMESPACE, one_line, random_keys
 
-from dpo_pack.reference.cache import ReferenceCache, namespace_digest
+from dpo_pack.reference.cache import ReferenceCache, default_cache_directory, namespace_digest
 from dpo_pack.reference.parts import TokenLogps
 
 
@@ -316,3 +316,14 @@ def test_writing_and_reading_parts_does_not_import_pandas(tmp_path: Path) -> Non
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("named", [None, "", "elsewhere"])
+def test_recipes_that_name_no_cache_use_the_variable_s_or_the_user_s(
+    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DPO_PACK_CACHE", raising=False)
+    if named is not None:
+        monkeypatch.setenv("DPO_PACK_CACHE", named)
+    assert default_cache_directory() == (Path(named) if named else tmp_path / ".cache" / "dpo_pack")

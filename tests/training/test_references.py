@@ -119,6 +119,24 @@ def test_a_run_takes_the_steps_of_a_plain_loop(layout: str, make: Make, console:
     assert records(frozen.output_dir, "train")[2]["loss"] != pytest.approx(first[2], abs=1e-2)
 
 
+@pytest.mark.parametrize("modifier", ["loss.ld_alpha=0.25", "loss.weighting=wpo"])
+def test_a_reference_that_is_never_due_gives_the_losses_of_a_frozen_one(
+    modifier: str, make: Make, console: Console
+) -> None:
+    common = ("optim.schedule=constant", "optim.lr=3e-3", "loss.beta=1.0")
+    kept = {}
+    for name, sync, changes in (
+        ("live", "{every_steps: 1000, mixup: 1.0}", (modifier,)),
+        ("frozen", "null", (modifier,)),
+        ("plain", "null", ()),
+    ):
+        recipe = make(name, sync, *common, *changes)
+        train(recipe, console)
+        kept[name] = losses(recipe.output_dir)
+    assert kept["live"] == pytest.approx(kept["frozen"], abs=2e-5)
+    assert kept["live"] != pytest.approx(kept["plain"], abs=1e-3)
+
+
 def test_nothing_is_computed_beforehand_or_cached(
     make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
