@@ -4,9 +4,9 @@
 
 A *mutant* is one module with one change: `<` becomes `<=`, `+` becomes `-`, a statement is left out. A mutant
 whose tests all pass has *survived*: no test keeps what that line promises. Without arguments every module of
-the package is sampled. A module's tests are the test files that import it; what they do not notice goes to the
-test files that import a module which imports it. Each mutant runs in a fork of this process, which has already
-imported torch and transformers.
+the package is sampled. A module's tests are the test files that import it; what they do not notice goes to
+the test files that import a module which imports it. Each mutant runs in a fork of this process, which has
+already imported torch and transformers.
 
 Some changes cannot be noticed, because the program means the same. docs/dev/equivalent_mutants.txt lists
 them with the reason; they do not count. Exit status 1 if fewer than 95 of 100 mutants were noticed.
