@@ -36,10 +36,11 @@ GOLDEN = Path(__file__).resolve().parents[1] / "fixtures" / "golden.json"
 REMAKE = "run scripts/make_golden_values.py and commit tests/fixtures/golden.json"
 
 # Nats. Between CPUs a sum of log-probs in float32 differs by rounding alone: their kernels add the terms of a
-# product in another order. On these models float32 is at most 2e-5 from float64 (a test measures it), so two
-# CPUs are at most 4e-5 from each other. AMX and AVX512-BF16 compute no float32 product, unless a program
-# lowers torch's float32 precision. A wrong position, mask, scale or softcap moves these sums by more than
-# 1e-2.
+# product in another order. On these models float32 is at most 1.3e-5 from float64 (a test allows 2.5e-5), so
+# two CPUs are at most 2.6e-5 from each other. Measured on one CPU with kernels for AVX2 and for no vector
+# instructions (ATEN_CPU_CAPABILITY, MKL_ENABLE_INSTRUCTIONS, MKL_CBWR): at most 1.3e-5. AMX and AVX512-BF16
+# compute no float32 product, unless a program lowers torch's float32 precision. Mistakes are larger: a window
+# one token longer moves these sums by 4, another scale by 0.1, another epsilon of the norms by 1e-3.
 LOGP_BOUND = 1e-4
 
 CALL_A, CALL_B = "\n\nHuman: which colour has the sky?\n\nAssistant:", "\n\nHuman: and bread?\n\nAssistant:"
