@@ -338,6 +338,27 @@ def test_a_first_row_that_cannot_be_read_does_not_decide_the_format(tmp_path: Pa
     assert (source["format"], source["pairs_kept"]) == ("conversational", 1)
 
 
+def test_a_compressed_file_of_transcripts_loses_exactly_its_bad_rows(tmp_path: Path) -> None:
+    start = "\n\nHuman: hello\n\nAssistant: Hello!"
+    rows = [
+        {
+            "chosen": f"{start}\n\nHuman: what is {number}?\n\nAssistant: a number",
+            "rejected": f"{start}\n\nHuman: what is {number}?\n\nAssistant: no idea, it is {number}",
+        }
+        for number in range(200)
+    ]
+    for number in (86, 120):
+        rows[number]["chosen"] = rows[number]["chosen"].removesuffix(" a number")
+    rows[150]["rejected"] = rows[151]["rejected"]
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    assert "line 87: the chosen completion is empty" in refused(tmp_path, str(path))
+    source = load(tmp_path, str(path), on_bad_row="skip").report["train"]["sources"][0]
+    dropped = {reason: entry["rows"] for reason, entry in source["dropped"].items()}
+    assert dropped == {"empty_completion": 2, "no_common_prompt": 1}
+    assert (source["format"], source["rows_read"], source["pairs_kept"]) == ("transcript", 200, 197)
+
+
 def test_real_transcripts_lose_exactly_their_known_bad_rows(tmp_path: Path, shared_dir: Path) -> None:
     path = shared_dir / "data" / "hh_harmless_base_test.jsonl.gz"
     assert "line 87: the chosen completion is empty" in refused(tmp_path, str(path))

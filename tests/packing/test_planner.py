@@ -316,8 +316,25 @@ def test_an_empty_window_has_no_rows_and_an_empty_epoch_no_steps() -> None:
 # ---- What the planner must reach on real lengths
 
 
-@pytest.fixture(scope="module")
-def hh(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> PairLengths:
+@pytest.fixture(scope="module", params=["drawn", "real"])
+def hh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PairLengths:
+    """Lengths of HH-RLHF: drawn like them, and the real ones where somebody has put them."""
+    if request.param == "drawn":
+        return lengths_like_hh()
+    return real_lengths(request.getfixturevalue("shared_dir"), tmp_path_factory.mktemp("tokens"))
+
+
+def lengths_like_hh() -> PairLengths:
+    """As many pairs with the medians and the tails of HH: prompts of 121, completions of 30 and 33 tokens."""
+    random = np.random.RandomState(0)
+    prompt, chosen, rejected = (
+        np.clip(median * np.exp(0.8 * random.standard_normal(2303)), 4, 1000).astype(np.int64)
+        for median in (121, 30, 33)
+    )
+    return PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=prompt)
+
+
+def real_lengths(shared_dir: Path, cache_dir: Path) -> PairLengths:
     """Lengths of HH-RLHF harmless-base test under the conformance model's tokenizer."""
     from dpo_pack.data.store import pair_lengths
     from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
@@ -326,7 +343,7 @@ def hh(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> PairLength
         {
             "output_dir": "unused",
             "model": {"path": str(shared_dir / "conformance" / "llama" / "policy")},
-            "reference": {"cache_dir": str(tmp_path_factory.mktemp("tokens"))},
+            "reference": {"cache_dir": str(cache_dir)},
             "data": {
                 "train": {
                     "path": str(shared_dir / "data" / "hh_harmless_base_test.jsonl.gz"),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from support.conformance import CASES, LAYOUTS, assert_steps_equal_trl, conformance_recipe, steps_of
+from support.conformance import (
+    CASES,
+    CONFORMANCE,
+    LAYOUTS,
+    assert_steps_equal_trl,
+    conformance_recipe,
+    steps_of,
+)
 from support.two_ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 
@@ -53,28 +59,32 @@ def _steps_of_runs(directory: Path, tmp_path: Path, runs: list[Run]) -> dict[Run
     return steps
 
 
-def assert_runs_equal_trl(shared_dir: Path, tmp_path: Path, runs: list[Run]) -> None:
-    directory = shared_dir / "conformance" / "llama"
-    expected = json.loads((directory / "expected.json").read_text())["cases"]
+def assert_runs_equal_trl(directory: Path, tmp_path: Path, runs: list[Run]) -> None:
     for steps in run_on_ranks(_steps_of_runs, directory, tmp_path, runs):
         assert steps.keys() == set(runs)
         for run, lines in steps.items():
-            assert_steps_equal_trl(run[1], lines, expected[run[1]]["steps"])
+            assert_steps_equal_trl(directory, run[1], lines)
 
 
 @pytest.mark.multiprocess
-def test_two_processes_take_trls_steps(shared_dir: Path, tmp_path: Path) -> None:
+def test_two_processes_take_trls_steps(tmp_path: Path) -> None:
     runs = [("ddp", "sigmoid"), ("fsdp2", "sigmoid"), ("fsdp2", "aot")]
-    assert_runs_equal_trl(shared_dir, tmp_path, [(*run, "shared, budget 512") for run in runs])
+    assert_runs_equal_trl(CONFORMANCE, tmp_path, [(*run, "shared, budget 512") for run in runs])
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_take_trls_steps_for_every_loss(
-    strategy: str, shared_dir: Path, tmp_path: Path
-) -> None:
+def test_two_processes_take_trls_steps_for_every_loss(strategy: str, tmp_path: Path) -> None:
     layouts = [layout for layout in LAYOUTS if layout.startswith("shared")]
     assert_runs_equal_trl(
-        shared_dir, tmp_path, [(strategy, case, layout) for case in CASES for layout in layouts]
+        CONFORMANCE, tmp_path, [(strategy, case, layout) for case in CASES for layout in layouts]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_take_trls_steps_on_the_second_set(shared_dir: Path, tmp_path: Path) -> None:
+    directory = shared_dir / "conformance" / "llama"
+    runs = [(strategy, case, "shared, budget 512") for strategy in ("ddp", "fsdp2") for case in CASES]
+    assert_runs_equal_trl(directory, tmp_path, runs)

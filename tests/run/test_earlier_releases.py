@@ -1,0 +1,71 @@
+"""What an earlier release has written is read, or refused in one line: never misread, never a traceback.
+
+scripts/make_golden_values.py --release makes tests/fixtures/release anew, once for each release.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from support.reference_pairs import all_sums, make_table
+from support.release import RELEASE, STEPS, STEPS_DONE, losses, release_cache, release_recipe, versions
+from support.whole_runs import text
+
+from dpo_pack.system.errors import DpoPackError
+from dpo_pack.train import train
+
+EXPECTED: dict[str, Any] = json.loads((RELEASE / "expected.json").read_text(encoding="utf-8"))
+REMAKE = "these files are of this very release: read them, or run scripts/make_golden_values.py --release"
+
+
+@pytest.fixture
+def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the release's files, as the working directory."""
+    directory = tmp_path / "release"
+    shutil.copytree(RELEASE, directory)
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def files_in(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_of_an_earlier_release_is_gone_on_from_or_refused_in_one_line(
+    release: Path, console: Console
+) -> None:
+    before = files_in(release / "run")
+    try:
+        train(release_recipe(), console)
+    except DpoPackError as refusal:
+        assert EXPECTED["made_with"] != versions(), f"{refusal}; {REMAKE}"
+        assert str(refusal).isprintable() and ("run" in str(refusal) or "checkpoint" in str(refusal))
+        assert files_in(release / "run") == before
+        return
+    assert f"step {STEPS_DONE}" in text(console), "it began anew without a word"
+    metrics = (release / "run" / "metrics.jsonl").read_bytes()
+    assert metrics.startswith(before[release / "run" / "metrics.jsonl"])
+    assert len(losses(release / "run")) == STEPS
+    # Log-probs of 20 nats in float32, and two steps of AdamW, on another CPU.
+    assert losses(release / "run") == pytest.approx(EXPECTED["losses"], abs=1e-4)
+    assert losses(release / "run")[-1] < losses(release / "run")[0] - 1e-3  # the steps are not noise
+
+
+def test_reference_log_probs_of_an_earlier_release_are_found_or_set_aside_with_one_line(
+    release: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under the same namespace, by keys that today's code makes of the token ids."""
+    with caplog.at_level(logging.WARNING):
+        sums = all_sums(release_cache(release), [make_table(EXPECTED["pairs"])])
+    if np.isnan(sums).all() and caplog.messages:
+        assert EXPECTED["made_with"] != versions(), REMAKE
+        assert all(message.isprintable() and "part-" in message for message in caplog.messages)
+        return
+    assert sums.tolist() == EXPECTED["sums"]

@@ -1,0 +1,118 @@
+"""What this code computes is what it computed before, or a version says that it has changed.
+
+A test that fails here names the version to raise. CONTRIBUTING.md says how to make new golden values.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.golden import KINDS, LOGP_BOUND, MODELS, Golden, log_probs, plain_log_probs, read_golden
+
+from dpo_pack.data import tokenization
+from dpo_pack.data.truncation import PairIds
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing import bin_packing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_the_golden_ones_or_their_version_is_raised(kind: str) -> None:
+    complaint = KINDS[kind].complaint(read_golden()[kind])
+    assert complaint is None, complaint
+
+
+def test_if_transformers_itself_computes_other_log_probs_the_golden_ones_are_made_anew() -> None:
+    golden = read_golden()["log_probs"]["values"]
+    for family in MODELS:
+        np.testing.assert_allclose(
+            plain_log_probs(family),
+            golden[family],
+            rtol=0,
+            atol=LOGP_BOUND,
+            err_msg=f"{family}: the plain model has other log-probs than before, so the change is not ours; "
+            "do not raise NUMERICS_VERSION, run scripts/make_golden_values.py --new-transformers",
+        )
+
+
+def test_the_bound_of_log_probs_is_twice_what_rounding_in_float32_can_do_on_two_cpus() -> None:
+    ours = log_probs()
+    for family in MODELS:
+        exact = np.array(plain_log_probs(family, torch.float64))
+        for single in (ours[family], plain_log_probs(family)):
+            assert np.abs(np.array(single) - exact).max() < LOGP_BOUND / 4, family
+
+
+# ---- Each kind of change is noticed
+
+
+def complaint_about(kind: str, expected: dict[str, Any] | None = None) -> str:
+    complaint = KINDS[kind].complaint(expected or read_golden()[kind])
+    assert complaint is not None and complaint.isprintable()
+    return complaint
+
+
+def test_other_token_ids_name_the_version_of_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = tokenization.split_at_boundary
+
+    def one_token_late(*sequences: Any) -> PairIds:
+        pair = split(*sequences)
+        prompt = np.append(pair.prompt, pair.chosen[:1])
+        return PairIds(prompt=prompt, chosen=pair.chosen[1:], rejected=pair.rejected[1:])
+
+    monkeypatch.setattr(tokenization, "split_at_boundary", one_token_late)
+    complaint = complaint_about("token_ids")
+    assert complaint.startswith("preference has other values than before: raise TOKENIZATION_VERSION in ")
+
+
+def test_other_log_probs_name_the_version_of_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = CompletionLogps.forward
+
+    def shifted(scorer: CompletionLogps, row: Any) -> Any:
+        output = forward(scorer, row)
+        output.sums.add_(1.5 * LOGP_BOUND)
+        return output
+
+    monkeypatch.setattr(CompletionLogps, "forward", shifted)
+    assert "raise NUMERICS_VERSION in dpo_pack/model/fingerprint.py" in complaint_about("log_probs")
+
+
+def test_another_packing_names_the_version_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bin_packing.BIN_PACKERS, "first_fit_decreasing", bin_packing.next_fit)
+    complaint = complaint_about("plans")
+    assert complaint.startswith("first fit has other values than before: raise PLAN_VERSION in ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_version_that_was_raised_asks_for_new_golden_values(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden: Golden = KINDS[kind]
+    monkeypatch.setattr(golden.module, golden.constant, golden.version + 1)
+    assert f"{golden.constant} is {golden.version}, " in complaint_about(kind)
+
+
+def test_golden_values_are_made_anew_only_under_a_new_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import make_golden_values
+
+    written = read_golden()
+    written["plans"]["values"]["order"][0] += 1
+    path = tmp_path / "golden.json"
+    path.write_text(json.dumps(written))
+    monkeypatch.setattr("support.golden.GOLDEN", path)
+    monkeypatch.setattr(make_golden_values, "GOLDEN", path)
+    with pytest.raises(SystemExit, match="order has other values than before: raise PLAN_VERSION in "):
+        make_golden_values.write_golden()
+    written["plans"]["version"] -= 1
+    path.write_text(json.dumps(written))
+    make_golden_values.write_golden()
+    assert read_golden()["plans"] == {
+        "version": KINDS["plans"].version,
+        "values": json.loads(json.dumps(KINDS["plans"].values())),
+    }
