@@ -260,6 +260,7 @@ def step_record(learner: Learner, batch: GlobalBatch, outcome: StepOutcome) -> d
         **averages(
             outcome.values.over_ranks(),
             beta=objective.options.beta,
+            dtype=learner.state.policy.compute_dtype,
             has_reference=objective.needs_reference,
         ),
         "grad_norm": float(outcome.grad_norm),

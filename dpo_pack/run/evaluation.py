@@ -70,7 +70,15 @@ def evaluate_sets(
                 between_rows=between_rows,
             )
         names = sources or (held_out.name,)
-        yield held_out_result(held_out.name, values, builder, objective, source_names=names, seed=recipe.seed)
+        yield held_out_result(
+            held_out.name,
+            values,
+            builder,
+            objective,
+            source_names=names,
+            dtype=policy.compute_dtype,
+            seed=recipe.seed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
