@@ -260,6 +260,7 @@ def step_record(learner: Learner, batch: GlobalBatch, outcome: StepOutcome) -> d
         **averages(
             outcome.values.over_ranks(),
             beta=objective.options.beta,
+            dtype=learner.state.policy.compute_dtype,
             has_reference=objective.needs_reference,
         ),
         "grad_norm": float(outcome.grad_norm),
@@ -279,6 +280,9 @@ def finish(session: Session) -> None:
     stopped_early = session.evaluator.ends_run(state)
     if stopped_early:
         recorder.console.print(session.evaluator.stop_sentence(state))
+    failure = session.evaluator.failure_sentence(state)
+    if failure is not None:
+        recorder.console.print(failure)
     if saver.recipe.checkpoint.load_best:
         saver.load_best()
     saver.export(run.model)

@@ -18,7 +18,7 @@ import typer
 import dpo_pack
 from dpo_pack.commands.cache import cache_app
 from dpo_pack.system import interrupts
-from dpo_pack.system.endings import complain, ending_of
+from dpo_pack.system.endings import USER_CAN_MEND, complain, ending_of
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.imports import many_imports
 from dpo_pack.system.interrupts import interruptible
@@ -317,7 +317,17 @@ def recipe_command(
     elif schema:
         print(json.dumps(recipe_schema(), indent=2))
     elif check is not None:
-        _load(check, overrides)
+        loaded = _load(check, overrides)
+        with many_imports():
+            from dpo_pack.run.check import check_recipe
+
+        found, wrong = check_recipe(loaded)
+        for line in found:
+            print(line)
+        for line in wrong:
+            complain(" ".join(f"error: {line}".split()))
+        if wrong:
+            raise typer.Exit(USER_CAN_MEND)
         print(f"{check} is in order")
 
 

@@ -5,9 +5,9 @@ because judges read their text.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ Progress = Callable[[str, int, int | None], None]  # task, rows done, rows in al
 # data.truncation decides about rows with these reasons; data.on_bad_row decides about all other bad rows.
 _TRUNCATION_REASONS = ("too_long", "prompt_too_long", "identical_after_truncation")
 _LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
+_CHECKED_ROWS = 100  # `check_source` reads so many rows
 _DETECTION_ROWS = 1000  # `format: auto` looks for a readable row in so many rows
 
 # The options that do not change the tokens of a source. All other options are part of a store's key. So if
@@ -106,6 +107,39 @@ def load_prompt_source(
     )
     prompts = tuple(prompt for batch in batches for prompt in batch.prompts)
     return LoadedSource(recipe=source, store=store, rows_tokenized=ingestion.num_rows, prompts=prompts)
+
+
+def check_source(
+    source: SourceRecipe, key: str, data: DataRecipe, tokenizer: Tokenizer, max_new_tokens: int | None
+) -> str:
+    """Reads and tokenises the first rows of a source, and returns a line about them. Writes nothing.
+
+    `max_new_tokens` is None if rows are pairs. Raises like `load_source`.
+    """
+    located = locate_source(source, key, None, prompts_suffice=max_new_tokens is not None)
+
+    def open_first() -> OpenRows:
+        opened = located.open()
+
+        def rows() -> Generator[NumberedRow, None, None]:
+            with closing(opened.rows):
+                yield from islice(opened.rows, _CHECKED_ROWS)
+
+        return replace(opened, rows=rows())
+
+    ingestion = _Ingestion(
+        located=replace(located, open=open_first),
+        source=source,
+        data=data.model_copy(update={"num_workers": 0}),
+        tokenizer=tokenizer,
+        completion_tokens=max_new_tokens,
+    )
+    for _ in ingestion.batches(lambda what, done, total: None):
+        pass
+    return (
+        f"{key}: {source.path}, format {ingestion.format}, the first {ingestion.num_rows:,} rows have "
+        f"{ingestion.num_kept:,} {ingestion.kept_word}"
+    )
 
 
 def _store_key(located: LocatedSource, source: SourceRecipe, data: DataRecipe, tokenizer_key: str) -> str:

@@ -33,12 +33,13 @@ class LocatedSource:
 
 
 def locate_source(
-    source: SourceRecipe, key: str, hash_memo: Path, *, prompts_suffice: bool = False
+    source: SourceRecipe, key: str, hash_memo: Path | None, *, prompts_suffice: bool = False
 ) -> LocatedSource:
     """Finds a source and computes a key of its content. `hash_memo` is a file that keeps the hashes of files.
 
-    If `prompts_suffice`, the rows of the source need no completions.
-    Raises DataError if the source or split does not exist, RecipeError if the source has no splits at all.
+    If `hash_memo` is None, files are not hashed, and their key is empty. If `prompts_suffice`, the rows of
+    the source need no completions. Raises DataError if the source or split does not exist, RecipeError if the
+    source has no splits at all.
     """
     label = source.path
     names = ColumnNames(mapping=source.columns, label=label, key=key, prompts_suffice=prompts_suffice)
@@ -59,15 +60,16 @@ def locate_source(
     return LocatedSource(label=label, key=key, fingerprint=found[0], open=found[1])
 
 
-def _find_file(path: Path, split: str, names: ColumnNames, hash_memo: Path) -> _Found:
+def _find_file(path: Path, split: str, names: ColumnNames, hash_memo: Path | None) -> _Found:
     if split != DEFAULT_SPLIT:
         raise RecipeError(f"{names.key}.split: {names.label} is a file, which has no splits; leave split out")
     if data_suffix(path) not in READERS:
         raise DataError(f"{names.label}: no reader for this kind of file; there are: {', '.join(READERS)}")
-    return file_hash(path, hash_memo), lambda: READERS[data_suffix(path)](path, names)
+    fingerprint = "" if hash_memo is None else file_hash(path, hash_memo)
+    return fingerprint, lambda: READERS[data_suffix(path)](path, names)
 
 
-def _find_directory(path: Path, split: str, names: ColumnNames, hash_memo: Path) -> _Found:
+def _find_directory(path: Path, split: str, names: ColumnNames, hash_memo: Path | None) -> _Found:
     """Finds a directory that `datasets` saved, with splits or without, or a directory of data files."""
     load = _load_saved
     if (path / "dataset_dict.json").is_file():
@@ -84,7 +86,8 @@ def _find_directory(path: Path, split: str, names: ColumnNames, hash_memo: Path)
     else:
         suffixes = ", ".join(READERS)
         raise DataError(f"{names.label}: no data files in it ({suffixes}); correct {names.key}.path")
-    return directory_hash(path, hash_memo), lambda: _open_dataset(load(str(path), split, names), names)
+    fingerprint = "" if hash_memo is None else directory_hash(path, hash_memo)
+    return fingerprint, lambda: _open_dataset(load(str(path), split, names), names)
 
 
 def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:

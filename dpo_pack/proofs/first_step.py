@@ -17,9 +17,9 @@ from dpo_pack.model.scorer import RowLogps
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.ranks import any_rank
 from dpo_pack.training.batches import RowBuilder, by_pair
+from dpo_pack.training.metrics import rounding
 
-# Allowed difference in nats between two computations of one token's log-prob, if this is about 1 nat.
-NOISE_PER_TOKEN = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+ALLOWED_ROUNDING = 10.0  # how many times the rounding of a sum two computations of it may differ
 
 
 @torch.no_grad()
@@ -33,17 +33,15 @@ def check_start(
     """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference.
 
     If they agree, this needs one forward. If not, the policy is first compared with itself, because otherwise
-    the changes by dropout would count as noise. The noise floor is the larger of two numbers: the rounding of
-    the activations' `dtype`, and ten times the change that another order of the same pairs causes (experts at
-    near ties). Raises RunError, with the likely causes, if a difference exceeds the noise.
+    the changes by dropout would count as noise. The noise floor is ten times the larger of two numbers: the
+    rounding of a sum, by the activations' `dtype`, and the change that another order of the same pairs causes
+    (experts at near ties). Raises RunError, with the likely causes, if a difference exceeds the noise.
     """
     row = builder.build(pairs)
     output = by_pair(policy(row.row), row)
     sums = output.sums.view(-1, 2)  # [P, (chosen, rejected)]
     reference = torch.stack((row.reference_chosen, row.reference_rejected), dim=1)
-    # Errors of tokens are independent, so a sequence's error grows with the root of its length.
-    tokens = output.num_tokens.view(-1, 2)
-    noise = NOISE_PER_TOKEN[dtype] * tokens.sqrt() * (sums / tokens).abs().clamp(min=1.0)
+    noise = ALLOWED_ROUNDING * rounding(sums, output.num_tokens.view(-1, 2), dtype)
     # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
     if not any_rank(_worst_excess(sums - reference, noise) is not None):
         return

@@ -48,7 +48,7 @@ class OptimRecipe(Section):
     min_lr_ratio: PartBelowOne = 0.0
     """Learning rate at the end as a part of lr (linear and cosine)."""
     weight_decay: NonNegativeNumber = 0.0
-    """Weight decay; biases and norms are not decayed."""
+    """Weight decay; biases, norms and other vectors are not decayed."""
     betas: Annotated[
         tuple[PartBelowOne, PartBelowOne], Strict(False), Allowed("a list of two numbers, each >= 0 and < 1")
     ] = (0.9, 0.999)

@@ -70,7 +70,15 @@ def evaluate_sets(
                 between_rows=between_rows,
             )
         names = sources or (held_out.name,)
-        yield held_out_result(held_out.name, values, builder, objective, source_names=names, seed=recipe.seed)
+        yield held_out_result(
+            held_out.name,
+            values,
+            builder,
+            objective,
+            source_names=names,
+            dtype=policy.compute_dtype,
+            seed=recipe.seed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +119,7 @@ class Evaluator:
             evaluation[name] = result
             recorder.write_evaluation(state.step, name, result, win_rate_sentence(result))
         state.evaluation, state.owes_evaluation = evaluation, False
-        if self.selection is not None and state.step > 0:
+        if self.selection is not None:
             state.standing = judge(state.standing, self.selection, evaluation, step=state.step)
         recorder.seconds.evaluation += time.monotonic() - begun
 
@@ -136,6 +144,21 @@ class Evaluator:
         return (
             f"Stopped early after step {state.step}: {selection.metric} of {selection.eval_set} has not "
             f"improved in {standing.num_since_improvement} evaluations{best}"
+        )
+
+    def failure_sentence(self, state: TrainState) -> str | None:
+        """Returns a warning if no evaluation is better than that before the first step, else None."""
+        standing, selection = state.standing, self.selection
+        if selection is None or standing.start is None or not standing.best:
+            return None
+        step, value = standing.best[0]
+        if selection.is_better(value, standing.start):
+            return None
+        return (
+            f"Warning: no evaluation is better than the one before the first step: {selection.metric} of "
+            f"{selection.eval_set} was {standing.start:.4g} then, and at best {value:.4g} later, after step "
+            f"{step}. The model that this run leaves is no better than {self.prepared.recipe.model.path}; "
+            "check that chosen and rejected are not swapped, and lower optim.lr"
         )
 
 

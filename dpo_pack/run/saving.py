@@ -126,6 +126,7 @@ class Saver:
             "metric": self.selection.metric,
             "eval_set": self.selection.eval_set,
             "value": value,
+            "start": standing.start,
             "checkpoint": str(path) if path.is_dir() else None,
         }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dpo_pack.recipe.errors import show
@@ -31,6 +31,10 @@ class Selection:
     def lower_is_better(self) -> bool:
         return self.metric in LOWER_IS_BETTER
 
+    def is_better(self, value: float, other: float, *, by: float = 0.0) -> bool:
+        """Returns whether `value` is better than `other`, and by more than `by`."""
+        return value < other - by if self.lower_is_better else value > other + by
+
     def stops(self, standing: Standing) -> bool:
         """Returns whether early stopping ends the run after this standing."""
         return self.patience is not None and standing.num_since_improvement >= self.patience
@@ -40,7 +44,8 @@ class Selection:
 class Standing:
     """The results of the evaluations so far, as plain values that a checkpoint can hold."""
 
-    best: tuple[tuple[int, float], ...] = ()  # (step, value); the best is first
+    start: float | None = None  # the value before the first step
+    best: tuple[tuple[int, float], ...] = ()  # (step, value) after at least one step; the best is first
     bar: float | None = None  # a new value must be better than this
     num_since_improvement: int = 0  # number of evaluations
 
@@ -63,17 +68,25 @@ def judge(
     """Returns the standing after an evaluation; `evaluation` maps each held-out set to its metrics.
 
     If two values are equal, the earlier is better. A value that is not finite is no improvement. A missing
-    value is no improvement either: an online run has no value if no prompt could be scored.
+    value is no improvement either: an online run has no value if no prompt could be scored. The value before
+    the first step (`step` 0) must be beaten like any other, but is not among the best: the run saves no
+    checkpoint of the weights from which it starts.
     """
     value = evaluation[selection.eval_set].get(selection.metric)
-    sign = 1.0 if selection.lower_is_better else -1.0
+    is_start = step == 0
     if value is None or not math.isfinite(value):
-        return Standing(
-            best=standing.best, bar=standing.bar, num_since_improvement=standing.num_since_improvement + 1
+        return (
+            standing
+            if is_start
+            else replace(standing, num_since_improvement=standing.num_since_improvement + 1)
         )
-    improves = standing.bar is None or sign * value < sign * standing.bar - selection.min_delta
+    if is_start:
+        return replace(standing, start=value, bar=value)
+    improves = standing.bar is None or selection.is_better(value, standing.bar, by=selection.min_delta)
+    sign = 1.0 if selection.lower_is_better else -1.0
     best = sorted((*standing.best, (step, value)), key=lambda entry: (sign * entry[1], entry[0]))
-    return Standing(
+    return replace(
+        standing,
         best=tuple(best[: selection.num_best]),
         bar=value if improves else standing.bar,
         num_since_improvement=0 if improves else standing.num_since_improvement + 1,

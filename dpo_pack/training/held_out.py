@@ -124,11 +124,14 @@ def rank_share(rows: Sequence[Positions], *, rank: int, num_ranks: int) -> list[
 
 def held_out_result(
     name: str, values: PairValues, builder: RowBuilder, objective: Objective, *, source_names: Sequence[str],
-    seed: int,
+    dtype: torch.dtype, seed: int,
 ) -> HeldOutResult:  # fmt: skip
-    """Returns averages, intervals and groups of `evaluate_pairs`' values. `seed` is for the bootstrap."""
+    """Returns averages, intervals and groups of `evaluate_pairs`' values.
+
+    `dtype` is that of the policy's matrix products; `seed` is for the bootstrap.
+    """
     beta, has_reference = objective.options.beta, objective.needs_reference
-    columns = pair_metrics(values, beta=beta)
+    columns = pair_metrics(values, beta=beta, dtype=dtype)
     judged = [m for m in METRICS_WITH_INTERVALS if has_reference or not m.startswith("kl/")]
     metrics = {metric: columns[metric].cpu().numpy() for metric in judged}
     table = builder.table
@@ -139,8 +142,8 @@ def held_out_result(
         source_names=source_names,
     )
     record = {
-        **averages(values, beta=beta, has_reference=has_reference),
-        **length_preference(metrics["rewards/margins"], traits),
+        **averages(values, beta=beta, dtype=dtype, has_reference=has_reference),
+        **length_preference(metrics["rewards/accuracies"], traits),
     }
     # `averages` replace the means of `means_by_group`, because another order of summation may change the
     # lowest bit.
@@ -194,19 +197,20 @@ def _means(metrics: Mapping[str, Floats], pairs: Positions, *, seed: int) -> dic
     return {"pairs": len(pairs), **means, "intervals": dict(zip(metrics, intervals, strict=True))}
 
 
-def length_preference(margins: Floats, traits: PairTraits) -> dict[str, float]:
+def length_preference(accuracies: Floats, traits: PairTraits) -> dict[str, float]:
     """Measures whether data and policy prefer the longer completion. Pairs with two equal lengths are left
     out.
 
     `length/chosen_longer`: the part of pairs whose chosen completion is longer, by one token or more (the
     bucket `chosen_longer` begins at a ratio of 1.1). `length/prefers_longer`: the part of pairs whose longer
-    completion has the larger reward; a tie counts half. margins: [P]. Returns {} if no pair is left.
+    completion has the larger reward; a tie counts half. accuracies: [P] 1 where the chosen completion has the
+    larger reward, 0.5 where there is a tie, 0 elsewhere. Returns {} if no pair is left.
     """
     difference = traits.chosen_tokens.astype(np.int64) - traits.rejected_tokens
     differs = difference != 0
     if not differs.any():
         return {}
-    prefers_longer = 0.5 + 0.5 * np.sign(margins[differs]) * np.sign(difference[differs])
+    prefers_longer = np.where(difference > 0, accuracies, 1 - accuracies)[differs]
     return {
         "length/chosen_longer": float((difference[differs] > 0).mean()),
         "length/prefers_longer": float(prefers_longer.mean()),

@@ -30,6 +30,9 @@ from dpo_pack.system.ranks import gather_over_ranks
 # A pair is saturated if sigmoid(-margin), the factor in the sigmoid loss's gradient, is below this.
 SATURATED_SLOPE = 0.01
 SATURATED_MARGIN = math.log(1 / SATURATED_SLOPE - 1)  # 4.595
+# The rounding of one token's log-prob, in nats, if the log-prob is about 1 nat, by the dtype of the matrix
+# products. Two computations of one token in other rows differ by about this much, see docs/numerics.md.
+ROUNDING_PER_TOKEN = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rewards/margins_p90": 0.9}
 
 
@@ -121,8 +124,33 @@ def pair_values(output: RowLogps, policy: PairLogps, reference: PairLogps, losse
     return PairValues(table=torch.stack([column(row).double() for column in KEPT.values()], dim=1))
 
 
-def pair_metrics(values: PairValues, *, beta: float) -> dict[str, Tensor]:
-    """Returns the metrics that are means over pairs, before the mean is computed, [P] each."""
+def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the rounding of summed log-probs in nats, of the shape of `sums`.
+
+    Errors of tokens are independent, so a sum's error grows with the root of its number of tokens. `dtype` is
+    that of the matrix products, see ROUNDING_PER_TOKEN.
+    """
+    return ROUNDING_PER_TOKEN[dtype] * num_tokens.sqrt() * (sums / num_tokens).abs().clamp(min=1.0)
+
+
+def preferences(margins: Tensor, policy: PairLogps, *, beta: float, dtype: torch.dtype) -> Tensor:
+    """Returns 1.0 for each pair whose chosen completion has the larger reward, 0.0 for the others, [P].
+
+    A tie is 0.5: a policy that has not moved prefers neither completion. Its margin is not exactly zero, if
+    policy and reference were computed in other rows. So a margin within its own rounding is a tie.
+    margins: [P] beta x differences of log-ratios.
+    """
+    chosen = rounding(policy.chosen, policy.chosen_tokens, dtype)
+    rejected = rounding(policy.rejected, policy.rejected_tokens, dtype)
+    is_tie = margins.abs() <= beta * torch.hypot(chosen, rejected)
+    return torch.where(is_tie, 0.5, (margins > 0).double())
+
+
+def pair_metrics(values: PairValues, *, beta: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the metrics that are means over pairs, before the mean is computed, [P] each.
+
+    `dtype` is that of the policy's matrix products.
+    """
     policy, reference = values.policy_logps(), values.reference_logps()
     chosen_logratios = policy.chosen - reference.chosen
     rejected_logratios = policy.rejected - reference.rejected
@@ -134,9 +162,7 @@ def pair_metrics(values: PairValues, *, beta: float) -> dict[str, Tensor]:
         "rewards/chosen": chosen_rewards,
         "rewards/rejected": rejected_rewards,
         "rewards/margins": margins,
-        # A tie counts half: a policy that has not moved yet prefers neither completion.
-        "rewards/accuracies": (chosen_rewards > rejected_rewards).double()
-        + 0.5 * (chosen_rewards == rejected_rewards),
+        "rewards/accuracies": preferences(margins, policy, beta=beta, dtype=dtype),
         "rewards/saturated": (margins > SATURATED_MARGIN).double(),
         "rewards/chosen_per_token": chosen_rewards / chosen_tokens,
         "rewards/rejected_per_token": rejected_rewards / rejected_tokens,
@@ -151,12 +177,15 @@ def pair_metrics(values: PairValues, *, beta: float) -> dict[str, Tensor]:
     }
 
 
-def averages(values: PairValues, *, beta: float, has_reference: bool = True) -> dict[str, float]:
+def averages(
+    values: PairValues, *, beta: float, dtype: torch.dtype, has_reference: bool = True
+) -> dict[str, float]:
     """Returns all metrics by name, over all pairs of the table. Waits for the device, once.
 
-    If there is no reference, there is no divergence from it, and so no `kl/*`.
+    `dtype` is that of the policy's matrix products. If there is no reference, there is no divergence from it,
+    and so no `kl/*`.
     """
-    columns = pair_metrics(values, beta=beta)
+    columns = pair_metrics(values, beta=beta, dtype=dtype)
     metrics = {name: column.mean() for name, column in columns.items()}
     metrics |= _margin_quantiles(columns["rewards/margins"])
     metrics |= _token_metrics(values)

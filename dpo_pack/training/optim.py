@@ -11,10 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
 
 from dpo_pack.recipe.machine import NO_MASTER_WEIGHTS
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.split_adamw import SplitAdamW
+
+# Biases and norms by their names, in lower case: the patterns of transformers' Trainer.
+_NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
 def build_optimizer(
@@ -59,10 +63,7 @@ def check_optimizer(name: str, device: torch.device) -> None:
 def adamw(
     model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> AdamW | SplitAdamW:
-    """Builds AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101); it computes in fp32 for any parameter dtype.
-
-    Weight decay leaves out vectors (biases, norm weights), because small vectors have no advantage.
-    """
+    """Builds AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101); it computes in fp32 for any dtype."""
     groups = _groups(model, weight_decay)
     if _trains_bfloat16(groups):
         return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -74,11 +75,21 @@ def _trains_bfloat16(groups: list[dict[str, Any]]) -> bool:
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Returns the trained parameters with and without weight decay. Biases, norms and vectors have none.
+
+    The number of dimensions does not show all biases and norms: gpt_oss's experts have matrices of biases,
+    and Cohere's query and key norms have a row for each head. So names and kinds of modules count too, as in
+    transformers' Trainer. Neither an adapter nor sharding changes these parts of a parameter's name.
+    """
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
     ]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = parameter.ndim >= 2 and name in decayed
+            groups[0 if decays else 1]["params"].append(parameter)
     return [group for group in groups if group["params"]]
 
 

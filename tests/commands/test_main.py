@@ -631,10 +631,59 @@ def test_recipe_prints_defaults_that_it_accepts(recipe: Path, dpopack: Dpopack) 
     own.write_text(defaults.out)
     here = (f"data.train={recipe.parent}/pairs.jsonl", f"model.path={recipe.parent}/model")
     checked = dpopack("recipe", "--check", own, *here)
-    assert (checked.status, checked.out) == (0, f"{own} is in order\n")
+    assert (checked.status, checked.out.splitlines()[-1]) == (0, f"{own} is in order")
     assert_refused(dpopack("recipe", "--check", own, *here, "seed=-1"), r"seed: must be")
     elsewhere = (here[0], "model.path=./no")
     assert_refused(dpopack("recipe", "--check", own, *elsewhere), r"model\.path: no such directory")
+
+
+def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpo_pack.run.models.load_model", lambda *rest, **options: 1 / 0)
+    directory, before = recipe.parent, sorted(recipe.parent.rglob("*"))
+    checked = dpopack("recipe", "--check", recipe)
+    assert (checked.status, checked.err) == (0, "")
+    assert checked.out.splitlines() == [
+        f"output_dir: {directory / 'run'}, a run can use it",
+        f"model.path: {directory / 'model'}, llama; its weights are there",
+        "tokenizer: 384 tokens",
+        f"data.train.0: {directory / 'pairs.jsonl'}, format preference, the first 16 rows have 16 pairs",
+        f"data.eval.0: {directory / 'heldout.jsonl'}, format preference, the first 6 rows have 6 pairs",
+        f"{recipe} is in order",
+    ]
+    assert sorted(recipe.parent.rglob("*")) == before
+
+
+def test_recipe_check_has_a_line_for_each_thing_that_would_stop_the_run(
+    recipe: Path, dpopack: Dpopack, tmp_path: Path
+) -> None:
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text('{"prompt": "ask", "chosen": "yes", "rejected": "no"}\n{"prompt": "as')
+    empty = tmp_path / "model"
+    shutil.copytree(recipe.parent / "model", empty)
+    (empty / "model.safetensors").unlink()
+    checked = dpopack(
+        "recipe", "--check", recipe, f"data.train=[{cut}, {recipe.parent}/pairs.jsonl]",
+        f"model.path={empty}",
+        "data.eval.0.columns={prompt: question}", "checkpoint.eval_set=nowhere", "checkpoint.keep_best=1",
+        "train.eval_every_steps=1",
+    )  # fmt: skip
+    assert checked.status == 2 and "in order" not in checked.out and "data.train.1: " in checked.out
+    for line, told in zip(
+        checked.err.splitlines(),
+        (r"checkpoint\.eval_set: .*'nowhere'", r"model\.path: .*weights", r"cut\.jsonl line 2: ", "question"),
+        strict=True,
+    ):
+        assert re.match(f"error: .*{told}", line), line
+
+
+def test_recipe_check_reads_only_the_first_rows_of_a_long_file(recipe: Path, dpopack: Dpopack) -> None:
+    row = (recipe.parent / "pairs.jsonl").read_text().splitlines()[0] + "\n"
+    long = recipe.parent / "long.jsonl"
+    long.write_text(row * 200 + "no JSON")
+    checked = dpopack("recipe", "--check", recipe, f"data.train={long}")
+    assert checked.status == 0 and "the first 100 rows have 100 pairs" in checked.out
 
 
 def test_recipe_prints_the_schema(dpopack: Dpopack) -> None:

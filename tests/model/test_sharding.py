@@ -23,7 +23,7 @@ from dpo_pack.losses import LOSSES, Objective, PairLogps, ScoredPairs, weighted_
 from dpo_pack.model.families import FAMILIES
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy, full_state, is_sharded, shard_model
-from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.models import load_weights, new_adapter, resolve_policy
@@ -132,10 +132,16 @@ def compare(
             with policy.accumulating(is_last=True):
                 policy.idle(rows[0])
     ours, theirs = gradients(shared), gradients(alone)
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == theirs.keys() and num_decayed(shared.scorer) == num_decayed(alone.scorer)
     difference = torch.cat([(ours[name].double() - theirs[name]).flatten() for name in theirs])
     whole = torch.cat([grad.flatten().double() for grad in theirs.values()])
     return error, float(difference.norm() / whole.norm())
+
+
+def num_decayed(policy: CompletionLogps) -> list[int]:
+    """How many parameters each group of the optimizer has: those that decay, and those that do not."""
+    optimizer = adamw(policy, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def write_models(directory: Path) -> None:

@@ -46,6 +46,12 @@ def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in lines(run, "eval") if record["step"] > 0}
 
 
+def start_loss(run: Path) -> float:
+    (value,) = (record["loss"] for record in lines(run, "eval") if record["step"] == 0)
+    assert isinstance(value, float)
+    return value
+
+
 # ---------------------------------------------------------------------------------------- the best of a run
 
 
@@ -62,7 +68,7 @@ def test_the_best_checkpoints_are_kept_and_the_best_weights_are_left(
     path = run / "checkpoints" / f"step-{ranking[0]:06d}"
     assert told == {
         "step": ranking[0], "metric": "loss", "eval_set": "heldout", "value": losses(run)[ranking[0]],
-        "checkpoint": str(path),
+        "start": start_loss(run), "checkpoint": str(path),
     }  # fmt: skip
     assert saved_weights(run / "model") == saved_weights(path / "model")
     assert f"{losses(run)[ranking[0]]:.4f} |" in (run / "model" / "README.md").read_text()
@@ -74,6 +80,22 @@ def test_without_load_best_the_last_weights_are_left(assets: Path, tmp_path: Pat
     assert_same_run(tmp_path / "plain", tmp_path / "best")
     plain, best = (read_json(tmp_path / name / "run.json")["best"] for name in ("plain", "best"))
     assert plain["step"] == best["step"] and plain["checkpoint"] is None and best["checkpoint"] is not None
+
+
+def test_a_run_whose_best_evaluation_is_worse_than_its_start_says_so_and_stops_early(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    run, wrong = tmp_path / "run", "data.eval.0.columns={chosen: rejected, rejected: chosen}"
+    best = ("checkpoint.keep_best=1", "checkpoint.load_best=true", "train.early_stopping={patience: 3}")
+    train(whole_run(assets, run, *OVERSHOOTS, wrong, *best), console)
+    told = read_json(run / "run.json")["best"]
+    assert told["start"] == start_loss(run) < told["value"] == min(losses(run).values())
+    assert (
+        "Warning: no evaluation is better than the one before the first step: loss of heldout was "
+        f"{told['start']:.4g} then, and at best {told['value']:.4g} later, after step {told['step']}. The "
+        f"model that this run leaves is no better than {assets / 'model'}; " in text(console)
+    )
+    assert "Stopped early after step 3" in text(console) and max(losses(run)) == 3
 
 
 @pytest.mark.parametrize("stop_at", [None, 1, 2, 3])

@@ -14,10 +14,13 @@ from dpo_pack.system.errors import RecipeError
 JUDGES = ("data.eval=held.jsonl", "train.eval_every_steps=5")
 
 
-def after(values: list[float | None], **settings: Any) -> tuple[Standing, list[bool]]:
-    """The standing after evaluations at steps 10, 20, ..., and whether the run stops at each."""
+def after(
+    values: list[float | None], *, start: float | None = None, **settings: Any
+) -> tuple[Standing, list[bool]]:
+    """The standing after evaluations at steps 0, 10, 20, ..., and whether the run stops at each but 0."""
     selection = Selection(**{"metric": "loss", "eval_set": "held", "num_best": 2, **settings})
-    standing, stops = Standing(), []
+    before = {} if start is None else {selection.metric: start}
+    standing, stops = judge(Standing(), selection, {"held": before}, step=0), []
     for step, value in enumerate(values, start=1):
         record = {} if value is None else {selection.metric: value}
         standing = judge(standing, selection, {"held": record, "other": {"loss": 0.0}}, step=10 * step)
@@ -47,13 +50,23 @@ def test_an_improvement_is_more_than_min_delta_since_the_last_one() -> None:
     assert standing.best_steps == (40, 30)  # the best is the best, however little
 
 
+def test_the_evaluation_before_the_first_step_must_be_beaten_and_is_no_checkpoint() -> None:
+    worse: list[float | None] = [0.7, 0.71, 0.69]
+    standing, stops = after(worse, start=0.693, patience=2)
+    assert stops == [False, True, False]  # at 10 and 20 nothing is better than the start
+    assert standing.start == 0.693 and standing.bar == 0.69 and standing.best == ((30, 0.69), (10, 0.7))
+    higher: list[float | None] = [0.4, 0.5, 0.6]
+    assert after(higher, start=0.5, patience=2, metric="rewards/accuracies")[1] == [False, True, False]
+    assert after(worse, start=math.nan, patience=2)[0].start is None
+
+
 def test_what_is_not_finite_or_not_there_is_no_improvement() -> None:
     standing, stops = after([0.5, math.nan, None], patience=2)
     assert stops == [False, False, True] and standing.best == ((10, 0.5),)
 
 
 def test_a_standing_goes_through_a_checkpoint() -> None:
-    standing, _ = after([0.5, 0.3, 0.4])
+    standing, _ = after([0.5, 0.3, 0.4], start=0.6)
     assert Standing.load(standing.state_dict()) == standing
     assert Standing.load(Standing().state_dict()) == Standing()
 

@@ -114,7 +114,63 @@ def test_two_ranks_count_each_pair_once_and_agree_with_one(
 def result(policy: CompletionLogps, objective: Objective = OBJECTIVE) -> HeldOutResult:
     builder = make_builder()
     values = evaluate_pairs(policy, builder, objective, token_budget=64)
-    return held_out_result("held_out", values, builder, objective, source_names=("pairs",), seed=0)
+    return held_out_result(
+        "held_out", values, builder, objective, source_names=("pairs",), dtype=torch.float32, seed=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_policy_that_has_not_moved_is_at_one_half_whatever_rows_its_reference_was_in(
+    model_path: Path, dtype: torch.dtype
+) -> None:
+    packed, padded = (load_scorer(model_path, packed=is_packed) for is_packed in (True, False))
+    for scorer in (packed, padded):
+        scorer.autocast = None if dtype == torch.float32 else dtype
+    found = moved_result(packed, padded)
+    margins = found.metrics["rewards/margins"]
+    assert (margins > 0).mean() != 0.5 != (margins >= 0).mean()  # they are rounding, and not zero
+    assert (found.metrics["rewards/accuracies"] == 0.5).all() and found.record["rewards/accuracies"] == 0.5
+    assert found.record["length/prefers_longer"] == 0.5
+
+
+def test_one_step_of_the_default_learning_rate_makes_margins_that_are_no_ties(model_path: Path) -> None:
+    """AdamW's first step moves each weight by the learning rate, along the gradient's sign."""
+    reference, policy, exact, moved = (load_scorer(model_path) for _ in range(4))
+    sums = policy(make_builder().build(np.arange(NUM_PAIRS)).row).sums
+    wanted = torch.arange(NUM_PAIRS) % 4 > 0  # the step makes the rejected one of the other pairs more likely
+    ((sums[1::2] - sums[0::2]) * torch.where(wanted, 1, -1)).sum().backward()
+    with torch.no_grad():
+        for ours, theirs in zip(policy.parameters(), moved.parameters(), strict=True):
+            if ours.grad is not None:
+                ours -= 5e-7 * ours.grad.sign()
+            theirs.copy_(ours)
+    found = moved_result(policy, reference)
+    truth = moved_result(moved.double(), exact.double()).metrics["rewards/margins"]
+    assert 0 < (truth < 0).sum() < NUM_PAIRS
+    assert found.metrics["rewards/accuracies"].tolist() == (truth > 0).astype(float).tolist()
+
+
+def moved_result(policy: CompletionLogps, reference: CompletionLogps) -> HeldOutResult:
+    """Both models' log-probs of the same pairs, each in rows of its own kind."""
+    values = [
+        evaluate_pairs(scorer, make_builder(packed=scorer.backend is not None), OBJECTIVE, token_budget=64)
+        for scorer in (policy, reference)
+    ]
+    scores = values[1].policy_logps()
+    builder = dataclasses.replace(
+        make_builder(packed=policy.backend is not None),
+        reference=PairReference(chosen=scores.chosen.numpy(), rejected=scores.rejected.numpy()),
+    )
+    compared = evaluate_pairs(policy, builder, OBJECTIVE, token_budget=64)
+    return held_out_result(
+        "held_out",
+        compared,
+        builder,
+        OBJECTIVE,
+        source_names=("pairs",),
+        dtype=torch.float32 if policy.compute_dtype == torch.float64 else policy.compute_dtype,
+        seed=0,
+    )
 
 
 def test_a_record_has_averages_intervals_and_breakdowns(policy: CompletionLogps) -> None:

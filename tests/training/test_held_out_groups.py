@@ -73,14 +73,12 @@ def test_one_source_is_no_breakdown() -> None:
 
 def test_length_preference_of_a_policy_that_only_learned_length() -> None:
     some = traits([20, 30, 5, 8, 7], [10, 10, 10, 10, 7])  # the data prefers the longer one in 2 of 4
-    longer_wins = np.array([1.0, 2.0, -1.0, -3.0, 9.0])
+    longer_wins = np.array([1.0, 1.0, 0.0, 0.0, 1.0])
     assert length_preference(longer_wins, some) == {
         "length/chosen_longer": 0.5,
         "length/prefers_longer": 1.0,
     }
-    always_chosen = np.array(
-        [1.0, 1.0, 1.0, 0.0, -9.0]
-    )  # right, right, right, undecided; one of equal length
+    always_chosen = np.array([1.0, 1.0, 1.0, 0.5, 0.0])  # right, right, right, undecided; one of equal length
     assert length_preference(always_chosen, some)["length/prefers_longer"] == (1 + 1 + 0 + 0.5) / 4
 
 

@@ -83,7 +83,7 @@ def test_averages_of_two_pairs_by_hand() -> None:
         mean_logit=([2.0, 0.5], [-1.0, -4.0]),
     )
     # Logratios: chosen 2 and 1, rejected -1 and -4; margins 1.5 and 2.5; 5 chosen and 5 rejected tokens.
-    assert averages(values, beta=BETA) == pytest.approx(
+    assert averages(values, beta=BETA, dtype=torch.float32) == pytest.approx(
         {
             "loss": 0.5,
             "rewards/chosen": 0.75,
@@ -112,20 +112,39 @@ def test_averages_of_two_pairs_by_hand() -> None:
 
 def test_a_tie_counts_half() -> None:
     values = margins_only([1.0, -1.0, 0.0, 0.0])  # right, wrong, and two ties
-    assert averages(values, beta=BETA)["rewards/accuracies"] == 0.5
+    assert averages(values, beta=BETA, dtype=torch.float32)["rewards/accuracies"] == 0.5
     assert values.table.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a_token"), [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 5e-3)]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_margin_within_its_rounding_is_a_tie_and_any_larger_one_is_none(
+    dtype: torch.dtype, a_token: float, sign: int
+) -> None:
+    """Two completions of 256 tokens of 1.5 nats: their sums round by root(256) x 1.5 tokens each."""
+    bound = math.sqrt(2) * 16 * 1.5 * a_token
+    for part, expected in ((0.99, 0.5), (1.01, 1.0 if sign > 0 else 0.0)):
+        values = values_of(
+            policy=([-384.0], [-384.0]),
+            reference=([-384.0 - sign * part * bound], [-384.0]),
+            tokens=([256], [256]),
+            losses=[0.0], entropy=([0.0], [0.0]), top1=([0.0], [0.0]), mean_logit=([0.0], [0.0]),
+        )  # fmt: skip
+        assert averages(values, beta=BETA, dtype=dtype)["rewards/accuracies"] == expected
 
 
 def test_a_pair_is_saturated_when_the_sigmoid_loss_has_a_hundredth_of_slope_left() -> None:
     assert 1 / (1 + math.exp(SATURATED_MARGIN)) == pytest.approx(0.01)
     values = margins_only([SATURATED_MARGIN + 1e-9, SATURATED_MARGIN - 1e-9, -20.0, 0.0])
-    assert averages(values, beta=BETA)["rewards/saturated"] == 0.25
+    assert averages(values, beta=BETA, dtype=torch.float32)["rewards/saturated"] == 0.25
 
 
 def test_margin_quantiles_are_over_all_pairs_of_the_step_and_not_a_mean_of_rows() -> None:
     random = np.random.default_rng(1)
     rows = [random.normal(size=size).tolist() for size in (1, 7, 3)]
-    got = averages(PairValues.join([margins_only(row) for row in rows]), beta=BETA)
+    got = averages(PairValues.join([margins_only(row) for row in rows]), beta=BETA, dtype=torch.float32)
     expected = np.quantile(np.concatenate(rows), [0.1, 0.5, 0.9])
     assert [got[f"rewards/margins_{name}"] for name in ("p10", "p50", "p90")] == pytest.approx(expected)
 
@@ -140,7 +159,7 @@ def test_rows_of_unequal_size_make_the_mean_over_all_pairs_and_tokens() -> None:
         }
         tokens = (random.integers(1, 30, size).tolist(), random.integers(1, 30, size).tolist())
         rows.append({**draw, "tokens": tokens, "losses": random.normal(size=size).tolist()})
-    got = averages(PairValues.join([values_of(**row) for row in rows]), beta=BETA)
+    got = averages(PairValues.join([values_of(**row) for row in rows]), beta=BETA, dtype=torch.float32)
 
     def every(name: str, side: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return np.concatenate([np.asarray(row[name][side], dtype=np.float64) for row in rows])
@@ -162,7 +181,7 @@ def test_rows_of_unequal_size_make_the_mean_over_all_pairs_and_tokens() -> None:
 
 
 def test_without_a_reference_there_is_no_kl() -> None:
-    names = averages(margins_only([1.0]), beta=BETA, has_reference=False).keys()
+    names = averages(margins_only([1.0]), beta=BETA, dtype=torch.float32, has_reference=False).keys()
     assert "rewards/chosen" in names and not [name for name in names if name.startswith("kl/")]
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 from math import cos, pi
+from typing import Any, cast
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from support.tiny_models import tiny_config
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.optim import (
@@ -185,6 +189,47 @@ def test_whatever_its_name_an_optimizer_decays_matrices_alone(name: str) -> None
     assert {decays.get(id(network[0].weight)), decays.get(id(network[2].weight))} == {0.1}
     assert {decays.get(id(network[0].bias)), decays.get(id(network[1].weight))} == {0.0}
     assert id(network[3].weight) not in decays
+
+
+def decayed_names(network: nn.Module) -> set[str]:
+    """Of the trained parameters."""
+    (group,) = (g for g in build("adamw", network, weight_decay=0.1).param_groups if g["weight_decay"])
+    decayed = {id(parameter) for parameter in group["params"]}
+    return {name for name, parameter in network.named_parameters() if id(parameter) in decayed}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "kept"),
+    [
+        ("gpt_oss", {}, {"mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"}),
+        ("cohere", {"use_qk_norm": True}, {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}),
+        ("llama", {"attention_bias": True}, set()),
+    ],
+)
+def test_of_the_matrices_those_decay_that_decay_in_transformers_trainer(
+    family: str, settings: dict[str, Any], kept: set[str]
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family, **settings))
+    matrices = {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+    decayed = decayed_names(model)
+    assert {name.split(".", 3)[-1] for name in matrices - decayed} == kept  # "model.layers.1." is cut off
+    assert decayed == matrices & set(Trainer.get_decay_parameter_names(cast(Any, None), model))
+
+
+# peft reads an attribute that transformers has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_beside_an_adapter_a_norm_that_is_trained_whole_does_not_decay() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("cohere", use_qk_norm=True))
+        assert isinstance(model, PreTrainedModel)
+        adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["k_norm"]))
+    decayed = decayed_names(adapted)
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert len(decayed) == 4 and all("lora_" in name for name in decayed)
+    assert {name.split("layers.")[1] for name in trained - decayed} == {
+        f"{layer}.self_attn.k_norm.modules_to_save.default.weight" for layer in range(2)
+    }
 
 
 def test_eight_bit_states_are_refused_without_cuda() -> None:

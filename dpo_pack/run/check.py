@@ -1,0 +1,91 @@
+"""Answers whether a run of a recipe would start (`dpopack recipe --check`), without loading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpo_pack.data.ingest import check_source
+from dpo_pack.data.splits import HELD_OUT
+from dpo_pack.model.loading import load_config
+from dpo_pack.model.scorer import resolve_precision
+from dpo_pack.recipe.load import Recipe, source_names
+from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.run.models import check_model, resolve_model
+from dpo_pack.run.prepare import prepare_tokenizer, recipe_objective
+from dpo_pack.run.run_dir import find_run
+from dpo_pack.run.selection import find_selection
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import DpoPackError
+from dpo_pack.training.optim import check_optimizer
+
+
+def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Returns a line for each thing that is in order, and a line for each thing that is wrong.
+
+    Reads configs, the tokenizer and the first rows of each source. Writes nothing but what the libraries of
+    the hub download.
+    """
+    found: list[str] = []
+    wrong: list[str] = []
+    data, online = recipe.data, recipe.online
+
+    def check(function: Callable[..., str], *arguments: Any) -> None:
+        try:
+            found.append(function(*arguments))
+        except DpoPackError as error:
+            wrong.append(str(error))
+
+    check(_check_settings, recipe)
+    check(_check_model, recipe, recipe.model.path, "model.path")
+    if recipe.reference.path is not None:
+        check(_check_model, recipe, recipe.reference.path, "reference.path")
+    for number, judge in enumerate(() if online is None else online.judges):
+        if judge.path is not None:
+            check(_check_judge, recipe, judge.path, f"online.judges.{number}.path")
+    try:
+        tokenizer = prepare_tokenizer(recipe)
+    except DpoPackError as error:
+        return found, [*wrong, str(error)]  # without it, no row can be read
+    found.append(f"tokenizer: {len(tokenizer):,} tokens")
+    max_new_tokens = None if online is None else online.max_new_tokens
+    evals = () if isinstance(data.eval, EvalFraction) else data.eval
+    for part, sources in (("train", data.train), ("eval", evals)):
+        for number, source in enumerate(sources):
+            check(check_source, source, f"data.{part}.{number}", data, tokenizer, max_new_tokens)
+    return found, wrong
+
+
+def _check_settings(recipe: Recipe) -> str:
+    """Checks what the recipe names in this process: the loss, the optimizer, the output directory."""
+    recipe_objective(recipe)
+    check_optimizer(recipe.optim.name, _device())
+    evals = recipe.data.eval
+    find_selection(recipe, [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals)))
+    run = find_run(recipe, overwrite=False)
+    return f"output_dir: {run.root}, {'its run is finished' if run.is_finished else 'a run can use it'}"
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if ranks.uses_cuda() else "cpu")
+
+
+def _check_model(recipe: Recipe, path: str, key: str) -> str:
+    model, device, is_policy = recipe.model, _device(), key == "model.path"
+    precision = resolve_precision(
+        model.dtype, model.autocast, device, gather_dtype=recipe.distributed.gather_dtype
+    )
+    revision = model.revision if is_policy else None
+    facts = resolve_model(recipe, precision, path, revision=revision, recipe_key=key)
+    check_model(recipe, facts, device, is_trained=is_policy)
+    weights = "its weights are there" if Path(facts.path).is_dir() else "its weights are not looked at"
+    return f"{key}: {facts.label}, {facts.config.model_type}; {weights}"
+
+
+def _check_judge(recipe: Recipe, path: str, key: str) -> str:
+    trusts = recipe.model.trust_remote_code
+    config = load_config(path, revision=None, trust_remote_code=trusts, recipe_key=key)
+    return f"{key}: {path}, {config.model_type}"
