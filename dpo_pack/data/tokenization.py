@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.data.formats import FORMATS, BadRow, Pair, with_system_message
+from dpo_pack.data.keys import beginning_key, prompt_key
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.splits import Prompt
 from dpo_pack.data.store import NO_TOKENS, TokenizedPairs, common_prefix_length, join_pairs
@@ -20,8 +21,8 @@ from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, truncate
 from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import ModelError, RecipeError, first_line
 
-# Increase this number whenever a change of our code gives other token ids for the same rows.
-TOKENIZATION_VERSION = 2
+# Increase this number whenever a change of our code gives other token ids or other records for the same rows.
+TOKENIZATION_VERSION = 3
 
 # The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
 _ENCODE_CHARS = 1 << 21
@@ -128,10 +129,16 @@ def tokenize_batch(
             dropped.append((number, bad.with_traceback(None)))
         else:
             kept.append((number, pair, fitted))
+            counts["prompts_inferred"] += pair.has_inferred_prompt
     pairs = [fitted for _, _, fitted in kept]
     return TokenizedBatch(
         num_rows=len(rows),
-        pairs=join_pairs(pairs, [pair.weight for _, pair, _ in kept], [number for number, _, _ in kept]),
+        pairs=join_pairs(
+            pairs,
+            [pair.weight for _, pair, _ in kept],
+            [number for number, _, _ in kept],
+            [_whole_prompt_key(pair) for _, pair, _ in kept],
+        ),
         prompts=tuple(prompts),
         dropped=tuple(sorted(dropped, key=lambda row: row[0])),
         counts=counts,
@@ -154,6 +161,10 @@ def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: To
     if np.array_equal(pair.chosen, pair.rejected):
         raise BadRow("identical_completions", "chosen and rejected are the same, so the pair prefers nothing")
     return pair
+
+
+def _whole_prompt_key(pair: Pair) -> bytes:
+    return beginning_key(str(pair.prompt)) if pair.has_inferred_prompt else prompt_key(pair.prompt)
 
 
 def _parse(row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, tokenizer: Tokenizer) -> Pair:
