@@ -149,7 +149,8 @@ def _print_notes(data: DataSplits, console: Console) -> None:
     shared = data.report["held_out_by"]
     if shared not in (None, "prompt"):
         console.print(
-            f"  no column has the prompts: pairs with the same {shared} are all held out or all trained on; for a split by prompt, name the column in data.train.*.columns.prompt"
+            f"  no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
+            "for a split by prompt, name the column in data.train.*.columns.prompt"
         )
     for source in data.report["train"]["sources"]:
         dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in source["dropped"].items())
