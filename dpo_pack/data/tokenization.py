@@ -16,7 +16,7 @@ from dpo_pack.data.keys import beginning_key, prompt_key
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.splits import Prompt
 from dpo_pack.data.store import NO_TOKENS, TokenizedPairs, common_prefix_length, join_pairs
-from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.data.tokenizer import Tokenizer, bounded_template
 from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, truncate
 from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import ModelError, RecipeError, first_line
@@ -26,6 +26,8 @@ TOKENIZATION_VERSION = 3
 
 # The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
 _ENCODE_CHARS = 1 << 21
+# A longer text is no prompt with its completion. Encoding takes a second and 200 MB for a million characters.
+_MAX_TEXT_CHARS = 1 << 22
 DroppedRow = tuple[int, BadRow]  # the number of a row without a pair or prompt, and the reason
 
 # A template may write a line break after the token that ends a turn.
@@ -201,6 +203,9 @@ def _render(pair: Pair, settings: TokenizationSettings, tokenizer: Tokenizer) ->
     else:
         texts = _apply_chat_template(pair, completions, tokenizer)
     for text in texts:
+        if len(text) > _MAX_TEXT_CHARS:
+            limit = f"more than {_MAX_TEXT_CHARS:,}"
+            raise BadRow("text_too_long", f"prompt and completion have {len(text):,} characters, {limit}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -213,10 +218,16 @@ def _apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Toke
     prompt: Any = pair.prompt
     options = {**pair.template_options, "tokenize": False}
     try:
-        return (
-            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options),
-            *(tokenizer.apply_chat_template(prompt + completion, **options) for completion in completions),
-        )
+        with bounded_template("mend it, or name another in tokenizer.chat_template"):
+            return (
+                tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options),
+                *(
+                    tokenizer.apply_chat_template(prompt + completion, **options)
+                    for completion in completions
+                ),
+            )
+    except ModelError:
+        raise
     except Exception as error:  # a template is a program that came with the model: it may raise any error
         raise BadRow("template_error", f"the chat template cannot render it ({first_line(error)})") from error
 
