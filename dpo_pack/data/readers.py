@@ -188,8 +188,18 @@ def _parquet_table(path: Path) -> Iterator[_Table]:
         yield _Table(
             columns=tuple(file.schema_arrow.names),
             num_rows=file.metadata.num_rows,
-            batches=lambda columns: file.iter_batches(batch_size=READ_ROWS, columns=columns),
+            batches=lambda columns: _parquet_batches(file, columns),
         )
+
+
+def _parquet_batches(file: Any, columns: list[str]) -> Iterator[Any]:
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    for group in groups:  # before anything is decompressed
+        for column in map(group.column, range(group.num_columns)):
+            is_read = column.path_in_schema.split(".")[0] in columns
+            if is_read and column.total_uncompressed_size > group.num_rows * _MAX_ROW_SIZE:
+                raise _RowTooLong
+    yield from file.iter_batches(batch_size=READ_ROWS, columns=columns)
 
 
 @contextmanager
@@ -257,7 +267,7 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
     decoder, separators = json.JSONDecoder(), re.compile(r"[\s,]*")
     while text.read(1) != "[":  # _open_json has found a "[" already
         pass
-    buffer, position, number = "", 0, 1
+    buffer, position, number, num_read = "", 0, 1, 0  # characters read since the last row
     while True:
         position = separators.match(buffer, position).end()  # type: ignore[union-attr]
         if buffer[position : position + 1] == "]":
@@ -269,7 +279,7 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
             try:
                 value, position = decoder.raw_decode(buffer, position)
                 yield value
-                number += 1
+                number, num_read = number + 1, 0
                 continue
             except json.JSONDecodeError as error:
                 problem = f"{_json_problem(error)} {error.pos - position + 1} characters into it"
@@ -277,7 +287,8 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
                 problem = first_line(error)
         # A long row is decoded again after each read. The buffer doubles, so the cost is linear in length.
         more = text.read(max(_JSON_CHUNK_CHARS, len(buffer) - position))
-        if not more or len(buffer) - position > _MAX_ROW_SIZE:
+        num_read += len(more)
+        if not more or num_read > _MAX_ROW_SIZE:
             problem += f", or a row of more than {_MAX_ROW_SIZE:,} characters" if more else ""
             raise DataError(
                 f"{label} row {number}: invalid JSON ({problem}); mend the file: what follows cannot be read"
@@ -346,10 +357,7 @@ def _unreadable(label: str, row_word: str, number: int, error: Exception) -> Dat
     elif isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
         return DataError(f"{label}: {error.strerror}; check the path")
     elif isinstance(error, _RowTooLong):
-        what, remedy = (
-            f"the next one has more than {_MAX_ROW_SIZE:,} bytes",
-            "it is no pair: cut or remove it",
-        )
+        what, remedy = f"a row has more than {_MAX_ROW_SIZE:,} bytes", "it is no pair: cut or remove it"
     else:
         what, remedy = first_line(error), "it is damaged or incomplete: copy or download it again"
     where = f"after {row_word} {number}" if number else "at its beginning"

@@ -201,7 +201,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
         ("line.csv", lambda path: path.write_text(LONG_CSV + "a" * 2000)),
         ("fields.csv", lambda path: path.write_text(LONG_CSV + "," * 2000)),
         ("quoted.csv", lambda path: path.write_text(LONG_CSV + '"q","' + "a\n" * 1000 + '","b"')),
-        ("a.parquet", lambda path: write_parquet(path, [ROWS[0], LONG])),
+        ("a.parquet", lambda path: write_parquet(path, [ROWS[0], LONG, *[ROWS[1]] * 3])),
         ("a.arrow", lambda path: write_ipc(path, pa.ipc.new_file, pa.Table.from_pylist([ROWS[0], LONG]))),
     ],
 )
@@ -232,15 +232,31 @@ def test_many_rows_of_a_columnar_file_are_never_too_long_together(
         assert read(tmp_path / name) == list(enumerate(rows, start=1))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz"])
-def test_a_compressed_line_of_three_gigabytes_is_refused_in_little_memory(tmp_path: Path, name: str) -> None:
-    begin = {
-        "a.jsonl.gz": b'{"prompt": "',
-        "a.json.gz": b'[{"prompt": "',
-        "a.csv.gz": b"prompt,chosen,rejected\n",
-    }
-    megabyte = gzip.compress(b"a" * 1_000_000)
-    (tmp_path / name).write_bytes(gzip.compress(begin[name]) + megabyte * 3000)
+def test_a_giant_value_of_a_parquet_file_is_refused_before_it_is_decompressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_MAX_ROW_SIZE", 1000)
+    write_parquet(tmp_path / "a.parquet", [LONG, ROWS[0]])
+    monkeypatch.delattr(pq.ParquetFile, "iter_batches")
+    with pytest.raises(DataError, match="a row has more than 1,000 bytes"):
+        read(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("a.jsonl.gz", b'{"prompt": "'),
+        ("a.jsonl.gz", b" "),
+        ("a.json.gz", b'[{"prompt": "'),
+        ("a.json.gz", b"["),
+        ("a.csv.gz", b"prompt,chosen,rejected\n"),
+    ],
+)
+def test_a_compressed_line_of_three_gigabytes_is_refused_in_little_memory(
+    tmp_path: Path, name: str, begin: bytes
+) -> None:
+    megabyte = gzip.compress((b" " if begin in (b" ", b"[") else b"a") * 1_000_000)
+    (tmp_path / name).write_bytes(gzip.compress(begin) + megabyte * 3000)
     with memory_limit(300_000_000), pytest.raises(DataError, match="more than 16,777,216") as error:
         read(tmp_path / name)
     assert refusal(error).startswith(name)

@@ -212,10 +212,10 @@ def test_a_batch_without_a_pair_is_empty() -> None:
     ("template", "problem"),
     [
         (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "within 0.1 seconds",
+            "{% for i in range(9 ** 5) %}{% for j in range(9 ** 5) %}{% endfor %}{% endfor %}",
+            "within 0.1 s",
         ),
-        ("{{ 9 ** (9 ** 9) }}", "within 0.1 seconds"),
+        ("{{ 9 ** (9 ** 9) }}", "within 0.1 s"),
         ("{{ 'a' * 30000000000 }}", "more than 64 MiB"),
         (
             "{% set s = namespace(x='a') %}{% for i in range(99) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
