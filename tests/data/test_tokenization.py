@@ -3,6 +3,7 @@
 import hashlib
 import json
 import signal
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,8 +231,13 @@ def test_a_template_that_never_ends_or_takes_memory_without_bound_is_refused(
     monkeypatch.setattr(tokenizer_module, "_TEMPLATE_BYTES", 64 << 20)
     endless = tiny_tokenizer(chat_template=True)
     endless.chat_template = template
-    with memory_limit(1 << 30), pytest.raises(ModelError, match=f"the chat template .*{problem}.*mend it"):
-        tokenize(CHAT_ROWS, "conversational", endless)
+    tracemalloc.start()
+    try:
+        with memory_limit(1 << 30), pytest.raises(ModelError, match=f"chat template .*{problem}.*mend it"):
+            tokenize(CHAT_ROWS, "conversational", endless)
+        assert tracemalloc.get_traced_memory()[1] < 80 << 20
+    finally:
+        tracemalloc.stop()
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
     assert len(bytes(128 << 20)) == 128 << 20  # the limit on the memory is lifted
 
