@@ -7,7 +7,7 @@ fields in FIELDS_OF_FORMAT of recipe/data.py. A test compares FORMATS with FIELD
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Message = dict[str, Any]
@@ -27,6 +27,7 @@ class Pair:
     )
     rejected: str | list[Message] | list[int] = ""
     weight: float = 1.0  # a factor of the pair's loss
+    has_inferred_prompt: bool = False  # the prompt is the text with which both completions happen to begin
     template_options: Mapping[str, Any] = field(default_factory=dict)  # tools and chat_template_kwargs
 
 
@@ -58,14 +59,15 @@ class BadRow(Exception):
 def preference(row: Row) -> Pair:
     """Reads three texts. If `prompt` is missing, the prompt is the common beginning of the other two."""
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
-    if "prompt" in row:
+    is_inferred = "prompt" not in row
+    if not is_inferred:
         prompt = _text(row, "prompt")
     else:
         length = _implicit_prompt_length(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
         if not prompt:
             raise BadRow("no_common_prompt", "no prompt column, and chosen and rejected begin differently")
-    return _pair(row, prompt, chosen, rejected)
+    return replace(_pair(row, prompt, chosen, rejected), has_inferred_prompt=is_inferred)
 
 
 def transcript(row: Row) -> Pair:
@@ -118,7 +120,9 @@ def tokenized(row: Row) -> Pair:
 
 def preference_prompt(row: Row) -> Pair:
     """Reads the column `prompt`. If it is missing, the prompt is the common beginning of the completions."""
-    return Pair(prompt=_text(row, "prompt") if "prompt" in row else preference(row).prompt)
+    if "prompt" in row:
+        return Pair(prompt=_text(row, "prompt"))
+    return Pair(prompt=preference(row).prompt, has_inferred_prompt=True)
 
 
 def conversational_prompt(row: Row) -> Pair:

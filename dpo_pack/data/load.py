@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from dpo_pack.data.ingest import LoadedSource, Progress, load_prompt_source, load_source
 from dpo_pack.data.keys import content_key
-from dpo_pack.data.splits import HELD_OUT, DataSplits, EvalSet, Prompt, PromptSplits, split_by_prompt
+from dpo_pack.data.splits import (
+    HELD_OUT,
+    DataSplits,
+    EvalSet,
+    Prompt,
+    PromptSplits,
+    split_by_beginning,
+    split_by_prompt,
+)
 from dpo_pack.data.store import PairTable, key_values
 from dpo_pack.data.tokenizer import Tokenizer, tokenizer_fingerprint
 from dpo_pack.packing.epoch_order import check_weights
@@ -56,6 +64,7 @@ def load_data(
             ],
         },
         "eval": eval_reports,
+        "held_out_by": loaded.held_out_by,
         **_overlap(train, list(evals.values())),
         "rows_tokenized": sum(
             source.rows_tokenized for source in (*loaded.train_sources, *loaded.eval_sources)
@@ -88,7 +97,7 @@ def load_prompts(
     report = {
         "train": {
             "prompts": train.num_pairs,
-            "distinct_prompts": len(np.unique(key_values(train.prompt_keys))),
+            "distinct_prompts": len(np.unique(key_values(train.whole_prompt_keys))),
             "lengths_tokens": {"prompt": _summarize_lengths(train.prompt_lengths)},
             "sources": [
                 _source_report(name, source)
@@ -96,6 +105,7 @@ def load_prompts(
             ],
         },
         "eval": {name: {"prompts": len(held_out.prompts)} for name, held_out in loaded.evals.items()},
+        "held_out_by": loaded.held_out_by,
     }
     prompts = PromptSplits(
         train=loaded.train.prompts,
@@ -140,6 +150,7 @@ class _LoadedSources:
     train_sources: Sequence[LoadedSource]
     eval_sources: Sequence[LoadedSource]  # of the sets in `evals`; empty if a fraction is held out
     source_weights: NDArray[np.float64]
+    held_out_by: str | None  # what the pairs that stay together share; None if no fraction is held out
 
     @property
     def eval_fingerprint(self) -> str:
@@ -153,8 +164,14 @@ def _load_sources(
     train_sources = [load(source, f"data.train.{number}") for number, source in enumerate(data.train)]
     train = _Part.of(train_sources)
     eval_sources: list[LoadedSource] = []
+    held_out_by = None
     if isinstance(data.eval, EvalFraction):
-        kept, held_out = split_by_prompt(train.table.prompt_keys, data.eval.fraction, seed)
+        keys, held_out_by = train.table.whole_prompt_keys, "prompt"
+        if any(source.store.summary.get("prompts_inferred") for source in train_sources):
+            kept, held_out, num_characters = split_by_beginning(keys, data.eval.fraction, seed)
+            held_out_by = f"first {num_characters} characters"
+        else:
+            kept, held_out = split_by_prompt(keys, data.eval.fraction, seed)
         train, evals = train.select(kept), {HELD_OUT: train.select(held_out)}
     else:
         eval_sources = [load(source, f"data.eval.{number}") for number, source in enumerate(data.eval)]
@@ -168,6 +185,7 @@ def _load_sources(
         train_sources=train_sources,
         eval_sources=eval_sources,
         source_weights=source_weights,
+        held_out_by=held_out_by,
     )
 
 
@@ -202,7 +220,7 @@ def _describe_pairs(pairs: PairTable) -> dict[str, Any]:
     }
     return {
         "pairs": pairs.num_pairs,
-        "prompts": len(np.unique(key_values(pairs.prompt_keys))),
+        "prompts": len(np.unique(key_values(pairs.whole_prompt_keys))),
         "duplicate_pairs": pairs.num_pairs - len(np.unique(_pair_values(pairs))),
         "lengths_tokens": {name: _summarize_lengths(values) for name, values in lengths.items()},
     }
@@ -213,8 +231,8 @@ def _overlap(train: PairTable, evals: Sequence[PairTable]) -> dict[str, int]:
     if not evals:
         return {"train_pairs_in_eval": 0, "train_prompts_in_eval": 0}
     eval_pairs = np.concatenate([_pair_values(pairs) for pairs in evals])
-    eval_prompts = np.concatenate([key_values(pairs.prompt_keys) for pairs in evals])
-    train_prompts = np.unique(key_values(train.prompt_keys))
+    eval_prompts = np.concatenate([key_values(pairs.whole_prompt_keys) for pairs in evals])
+    train_prompts = np.unique(key_values(train.whole_prompt_keys))
     return {
         "train_pairs_in_eval": int(np.isin(_pair_values(train), eval_pairs).sum()),
         "train_prompts_in_eval": int(np.isin(train_prompts, eval_prompts).sum()),

@@ -1,4 +1,4 @@
-"""Reads the rows of a file one at a time, so memory does not grow with the file.
+"""Reads the rows of a file one at a time, so memory does not grow with the file. A row has a largest size.
 
 A reader yields (row number from 1, row). For JSON lines the row number is the line number. If a row cannot be
 parsed, the reader yields a BadRow with the reason. The reader raises DataError if damage makes the rest of
@@ -24,11 +24,19 @@ from dpo_pack.system.errors import DataError, first_line
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
-READ_ROWS = 1000  # columnar files are decoded in batches of so many rows
+READ_ROWS = 100  # columnar files are decoded in batches of at most so many rows
 _JSON_CHUNK_CHARS = 1 << 20
-_MAX_JSON_ROW_CHARS = 1 << 26
+# Of one row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV. A parsed row may take
+# 25 times as much memory.
+_MAX_ROW_SIZE = 1 << 24
+
+
+class _RowTooLong(Exception):
+    """The next row of a file exceeds _MAX_ROW_SIZE."""
+
+
 # Reading a missing, cut-off or otherwise damaged file raises one of these.
-_FILE_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error)
+_FILE_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error, _RowTooLong)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +157,27 @@ def _open_columnar(
 
     def batches() -> Iterator[Any]:
         with open_table(path) as table:
-            for batch in table.batches(list(selected.values())):
-                parts = (batch.slice(start, READ_ROWS) for start in range(0, batch.num_rows, READ_ROWS))
-                yield from (
-                    {name: part.column(name).to_pylist() for name in selected.values()} for part in parts
-                )
+            names = list(selected.values())
+            for batch in table.batches(names):
+                for part in _small_parts(batch.select(names)):
+                    yield {name: part.column(name).to_pylist() for name in names}
 
     rows = _guarded(rows_of_columns(batches(), selected), names.label, "row", errors)
     return OpenRows(rows=rows, row_word="row", columns=columns, num_rows=num_rows)
+
+
+def _small_parts(batch: Any) -> Iterator[Any]:
+    """Cuts an Arrow batch into parts of at most READ_ROWS rows and _MAX_ROW_SIZE bytes."""
+    if batch.num_rows <= READ_ROWS and batch.nbytes <= _MAX_ROW_SIZE:
+        yield batch
+    elif batch.num_rows > 1:
+        middle = batch.num_rows // 2
+        yield from _small_parts(batch.slice(0, middle))
+        yield from _small_parts(batch.slice(middle))
+    elif any("dictionary" in str(type) for type in batch.schema.types):
+        yield batch  # its bytes are those of the values of all rows
+    else:
+        raise _RowTooLong
 
 
 @contextmanager
@@ -167,8 +188,18 @@ def _parquet_table(path: Path) -> Iterator[_Table]:
         yield _Table(
             columns=tuple(file.schema_arrow.names),
             num_rows=file.metadata.num_rows,
-            batches=lambda columns: file.iter_batches(batch_size=READ_ROWS, columns=columns),
+            batches=lambda columns: _parquet_batches(file, columns),
         )
+
+
+def _parquet_batches(file: Any, columns: list[str]) -> Iterator[Any]:
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    for group in groups:  # before anything is decompressed
+        for column in map(group.column, range(group.num_columns)):
+            is_read = column.path_in_schema.split(".")[0] in columns
+            if is_read and column.total_uncompressed_size > group.num_rows * _MAX_ROW_SIZE:
+                raise _RowTooLong
+    yield from file.iter_batches(batch_size=READ_ROWS, columns=columns)
 
 
 @contextmanager
@@ -197,7 +228,9 @@ def rows_of_columns(
 
 def _read_json_lines(path: Path, names: ColumnNames) -> Iterator[NumberedRow]:
     with _open_binary(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(_MAX_ROW_SIZE + 1), b""), start=1):
+            if len(line) > _MAX_ROW_SIZE:
+                raise _RowTooLong
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.isspace() and line:
@@ -234,7 +267,7 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
     decoder, separators = json.JSONDecoder(), re.compile(r"[\s,]*")
     while text.read(1) != "[":  # _open_json has found a "[" already
         pass
-    buffer, position, number = "", 0, 1
+    buffer, position, number, num_read = "", 0, 1, 0  # characters read since the last row
     while True:
         position = separators.match(buffer, position).end()  # type: ignore[union-attr]
         if buffer[position : position + 1] == "]":
@@ -246,7 +279,7 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
             try:
                 value, position = decoder.raw_decode(buffer, position)
                 yield value
-                number += 1
+                number, num_read = number + 1, 0
                 continue
             except json.JSONDecodeError as error:
                 problem = f"{_json_problem(error)} {error.pos - position + 1} characters into it"
@@ -254,7 +287,9 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
                 problem = first_line(error)
         # A long row is decoded again after each read. The buffer doubles, so the cost is linear in length.
         more = text.read(max(_JSON_CHUNK_CHARS, len(buffer) - position))
-        if not more or len(buffer) - position > _MAX_JSON_ROW_CHARS:
+        num_read += len(more)
+        if not more or num_read > _MAX_ROW_SIZE:
+            problem += f", or a row of more than {_MAX_ROW_SIZE:,} characters" if more else ""
             raise DataError(
                 f"{label} row {number}: invalid JSON ({problem}); mend the file: what follows cannot be read"
             )
@@ -279,10 +314,21 @@ def _csv_rows(path: Path, header: tuple[str, ...], selected: dict[str, str]) -> 
 
 def _read_csv(path: Path) -> Generator[tuple[int, list[str]], None, None]:
     """Yields (number of its final line, fields) for each record; the header is the first record."""
-    csv.field_size_limit(_MAX_JSON_ROW_CHARS)  # completions outgrow the default of 128 KiB
+    csv.field_size_limit(_MAX_ROW_SIZE)  # completions outgrow the default of 128 KiB
     with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text, strict=True)
+        size = 0
+
+        def lines() -> Iterator[str]:
+            nonlocal size
+            while line := text.readline(_MAX_ROW_SIZE + 1):
+                size += len(line)
+                if size > _MAX_ROW_SIZE:
+                    raise _RowTooLong
+                yield line
+
+        reader = csv.reader(lines(), strict=True)
         for values in reader:
+            size = 0
             yield reader.line_num, values
 
 
@@ -310,6 +356,8 @@ def _unreadable(label: str, row_word: str, number: int, error: Exception) -> Dat
         what, remedy = f"not UTF-8: byte 0x{error.object[error.start]:02x}", "save it as UTF-8"
     elif isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
         return DataError(f"{label}: {error.strerror}; check the path")
+    elif isinstance(error, _RowTooLong):
+        what, remedy = f"a row has more than {_MAX_ROW_SIZE:,} bytes", "it is no pair: cut or remove it"
     else:
         what, remedy = first_line(error), "it is damaged or incomplete: copy or download it again"
     where = f"after {row_word} {number}" if number else "at its beginning"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpo_pack.data.formats import Message
+from dpo_pack.data.keys import BEGINNINGS
 from dpo_pack.data.store import PairTable, key_values
 from dpo_pack.data.truncation import TokenIds
 from dpo_pack.system.errors import DataError
@@ -43,7 +45,7 @@ def split_by_prompt(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns the indices of the training pairs and of the held-out pairs (at least `fraction` of all pairs).
 
-    Pairs with the same prompt stay together. `seed` and the token ids decide which prompts are held out; the
+    Pairs with the same prompt stay together. `seed` and the prompts decide which prompts are held out; the
     order of the data does not. Raises DataError if no pair is left to train on.
     """
     prompts, prompt_of_pair, pairs_of_prompt = np.unique(
@@ -64,6 +66,28 @@ def split_by_prompt(
     is_held_out = np.zeros(len(prompts), dtype=bool)
     is_held_out[order[:num_held_out]] = True
     return np.flatnonzero(~is_held_out[prompt_of_pair]), np.flatnonzero(is_held_out[prompt_of_pair])
+
+
+def split_by_beginning(
+    keys: NDArray[np.uint8], fraction: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Splits pairs whose prompts are inferred; `keys` are their `beginning_key`s, [P, 16].
+
+    Nobody knows where such a prompt ends, but pairs of one prompt begin with the same characters. So pairs
+    that share their first characters stay together: as few characters as leave half of the other part to
+    train on, because a longer beginning may hold a part of an answer. Returns what `split_by_prompt` returns,
+    and the number of characters. Raises DataError if the longest beginnings leave too few pairs.
+    """
+    for num_bytes, num_characters in enumerate(BEGINNINGS, start=1):
+        with suppress(DataError):
+            kept, held_out = split_by_prompt(keys[:, :num_bytes], fraction, seed)
+            if len(kept) >= (1 - fraction) / 2 * len(keys):
+                return kept, held_out, num_characters
+    raise DataError(
+        f"data.eval.fraction: the sources have no column of prompts, and too many pairs begin with the same "
+        f"{BEGINNINGS[-1]} characters; name the column in data.train.*.columns.prompt, or name a source in "
+        "data.eval"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -29,9 +29,10 @@ RECORD_DTYPE = np.dtype(
         ("shared_length", "<i4"),  # the common prefix of prompt + chosen and prompt + rejected
         ("weight", "<f4"),
         ("row_number", "<i8"),  # position in the source, from 1
-        ("prompt_key", "u1", KEY_BYTES),
+        ("prompt_key", "u1", KEY_BYTES),  # sequence_key of the prompt alone
         ("chosen_key", "u1", KEY_BYTES),  # sequence_key of the prompt and chosen
         ("rejected_key", "u1", KEY_BYTES),
+        ("whole_prompt_key", "u1", KEY_BYTES),
     ]
 )
 Records = NDArray[np.void]  # of RECORD_DTYPE
@@ -75,6 +76,7 @@ class PairTable:
     prompt_keys: NDArray[np.uint8]  # [P, 16]
     chosen_keys: NDArray[np.uint8]  # [P, 16] sequence_key of prompt and chosen
     rejected_keys: NDArray[np.uint8]  # [P, 16]
+    whole_prompt_keys: NDArray[np.uint8]  # [P, 16] of the prompts in the source, before tokens were cut
 
     @staticmethod
     def of(stores: Sequence[TokenStore]) -> "PairTable":
@@ -127,9 +129,12 @@ class PairTable:
 
 
 def join_pairs(
-    pairs: Sequence[PairIds], weights: Sequence[float], row_numbers: Sequence[int]
+    pairs: Sequence[PairIds],
+    weights: Sequence[float],
+    row_numbers: Sequence[int],
+    whole_prompt_keys: Sequence[bytes] | None = None,
 ) -> TokenizedPairs:
-    """Turns pairs into the form that a store holds."""
+    """Turns pairs into the form that a store holds. Without `whole_prompt_keys`, no prompt was ever cut."""
     records = np.zeros(len(pairs), dtype=RECORD_DTYPE)
     records["prompt_length"] = [len(pair.prompt) for pair in pairs]
     records["chosen_length"] = [len(pair.chosen) for pair in pairs]
@@ -140,6 +145,9 @@ def join_pairs(
     records["weight"] = weights
     records["row_number"] = row_numbers
     records["prompt_key"] = _keys(sequence_key(pair.prompt, NO_TOKENS) for pair in pairs)
+    records["whole_prompt_key"] = (
+        records["prompt_key"] if whole_prompt_keys is None else _keys(whole_prompt_keys)
+    )
     records["chosen_key"] = _keys(sequence_key(pair.prompt, pair.chosen) for pair in pairs)
     records["rejected_key"] = _keys(sequence_key(pair.prompt, pair.rejected) for pair in pairs)
     parts = [part for pair in pairs for part in (pair.prompt, pair.chosen, pair.rejected)]

@@ -12,19 +12,22 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.data.formats import FORMATS, BadRow, Pair, with_system_message
+from dpo_pack.data.keys import beginning_key, prompt_key
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.splits import Prompt
 from dpo_pack.data.store import NO_TOKENS, TokenizedPairs, common_prefix_length, join_pairs
-from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.data.tokenizer import Tokenizer, bounded_template
 from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, truncate
 from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import ModelError, RecipeError, first_line
 
-# Increase this number whenever a change of our code gives other token ids for the same rows.
-TOKENIZATION_VERSION = 2
+# Increase this number whenever a change of our code gives other token ids or other records for the same rows.
+TOKENIZATION_VERSION = 3
 
 # The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
 _ENCODE_CHARS = 1 << 21
+# A longer text is no prompt with its completion. Encoding takes a second and 200 MB for a million characters.
+_MAX_TEXT_CHARS = 1 << 22
 DroppedRow = tuple[int, BadRow]  # the number of a row without a pair or prompt, and the reason
 
 # A template may write a line break after the token that ends a turn.
@@ -128,10 +131,16 @@ def tokenize_batch(
             dropped.append((number, bad.with_traceback(None)))
         else:
             kept.append((number, pair, fitted))
+            counts["prompts_inferred"] += pair.has_inferred_prompt
     pairs = [fitted for _, _, fitted in kept]
     return TokenizedBatch(
         num_rows=len(rows),
-        pairs=join_pairs(pairs, [pair.weight for _, pair, _ in kept], [number for number, _, _ in kept]),
+        pairs=join_pairs(
+            pairs,
+            [pair.weight for _, pair, _ in kept],
+            [number for number, _, _ in kept],
+            [_whole_prompt_key(pair) for _, pair, _ in kept],
+        ),
         prompts=tuple(prompts),
         dropped=tuple(sorted(dropped, key=lambda row: row[0])),
         counts=counts,
@@ -154,6 +163,10 @@ def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: To
     if np.array_equal(pair.chosen, pair.rejected):
         raise BadRow("identical_completions", "chosen and rejected are the same, so the pair prefers nothing")
     return pair
+
+
+def _whole_prompt_key(pair: Pair) -> bytes:
+    return beginning_key(str(pair.prompt)) if pair.has_inferred_prompt else prompt_key(pair.prompt)
 
 
 def _parse(row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, tokenizer: Tokenizer) -> Pair:
@@ -190,6 +203,9 @@ def _render(pair: Pair, settings: TokenizationSettings, tokenizer: Tokenizer) ->
     else:
         texts = _apply_chat_template(pair, completions, tokenizer)
     for text in texts:
+        if len(text) > _MAX_TEXT_CHARS:
+            limit = f"more than {_MAX_TEXT_CHARS:,}"
+            raise BadRow("text_too_long", f"prompt and completion have {len(text):,} characters, {limit}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -202,10 +218,16 @@ def _apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Toke
     prompt: Any = pair.prompt
     options = {**pair.template_options, "tokenize": False}
     try:
-        return (
-            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options),
-            *(tokenizer.apply_chat_template(prompt + completion, **options) for completion in completions),
-        )
+        with bounded_template("mend it, or name another in tokenizer.chat_template"):
+            return (
+                tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options),
+                *(
+                    tokenizer.apply_chat_template(prompt + completion, **options)
+                    for completion in completions
+                ),
+            )
+    except ModelError:
+        raise
     except Exception as error:  # a template is a program that came with the model: it may raise any error
         raise BadRow("template_error", f"the chat template cannot render it ({first_line(error)})") from error
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
+import signal
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 from dpo_pack.data.formats import Message
 from dpo_pack.data.keys import content_key
+from dpo_pack.system.errors import ModelError
+
+_TEMPLATE_SECONDS = 5.0  # of the processor, for the texts of one row
+_TEMPLATE_BYTES = 1 << 30
+_STATM = Path("/proc/self/statm")  # of Linux: its first number is the process's pages
+
+
+class _TemplateRuns(BaseException):
+    """A template's time is over. Neither the template nor transformers handles this class."""
 
 
 class Tokenizer(Protocol):
@@ -40,6 +53,43 @@ class Tokenizer(Protocol):
     def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
     def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
     def decode(self, token_ids: list[int], **options: Any) -> Any: ...
+
+
+@contextmanager
+def bounded_template(remedy: str) -> Iterator[None]:
+    """Ends a chat template that runs or takes memory without end: it is a program that came with the model.
+
+    Linux bounds the memory. Time is bounded in the main thread only, because it alone gets signals. Raises
+    ModelError; its message ends with `remedy`.
+    """
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    try:
+        if _STATM.exists():
+            most = int(_STATM.read_text().split()[0]) * resource.getpagesize() + _TEMPLATE_BYTES
+            most = most if before[0] == resource.RLIM_INFINITY else min(most, before[0])
+            resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+        if in_main_thread:
+            signal.signal(signal.SIGVTALRM, _stop_template)
+            # Every second again, because Python drops an exception that arises in a destructor.
+            signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_SECONDS, 1.0)
+        yield
+    except _TemplateRuns:
+        raise ModelError(
+            f"the chat template does not end within {_TEMPLATE_SECONDS:g} seconds for a row; {remedy}"
+        ) from None
+    except MemoryError:
+        raise ModelError(
+            f"the chat template takes more than {_TEMPLATE_BYTES >> 20:,} MiB for a row; {remedy}"
+        ) from None
+    finally:
+        if in_main_thread:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _stop_template(signum: int, frame: object) -> None:
+    raise _TemplateRuns
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

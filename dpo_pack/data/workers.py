@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 from collections import deque
@@ -18,6 +19,7 @@ from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.system.errors import DataError
 
 _BATCH_ROWS = 512
+_BATCH_BYTES = 1 << 24
 _BATCHES_PER_WORKER = 2  # so many are submitted at once, so that no worker waits for the reader
 
 _Result = Callable[[], TokenizedBatch]
@@ -41,7 +43,7 @@ def tokenize_rows(
     with _workers(settings, tokenizer, num_workers) as submit:
         while True:
             while len(under_way) < most_under_way:
-                batch = list(islice(rows, min(_BATCH_ROWS, wanted)))
+                batch = _take(rows, min(_BATCH_ROWS, wanted))
                 if not batch:
                     break
                 wanted -= len(batch)  # assumes that all rows are kept; corrected below
@@ -52,6 +54,17 @@ def tokenize_rows(
             tokenized = result()
             wanted += num_rows - len(tokenized.pairs.records)
             yield tokenized
+
+
+def _take(rows: Iterator[NumberedRow], most: int) -> list[NumberedRow]:
+    """Returns the next rows: at most `most`, and no more after _BATCH_BYTES bytes."""
+    taken, num_bytes = [], 0
+    for row in islice(rows, most):
+        taken.append(row)
+        num_bytes += len(pickle.dumps(row))  # the size of values of every type, in a microsecond a row
+        if num_bytes > _BATCH_BYTES:
+            break
+    return taken
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.select import select_backend
 from dpo_pack.model.config import attention_needs, check_packs, known_positions, own_attention
@@ -64,7 +65,10 @@ class RewardModelJudge:
     def _sequences(self, rollout: Rollout) -> list[TokenIds] | Failure:
         """Returns [n] sequences: prompt and completion in the tokens of the classifier's tokenizer."""
         try:
-            texts = [self._text(rollout, completion) for completion in rollout.completions]
+            with bounded_template("mend the template of the reward model"):
+                texts = [self._text(rollout, completion) for completion in rollout.completions]
+        except ModelError:
+            raise
         except Exception as error:  # a template is a program from the model's author: it may raise any error
             return Failure(
                 reason=f"reward model: its chat template cannot render the messages ({first_line(error)})"

@@ -27,6 +27,8 @@ __all__ = [
     "recipe_defaults", "recipe_schema", "source_names",
 ]  # fmt: skip
 
+MAX_RECIPE_BYTES = 1 << 17  # PyYAML reads so many bytes in seconds
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe file and applies `key=value` overrides. Of two overrides of one key, the last counts.
@@ -36,7 +38,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     begin = "'dpopack recipe --defaults' prints one to begin with"
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MAX_RECIPE_BYTES + 1)
+        if len(content) > MAX_RECIPE_BYTES:
+            fail(f"{path}: larger than {MAX_RECIPE_BYTES:,} bytes, so it is no recipe; {begin}")
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         fail(f"{path}: no such recipe; {begin}")
     except UnicodeDecodeError as error:

@@ -4,13 +4,16 @@ Plain scalars are those of YAML 1.2. A key is text, and a mapping has each key o
 the line, and the column if it is known.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import yaml
 
 from dpo_pack.recipe.errors import Tree, fail, show
+
+MAX_VALUES = 1 << 16  # in one YAML text
 
 
 def read_yaml(text: str, *, where: str) -> Any:
@@ -20,7 +23,7 @@ def read_yaml(text: str, *, where: str) -> Any:
     """
     try:
         node = yaml.compose(text, Loader=_RecipeLoader)
-        return None if node is None else _value_of(node)
+        return None if node is None else _value_of(node, itertools.count(1))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -32,11 +35,14 @@ def read_yaml(text: str, *, where: str) -> Any:
         fail(f"{where}: invalid YAML: nested too deeply")
 
 
-def _value_of(node: yaml.Node) -> Any:
+def _value_of(node: yaml.Node, count: Iterator[int]) -> Any:
+    """Returns the value of a node. `count` counts the values: an alias repeats all values that it names."""
+    if next(count) > MAX_VALUES:
+        _fail_at(node, f"more than {MAX_VALUES:,} values, with those that aliases (*name) repeat")
     if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
-        return [_value_of(item) for item in node.value]
+        return [_value_of(item, count) for item in node.value]
     if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
-        return _mapping_of(node)
+        return _mapping_of(node, count)
     if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALARS:
         _fail_at(node, f"tag {node.tag} is not supported")
     try:
@@ -46,16 +52,16 @@ def _value_of(node: yaml.Node) -> Any:
         _fail_at(node, f"cannot be read as {node.tag.rsplit(':', 1)[-1]}")
 
 
-def _mapping_of(node: yaml.MappingNode) -> Tree:
+def _mapping_of(node: yaml.MappingNode, count: Iterator[int]) -> Tree:
     mapping: Tree = {}
     first_lines: dict[str, int] = {}
     for key_node, value_node in node.value:
-        key = _value_of(key_node)
+        key = _value_of(key_node, count)
         if not isinstance(key, str):
             _fail_at(key_node, "a key must be text")
         if key in mapping:
             _fail_at(key_node, f"key '{key}' is given twice, first on line {first_lines[key]}")
-        mapping[key] = _value_of(value_node)
+        mapping[key] = _value_of(value_node, count)
         first_lines[key] = key_node.start_mark.line + 1
     return mapping
 

@@ -140,11 +140,18 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Co
         f"Data: {data.train.num_pairs:,} pairs to train on{', ' + held_out if held_out else ''}; "
         f"{format_seconds(time.monotonic() - begun)}"
     )
-    _print_dropped(data, console)
+    _print_notes(data, console)
     return data
 
 
-def _print_dropped(data: DataSplits, console: Console) -> None:
+def _print_notes(data: DataSplits, console: Console) -> None:
+    """Prints what a user may not expect: rows that are left out, and a split that is not by prompt."""
+    shared = data.report["held_out_by"]
+    if shared not in (None, "prompt"):
+        console.print(
+            f"  no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
+            "for a split by prompt, name the column in data.train.*.columns.prompt"
+        )
     for source in data.report["train"]["sources"]:
         dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in source["dropped"].items())
         if dropped:
@@ -164,7 +171,7 @@ def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console:
     assert data.prompts is not None
     held_out = ", ".join(f"{len(prompts):,} held out ({name})" for name, prompts in data.prompts.eval.items())
     console.print(f"Data: {len(data.prompts.train):,} prompts to answer{', ' + held_out if held_out else ''}")
-    _print_dropped(data, console)
+    _print_notes(data, console)
     return data
 
 

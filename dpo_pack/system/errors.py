@@ -2,6 +2,8 @@
 
 import re
 
+_MESSAGE_CHARACTERS = 2000
+
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message; the name of its class if the message is empty."""
@@ -25,6 +27,13 @@ class DpoPackError(Exception):
 
     Any other exception is a bug of dpo-pack: the command prints a traceback and ends with exit status 1.
     """
+
+    def __init__(self, message: str) -> None:
+        """Cuts the middle out of a message that quotes very much: data may have a million column names."""
+        if len(message) > _MESSAGE_CHARACTERS:
+            half = _MESSAGE_CHARACTERS // 2
+            message = f"{message[:half]} ... {message[-half:]}"
+        super().__init__(message)
 
 
 class RecipeError(DpoPackError):

@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import io
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data import ingest
@@ -22,6 +24,7 @@ from dpo_pack.data.load import load_data
 from dpo_pack.data.locating import locate_source
 from dpo_pack.data.splits import DataSplits, split_by_prompt
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
+from dpo_pack.run import prepare
 from dpo_pack.system.errors import CacheError, DataError, DpoPackError, RecipeError
 
 TOKENIZER = tiny_tokenizer()
@@ -150,7 +153,7 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_ch
     fingerprint = locate_source(data.train[0], "data.train.0", tmp_path / "hashes.json").fingerprint
     assert key(data.train[0]) == content_key(
         {
-            "version": 2,
+            "version": 3,
             "source": fingerprint,
             "split": "train",
             "format": "auto",
@@ -465,6 +468,91 @@ def test_a_held_out_fraction_is_about_what_was_asked_and_depends_on_the_seed(tmp
     assert first.report["train_prompts_in_eval"] == 0
     assert same.fingerprint == first.fingerprint
     assert other.fingerprint != first.fingerprint
+
+
+def sides(splits: DataSplits, prompts: list[int]) -> tuple[set[int], set[int]]:
+    """The prompts that are trained on and those that are held out; `prompts` has that of each row."""
+    tables = splits.train, splits.eval[0].pairs
+    kept, held_out = ({prompts[row - 1] for row in table.row_numbers.tolist()} for table in tables)
+    return kept, held_out
+
+
+QUESTIONS = 11
+ANSWERS = 4
+
+
+@pytest.mark.parametrize("case", ["left truncation", "tokens across the boundary", "no prompt column"])
+def test_no_prompt_is_on_both_sides_of_a_held_out_fraction(tmp_path: Path, case: str) -> None:
+    """With token ids of the stored prompts as keys, almost every prompt was on both sides."""
+    content, prompts = [], []
+    for answer in range(ANSWERS):
+        for question in range(QUESTIONS):
+            # The longer the answer, the less of the prompt is left where it is cut on the left.
+            row = {
+                "prompt": f"Question {question}: how do I bake bread number {question}? The sk",
+                "chosen": f"{'y is blue' if answer % 2 else 'in'}{' again' * answer}",
+                "rejected": f"{'y is green' if answer % 2 else 'inny'}{' never' * answer}",
+            }
+            if case == "no prompt column":
+                prompt = row.pop("prompt")
+                row = {column: prompt + completion for column, completion in row.items()}
+            content.append(row)
+            prompts.append(question)
+    settings: dict[str, Any] = {"eval": {"fraction": 0.3}}
+    if case == "left truncation":
+        settings |= {"truncation": "prompt_left", "max_length": 40}
+    path = write(tmp_path / "a.jsonl", content)
+    splits = load(tmp_path, path, **settings)
+    kept, held_out = sides(splits, prompts)
+    assert kept and held_out and kept.isdisjoint(held_out)
+    assert splits.report["train_prompts_in_eval"] == 0
+    source = splits.report["train"]["sources"][0]
+    if case == "no prompt column":
+        assert source["prompts_inferred"] == QUESTIONS * ANSWERS
+        assert splits.report["held_out_by"] == "first 10 characters"  # "Question 1", which begins 10 and 11
+    else:
+        assert source["prompts"] == QUESTIONS and splits.report["held_out_by"] == "prompt"
+        assert source["prompt_truncated" if case == "left truncation" else "prompt_boundary_moved"] > 10
+    # A source of its own has every prompt of the training pairs, and the report says so.
+    report = load(tmp_path, path, **settings | {"eval": path}).report
+    assert report["train_prompts_in_eval"] == report["train"]["prompts"] >= 8
+
+
+def test_a_split_that_is_not_by_prompt_is_said(tmp_path: Path) -> None:
+    content = [{"chosen": f"q{number} yes", "rejected": f"q{number} no"} for number in range(20)]
+    path = write(tmp_path / "a.jsonl", content)
+    for settings, said in (({"eval": {"fraction": 0.1}}, True), ({}, False)):
+        console = Console(file=io.StringIO(), width=300)
+        prepare._print_notes(load(tmp_path, path, **settings), console)
+        printed = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("no column has the prompts: pairs with the same first 2 characters" in printed) == said
+
+
+def test_the_same_prompts_are_held_out_whatever_tokenizer_and_template_a_model_has(tmp_path: Path) -> None:
+    answers = [[{"role": "assistant", "content": content}] for content in "ab"]
+    content = [
+        {"prompt": [{"role": "user", "content": f"q{number}"}], "chosen": answers[0], "rejected": answers[1]}
+        for number in range(20)
+    ]
+    path, tokenizer = write(tmp_path / "a.jsonl", content), tiny_tokenizer(chat_template=True)
+    first = load(tmp_path, path, tokenizer, eval={"fraction": 0.3})
+    tokenizer.chat_template = "Today is another day. " + str(tokenizer.chat_template)
+    second = load(tmp_path, path, tokenizer, eval={"fraction": 0.3})
+    assert second.eval[0].pairs.row_numbers.tolist() == first.eval[0].pairs.row_numbers.tolist()
+    assert second.fingerprint != first.fingerprint
+
+
+def test_inferred_prompts_that_begin_too_long_alike_are_not_split(tmp_path: Path) -> None:
+    header = "Below is an instruction that describes a task. Write a response to it.\n\n"
+    content = [{"chosen": f"{header}q{n} yes", "rejected": f"{header}q{n} no"} for n in range(20)]
+    message = refused(tmp_path, write(tmp_path / "a.jsonl", content), eval={"fraction": 0.1})
+    assert "begin with the same 64 characters; name the column in data.train.*.columns.prompt" in message
+
+
+def test_a_row_of_many_columns_is_refused_in_a_short_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{f"column {number}": 1 for number in range(100_000)}])
+    message = refused(tmp_path, path)
+    assert len(message) < 2100 and "column 9, " in message and message.endswith("data.on_bad_row: skip")
 
 
 def test_a_fraction_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path) -> None:

@@ -111,6 +111,15 @@ def test_held_out_prompts_are_a_source_or_a_fraction_that_training_never_sees(tm
     assert named.prompts is not None and len(named.prompts.eval["prompts"]) == 3
 
 
+def test_prompts_that_are_cut_to_the_same_tokens_are_still_different_prompts(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number // 2} asks " + "again " * 40} for number in range(20)]
+    splits = prompts(tmp_path, rows, eval={"fraction": 0.3}, truncation="prompt_left")
+    assert splits.prompts is not None
+    kept, held_out = splits.prompts.train, splits.prompts.eval["held_out"]
+    assert len({p.ids.tobytes() for p in kept}) == 1 and splits.report["train"]["distinct_prompts"] == 7
+    assert {(p.row_number - 1) // 2 for p in kept}.isdisjoint((p.row_number - 1) // 2 for p in held_out)
+
+
 def test_the_fingerprint_names_the_prompts(tmp_path: Path) -> None:
     first = prompts(tmp_path, [{"prompt": "one"}, {"prompt": "two"}]).fingerprint
     assert prompts(tmp_path).fingerprint == first

@@ -11,6 +11,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.memory_limit import memory_limit
 
 from dpo_pack.data import readers
 from dpo_pack.data.formats import FORMATS, BadRow, Pair
@@ -163,7 +164,7 @@ def test_a_json_row_without_end_is_not_read_into_memory_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "_JSON_CHUNK_CHARS", 100)
-    monkeypatch.setattr(readers, "_MAX_JSON_ROW_CHARS", 1000)
+    monkeypatch.setattr(readers, "_MAX_ROW_SIZE", 1000)
     (tmp_path / "a.json").write_text('["' + "x" * 100_000 + '"]')
     with pytest.raises(DataError, match="a.json row 1: invalid JSON"):
         read(tmp_path / "a.json")
@@ -181,6 +182,84 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 6e6
+
+
+LONG = {**ROWS[0], "chosen": "a" * 2000}
+LONG_CSV = "prompt,chosen,rejected\nq,a,b\n"
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", lambda path: path.write_bytes(json_lines([ROWS[0], LONG]))),
+        ("a.jsonl.gz", lambda path: path.write_bytes(gzip.compress(json_lines([ROWS[0], LONG])))),
+        ("a.json", lambda path: path.write_text(json.dumps([ROWS[0], LONG, *[ROWS[1]] * 100]))),
+        ("line.csv", lambda path: path.write_text(LONG_CSV + "a" * 2000)),
+        ("fields.csv", lambda path: path.write_text(LONG_CSV + "," * 2000)),
+        ("quoted.csv", lambda path: path.write_text(LONG_CSV + '"q","' + "a\n" * 1000 + '","b"')),
+        ("a.parquet", lambda path: write_parquet(path, [ROWS[0], LONG, *[ROWS[1]] * 3])),
+        ("a.arrow", lambda path: write_ipc(path, pa.ipc.new_file, pa.Table.from_pylist([ROWS[0], LONG]))),
+    ],
+)
+def test_a_row_that_is_too_long_to_be_a_pair_is_refused_and_those_before_it_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], Any]
+) -> None:
+    monkeypatch.setattr(readers, "_MAX_ROW_SIZE", 1000)
+    monkeypatch.setattr(readers, "_JSON_CHUNK_CHARS", 100)
+    write(tmp_path / name)
+    rows = opened(tmp_path / name).rows
+    assert next(rows)[0] == 1
+    with pytest.raises(DataError, match=r"more than 1,000 (bytes|characters)") as error:
+        next(rows)
+    assert refusal(error).startswith(name)
+
+
+def test_many_rows_of_a_columnar_file_are_never_too_long_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_MAX_ROW_SIZE", 300)
+    rows = [{"prompt": "q" * (number % 200), "chosen": "a", "rejected": "b"} for number in range(500)]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet")
+    # The dictionary has more bytes than a row may have; each of its values has fewer.
+    encoded = table.set_column(0, "prompt", table.column("prompt").dictionary_encode())
+    write_ipc(tmp_path / "a.arrow", pa.ipc.new_stream, encoded)
+    for name in ("a.parquet", "a.arrow"):
+        assert read(tmp_path / name) == list(enumerate(rows, start=1))
+
+
+def test_a_giant_value_of_a_parquet_file_is_refused_before_it_is_decompressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_MAX_ROW_SIZE", 1000)
+    write_parquet(tmp_path / "a.parquet", [LONG, ROWS[0]])
+    monkeypatch.delattr(pq.ParquetFile, "iter_batches")
+    with pytest.raises(DataError, match="a row has more than 1,000 bytes"):
+        read(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("a.jsonl.gz", b'{"prompt": "'),
+        ("a.jsonl.gz", b" "),
+        ("a.json.gz", b'[{"prompt": "'),
+        ("a.json.gz", b"["),
+        ("a.csv.gz", b"prompt,chosen,rejected\n"),
+    ],
+)
+def test_a_compressed_line_of_three_gigabytes_is_refused_in_little_memory(
+    tmp_path: Path, name: str, begin: bytes
+) -> None:
+    megabyte = gzip.compress((b" " if begin in (b" ", b"[") else b"a") * 1_000_000)
+    (tmp_path / name).write_bytes(gzip.compress(begin) + megabyte * 3000)
+    with memory_limit(300_000_000), pytest.raises(DataError, match="more than 16,777,216") as error:
+        read(tmp_path / name)
+    assert refusal(error).startswith(name)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz"])

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import signal
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.memory_limit import memory_limit
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from dpo_pack.data import tokenization
+from dpo_pack.data import tokenization, workers
+from dpo_pack.data import tokenizer as tokenizer_module
 from dpo_pack.data.formats import BadRow
 from dpo_pack.data.keys import sequence_key
 from dpo_pack.data.readers import NumberedRow
@@ -168,6 +172,8 @@ def test_token_ids_of_the_user_are_kept() -> None:
     [
         ("preference", {"chosen": "half \ud83d of an emoji"}, "invalid_unicode"),
         ("preference", {"prompt": ""}, "empty_prompt"),
+        ("preference", {"rejected": "a" * 10_000_000}, "text_too_long"),
+        ("conversational", {"chosen": [{"role": "tool", "content": "a" * 10_000_000}]}, "text_too_long"),
         ("conversational", {"prompt": [{"role": "oracle", "content": "?"}]}, "template_error"),
         ("conversational", {"chosen": [{"role": "tool", "content": "\udc00"}]}, "invalid_unicode"),
         ("conversational", {"chat_template_kwargs": {"tokenize": True}}, None),
@@ -201,6 +207,49 @@ def test_an_invalid_row_of_the_reader_is_dropped_with_the_reader_s_reason() -> N
 
 def test_a_batch_without_a_pair_is_empty() -> None:
     assert len(tokenize([{}], "preference").pairs.records) == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            "{% for i in range(9 ** 5) %}{% for j in range(9 ** 5) %}{% endfor %}{% endfor %}",
+            "within 0.1 s",
+        ),
+        ("{{ 9 ** (9 ** 9) }}", "within 0.1 s"),
+        ("{{ 'a' * 30000000000 }}", "more than 64 MiB"),
+        (
+            "{% set s = namespace(x='a') %}{% for i in range(99) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+            "more than 64 MiB",
+        ),
+    ],
+)
+def test_a_template_that_never_ends_or_takes_memory_without_bound_is_refused(
+    template: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_TEMPLATE_SECONDS", 0.1)
+    monkeypatch.setattr(tokenizer_module, "_TEMPLATE_BYTES", 64 << 20)
+    endless = tiny_tokenizer(chat_template=True)
+    endless.chat_template = template
+    tracemalloc.start()
+    try:
+        with memory_limit(1 << 30), pytest.raises(ModelError, match=f"chat template .*{problem}.*mend it"):
+            tokenize(CHAT_ROWS, "conversational", endless)
+        assert tracemalloc.get_traced_memory()[1] < 80 << 20
+    finally:
+        tracemalloc.stop()
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
+    assert len(bytes(128 << 20)) == 128 << 20  # the limit on the memory is lifted
+
+
+def test_a_batch_has_fewer_rows_if_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_BATCH_BYTES", 1000)
+    rows = [{**TEXT_ROWS[0], "more": "x" * 400}] * 10
+    batches = tokenize_rows(
+        stream(rows, limit=2), settings("preference"), TOKENIZER, num_workers=0, max_pairs=None
+    )
+    assert next(batches).num_rows == 2
+    batches.close()
 
 
 def test_a_tokenizer_must_have_what_the_format_needs() -> None:

@@ -95,6 +95,12 @@ def test_a_malformed_override_is_refused_with_how_to_write_it(override: str, fra
 # --------------------------------------------------------------------------------------- refused as a file
 
 
+# Ten lists; each names the one before nine times: 9 ** 10 values in 430 bytes.
+ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 10)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
@@ -119,6 +125,8 @@ def test_a_malformed_override_is_refused_with_how_to_write_it(override: str, fra
         ("seed: *nowhere\n", ["line 1, column 7", "nowhere"]),
         ("seed: &a [*a]\n", ["recipe.yaml: invalid YAML: nested too deeply"]),
         ("seed: " + "[" * 2000, ["recipe.yaml: invalid YAML: nested too deeply"]),
+        (ALIAS_BOMB, ["recipe.yaml, line 1, column", "more than 65,536 values, with those that aliases"]),
+        ("seed: 1 #" + "x" * (1 << 17), ["recipe.yaml: larger than 131,072 bytes"]),
         ("optim.lr: 1e-6\n", ["optim.lr: unknown key", "in YAML write optim: {lr: ...}"]),
     ],
 )
