@@ -243,7 +243,7 @@ def _source_names(prepared: Prepared) -> list[tuple[str, ...]]:
     is_fraction = not isinstance(recipe.data.eval, tuple)
     held_out = [train_names if is_fraction else (held_out.name,) for held_out in prepared.data.eval]
     names = [train_names, *held_out]
-    stores: dict[str, Path] = {}
+    stores: dict[str, Path | None] = {}
     for table, names_of_table in zip(prepared.tables, names, strict=True):
         for name, store in zip(names_of_table, table.stores, strict=True):
             if stores.setdefault(name, store.directory) != store.directory:

@@ -99,8 +99,6 @@ def load_prompt_source(
     )
     batches = list(ingestion.batches(lambda what, done, total: None))
     store = TokenStore(
-        directory=Path(),
-        fingerprint="",
         tokens=np.concatenate([batch.pairs.tokens for batch in batches]),
         records=np.concatenate([batch.pairs.records for batch in batches]),
         summary=ingestion.summary(),
