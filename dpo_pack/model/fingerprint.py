@@ -63,8 +63,8 @@ _IRRELEVANT_ADAPTER_CONFIG = frozenset(
 _UNORDERED_ADAPTER_CONFIG = frozenset({"exclude_modules", "modules_to_save", "target_modules"})
 # Stem and suffix of weight files, in the order in which transformers looks for them.
 _WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
-# Modules of transformers that models call without an import: masks and attention of padded rows, scaled rotary
-# frequencies. Then a pattern of those that they import.
+# Modules of transformers that models call without an import: masks and attention of padded rows, scaled
+# rotary frequencies. Then a pattern of those that they import.
 _PADDED = ("transformers.masking_utils", "transformers.integrations.sdpa_attention")
 _ROTARY = "transformers.modeling_rope_utils"
 _IMPORTED = re.compile(r"transformers\.(integrations\.|models\..*\.modeling_).*")

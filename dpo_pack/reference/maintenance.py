@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,11 @@ from dpo_pack.system.files import read_json, written_aside
 _NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 _PART = r"part-[0-9a-f]{64}\.parquet"
 _DAMAGED = re.compile(r"part-[0-9a-f]{64}\.damaged")
-_KNOWN = re.compile(rf"{NAMESPACE_FILE}|{USED_FILE}|{_PART}")
-_TEMPORARY = re.compile(rf"\.(?:{NAMESPACE_FILE}|{USED_FILE}|{_PART}|probe)\.[0-9a-f]{{8}}\.tmp")
+_KNOWN = re.compile(rf"{NAMESPACE_FILE}|{USED_FILE}|{_PART}|{_DAMAGED.pattern}")
+# Temporary files and directories: for memos (file_hashes.json), parts, token stores and probes.
+_TEMPORARY = re.compile(
+    rf"\.(?:(?:[a-z_]+\.json|{_PART}|{_NAMESPACE_NAME.pattern}|probe)\.[0-9a-f]{{8}}|shared-\w+)\.tmp"
+)
 # A file that a process still writes is younger. A killed process has left an older temporary file.
 _LEFTOVER_AFTER_SECONDS = 24 * 3600.0
 
@@ -65,16 +69,17 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """Files of one namespace that may be deleted, and the reason."""
+    """Files that may be deleted, and the reason."""
 
-    namespace: Namespace
+    directory: Path  # of a namespace, or the cache directory
+    name: str
     files: tuple[Path, ...]
     reason: str
-    is_whole: bool  # True if the whole namespace goes, except files that are not ours
+    is_whole: bool = False  # True if the whole namespace goes, except files that are not ours
 
     @property
     def size_bytes(self) -> int:
-        return sum(_size(file) for file in self.files)
+        return sum(_size(file) for path in self.files for file in (path, *path.rglob("*")))
 
 
 def find_namespaces(cache_dir: Path) -> list[Namespace]:
@@ -153,34 +158,37 @@ def write_export(target: Path, table: pa.Table, namespace: dict[str, Any]) -> No
         pq.write_table(table.replace_schema_metadata(metadata), temporary, write_page_checksum=True)
 
 
-def plan_prune(
-    namespaces: Sequence[Namespace],
-    *,
-    older_than_seconds: float | None,
-    most_bytes: int | None,
-    now: float | None = None,
-) -> list[Removal]:
-    """Chooses files to delete: namespaces that nobody used for `older_than_seconds`; the longest unused ones
-    until the rest has at most `most_bytes`; damaged parts and leftovers of killed processes in the rest."""
-    now = time.time() if now is None else now
-    removals = []
+def find_leftovers(cache_dir: Path) -> list[Path]:
+    """Returns the temporary files and directories that killed processes have left in a cache."""
+    of_namespaces = (path for path in cache_dir.glob("reference/*/.*.tmp") if is_namespace(path.parent))
+    paths = (*cache_dir.glob(".*.tmp"), *cache_dir.glob("tokens/.*.tmp"), *of_namespaces)
+    return [path for path in paths if _TEMPORARY.fullmatch(path.name) and _is_abandoned(path)]
+
+
+def plan_prune(cache_dir: Path, *, older_than_seconds: float | None, most_bytes: int | None) -> list[Removal]:
+    """Chooses files to delete: leftovers of killed processes; namespaces that nobody used for
+    `older_than_seconds`; the longest unused ones until the rest has at most `most_bytes`; damaged parts."""
+    leftovers, reason = tuple(find_leftovers(cache_dir)), "leftovers of killed runs"
+    removals = [Removal(directory=cache_dir, name=str(cache_dir), files=leftovers, reason=reason)]
+    namespaces = find_namespaces(cache_dir)
     kept_bytes = sum(namespace.size_bytes for namespace in namespaces)
     for namespace in sorted(namespaces, key=lambda n: n.last_used):
-        age = now - namespace.last_used
+        age = time.time() - namespace.last_used
+        files = tuple(filter(_is_ours, _files(namespace.directory)))
+        is_whole = True
         if older_than_seconds is not None and age > older_than_seconds:
             reason = f"not used for {age / 86400:.0f} days"
         elif most_bytes is not None and kept_bytes > most_bytes:
             reason = "the longest unused, and all together are too large"
         else:
-            waste = tuple(f for f in _files(namespace.directory) if _is_waste(f, now))
-            if waste:
-                reason = "damaged parts and leftovers"
-                removals.append(Removal(namespace=namespace, files=waste, reason=reason, is_whole=False))
-            continue
-        files = tuple(f for f in _files(namespace.directory) if _is_ours(f) or _is_waste(f, now))
-        removals.append(Removal(namespace=namespace, files=files, reason=reason, is_whole=True))
-        kept_bytes -= namespace.size_bytes
-    return removals
+            reason, is_whole = "damaged parts", False
+            files = tuple(file for file in files if _DAMAGED.fullmatch(file.name))
+        name = f"{namespace.name} ({', '.join(namespace.models) or 'unknown model'})"
+        removals.append(
+            Removal(directory=namespace.directory, name=name, files=files, reason=reason, is_whole=is_whole)
+        )
+        kept_bytes -= namespace.size_bytes if is_whole else 0
+    return [removal for removal in removals if removal.files]
 
 
 def remove(removal: Removal) -> list[str]:
@@ -188,16 +196,21 @@ def remove(removal: Removal) -> list[str]:
 
     It deletes namespace.json last, so an interrupted removal can be found and repeated. Raises CacheError.
     """
-    directory = removal.namespace.directory
+    directory = removal.directory
     try:
         for file in sorted(removal.files, key=lambda file: file.name == NAMESPACE_FILE):
-            file.unlink(missing_ok=True)
+            if file.is_dir():
+                shutil.rmtree(file)
+            else:
+                file.unlink(missing_ok=True)
+        if not removal.is_whole:
+            return []
         left = sorted(path.name for path in directory.iterdir())
-        if removal.is_whole and not left:
+        if not left:
             directory.rmdir()
     except OSError as error:
         raise CacheError(f"cannot remove {error.filename}: {error.strerror}; mend its permissions") from error
-    return left if removal.is_whole else []
+    return left
 
 
 def _namespace_at(directory: Path) -> Namespace:
@@ -238,10 +251,13 @@ def _is_ours(file: Path) -> bool:
     return bool(_KNOWN.fullmatch(file.name))
 
 
-def _is_waste(file: Path, now: float) -> bool:
-    if _DAMAGED.fullmatch(file.name):
-        return True
-    return bool(_TEMPORARY.fullmatch(file.name)) and now - file.stat().st_mtime > _LEFTOVER_AFTER_SECONDS
+def _is_abandoned(temporary: Path) -> bool:
+    """Returns True if nobody has changed the file, or a file of the directory, for so long."""
+    try:
+        changed = max(path.lstat().st_mtime for path in (temporary, *temporary.rglob("*")))
+    except OSError:  # its process has just put it in place
+        return False
+    return time.time() - changed > _LEFTOVER_AFTER_SECONDS
 
 
 def _size(file: Path) -> int:
