@@ -132,10 +132,11 @@ def find_damage(namespace: Namespace) -> Iterator[tuple[Path, str]]:
 def export_namespace(namespace: Namespace, target: Path) -> int:
     """Writes all log-probs of a namespace into one Parquet file, each sequence once.
 
-    If several parts have a sequence, the last part by name gives its value, as in a run. Returns the number
-    of sequences. Raises CacheError, even for one damaged part, because an export must be complete.
+    If several parts have a sequence, the last part by name that has per-token values gives them and the sum,
+    as in a run; if no part has them, they are null, and the last part gives the sum. Returns the number of
+    sequences. Raises CacheError, even for one damaged part, because an export must be complete.
     """
-    tables = []
+    tables: list[Any] = []
     for part in part_paths(namespace.directory):
         try:
             tables.append(read_part(part, (KEY, SUM, NUM_TOKENS, TOKENS)))
@@ -144,9 +145,9 @@ def export_namespace(namespace: Namespace, target: Path) -> int:
     if not tables or any(table is None for table in tables):
         raise CacheError(f"{namespace.directory} has no log-probs to export, or is being changed; try again")
     table = pa.concat_tables(tables, promote_options="default")
-    # The keys are in reverse order, so that the first of equal keys comes from the last part.
-    last = len(table) - 1 - KeyIndex.of(keys_of(table)[::-1]).first
-    table = table.take(pa.array(np.sort(last)))
+    has_tokens = np.repeat([TOKENS in part.column_names for part in tables], [len(part) for part in tables])
+    order = np.argsort(has_tokens, kind="stable")[::-1]  # the row that counts is the first of equal keys
+    table = table.take(pa.array(np.sort(order[KeyIndex.of(keys_of(table)[order]).first])))
     write_export(target, table, read_json(namespace.directory / NAMESPACE_FILE))
     return len(table)
 

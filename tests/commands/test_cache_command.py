@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import time
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from dpo_pack.commands.cache import cache_app
 from dpo_pack.data.keys import sequence_key
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import TokenLogps
+from dpo_pack.reference.parts import TokenLogps, part_paths
 from dpo_pack.run.prepare import Prepared, prepare
 from dpo_pack.run.reference_stage import ReferencePass, prepare_reference
 from dpo_pack.system import files
@@ -255,6 +256,34 @@ def test_what_is_exported_imports_elsewhere_bitwise(recipe: Path, tmp_path: Path
     assert "0 sequences added, 44 were there" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
 
 
+@pytest.mark.parametrize("by_recipe", [False, True])
+def test_sequences_with_per_token_values_and_without_are_exported_together_and_import_elsewhere(
+    by_recipe: bool, recipe: Path, tmp_path: Path
+) -> None:
+    filled = fill_by(recipe)
+    table = prepared_of(recipe).data.train
+    keys, num_tokens = table.chosen_keys, table.chosen_lengths.astype(np.int64)
+    values = TokenLogps.of_lengths(np.full(num_tokens.sum(), -1.0, dtype=np.float32), num_tokens)
+    filled.cache.append(keys, -1.0 * num_tokens, num_tokens, values)
+    for more in count():  # until the last part by name has only sums
+        part = filled.cache.append(keys, np.full(len(keys), -0.5 - more), num_tokens)[0]
+        if part == part_paths(part.parent)[-1]:
+            break
+    source = ("--recipe", recipe) if by_recipe else ("--cache-dir", recipe.parent / "cache")
+    assert "44 sequences written" in cache("export", tmp_path / "all.parquet", *source)
+    elsewhere = f"reference.cache_dir={tmp_path / 'elsewhere'}"
+    assert "44 sequences added, 0 were" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+    assert "0 sequences added, 44 were" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+    imported = fill_by(recipe, elsewhere).cache
+    sums, tokens = imported.lookup_tokens(keys)
+    expected_sums, expected = filled.cache.lookup_tokens(keys)
+    assert sums.tobytes() == expected_sums.tobytes() == imported.lookup(keys).tobytes()
+    assert tokens.values.tobytes() == expected.values.tobytes() and len(expected.values) == num_tokens.sum()
+    others = table.rejected_keys
+    assert not imported.contains(others, per_token=True).any()
+    assert imported.lookup(others).tobytes() == filled.cache.lookup(others).tobytes()
+
+
 def test_a_recipe_s_export_says_where_each_sequence_is_and_hashes_its_texts(
     recipe: Path, tmp_path: Path
 ) -> None:
@@ -348,6 +377,10 @@ BAD: dict[str, tuple[dict[str, pa.Array], str]] = {
             "num_tokens": pa.array([1, 2, 1]),
         },
         "row 3: the sequence has a log-prob of -3 here and of -1 in row 1",
+    ),
+    "no token values": (
+        {"token_logps": pa.array([[-1.0], [], None], pa.list_(pa.float64()))},
+        "row 2: token_logps has 0 values for a completion of 2 tokens",
     ),
     "null token value": (
         {"token_logps": pa.array([[-1.0], [-3.0, None], [-1.0, -2.0]])},
