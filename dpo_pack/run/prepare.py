@@ -75,11 +75,6 @@ class Prepared:
         return [self.data.train, *(held_out.pairs for held_out in self.data.eval)]
 
     @property
-    def pad_token_id(self) -> int:
-        """The id that fills padded batches. Padding is masked everywhere, so any id is correct."""
-        return int(self.tokenizer.pad_token_id or 0)
-
-    @property
     def reference_token_budget(self) -> int:
         return reference_token_budget(self.recipe, self.device)
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from support.reference_pairs import NAMESPACE, all_sums, one_line, random_keys
 from support.tiny_run import NUM_PAIRS, tiny_run
+from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
@@ -60,6 +61,19 @@ def test_no_log_prob_of_changed_tokens_is_kept_and_the_next_run_writes_the_token
         assert prepared.data.report["rows_tokenized"] == NUM_PAIRS
     again = prepare_reference(prepared)
     assert all_sums(again.cache, again.tables).tobytes() == sums.tobytes()
+
+
+def test_a_padding_token_that_the_model_does_not_embed_pads_no_row(tmp_path: Path) -> None:
+    recipe = tiny_run(tmp_path)
+    packed = prepare_reference(prepare(load_recipe(recipe), make_console(quiet=True)))
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<a token more>"})
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = ["packing.mode=padded", f"reference.cache_dir={tmp_path / 'other'}"]
+    prepared = prepare(load_recipe(recipe, settings), make_console(quiet=True))
+    padded = prepare_reference(prepared)
+    sums = all_sums(packed.cache, packed.tables)
+    np.testing.assert_allclose(all_sums(padded.cache, padded.tables), sums, rtol=1e-5)
 
 
 @pytest.mark.slow
