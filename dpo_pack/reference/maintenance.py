@@ -19,7 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dpo_pack.reference.cache import NAMESPACE_FILE, USED_FILE, namespace_digest, reference_directory
+from dpo_pack.reference.cache import (
+    NAMESPACE_FILE,
+    NAMESPACE_NAME,
+    USED_FILE,
+    is_namespace,
+    reference_directory,
+)
 from dpo_pack.reference.key_index import KeyIndex
 from dpo_pack.reference.parts import (
     KEY,
@@ -35,13 +41,12 @@ from dpo_pack.reference.parts import (
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import read_json, written_aside
 
-_NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 _PART = r"part-[0-9a-f]{64}\.parquet"
 _DAMAGED = re.compile(r"part-[0-9a-f]{64}\.damaged")
 _KNOWN = re.compile(rf"{NAMESPACE_FILE}|{USED_FILE}|{_PART}|{_DAMAGED.pattern}")
 # Temporary files and directories: for memos (file_hashes.json), parts, token stores and probes.
 _TEMPORARY = re.compile(
-    rf"\.(?:(?:[a-z_]+\.json|{_PART}|{_NAMESPACE_NAME.pattern}|probe)\.[0-9a-f]{{8}}|shared-\w+)\.tmp"
+    rf"\.(?:(?:[a-z_]+\.json|{_PART}|{NAMESPACE_NAME.pattern}|probe)\.[0-9a-f]{{8}}|shared-\w+)\.tmp"
 )
 # A file that a process still writes is younger. A killed process has left an older temporary file.
 _LEFTOVER_AFTER_SECONDS = 24 * 3600.0
@@ -105,14 +110,6 @@ def choose_namespaces(cache_dir: Path, prefixes: Sequence[str]) -> list[Namespac
                 f"it is of {names}"
             )
     return [n for n in found if not prefixes or n.name.startswith(tuple(prefixes))]
-
-
-def is_namespace(directory: Path) -> bool:
-    """Returns True if the directory's name is the digest of its namespace.json, so that it is one of ours."""
-    if directory.is_symlink() or not _NAMESPACE_NAME.fullmatch(directory.name):
-        return False
-    described = read_json(directory / NAMESPACE_FILE)
-    return isinstance(described, dict) and namespace_digest(described) == directory.name
 
 
 def find_damage(namespace: Namespace) -> Iterator[tuple[Path, str]]:

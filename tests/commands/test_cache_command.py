@@ -97,6 +97,14 @@ def test_verify_finds_a_changed_byte_names_the_part_and_changes_nothing(tmp_path
     assert "nothing to verify" in cache("verify", "--cache-dir", tmp_path / "mistyped")
 
 
+def test_a_run_writes_a_damaged_description_of_a_namespace_again(tmp_path: Path) -> None:
+    described = fill(tmp_path, NAMESPACE).directory / "namespace.json"
+    described.write_text(described.read_text().replace("abc", "abb"))
+    assert "nothing to verify" in cache("verify", "--cache-dir", tmp_path)
+    ReferenceCache(tmp_path, NAMESPACE)
+    assert "1 part, all as written" in cache("verify", "--cache-dir", tmp_path)
+
+
 def test_prune_by_age_removes_what_was_not_used_and_keeps_the_rest(tmp_path: Path) -> None:
     old, new = fill(tmp_path, NAMESPACE), fill(tmp_path, {"parameters": "bfloat16"})
     age(old, 100)
