@@ -166,23 +166,22 @@ def prune(
     Always removes damaged parts that a run has moved aside, and temporary files of killed runs. Does not
     remove files that dpopack has not written.
     """
-    from dpo_pack.reference.maintenance import find_namespaces, plan_prune, remove
+    from dpo_pack.reference.maintenance import plan_prune, remove
 
     removals = plan_prune(
-        find_namespaces(_directory(cache_dir)),
+        _directory(cache_dir),
         older_than_seconds=None if older_than is None else _seconds(older_than),
         most_bytes=None if max_size is None else _bytes(max_size),
     )
     for removal in removals:
         what = "" if removal.is_whole else f"{_count(len(removal.files), 'file')} of "
-        name = f"{what}{removal.namespace.name} ({', '.join(removal.namespace.models) or 'unknown model'})"
         print(
-            f"{'would remove' if dry_run else 'removing'} {name}, {_format_bytes(removal.size_bytes)}: "
-            f"{removal.reason}"
+            f"{'would remove' if dry_run else 'removing'} {what}{removal.name}, "
+            f"{_format_bytes(removal.size_bytes)}: {removal.reason}"
         )
         left = [] if dry_run else remove(removal)
         if left:
-            print(f"  left in {removal.namespace.directory}, as it is not ours: {', '.join(left)}")
+            print(f"  left in {removal.directory}, as it is not ours: {', '.join(left)}")
     if dry_run:
         total = _format_bytes(sum(removal.size_bytes for removal in removals))
         print(f"{total} in all; nothing was removed")

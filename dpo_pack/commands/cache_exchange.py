@@ -2,6 +2,7 @@
 
     key, logps_sum, num_tokens[, token_logps]     one row for each sequence; parts.py describes the columns
 
+token_logps is null for a sequence of which only the sum is known.
 A refused import adds nothing. Its error message is one line with the file and, if possible, the row.
 
 Legend: n = rows of the file, S = sequences of the recipe.
@@ -82,12 +83,13 @@ def export_recipe(recipe: Recipe, target: Path, console: Console) -> int:
     columns = {
         **_places(prepared, work),
         KEY: key_column(keys),
-        SUM: cache.lookup(keys),
         NUM_TOKENS: work.lengths.completions[work.sides].astype(np.int32),
     }
-    if cache.contains(keys, per_token=True).all():
-        columns[SUM], tokens = cache.lookup_tokens(keys)
-        columns[TOKENS] = token_column(tokens)
+    sums, tokens = cache.lookup_tokens(keys)
+    only_sum = np.isnan(sums)
+    columns[SUM] = np.where(only_sum, cache.lookup(keys), sums)
+    if not only_sum.all():
+        columns[TOKENS] = token_column(tokens, only_sum)
     write_export(target, pa.table(columns), namespace)
     return len(keys)
 
@@ -109,25 +111,30 @@ def import_into(recipe: Recipe, file: Path, console: Console) -> None:
         num_tokens=numbers_of(table[NUM_TOKENS]),
         tokens=tokens_of(table) if TOKENS in table.column_names else None,
     )
+    only_sum = np.ones(len(logps), dtype=np.bool_) if logps.tokens is None else _is_null(table[TOKENS])
     index = KeyIndex.of(logps.keys)
-    for is_wrong, describe in _problems(logps, index, work):
+    for is_wrong, describe in _problems(logps, only_sum, index, work):
         if is_wrong.any():
             row = int(is_wrong.argmax())
             raise CacheError(f"{file} row {row + 1}: {describe(row)}; nothing was imported")
-    is_new = ~cache.contains(logps.keys[index.first], per_token=logps.tokens is not None)
-    added = logps.take(index.first[is_new])
-    metadata = {"origin": f"imported from {file.name}"}
-    cache.append(added.keys, added.sums, added.num_tokens, added.tokens, metadata=metadata)
+    num_added = 0
+    for per_token in (True, False):  # in this order: a sequence may be there with token values and without
+        rows = np.flatnonzero(only_sum != per_token)
+        rows = rows[KeyIndex.of(logps.keys[rows]).first]
+        added = logps.take(rows[~cache.contains(logps.keys[rows], per_token=per_token)])
+        metadata, tokens = {"origin": f"imported from {file.name}"}, added.tokens if per_token else None
+        cache.append(added.keys, added.sums, added.num_tokens, tokens, metadata=metadata)
+        num_added += len(added)
     cache.note_use(prepared.reference_facts.label)
     after = find_work(cache, prepared.tables)
     console.print(
-        f"{file}: {len(logps):,} rows, {int(is_new.sum()):,} sequences added, {int((~is_new).sum()):,} were "
+        f"{file}: {len(logps):,} rows, {num_added:,} sequences added, {len(index) - num_added:,} were "
         f"there; the cache now has {after.num_cached:,} of the recipe's {after.num_unique:,} sequences"
     )
 
 
 def _read_file(file: Path) -> pa.Table:
-    """Reads the columns of `_COLUMNS`, casts their types and checks for nulls. Raises CacheError."""
+    """Reads the columns of `_COLUMNS` and casts their types. Raises CacheError, also for a null."""
     try:
         table = pq.read_table(file, page_checksum_verification=True)
     except FileNotFoundError as error:
@@ -148,8 +155,8 @@ def _read_file(file: Path) -> pa.Table:
         is_right, kind, _ = _COLUMNS[name]
         if not is_right(table[name].type):
             raise CacheError(f"{file}: column {name} must hold {kind}, not {table[name].type}")
-        is_null = np.array(table[name].is_null().to_pylist(), dtype=np.bool_)
-        if is_null.any():
+        is_null = _is_null(table[name])
+        if is_null.any() and name != TOKENS:
             raise CacheError(f"{file} row {is_null.argmax() + 1}: {name} is null; nothing was imported")
     table = table.cast(
         pa.schema([(name, _COLUMNS[name][2]) for name in table.column_names], table.schema.metadata)
@@ -157,6 +164,10 @@ def _read_file(file: Path) -> pa.Table:
     if TOKENS in table.column_names and any(chunk.flatten().null_count for chunk in table[TOKENS].chunks):
         raise CacheError(f"{file}: {TOKENS} has a value that is null; nothing was imported")
     return table
+
+
+def _is_null(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    return np.array(column.is_null().to_pylist(), dtype=np.bool_)  # `to_numpy` would import pandas
 
 
 def _check_same_model(file: Path, table: pa.Table, namespace: Mapping[str, Any]) -> None:
@@ -173,7 +184,9 @@ def _check_same_model(file: Path, table: pa.Table, namespace: Mapping[str, Any])
         )
 
 
-def _problems(logps: SequenceLogps, index: KeyIndex, work: ReferenceWork) -> Iterator[_Problem]:
+def _problems(
+    logps: SequenceLogps, only_sum: npt.NDArray[np.bool_], index: KeyIndex, work: ReferenceWork
+) -> Iterator[_Problem]:
     """Yields the possible errors of rows. Each test assumes that the tests before it found no wrong row."""
     sums, num_tokens, tokens = logps.sums, logps.num_tokens, logps.tokens
     yield ~np.isfinite(sums), lambda row: f"the log-prob is {sums[row]}"
@@ -185,7 +198,7 @@ def _problems(logps: SequenceLogps, index: KeyIndex, work: ReferenceWork) -> Ite
     if tokens is not None:
         lengths = tokens.lengths
         yield (
-            lengths != num_tokens,
+            ~only_sum & (lengths != num_tokens),
             lambda row: f"{TOKENS} has {lengths[row]} values for a completion of {num_tokens[row]} tokens",
         )
         row_of_value = np.repeat(np.arange(len(logps)), lengths)
@@ -196,7 +209,7 @@ def _problems(logps: SequenceLogps, index: KeyIndex, work: ReferenceWork) -> Ite
         )
         added = np.bincount(row_of_value, weights=tokens.values, minlength=len(logps))
         yield (
-            np.abs(added - sums) > _SUM_TOLERANCE + _RELATIVE_SUM_TOLERANCE * np.abs(sums),
+            ~only_sum & (np.abs(added - sums) > _SUM_TOLERANCE + _RELATIVE_SUM_TOLERANCE * np.abs(sums)),
             lambda row: f"{SUM} is {sums[row]:g}, and {TOKENS} add up to {added[row]:g}",
         )
     sequences = KeyIndex.of(work.all_keys[work.sides])
@@ -243,7 +256,7 @@ def _source_names(prepared: Prepared) -> list[tuple[str, ...]]:
     is_fraction = not isinstance(recipe.data.eval, tuple)
     held_out = [train_names if is_fraction else (held_out.name,) for held_out in prepared.data.eval]
     names = [train_names, *held_out]
-    stores: dict[str, Path] = {}
+    stores: dict[str, Path | None] = {}
     for table, names_of_table in zip(prepared.tables, names, strict=True):
         for name, store in zip(names_of_table, table.stores, strict=True):
             if stores.setdefault(name, store.directory) != store.directory:

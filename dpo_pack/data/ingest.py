@@ -71,10 +71,11 @@ def load_source(
     Raises DataError if the source has an error, ModelError if the tokenizer lacks a feature that it needs.
     """
     located = locate_source(source, key, cache_dir / "file_hashes.json")
-    directory = cache_dir / "tokens" / _store_key(located, source, data, tokenizer_key)
+    ingestion = _Ingestion(located=located, source=source, data=data, tokenizer=tokenizer)
+    name = _store_key(located, source, data, tokenizer_key, ingestion.find_format())
+    directory = cache_dir / "tokens" / name
     store, num_rows = open_store(directory), 0
     if store is None:
-        ingestion = _Ingestion(located=located, source=source, data=data, tokenizer=tokenizer)
         pairs = (batch.pairs for batch in ingestion.batches(progress))
         write_store(directory, pairs, ingestion.summary)
         store, num_rows = open_store(directory), ingestion.num_rows
@@ -99,8 +100,6 @@ def load_prompt_source(
     )
     batches = list(ingestion.batches(lambda what, done, total: None))
     store = TokenStore(
-        directory=Path(),
-        fingerprint="",
         tokens=np.concatenate([batch.pairs.tokens for batch in batches]),
         records=np.concatenate([batch.pairs.records for batch in batches]),
         summary=ingestion.summary(),
@@ -142,7 +141,9 @@ def check_source(
     )
 
 
-def _store_key(located: LocatedSource, source: SourceRecipe, data: DataRecipe, tokenizer_key: str) -> str:
+def _store_key(
+    located: LocatedSource, source: SourceRecipe, data: DataRecipe, tokenizer_key: str, found_format: str
+) -> str:
     """Returns the store's name: a hash of all that decides its content."""
     return content_key(
         {
@@ -151,6 +152,7 @@ def _store_key(located: LocatedSource, source: SourceRecipe, data: DataRecipe, t
             "tokenizer": tokenizer_key,
             **source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS),
             **data.model_dump(mode="json", exclude=_DATA_KEYS_BESIDE_TOKENS),
+            "found_format": found_format,
         }
     )
 
@@ -178,10 +180,17 @@ class _Ingestion:
     def kept_word(self) -> str:
         return "pairs" if self.completion_tokens is None else "prompts"
 
+    def find_format(self) -> str:
+        """Returns the format of the rows. Raises DataError as `batches` does."""
+        if self.source.format != "auto":
+            return self.source.format
+        opened = self._open()
+        with closing(opened.rows):
+            return self._known_format(opened)[0]
+
     def batches(self, progress: Progress) -> Iterator[TokenizedBatch]:
         """Yields the rows as tokens. Raises DataError at a row that stops the run, and if no row is left."""
-        opened = self.located.open()
-        self.row_word, self.is_columnar = opened.row_word, opened.columns is not None
+        opened = self._open()
         with closing(opened.rows):
             self.format, rows = self._known_format(opened)
             settings = TokenizationSettings.of(self.data, self.format, self.completion_tokens)
@@ -210,6 +219,11 @@ class _Ingestion:
             "dropped": dropped,
             **self.counts,
         }
+
+    def _open(self) -> OpenRows:
+        opened = self.located.open()
+        self.row_word, self.is_columnar = opened.row_word, opened.columns is not None
+        return opened
 
     def _known_format(self, opened: OpenRows) -> tuple[str, Iterator[NumberedRow]]:
         """Returns the format and all rows of the source. With `auto`, the first readable row decides it."""

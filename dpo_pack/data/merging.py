@@ -109,23 +109,15 @@ def merge_group(table: PairTable, pairs: Sequence[int]) -> MergedGroup:
     """Merges `pairs` of `table`, which have the same prompt; equal completions become one."""
     numbers: dict[bytes, int] = {}
     completions: list[NDArray[np.int32]] = []
-
-    def number_of(key: bytes, ids: NDArray[np.int32]) -> int:
-        if key not in numbers:
-            numbers[key] = len(completions)
-            completions.append(ids)
-        return numbers[key]
-
-    pair_completions = [
-        (
-            number_of(table.chosen_keys[pair].tobytes(), table.chosen(pair)),
-            number_of(table.rejected_keys[pair].tobytes(), table.rejected(pair)),
-        )
-        for pair in pairs
-    ]
-    return MergedGroup(
-        completions=tuple(completions), pair_completions=np.array(pair_completions, dtype=np.int64)
-    )
+    pair_completions = np.zeros((len(pairs), 2), dtype=np.int64)
+    sides = ((table.chosen_keys, table.chosen), (table.rejected_keys, table.rejected))
+    for position, pair in enumerate(pairs):
+        for side, (keys, read) in enumerate(sides):
+            number = numbers.setdefault(keys[pair].tobytes(), len(completions))
+            if number == len(completions):
+                completions.append(read(pair))
+            pair_completions[position, side] = number
+    return MergedGroup(completions=tuple(completions), pair_completions=pair_completions)
 
 
 def number_prompts(table: PairTable) -> IntArray:

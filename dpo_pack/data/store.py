@@ -1,20 +1,22 @@
 """Stores tokenised pairs on disk and reads them through a memory map.
 
 A store is a directory with the token ids, one record for each pair, and a manifest. It is written under a
-temporary name and then renamed, so it is whole or absent. P is the number of pairs; lengths are in tokens.
+temporary name and then renamed, so it is whole or absent. A changed byte is noticed: whoever opens a store
+compares its manifest and records with a checksum; whoever reads tokens compares them with their sequence key.
+So a store of gigabytes opens at once. P is the number of pairs; lengths are in tokens.
 """
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.data.keys import KEY_BYTES, sequence_key
+from dpo_pack.data.keys import KEY_BYTES, content_key, sequence_key
 from dpo_pack.data.truncation import PairIds, TokenIds
 from dpo_pack.packing.lengths import PairLengths
 from dpo_pack.system.errors import CacheError
@@ -51,13 +53,24 @@ class TokenizedPairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenStore:
-    """The pairs of one source, mapped into memory read-only."""
+    """The pairs of one source, mapped into memory read-only, or in memory only."""
 
-    directory: Path
-    fingerprint: str  # names the pairs: ids, boundaries, weights and their order
     tokens: TokenIds  # [total]
     records: Records  # [P]
-    summary: dict[str, Any]  # the counts of the pass that wrote the store
+    summary: Mapping[str, Any] = field(default_factory=dict)  # the counts of the pass that wrote the store
+    directory: Path | None = None  # None: the pairs are in memory only
+
+    def damaged(self, row_number: int) -> CacheError:
+        """Returns the error for a row whose tokens have changed. The next run writes the store again."""
+        remedy = "run the same command again, which writes this store again"
+        try:
+            if self.directory is not None:
+                (self.directory / _MANIFEST).unlink(missing_ok=True)
+        except OSError:
+            remedy = "remove this directory and run the same command again"
+        return CacheError(
+            f"{self.directory} is damaged: its token ids of row {row_number} have changed; {remedy}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,28 +117,35 @@ class PairTable:
             digest.update(column.data)
         return digest.hexdigest()
 
-    def prompt(self, pair: int) -> NDArray[np.int32]:
-        """Returns the token ids of the prompt as a view."""
-        return self._tokens(pair, 0, self.prompt_lengths[pair])
+    def prompt(self, pair: int) -> TokenIds:
+        """Returns the token ids of the prompt as a view. Raises CacheError if the file has changed."""
+        return self._sequence(pair, self.prompt_keys, 0, 0)[0]
 
-    def chosen(self, pair: int) -> NDArray[np.int32]:
-        """Returns the token ids of the chosen completion as a view."""
-        return self._tokens(pair, self.prompt_lengths[pair], self.chosen_lengths[pair])
+    def chosen(self, pair: int) -> TokenIds:
+        """Returns the token ids of the chosen completion as a view. Raises CacheError as `prompt` does."""
+        return self._sequence(pair, self.chosen_keys, 0, self.chosen_lengths[pair])[1]
 
-    def rejected(self, pair: int) -> NDArray[np.int32]:
-        """Returns the token ids of the rejected completion as a view."""
-        before = self.prompt_lengths[pair] + self.chosen_lengths[pair]
-        return self._tokens(pair, before, self.rejected_lengths[pair])
+    def rejected(self, pair: int) -> TokenIds:
+        """Returns the token ids of the rejected completion as a view. Raises CacheError as `prompt` does."""
+        before, length = self.chosen_lengths[pair], self.rejected_lengths[pair]
+        return self._sequence(pair, self.rejected_keys, before, length)[1]
 
     def select(self, indices: NDArray[np.int64]) -> "PairTable":
         """Returns a table of the pairs at `indices`, in the order of `indices`."""
         columns = (column.name for column in fields(self) if column.name != "stores")
         return replace(self, **{name: getattr(self, name)[indices] for name in columns})
 
-    def _tokens(self, pair: int, before: np.int32 | int, length: np.int32) -> NDArray[np.int32]:
-        start = self.offsets[pair] + before
-        tokens: NDArray[np.int32] = self.stores[self.source_indices[pair]].tokens[start : start + length]
-        return tokens
+    def _sequence(
+        self, pair: int, keys: NDArray[np.uint8], before: np.int32 | int, length: np.int32 | int
+    ) -> tuple[TokenIds, TokenIds]:
+        """Returns the prompt, and the completion that begins `before` tokens after it. Compares their key."""
+        store = self.stores[self.source_indices[pair]]
+        begin = self.offsets[pair]
+        end = begin + self.prompt_lengths[pair]
+        prompt, completion = store.tokens[begin:end], store.tokens[end + before : end + before + length]
+        if sequence_key(prompt, completion) != keys[pair].tobytes():
+            raise store.damaged(int(self.row_numbers[pair]))
+        return prompt, completion
 
 
 def join_pairs(
@@ -175,10 +195,9 @@ def write_store(
             for batch in batches:
                 tokens.write(batch.tokens.data)
                 records.write(batch.records.tobytes())
-            sizes = {_TOKENS: tokens.tell(), _RECORDS: records.tell()}
-        fingerprint = _fingerprint(np.fromfile(temporary / _RECORDS, dtype=RECORD_DTYPE))
-        manifest = {"fingerprint": fingerprint, "size_bytes": sizes, "summary": summarize()}
-        write_json_atomically(temporary / _MANIFEST, manifest)
+        summary = summarize()
+        checksum = _checksum(*_map_files(temporary), summary)
+        write_json_atomically(temporary / _MANIFEST, {"checksum": checksum, "summary": summary})
         if open_store(directory) is not None:
             raise _WrittenMeanwhile
 
@@ -187,20 +206,15 @@ def open_store(directory: Path) -> TokenStore | None:
     """Opens the store in `directory`. Returns None if no store is there, or if the store is damaged."""
     manifest = read_json(directory / _MANIFEST)
     try:
-        sizes = {name: (directory / name).stat().st_size for name in (_TOKENS, _RECORDS)}
-    except FileNotFoundError:
+        tokens, records = _map_files(directory)
+    except (FileNotFoundError, ValueError):  # ValueError: a file is empty or ends within an entry
         return None
     except OSError as error:
         raise CacheError(f"cannot read {directory}: {error.strerror}; check its permissions") from error
-    if not isinstance(manifest, dict) or manifest.get("size_bytes") != sizes or 0 in sizes.values():
+    summary = manifest.get("summary") if isinstance(manifest, dict) else None
+    if not isinstance(summary, dict) or manifest.get("checksum") != _checksum(tokens, records, summary):
         return None
-    return TokenStore(
-        directory=directory,
-        fingerprint=manifest["fingerprint"],
-        tokens=np.asarray(np.memmap(directory / _TOKENS, dtype=TOKEN_DTYPE, mode="r")),
-        records=np.asarray(np.memmap(directory / _RECORDS, dtype=RECORD_DTYPE, mode="r")),
-        summary=manifest["summary"],
-    )
+    return TokenStore(tokens=tokens, records=records, summary=summary, directory=directory)
 
 
 class _WrittenMeanwhile(Exception):
@@ -223,11 +237,16 @@ def _keys(keys: Iterable[bytes]) -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
 
 
-def _fingerprint(records: Records) -> str:
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for name in ("chosen_key", "rejected_key", "weight"):
-        digest.update(np.ascontiguousarray(records[name]).data)
-    return digest.hexdigest()
+def _map_files(directory: Path) -> tuple[TokenIds, Records]:
+    return (
+        np.asarray(np.memmap(directory / _TOKENS, dtype=TOKEN_DTYPE, mode="r")),
+        np.asarray(np.memmap(directory / _RECORDS, dtype=RECORD_DTYPE, mode="r")),
+    )
+
+
+def _checksum(tokens: TokenIds, records: Records, summary: dict[str, Any]) -> str:
+    """Returns a hash of a store without its tokens, which it counts only: the records have their keys."""
+    return content_key([len(tokens), hashlib.blake2b(records.view(np.uint8).data).hexdigest(), summary])
 
 
 def pair_lengths(table: PairTable) -> PairLengths:

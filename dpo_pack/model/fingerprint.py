@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import json
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from dpo_pack.model.config import rotary_kinds
 from dpo_pack.model.loading import load_errors
@@ -61,8 +63,11 @@ _IRRELEVANT_ADAPTER_CONFIG = frozenset(
 _UNORDERED_ADAPTER_CONFIG = frozenset({"exclude_modules", "modules_to_save", "target_modules"})
 # Stem and suffix of weight files, in the order in which transformers looks for them.
 _WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
-# Modules of transformers that models' code calls: masks of padded rows, scaled rotary frequencies.
-_MASKS, _ROTARY = "transformers.masking_utils", "transformers.modeling_rope_utils"
+# Modules of transformers that models call without an import: masks and attention of padded rows, scaled
+# rotary frequencies. Then a pattern of those that they import.
+_PADDED = ("transformers.masking_utils", "transformers.integrations.sdpa_attention")
+_ROTARY = "transformers.modeling_rope_utils"
+_IMPORTED = re.compile(r"transformers\.(integrations\.|models\..*\.modeling_).*")
 
 
 def reference_namespace(
@@ -210,18 +215,26 @@ def _relevant_config(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def modelling_source(model: PreTrainedModel) -> str:
-    """Returns the sha256 over source files: of the model's classes (also remote), of transformers' masks.
+    """Returns the sha256 over the names and contents of the source files that compute the model's outputs.
 
-    torch's own classes do not count: versions of torch differ by rounding only. Masks count although packed
-    rows have none, because packed and padded rows use the same cached log-probs.
+    These are the files of its classes, with every file that remote code imports from its own package; and of
+    transformers the masks, the integrations and other models' functions that they call. torch's own classes
+    do not count: versions of torch differ by rounding only. Masks and attention of padded rows count although
+    packed rows do not use them, because packed and padded rows use the same cached log-probs.
     """
-    modules = {_MASKS, *(type(part).__module__ for part in model.modules())}
+    names = {*_PADDED, *(type(part).__module__ for part in model.modules())}
     # The model's own file computes frequencies without scaling, the default.
     if any(kind.get("rope_type", "default") != "default" for kind in rotary_kinds(model.config)):
-        modules.add(_ROTARY)
-    parts = [importlib.import_module(name) for name in modules if name.partition(".")[0] != "torch"]
-    # Only the content of files counts. Paths do not count, and so names of remote modules do not count.
-    digests = sorted(
-        hashlib.sha256(Path(part.__file__).read_bytes()).hexdigest() for part in parts if part.__file__
-    )
+        names.add(_ROTARY)
+    modules = [importlib.import_module(name) for name in names if name.partition(".")[0] != "torch"]
+    values = (value for module in modules for value in vars(module).values())
+    called = {str(getattr(value, "__module__", "")) for value in values}
+    modules += [importlib.import_module(name) for name in called if _IMPORTED.fullmatch(name)]
+    files = {Path(module.__file__) for module in modules if module.__file__}
+    for module in modules:
+        # transformers copies remote code into one directory, which may have files of other purposes too.
+        if module.__name__.startswith("transformers_modules."):
+            files |= {Path(file) for file in get_relative_import_files(str(module.__file__))}
+    # Directories do not count: those of remote code have the names of model directories.
+    digests = sorted((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()

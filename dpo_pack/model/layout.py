@@ -203,7 +203,8 @@ def packed_row(layout: RowLayout, device: torch.device) -> Row:
 def padded_row(groups: Sequence[Group], *, pad_token_id: int, device: torch.device) -> Row:
     """Returns a right-padded batch of the same sequences in the same order, without shared prefixes.
 
-    Right padding is exact for a causal model with any attention: no real token sees a later position.
+    Right padding is exact for a causal model with any attention: no real token sees a later position. So any
+    `pad_token_id` that the model embeds is right. The tokenizer's may be one that the model does not embed.
     """
     sequences = [(group.context, completion) for group in groups for completion in group.completions]
     completion_lengths = np.asarray([len(completion) for _, completion in sequences], dtype=np.int64)

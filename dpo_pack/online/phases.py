@@ -166,10 +166,7 @@ def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingP
 def pair_table(pairs: Sequence[PendingPair]) -> PairTable:
     """Puts the pairs into a table in memory, with the same type as a table of pairs on disk."""
     joined = join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))
-    store = TokenStore(
-        directory=Path(), fingerprint="", tokens=joined.tokens, records=joined.records, summary={}
-    )
-    return PairTable.of([store])
+    return PairTable.of([TokenStore(tokens=joined.tokens, records=joined.records)])
 
 
 def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:

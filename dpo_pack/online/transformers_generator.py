@@ -80,7 +80,7 @@ class TransformersGenerator:
 
     @torch.no_grad()
     def _complete(self, sequences: Sequence[tuple[Draw, int]], ends: set[int]) -> list[Completion]:
-        sampling, pad = self.sampling, int(self.tokenizer.pad_token_id or 0)
+        sampling, pad = self.sampling, 0  # masked everywhere; a tokenizer's own id may be one too many
         prompts = [torch.tensor(draw.prompt.ids, dtype=torch.int64) for draw, _ in sequences]
         ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")  # [B, longest]
         ones = [torch.ones_like(prompt) for prompt in prompts]

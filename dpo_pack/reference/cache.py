@@ -21,6 +21,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ from dpo_pack.system.files import read_json, write_json_atomically
 logger = logging.getLogger(__name__)
 
 NAMESPACE_FILE, USED_FILE = "namespace.json", "used.json"
+NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 def default_cache_directory() -> Path:
@@ -72,14 +74,25 @@ def namespace_digest(namespace: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
+def is_namespace(directory: Path) -> bool:
+    """Returns True if the directory's name is the digest of its namespace.json, so that it is one of ours."""
+    if directory.is_symlink() or not NAMESPACE_NAME.fullmatch(directory.name):
+        return False
+    described = read_json(directory / NAMESPACE_FILE)
+    return isinstance(described, dict) and namespace_digest(described) == directory.name
+
+
 class ReferenceCache:
     """Reference log-probs of one namespace on disk."""
 
     def __init__(self, cache_dir: Path, namespace: Mapping[str, Any]) -> None:
-        """Opens or creates the namespace's directory. Raises CacheError if that is not possible."""
+        """Opens or creates the namespace's directory, and writes a damaged description of it again.
+
+        Raises CacheError if that is not possible.
+        """
         self.directory = reference_directory(cache_dir) / namespace_digest(namespace)
         self.named_parts: set[str] = set()  # parts of this job; a directory listing may lack them
-        if not (self.directory / NAMESPACE_FILE).is_file():
+        if not is_namespace(self.directory):
             write_json_atomically(self.directory / NAMESPACE_FILE, dict(namespace))
 
     def note_use(self, model: str) -> None:

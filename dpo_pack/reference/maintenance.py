@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dpo_pack.reference.cache import NAMESPACE_FILE, USED_FILE, namespace_digest, reference_directory
+from dpo_pack.reference.cache import (
+    NAMESPACE_FILE,
+    NAMESPACE_NAME,
+    USED_FILE,
+    is_namespace,
+    reference_directory,
+)
 from dpo_pack.reference.key_index import KeyIndex
 from dpo_pack.reference.parts import (
     KEY,
@@ -34,11 +41,13 @@ from dpo_pack.reference.parts import (
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import read_json, written_aside
 
-_NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 _PART = r"part-[0-9a-f]{64}\.parquet"
 _DAMAGED = re.compile(r"part-[0-9a-f]{64}\.damaged")
-_KNOWN = re.compile(rf"{NAMESPACE_FILE}|{USED_FILE}|{_PART}")
-_TEMPORARY = re.compile(rf"\.(?:{NAMESPACE_FILE}|{USED_FILE}|{_PART}|probe)\.[0-9a-f]{{8}}\.tmp")
+_KNOWN = re.compile(rf"{NAMESPACE_FILE}|{USED_FILE}|{_PART}|{_DAMAGED.pattern}")
+# Temporary files and directories: for memos (file_hashes.json), parts, token stores and probes.
+_TEMPORARY = re.compile(
+    rf"\.(?:(?:[a-z_]+\.json|{_PART}|{NAMESPACE_NAME.pattern}|probe)\.[0-9a-f]{{8}}|shared-\w+)\.tmp"
+)
 # A file that a process still writes is younger. A killed process has left an older temporary file.
 _LEFTOVER_AFTER_SECONDS = 24 * 3600.0
 
@@ -65,16 +74,17 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """Files of one namespace that may be deleted, and the reason."""
+    """Files that may be deleted, and the reason."""
 
-    namespace: Namespace
+    directory: Path  # of a namespace, or the cache directory
+    name: str
     files: tuple[Path, ...]
     reason: str
-    is_whole: bool  # True if the whole namespace goes, except files that are not ours
+    is_whole: bool = False  # True if the whole namespace goes, except files that are not ours
 
     @property
     def size_bytes(self) -> int:
-        return sum(_size(file) for file in self.files)
+        return sum(_size(file) for path in self.files for file in (path, *path.rglob("*")))
 
 
 def find_namespaces(cache_dir: Path) -> list[Namespace]:
@@ -102,14 +112,6 @@ def choose_namespaces(cache_dir: Path, prefixes: Sequence[str]) -> list[Namespac
     return [n for n in found if not prefixes or n.name.startswith(tuple(prefixes))]
 
 
-def is_namespace(directory: Path) -> bool:
-    """Returns True if the directory's name is the digest of its namespace.json, so that it is one of ours."""
-    if directory.is_symlink() or not _NAMESPACE_NAME.fullmatch(directory.name):
-        return False
-    described = read_json(directory / NAMESPACE_FILE)
-    return isinstance(described, dict) and namespace_digest(described) == directory.name
-
-
 def find_damage(namespace: Namespace) -> Iterator[tuple[Path, str]]:
     """Yields (part, its fault) for every part that has changed, cannot be read or has non-finite values."""
     for part in part_paths(namespace.directory):
@@ -127,10 +129,11 @@ def find_damage(namespace: Namespace) -> Iterator[tuple[Path, str]]:
 def export_namespace(namespace: Namespace, target: Path) -> int:
     """Writes all log-probs of a namespace into one Parquet file, each sequence once.
 
-    If several parts have a sequence, the last part by name gives its value, as in a run. Returns the number
-    of sequences. Raises CacheError, even for one damaged part, because an export must be complete.
+    If several parts have a sequence, the last part by name that has per-token values gives them and the sum,
+    as in a run; if no part has them, they are null, and the last part gives the sum. Returns the number of
+    sequences. Raises CacheError, even for one damaged part, because an export must be complete.
     """
-    tables = []
+    tables: list[Any] = []
     for part in part_paths(namespace.directory):
         try:
             tables.append(read_part(part, (KEY, SUM, NUM_TOKENS, TOKENS)))
@@ -139,9 +142,9 @@ def export_namespace(namespace: Namespace, target: Path) -> int:
     if not tables or any(table is None for table in tables):
         raise CacheError(f"{namespace.directory} has no log-probs to export, or is being changed; try again")
     table = pa.concat_tables(tables, promote_options="default")
-    # The keys are in reverse order, so that the first of equal keys comes from the last part.
-    last = len(table) - 1 - KeyIndex.of(keys_of(table)[::-1]).first
-    table = table.take(pa.array(np.sort(last)))
+    has_tokens = np.repeat([TOKENS in part.column_names for part in tables], [len(part) for part in tables])
+    order = np.argsort(has_tokens, kind="stable")[::-1]  # the row that counts is the first of equal keys
+    table = table.take(pa.array(np.sort(order[KeyIndex.of(keys_of(table)[order]).first])))
     write_export(target, table, read_json(namespace.directory / NAMESPACE_FILE))
     return len(table)
 
@@ -153,34 +156,37 @@ def write_export(target: Path, table: pa.Table, namespace: dict[str, Any]) -> No
         pq.write_table(table.replace_schema_metadata(metadata), temporary, write_page_checksum=True)
 
 
-def plan_prune(
-    namespaces: Sequence[Namespace],
-    *,
-    older_than_seconds: float | None,
-    most_bytes: int | None,
-    now: float | None = None,
-) -> list[Removal]:
-    """Chooses files to delete: namespaces that nobody used for `older_than_seconds`; the longest unused ones
-    until the rest has at most `most_bytes`; damaged parts and leftovers of killed processes in the rest."""
-    now = time.time() if now is None else now
-    removals = []
+def find_leftovers(cache_dir: Path) -> list[Path]:
+    """Returns the temporary files and directories that killed processes have left in a cache."""
+    of_namespaces = (path for path in cache_dir.glob("reference/*/.*.tmp") if is_namespace(path.parent))
+    paths = (*cache_dir.glob(".*.tmp"), *cache_dir.glob("tokens/.*.tmp"), *of_namespaces)
+    return [path for path in paths if _TEMPORARY.fullmatch(path.name) and _is_abandoned(path)]
+
+
+def plan_prune(cache_dir: Path, *, older_than_seconds: float | None, most_bytes: int | None) -> list[Removal]:
+    """Chooses files to delete: leftovers of killed processes; namespaces that nobody used for
+    `older_than_seconds`; the longest unused ones until the rest has at most `most_bytes`; damaged parts."""
+    leftovers, reason = tuple(find_leftovers(cache_dir)), "leftovers of killed runs"
+    removals = [Removal(directory=cache_dir, name=str(cache_dir), files=leftovers, reason=reason)]
+    namespaces = find_namespaces(cache_dir)
     kept_bytes = sum(namespace.size_bytes for namespace in namespaces)
     for namespace in sorted(namespaces, key=lambda n: n.last_used):
-        age = now - namespace.last_used
+        age = time.time() - namespace.last_used
+        files = tuple(filter(_is_ours, _files(namespace.directory)))
+        is_whole = True
         if older_than_seconds is not None and age > older_than_seconds:
             reason = f"not used for {age / 86400:.0f} days"
         elif most_bytes is not None and kept_bytes > most_bytes:
             reason = "the longest unused, and all together are too large"
         else:
-            waste = tuple(f for f in _files(namespace.directory) if _is_waste(f, now))
-            if waste:
-                reason = "damaged parts and leftovers"
-                removals.append(Removal(namespace=namespace, files=waste, reason=reason, is_whole=False))
-            continue
-        files = tuple(f for f in _files(namespace.directory) if _is_ours(f) or _is_waste(f, now))
-        removals.append(Removal(namespace=namespace, files=files, reason=reason, is_whole=True))
-        kept_bytes -= namespace.size_bytes
-    return removals
+            reason, is_whole = "damaged parts", False
+            files = tuple(file for file in files if _DAMAGED.fullmatch(file.name))
+        name = f"{namespace.name} ({', '.join(namespace.models) or 'unknown model'})"
+        removals.append(
+            Removal(directory=namespace.directory, name=name, files=files, reason=reason, is_whole=is_whole)
+        )
+        kept_bytes -= namespace.size_bytes if is_whole else 0
+    return [removal for removal in removals if removal.files]
 
 
 def remove(removal: Removal) -> list[str]:
@@ -188,16 +194,21 @@ def remove(removal: Removal) -> list[str]:
 
     It deletes namespace.json last, so an interrupted removal can be found and repeated. Raises CacheError.
     """
-    directory = removal.namespace.directory
+    directory = removal.directory
     try:
         for file in sorted(removal.files, key=lambda file: file.name == NAMESPACE_FILE):
-            file.unlink(missing_ok=True)
+            if file.is_dir():
+                shutil.rmtree(file)
+            else:
+                file.unlink(missing_ok=True)
+        if not removal.is_whole:
+            return []
         left = sorted(path.name for path in directory.iterdir())
-        if removal.is_whole and not left:
+        if not left:
             directory.rmdir()
     except OSError as error:
         raise CacheError(f"cannot remove {error.filename}: {error.strerror}; mend its permissions") from error
-    return left if removal.is_whole else []
+    return left
 
 
 def _namespace_at(directory: Path) -> Namespace:
@@ -238,10 +249,13 @@ def _is_ours(file: Path) -> bool:
     return bool(_KNOWN.fullmatch(file.name))
 
 
-def _is_waste(file: Path, now: float) -> bool:
-    if _DAMAGED.fullmatch(file.name):
-        return True
-    return bool(_TEMPORARY.fullmatch(file.name)) and now - file.stat().st_mtime > _LEFTOVER_AFTER_SECONDS
+def _is_abandoned(temporary: Path) -> bool:
+    """Returns True if nobody has changed the file, or a file of the directory, for so long."""
+    try:
+        changed = max(path.lstat().st_mtime for path in (temporary, *temporary.rglob("*")))
+    except OSError:  # its process has just put it in place
+        return False
+    return time.time() - changed > _LEFTOVER_AFTER_SECONDS
 
 
 def _size(file: Path) -> int:

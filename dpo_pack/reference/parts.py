@@ -202,16 +202,20 @@ def keys_of(table: pa.Table) -> Keys:
     return np.concatenate(chunks)
 
 
-def token_column(tokens: TokenLogps) -> pa.Array:
+def token_column(tokens: TokenLogps, is_null: npt.NDArray[np.bool_] | None = None) -> pa.Array:
     # A large list, because a run's values may have more tokens than 32-bit offsets can count.
-    return pa.LargeListArray.from_arrays(number_column(tokens.offsets), number_column(tokens.values))
+    mask = None if is_null is None else pa.array(is_null)
+    return pa.LargeListArray.from_arrays(
+        number_column(tokens.offsets), number_column(tokens.values), mask=mask
+    )
 
 
 def tokens_of(table: pa.Table) -> TokenLogps:
-    """Returns the values of a table's column `token_logps`, which must have no nulls."""
+    """Returns the values of a table's column `token_logps`; a null becomes a sequence without values."""
     parts = []
     for chunk in table[TOKENS].chunks:
-        parts.append(TokenLogps.of_lengths(numbers_of(chunk.flatten()), numbers_of(chunk.value_lengths())))
+        lengths = numbers_of(chunk.value_lengths().fill_null(0))
+        parts.append(TokenLogps.of_lengths(numbers_of(chunk.flatten()), lengths))
     return TokenLogps.join(parts)
 
 

@@ -41,7 +41,7 @@ def row_builder(prepared: Prepared, table: PairTable, reference: Reference | Non
         reference=None if reference is None else reference.known(table),
         is_packed=prepared.is_packed,
         share_prompt=prepared.recipe.shares_prompts,
-        pad_token_id=prepared.pad_token_id,
+        pad_token_id=0,
         device=prepared.device,
     )
 
@@ -51,7 +51,6 @@ def offline_source(
     data: DataSplits,
     shape: ModelShape,
     *,
-    pad_token_id: int = 0,
     device: torch.device = CPU,
     equal_rows: bool = False,
 ) -> OfflineSource:
@@ -69,7 +68,7 @@ def offline_source(
         reference=None,
         is_packed=recipe.packing.mode == "packed",
         share_prompt=recipe.shares_prompts,
-        pad_token_id=pad_token_id,
+        pad_token_id=0,
         device=device,
         merging=prompt_merging(table, shape) if recipe.packing.merge_prompts else None,
     )

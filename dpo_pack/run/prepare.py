@@ -28,6 +28,7 @@ from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.machine import TOKENIZER_FILES
 from dpo_pack.reference.fill import CPU_TOKEN_BUDGET, START_FACTOR
+from dpo_pack.reference.maintenance import find_leftovers
 from dpo_pack.run.models import (
     ModelFacts,
     cache_directory,
@@ -40,6 +41,7 @@ from dpo_pack.run.strategy import choose_strategy
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.errors import ModelError, RecipeError
+from dpo_pack.system.files import discard
 from dpo_pack.system.memory import keep_freed_memory
 from dpo_pack.training.optim import check_optimizer
 from dpo_pack.training.references import LiveReference, Sync
@@ -71,11 +73,6 @@ class Prepared:
     def tables(self) -> list[PairTable]:
         """The table of training pairs, then the table of each held-out set."""
         return [self.data.train, *(held_out.pairs for held_out in self.data.eval)]
-
-    @property
-    def pad_token_id(self) -> int:
-        """The id that fills padded batches. Padding is masked everywhere, so any id is correct."""
-        return int(self.tokenizer.pad_token_id or 0)
 
     @property
     def reference_token_budget(self) -> int:
@@ -205,6 +202,9 @@ def prepare(
     if num_ranks > 1:
         console.print(f"Strategy: {strategy.sentence()}")
     ranks.require_shared(cache_directory(recipe), "reference.cache_dir")
+    if ranks.is_first():
+        for leftover in find_leftovers(cache_directory(recipe)):
+            discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads and tokens from the caches
         tokenizer = prepare_tokenizer(recipe)
         data = read_data(recipe, tokenizer, console)

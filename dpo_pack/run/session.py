@@ -188,7 +188,6 @@ def _planned_pairs(prepared: Prepared) -> OfflineSource:
         prepared.recipe,
         prepared.data,
         prepared.policy_facts.shape,
-        pad_token_id=prepared.pad_token_id,
         device=prepared.device,
         equal_rows=prepared.strategy.shards,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +21,13 @@ from dpo_pack.commands.cache import cache_app
 from dpo_pack.data.keys import sequence_key
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import TokenLogps
+from dpo_pack.reference.parts import TokenLogps, part_paths
 from dpo_pack.run.prepare import Prepared, prepare
 from dpo_pack.run.reference_stage import ReferencePass, prepare_reference
+from dpo_pack.system import files
 from dpo_pack.system.console import make_console
 from dpo_pack.system.errors import DpoPackError
+from dpo_pack.system.files import written_aside
 
 DAY = 86400.0
 
@@ -93,6 +97,14 @@ def test_verify_finds_a_changed_byte_names_the_part_and_changes_nothing(tmp_path
     assert "nothing to verify" in cache("verify", "--cache-dir", tmp_path / "mistyped")
 
 
+def test_a_run_writes_a_damaged_description_of_a_namespace_again(tmp_path: Path) -> None:
+    described = fill(tmp_path, NAMESPACE).directory / "namespace.json"
+    described.write_text(described.read_text().replace("abc", "abb"))
+    assert "nothing to verify" in cache("verify", "--cache-dir", tmp_path)
+    ReferenceCache(tmp_path, NAMESPACE)
+    assert "1 part, all as written" in cache("verify", "--cache-dir", tmp_path)
+
+
 def test_prune_by_age_removes_what_was_not_used_and_keeps_the_rest(tmp_path: Path) -> None:
     old, new = fill(tmp_path, NAMESPACE), fill(tmp_path, {"parameters": "bfloat16"})
     age(old, 100)
@@ -152,18 +164,66 @@ def test_prune_does_not_follow_links(tmp_path: Path) -> None:
     assert len(list(elsewhere.directory.iterdir())) == 2
 
 
-def test_prune_removes_damaged_parts_and_old_leftovers_of_what_stays(tmp_path: Path) -> None:
+def killed_while_writing(*targets: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """What stays of a process that is killed just before it puts each of these in place."""
+    left = []
+    with monkeypatch.context() as killing:
+        killing.setattr(files, "discard", lambda path: None)
+        for target in targets:
+            with contextlib.suppress(KeyboardInterrupt), written_aside(target) as temporary:
+                left.append(temporary)
+                file = temporary / "tokens.bin" if target.parent.name == "tokens" else temporary
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(b"x")
+                raise KeyboardInterrupt
+    return left
+
+
+def make_old(*paths: Path) -> None:
+    for path in paths:
+        for file in (path, *path.rglob("*")):
+            os.utime(file, (0, 0))
+
+
+@pytest.mark.parametrize("by_a_run", [True, False])
+def test_leftovers_of_killed_processes_go_and_what_a_process_still_writes_stays(
+    by_a_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_run(tmp_path / "work")
+    cache_dir = recipe.parent / "cache"
+    filled = fill(cache_dir, NAMESPACE)
+    tokens = cache_dir / "tokens" / "0123456789abcdef0123456789abcdef"
+    part = next(filled.directory.glob("part-*"))
+    targets = [cache_dir / "file_hashes.json", cache_dir / "model_hashes.json", tokens, part]
+    targets += [filled.directory / name for name in ("used.json", "namespace.json")]
+    old = killed_while_writing(*targets, monkeypatch=monkeypatch)
+    old.append(cache_dir / ".shared-ab_3x1z9.tmp")  # ranks look for it in the cache that they share
+    old[-1].touch()
+    mine = [cache_dir / ".notes.tmp", cache_dir / "tokens" / ".mine.0123abcd.tmp"]
+    for path in mine:
+        path.touch()
+    make_old(*old, *mine)
+    young = killed_while_writing(*targets, monkeypatch=monkeypatch)
+    os.utime(young[2], (0, 0))  # a directory does not change when the files in it grow
+    if by_a_run:
+        prepared_of(recipe)
+    else:
+        told = cache("prune", "--dry-run", "--cache-dir", cache_dir)
+        assert f"would remove 7 files of {cache_dir}, " in told and "leftovers of killed runs" in told
+        assert all(path.exists() for path in old)
+        cache("prune", "--cache-dir", cache_dir)
+        assert "nothing to remove" in cache("prune", "--cache-dir", cache_dir)
+    assert not any(path.exists() for path in old)
+    assert all(path.exists() for path in (*young, *mine, part))
+
+
+def test_prune_removes_damaged_parts_of_what_stays(tmp_path: Path) -> None:
     filled = fill(tmp_path, NAMESPACE)
     part = next(filled.directory.glob("part-*.parquet"))
     damaged = part.with_suffix(".damaged")
     damaged.write_bytes(b"x")
-    old = filled.directory / f".{part.name}.0123abcd.tmp"
-    old.write_bytes(b"x")
-    os.utime(old, (0, 0))
-    young = filled.directory / f".{part.name}.0123abce.tmp"
-    young.write_bytes(b"x")  # another process may be writing it right now
     cache("prune", "--cache-dir", tmp_path)
-    assert not damaged.exists() and not old.exists() and young.exists() and part.exists()
+    assert not damaged.exists() and part.exists()
 
 
 @pytest.mark.parametrize(("option", "value"), [("--older-than", "soon"), ("--max-size", "-1GB")])
@@ -202,6 +262,34 @@ def test_what_is_exported_imports_elsewhere_bitwise(recipe: Path, tmp_path: Path
     keys = np.concatenate((table.chosen_keys, table.rejected_keys))
     assert imported.cache.lookup(keys).tobytes() == filled.cache.lookup(keys).tobytes()
     assert "0 sequences added, 44 were there" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+
+
+@pytest.mark.parametrize("by_recipe", [False, True])
+def test_sequences_with_per_token_values_and_without_are_exported_together_and_import_elsewhere(
+    by_recipe: bool, recipe: Path, tmp_path: Path
+) -> None:
+    filled = fill_by(recipe)
+    table = prepared_of(recipe).data.train
+    keys, num_tokens = table.chosen_keys, table.chosen_lengths.astype(np.int64)
+    values = TokenLogps.of_lengths(np.full(num_tokens.sum(), -1.0, dtype=np.float32), num_tokens)
+    filled.cache.append(keys, -1.0 * num_tokens, num_tokens, values)
+    for more in count():  # until the last part by name has only sums
+        part = filled.cache.append(keys, np.full(len(keys), -0.5 - more), num_tokens)[0]
+        if part == part_paths(part.parent)[-1]:
+            break
+    source = ("--recipe", recipe) if by_recipe else ("--cache-dir", recipe.parent / "cache")
+    assert "44 sequences written" in cache("export", tmp_path / "all.parquet", *source)
+    elsewhere = f"reference.cache_dir={tmp_path / 'elsewhere'}"
+    assert "44 sequences added, 0 were" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+    assert "0 sequences added, 44 were" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+    imported = fill_by(recipe, elsewhere).cache
+    sums, tokens = imported.lookup_tokens(keys)
+    expected_sums, expected = filled.cache.lookup_tokens(keys)
+    assert sums.tobytes() == expected_sums.tobytes() == imported.lookup(keys).tobytes()
+    assert tokens.values.tobytes() == expected.values.tobytes() and len(expected.values) == num_tokens.sum()
+    others = table.rejected_keys
+    assert not imported.contains(others, per_token=True).any()
+    assert imported.lookup(others).tobytes() == filled.cache.lookup(others).tobytes()
 
 
 def test_a_recipe_s_export_says_where_each_sequence_is_and_hashes_its_texts(
@@ -297,6 +385,10 @@ BAD: dict[str, tuple[dict[str, pa.Array], str]] = {
             "num_tokens": pa.array([1, 2, 1]),
         },
         "row 3: the sequence has a log-prob of -3 here and of -1 in row 1",
+    ),
+    "no token values": (
+        {"token_logps": pa.array([[-1.0], [], None], pa.list_(pa.float64()))},
+        "row 2: token_logps has 0 values for a completion of 2 tokens",
     ),
     "null token value": (
         {"token_logps": pa.array([[-1.0], [-3.0, None], [-1.0, -2.0]])},

@@ -135,6 +135,17 @@ def test_what_may_change_tokens_is_tokenised_anew(
     assert load(tmp_path, path).report["rows_tokenized"] == 0
 
 
+def test_rows_that_are_taken_for_another_format_than_before_are_tokenised_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, rejected = (f"\n\nHuman: How?\n\nAssistant: {answer}" for answer in ("So.", "Not so."))
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "chosen": chosen, "rejected": rejected}])
+    load(tmp_path, path)
+    monkeypatch.setattr(ingest, "detect_format", lambda row: "transcript")
+    again = load(tmp_path, path).report
+    assert again["rows_tokenized"] == 1 and again["train"]["sources"][0]["format"] == "transcript"
+
+
 def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_changes_no_token(
     tmp_path: Path,
 ) -> None:
@@ -146,7 +157,7 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_ch
 
     def key(source: SourceRecipe) -> str:
         located = locate_source(source, "data.train.0", tmp_path / "hashes.json")
-        return ingest._store_key(located, source, data, "tokenizer")
+        return ingest._store_key(located, source, data, "tokenizer", "preference")
 
     assert key(MoreOptions(path=path, added_later=1)) != key(MoreOptions(path=path))
     # Stores that earlier versions wrote are found.
@@ -165,6 +176,7 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_ch
             "on_bad_row": "error",
             "system_prompt": None,
             "tokenizer": "tokenizer",
+            "found_format": "preference",
         }
     )
 

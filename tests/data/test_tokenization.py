@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.memory_limit import memory_limit
+from support.reference_pairs import one_line
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -444,13 +445,12 @@ def test_a_store_cannot_be_written_through_its_maps(tmp_path: Path) -> None:
 
 
 def test_fingerprints_name_pairs_and_order_not_batches(tmp_path: Path) -> None:
-    store = written(tmp_path / "a", some_pairs())
-    other = written(tmp_path / "b", [tokenize(TEXT_ROWS, "preference").pairs])
-    assert store.fingerprint == other.fingerprint
-    table, other_table = PairTable.of([store]), PairTable.of([other])
-    assert table.fingerprint == other_table.fingerprint
+    batches = some_pairs(), [tokenize(TEXT_ROWS, "preference").pairs], some_pairs()[:1]
+    table, other_batches, fewer = (
+        PairTable.of([written(tmp_path / str(number), some)]) for number, some in enumerate(batches)
+    )
+    assert table.fingerprint == other_batches.fingerprint != fewer.fingerprint
     assert table.select(np.array([1, 0, 2, 3])).fingerprint != table.fingerprint
-    assert written(tmp_path / "c", some_pairs()[:1]).fingerprint != store.fingerprint
 
 
 def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -481,6 +481,59 @@ def test_a_damaged_store_counts_as_absent_and_is_written_again(tmp_path: Path, n
     damaged.write_bytes(damaged.read_bytes()[:-3])
     assert open_store(tmp_path / "store") is None
     assert len(written(tmp_path / "store", some_pairs()).records) == len(TEXT_ROWS)
+
+
+def flipped(file: Path) -> Iterator[int]:
+    """Flips one bit of each byte of the file in turn, yields the byte's position, and flips the bit back."""
+    whole = file.read_bytes()
+    for position, byte in enumerate(whole):
+        file.write_bytes(whole[:position] + bytes([byte ^ 1 << position % 8]) + whole[position + 1 :])
+        yield position
+    file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["records.bin", "manifest.json"])
+def test_a_store_whose_records_or_manifest_have_one_changed_bit_counts_as_absent(
+    tmp_path: Path, name: str
+) -> None:
+    store = written(tmp_path / "store", some_pairs())
+    opened = [open_store(tmp_path / "store") for _ in flipped(tmp_path / "store" / name)]
+    # A space of the manifest may become a line break.
+    assert all(again is None or again.summary == store.summary for again in opened)
+    assert sum(again is None for again in opened) > 0.9 * len(opened)
+    assert open_store(tmp_path / "store") is not None
+
+
+def test_a_changed_bit_of_the_tokens_is_found_by_whoever_reads_them_and_the_store_is_written_again(
+    tmp_path: Path,
+) -> None:
+    table = PairTable.of([written(tmp_path / "store", some_pairs())])
+    manifest = (tmp_path / "store" / "manifest.json").read_bytes()
+    for position in flipped(tmp_path / "store" / "tokens.bin"):
+        (tmp_path / "store" / "manifest.json").write_bytes(manifest)
+        assert open_store(tmp_path / "store") is not None  # to open a store of gigabytes must take no time
+        pair = int(np.searchsorted(table.offsets, position // 4, side="right")) - 1
+        for other in set(range(table.num_pairs)) - {pair}:
+            assert all(len(read(other)) for read in (table.prompt, table.chosen, table.rejected))
+        message = one_line(lambda pair=pair: (table.chosen(pair), table.rejected(pair)))
+        assert f"store is damaged: its token ids of row {table.row_numbers[pair]} have" in message
+        assert open_store(tmp_path / "store") is None
+        if position // 4 - table.offsets[pair] < table.prompt_lengths[pair]:
+            one_line(lambda pair=pair: table.prompt(pair))
+
+
+def test_a_damaged_store_that_cannot_be_marked_is_for_the_user_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = PairTable.of([written(tmp_path / "store", some_pairs())])
+
+    def refuse(path: Path, missing_ok: bool) -> None:
+        raise PermissionError(f"{path}: the cache is there to be read only")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    next(flipped(tmp_path / "store" / "tokens.bin"))
+    assert f"{tmp_path / 'store'} is damaged" in one_line(lambda: table.prompt(0))
+    assert "remove this directory and run the same command again" in one_line(lambda: table.prompt(0))
 
 
 def stream(rows: list[dict[str, Any]], limit: int) -> Iterator[NumberedRow]:

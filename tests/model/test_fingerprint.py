@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defin
 from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 from transformers.utils import logging as transformers_logging
 
 from dpo_pack.data import keys
@@ -183,6 +184,105 @@ def test_the_code_that_makes_masks_counts_as_well(
     before = digest(model)
     mend_upstream("transformers.masking_utils", tmp_path, monkeypatch)
     assert digest(model) != before
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "counts"),
+    [
+        ("llama", "hub_kernels", True),  # norms and rotary functions may be exchanged there
+        ("llama", "sdpa_attention", True),  # the attention of padded rows
+        ("llama", "moe", False),
+        ("mixtral", "moe", True),
+    ],
+)
+def test_integrations_of_transformers_count_where_the_model_calls_them(
+    family: str, module: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = without_weights(tiny_config(family), trust_remote_code=False)
+    before = fingerprint.modelling_source(built)
+    mend_upstream(f"transformers.integrations.{module}", tmp_path, monkeypatch)
+    assert (fingerprint.modelling_source(built) != before) == counts
+
+
+REMOTE = {
+    "modeling_own.py": """
+from transformers import LlamaForCausalLM
+from .layers import scaled
+from .configuration_own import OwnConfig
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+    def forward(self, *arguments, **options):
+        from .late import unchanged
+        return unchanged(scaled(super().forward(*arguments, **options)))
+""",
+    "configuration_own.py": """
+from transformers import LlamaConfig
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+""",
+    "layers.py": "from .numbers_of_layers import SCALE\ndef scaled(x): return SCALE * x\n",
+    "numbers_of_layers.py": "SCALE = 1\n",
+    "late.py": "def unchanged(x): return x\n",
+    "tokenization_own.py": "# not imported by the model\n",
+}
+
+
+def forget_remote_code() -> None:
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+    AutoModelForCausalLM._model_mapping._extra_content.clear()
+
+
+@pytest.fixture
+def remote(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A model whose code, in several files, comes with it."""
+    modules = str(model.parent / "modules")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, code in REMOTE.items():
+        (model / name).write_text(code)
+    classes = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    change_config(model, model_type="own", auto_map=classes)
+    yield model
+    forget_remote_code()
+
+
+def remote_source(directory: Path) -> str:
+    """The hash of a model's code, as another process computes it."""
+    forget_remote_code()
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+    return fingerprint.modelling_source(without_weights(config, trust_remote_code=True))
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_every_file_that_remote_code_imports_counts(name: str, remote: Path) -> None:
+    before = remote_source(remote)
+    assert remote_source(remote) == before
+    (remote / name).write_text(REMOTE[name] + "# a fix upstream\n")
+    assert (remote_source(remote) != before) == (name != "tokenization_own.py")
+
+
+def test_remote_code_is_the_same_in_a_renamed_directory_and_beside_other_files(
+    remote: Path, tmp_path: Path
+) -> None:
+    before = remote_source(remote)
+    (package,) = {file.parent for file in tmp_path.glob("modules/**/numbers_of_layers.py")}
+    (package / "tokenization_own.py").write_text("# transformers has loaded the tokenizer since\n")
+    assert remote_source(remote) == before
+    assert remote_source(remote.rename(tmp_path / "renamed")) == before
+
+
+def test_code_of_another_family_that_remote_code_imports_counts(
+    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = remote / "modeling_own.py"
+    file.write_text(f"from transformers.models.gemma.modeling_gemma import GemmaRMSNorm\n{file.read_text()}")
+    before = remote_source(remote)
+    mend_upstream("transformers.models.gemma.modeling_gemma", tmp_path, monkeypatch)
+    assert remote_source(remote) != before
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from support.reference_pairs import NAMESPACE, all_sums, random_keys
-from support.tiny_run import tiny_run
+from support.reference_pairs import NAMESPACE, all_sums, one_line, random_keys
+from support.tiny_run import NUM_PAIRS, tiny_run
+from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
@@ -35,6 +36,44 @@ def run_script(code: str, *arguments: str, environment: dict[str, str] | None = 
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
+
+
+def test_no_log_prob_of_changed_tokens_is_kept_and_the_next_run_writes_the_tokens_again(
+    tmp_path: Path,
+) -> None:
+    recipe = load_recipe(tiny_run(tmp_path))
+    console = make_console(quiet=True)
+    prepared = prepare(recipe, console)
+    expected = prepare_reference(prepared)
+    sums = all_sums(expected.cache, expected.tables)
+    for part in expected.cache.directory.glob("part-*"):
+        part.unlink()
+    for change in (1, 1 << 20):  # another token, and none of the vocabulary
+        directory = prepared.data.train.stores[0].directory
+        assert directory is not None
+        tokens = np.fromfile(directory / "tokens.bin", dtype=np.int32)
+        tokens[len(tokens) // 2] ^= change
+        tokens.tofile(directory / "tokens.bin")
+        damaged = prepare(recipe, console)
+        assert damaged.data.report["rows_tokenized"] == 0
+        assert "is damaged" in one_line(lambda damaged=damaged: prepare_reference(damaged))
+        prepared = prepare(recipe, console)
+        assert prepared.data.report["rows_tokenized"] == NUM_PAIRS
+    again = prepare_reference(prepared)
+    assert all_sums(again.cache, again.tables).tobytes() == sums.tobytes()
+
+
+def test_a_padding_token_that_the_model_does_not_embed_pads_no_row(tmp_path: Path) -> None:
+    recipe = tiny_run(tmp_path)
+    packed = prepare_reference(prepare(load_recipe(recipe), make_console(quiet=True)))
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<a token more>"})
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = ["packing.mode=padded", f"reference.cache_dir={tmp_path / 'other'}"]
+    prepared = prepare(load_recipe(recipe, settings), make_console(quiet=True))
+    padded = prepare_reference(prepared)
+    sums = all_sums(packed.cache, packed.tables)
+    np.testing.assert_allclose(all_sums(padded.cache, padded.tables), sums, rtol=1e-5)
 
 
 @pytest.mark.slow

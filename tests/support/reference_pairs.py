@@ -38,14 +38,7 @@ def make_table(pairs: Sequence[Pair]) -> PairTable:
         for prompt, chosen, rejected in pairs
     ]
     tokenized = join_pairs(ids, [1.0] * len(ids), range(1, len(ids) + 1))
-    store = TokenStore(
-        directory=Path("in memory"),
-        fingerprint="",
-        tokens=tokenized.tokens,
-        records=tokenized.records,
-        summary={},
-    )
-    return PairTable.of([store])
+    return PairTable.of([TokenStore(tokens=tokenized.tokens, records=tokenized.records)])
 
 
 def _ids(ids: Ids) -> npt.NDArray[np.int32]:
