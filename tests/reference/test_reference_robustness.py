@@ -37,19 +37,6 @@ def run_script(code: str, *arguments: str, environment: dict[str, str] | None = 
     return ended.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_a_pass_killed_at_twenty_random_moments_loses_and_falsifies_nothing(tmp_path: Path) -> None:
-    code = "import sys, pathlib, support.killed_pass; support.killed_pass.main(pathlib.Path(sys.argv[1]), 20)"
-    report = json.loads(run_script(code, str(tmp_path)))
-    assert len(report) == 20
-    for killed in report:
-        assert killed["kept"] >= killed["announced"]  # nothing that was announced is lost
-        assert killed["resumed"] == killed["missing"]  # exactly what is missing is computed
-        assert killed["ends_bitwise_equal"] and not killed["has_wrong_value"] and killed["damaged"] == 0
-    assert any(killed["kept"] > 0 and killed["missing"] > 0 for killed in report)
-
-
 _PRECOMPUTE = """
 import sys
 from dpo_pack.commands.main import main
