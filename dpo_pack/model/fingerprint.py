@@ -89,7 +89,7 @@ def reference_namespace(
     namespace = {
         "numerics_version": NUMERICS_VERSION,
         "weights": weights_fingerprint(model_directory(path, revision), memo_path),
-        "config": _relevant_config(config),
+        "config": relevant_config(config),
         "parameters": str(precision.parameters).removeprefix("torch."),
         "autocast": None if precision.autocast is None else str(precision.autocast).removeprefix("torch."),
         "modelling_source": modelling_source(architecture),
@@ -205,7 +205,8 @@ def _tensor_digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _relevant_config(config: PretrainedConfig) -> dict[str, Any]:
+def relevant_config(config: PretrainedConfig) -> dict[str, Any]:
+    """Returns the fields of a config on which log-probs depend. Dropout is off in training."""
     values = config.get_text_config().to_dict()
     return {
         key: value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dpo_pack
+from dpo_pack.model.fingerprint import relevant_config
 from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.reference.cache import namespace_digest
 from dpo_pack.run.checkpoint.state import Identity
 from dpo_pack.run.prepare import Prepared
 from dpo_pack.run.selection import Selection
@@ -32,6 +34,8 @@ def run_identity(
         "data": prepared.data.fingerprint,
         "plan": source.steps_fingerprint,
         "reference": reference_fingerprint,
+        # A checkpoint holds the weights, and the model's directory says what is computed with them.
+        "model config": namespace_digest(relevant_config(prepared.policy_facts.config)),
     }
     words = {
         "data": f"{train.num_pairs:,} rows to train on",

@@ -76,19 +76,6 @@ def test_a_padding_token_that_the_model_does_not_embed_pads_no_row(tmp_path: Pat
     np.testing.assert_allclose(all_sums(padded.cache, padded.tables), sums, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_a_pass_killed_at_twenty_random_moments_loses_and_falsifies_nothing(tmp_path: Path) -> None:
-    code = "import sys, pathlib, support.killed_pass; support.killed_pass.main(pathlib.Path(sys.argv[1]), 20)"
-    report = json.loads(run_script(code, str(tmp_path)))
-    assert len(report) == 20
-    for killed in report:
-        assert killed["kept"] >= killed["announced"]  # nothing that was announced is lost
-        assert killed["resumed"] == killed["missing"]  # exactly what is missing is computed
-        assert killed["ends_bitwise_equal"] and not killed["has_wrong_value"] and killed["damaged"] == 0
-    assert any(killed["kept"] > 0 and killed["missing"] > 0 for killed in report)
-
-
 _PRECOMPUTE = """
 import sys
 from dpo_pack.commands.main import main

@@ -334,3 +334,15 @@ def test_changed_data_is_refused_and_other_versions_are_told(
     assert "versions have changed, which may change last bits: torch 1.0 then" in text(console)
     assert_same_run(straight, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+def test_a_changed_model_config_is_refused_because_a_checkpoint_holds_only_weights(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tiny_run(tmp_path / "own").parent
+    recipe = whole_run(own, tmp_path / "run", "train.max_steps=2")
+    stop_after(1, recipe, monkeypatch)
+    config = own / "model" / "config.json"
+    config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 10001.0'))
+    with pytest.raises(RunError, match="was taken with another model config, so going on"):
+        train(recipe, console)

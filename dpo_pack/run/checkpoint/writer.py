@@ -193,7 +193,8 @@ def _complete(
     """Completes the checkpoint on rank 0; `files` are the checksums of all ranks' tensor files."""
     if not ranks.is_first():
         return
-    torch.save(content.host, temporary / HOST_STATE)
+    with (temporary / HOST_STATE).open("wb") as file:  # torch's own files do not say that the disk is full
+        torch.save(content.host, file)
     model = {f"{MODEL}/{name}": total for name, total in file_sums(temporary / MODEL).items()}
     files = {**files, **file_sums(temporary, pattern=HOST_STATE), **model}
     write_counters(temporary, {**content.counters, "files": files})
