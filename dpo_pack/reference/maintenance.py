@@ -18,7 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dpo_pack.reference.cache import NAMESPACE_FILE, USED_FILE, namespace_digest, reference_directory
+from dpo_pack.reference.cache import (
+    NAMESPACE_FILE,
+    USED_FILE,
+    UsedTimes,
+    describes_its_content,
+    reference_directory,
+)
 from dpo_pack.reference.key_index import KeyIndex
 from dpo_pack.reference.parts import (
     KEY,
@@ -106,8 +112,7 @@ def is_namespace(directory: Path) -> bool:
     """Returns True if the directory's name is the digest of its namespace.json, so that it is one of ours."""
     if directory.is_symlink() or not _NAMESPACE_NAME.fullmatch(directory.name):
         return False
-    described = read_json(directory / NAMESPACE_FILE)
-    return isinstance(described, dict) and namespace_digest(described) == directory.name
+    return describes_its_content(directory)
 
 
 def find_damage(namespace: Namespace) -> Iterator[tuple[Path, str]]:
@@ -202,8 +207,8 @@ def remove(removal: Removal) -> list[str]:
 
 def _namespace_at(directory: Path) -> Namespace:
     described = read_json(directory / NAMESPACE_FILE) or {}
-    used = read_json(directory / USED_FILE)
-    used = {str(k): float(v) for k, v in used.items()} if isinstance(used, dict) else {}
+    times = read_json(directory / USED_FILE, UsedTimes) or {}
+    used = {model: seconds for model, seconds in times.items() if 0 <= seconds <= time.time()}
     keys, with_tokens, num_parts = [np.zeros((0, 16), dtype=np.uint8)], [np.zeros((0, 16), dtype=np.uint8)], 0
     for part in part_paths(directory):
         num_parts += 1
