@@ -32,6 +32,7 @@ Legend: P pairs of a row; [2 P] holds chosen, rejected, chosen, rejected, ...
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +44,12 @@ from torch import Tensor
 from dpo_pack.losses import weighted_losses
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.machine import check_environment
-from dpo_pack.run.run_dir import find_run
+from dpo_pack.run.run_dir import find_run, only_run
 from dpo_pack.run.saving import is_multiple
 from dpo_pack.run.session import Learner, Session, start_session
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
-from dpo_pack.system.errors import RunError
+from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.interrupts import Interrupted, interruptible
 from dpo_pack.system.seeding import seed_step
 from dpo_pack.training.batches import GlobalBatch, by_pair, score_pairs
@@ -74,6 +75,12 @@ def train(recipe: Recipe, console: Console, *, overwrite: bool = False, dry_run:
     Raises a DpoPackError for an error that the user can correct, Interrupted after Ctrl-C or SIGTERM.
     """
     check_environment(recipe)
+    with contextlib.nullcontext() if dry_run else only_run(recipe.output_dir, console.print):
+        _train(recipe, console, overwrite=overwrite, dry_run=dry_run)
+
+
+def _train(recipe: Recipe, console: Console, *, overwrite: bool, dry_run: bool) -> None:
+    """Trains as `train` says, while no other process trains in `output_dir`."""
     run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
     if run.is_finished:
         console.print(f"This run is finished and {run.model} holds its model; nothing to do")
@@ -87,11 +94,10 @@ def train(recipe: Recipe, console: Console, *, overwrite: bool = False, dry_run:
             run_steps(session)
             with interruption.deferred():  # all steps are done: a signal waits until the model is written
                 finish(session)
-        except Interrupted:
-            run.update(status="interrupted", totals=session.recorder.totals(session.state))
-            raise
-        except BaseException:
-            run.update(status="failed", totals=session.recorder.totals(session.state))
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, Interrupted) else "failed"
+            with contextlib.suppress(CacheError):  # the user must see the error that ended the run
+                run.update(status=status, totals=session.recorder.totals(session.state))
             raise
 
 
@@ -291,6 +297,7 @@ def finish(session: Session) -> None:
         status="finished",
         totals=recorder.totals(state),
         evaluation=state.evaluation,
+        model_files=run.model_files(),
         **({} if best is None else {"best": best, "stopped_early": stopped_early}),
         warnings=list(state.health.warned),
     )

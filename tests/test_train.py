@@ -287,7 +287,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(
         mkdir(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(CacheError, match=r"cannot write .*recipe\.yaml: No space left.*writable directory"):
+    with pytest.raises(CacheError, match=r"cannot write .*run\.lock: No space left.*writable directory"):
         train(make_recipe(assets, tmp_path / "run", "train.max_steps=1"), console)
 
 

@@ -41,6 +41,7 @@ from dpo_pack.reference.parts import (
 from dpo_pack.reference.work import ReferenceWork, find_work
 from dpo_pack.run.prepare import Prepared, prepare
 from dpo_pack.system.errors import CacheError, first_line
+from dpo_pack.system.files import parse_json
 
 # A log-prob is at most 0, but rounding in low precision may give a value above 0.
 _LARGEST_LOGP = 1e-3
@@ -175,7 +176,7 @@ def _check_same_model(file: Path, table: pa.Table, namespace: Mapping[str, Any])
     described = (table.schema.metadata or {}).get(b"dpo_pack.namespace")
     if described is None:
         return
-    ours, theirs = json.loads(json.dumps(dict(namespace))), json.loads(described)
+    ours, theirs = json.loads(json.dumps(dict(namespace))), parse_json(described) or {}
     differing = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
     if differing:
         raise CacheError(

@@ -3,16 +3,15 @@
 The caches find their entries by these keys. A key depends on content only, not on a location or a time.
 """
 
-import contextlib
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.system.errors import CacheError
-from dpo_pack.system.files import read_json, write_json_atomically
+from dpo_pack.system.files import add_to_json, read_json
 
 KEY_BYTES = 16
 # Byte n of a `beginning_key` names so many characters. A step of a quarter loses few prompts that are short.
@@ -51,21 +50,27 @@ def content_key(content: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileHash:
+    stamp: str  # identifies one state of the file
+    sha256: str
+
+
+_FileHashes = dict[str, _FileHash]  # by path
+
+
 def file_hash(path: Path, memo_path: Path) -> str:
     """Returns sha256 of a file's bytes, in hex. The file `memo_path` keeps hashes of unchanged files."""
     status = path.stat()
     # Every change of content changes ctime, even if a program sets mtime back (cp -p, rsync -t).
     stamp = f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
     name = str(path.resolve())
-    known = (read_json(memo_path) or {}).get(name, {})
-    if known.get("stamp") == stamp:
-        return str(known["sha256"])
+    memo: dict[str, _FileHash] = read_json(memo_path, _FileHashes) or {}
+    if name in memo and memo[name].stamp == stamp:
+        return memo[name].sha256
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    # Read the file again, because other processes add to it. A lost entry costs one hash.
-    memo = {**(read_json(memo_path) or {}), name: {"stamp": stamp, "sha256": digest}}
-    with contextlib.suppress(CacheError):  # the cache may be read-only
-        write_json_atomically(memo_path, memo)
+    add_to_json(memo_path, _FileHashes, {name: _FileHash(stamp=stamp, sha256=digest)})
     return digest
 
 

@@ -6,20 +6,19 @@ over files do not matter. If one element of one tensor differs, it is another mo
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import json
-import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -27,8 +26,8 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from dpo_pack.model.config import rotary_kinds
 from dpo_pack.model.loading import load_errors
 from dpo_pack.model.scorer import Precision
-from dpo_pack.system.errors import CacheError, ModelError, first_line
-from dpo_pack.system.files import read_json, write_json_atomically
+from dpo_pack.system.errors import ModelError, first_line
+from dpo_pack.system.files import add_to_json, read_json
 
 # We add 1 whenever a change of our code changes the log-probs of the same model and tokens.
 NUMERICS_VERSION = 1
@@ -68,6 +67,14 @@ _WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
 _PADDED = ("transformers.masking_utils", "transformers.integrations.sdpa_attention")
 _ROTARY = "transformers.modeling_rope_utils"
 _IMPORTED = re.compile(r"transformers\.(integrations\.|models\..*\.modeling_).*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Index:
+    weight_map: dict[str, str]  # name of a tensor -> name of the file that holds it
+
+
+_Memo = dict[str, dict[str, str]]  # state of a file -> name of a tensor -> its sha256
 
 
 def reference_namespace(
@@ -135,7 +142,7 @@ def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
             ".bin; save the adapter again"
         )
     relevant = {
-        key: sorted(value) if key in _UNORDERED_ADAPTER_CONFIG and isinstance(value, list) else value
+        key: sorted(value, key=str) if key in _UNORDERED_ADAPTER_CONFIG and isinstance(value, list) else value
         for key, value in config.items()
         if key not in _IRRELEVANT_ADAPTER_CONFIG
     }
@@ -144,7 +151,7 @@ def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
 
 
 def _files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
-    memo = read_json(memo_path) or {}
+    memo = read_json(memo_path, _Memo) or {}
     digests: dict[str, str] = {}
     learnt = {}
     for file in files:
@@ -155,8 +162,7 @@ def _files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
             learnt[identity] = _tensor_digests(file)
         digests.update(memo.get(identity) or learnt[identity])
     if learnt:
-        with contextlib.suppress(CacheError):  # a read-only cache is allowed
-            write_json_atomically(memo_path, {**(read_json(memo_path) or {}), **learnt})
+        add_to_json(memo_path, _Memo, learnt)
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
 
 
@@ -167,9 +173,12 @@ def weight_files(directory: Path) -> list[Path]:
         # transformers too prefers a whole file to shards: an older save may have left its index.
         if whole.is_file():
             return [whole]
-        index = read_json(directory / f"{stem}.{suffix}.index.json")
-        if index is not None:
-            shards = [directory / name for name in sorted(set(index["weight_map"].values()))]
+        index_file = directory / f"{stem}.{suffix}.index.json"
+        if index_file.is_file():
+            index: _Index | None = read_json(index_file, _Index)
+            if index is None or not index.weight_map:
+                raise ModelError(f"{index_file} cannot be read; download or save the model again")
+            shards = [directory / name for name in sorted(set(index.weight_map.values()))]
             for shard in shards:
                 if not shard.is_file():
                     raise ModelError(f"{shard} is missing, a part of the weights; download the model again")
@@ -193,9 +202,10 @@ def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 def _tensor_digests(file: Path) -> dict[str, str]:
     try:
         return {name: _tensor_digest(tensor) for name, tensor in _tensors(file)}
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+    except Exception as error:  # torch.load raises any class if a file is damaged or has no tensors
         raise ModelError(
-            f"cannot read the weights in {file} ({first_line(error)}); download or save the model again"
+            f"cannot read the weights in {file} ({first_line(error)}); download the model again, or "
+            "save it as safetensors"
         ) from error
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -33,7 +31,7 @@ from dpo_pack.model.logps import WantedStatistics
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.model.speed import apply_liger, speed_up_linears, trim_last_layer
-from dpo_pack.system.errors import ModelError, first_line, is_out_of_memory
+from dpo_pack.system.errors import DpoPackError, ModelError, first_line, is_out_of_memory
 from dpo_pack.system.hub import check_model
 
 
@@ -239,20 +237,18 @@ def _default_generation_config(model: PreTrainedModel) -> Iterator[GenerationCon
         model.generation_config = own
 
 
-# StrictDataclassError: a value of a wrong type in config.json; the last two: another JSON file's content.
-_LOAD_ERRORS = (
-    *(OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError),
-    StrictDataclassError,
-    *(TypeError, AttributeError),
-)
-
-
 @contextlib.contextmanager
 def load_errors(path: str, recipe_key: str) -> Iterator[None]:
-    """Turns transformers' errors about a bad directory or hub id into one line that names the recipe key."""
+    """Turns errors about a bad directory or hub id into one line that names the recipe key.
+
+    The block only reads the user's files. Their content decides the class of the error: tokenizers raises
+    plain Exceptions, a config with a wrong number gives a ZeroDivisionError.
+    """
     try:
         yield
-    except _LOAD_ERRORS as error:
+    except DpoPackError:
+        raise
+    except Exception as error:
         reason = first_line(error)
         if is_out_of_memory(error):
             raise ModelError(

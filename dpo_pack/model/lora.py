@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import pickle
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,11 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import read_json
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 _NAME = "default"  # peft's default; peft saves an adapter of another name in a subfolder
-# peft raises these for an adapter or target modules that do not fit the model.
-_PEFT_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError, SafetensorError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +51,16 @@ class SavedAdapter:
     directory: Path
     base: str  # hub id or local directory
     base_revision: str | None
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AdapterConfig:
+    peft_type: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    r: int = 8  # peft's default
+    alora_invocation_tokens: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,23 +135,23 @@ def is_adapter(path: str | Path) -> bool:
 
 def read_adapter(directory: Path, key: str) -> SavedAdapter:
     """Reads an adapter's config. Raises ModelError if the adapter cannot be used; the error names `key`."""
-    config = read_json(directory / ADAPTER_CONFIG)
-    if not isinstance(config, dict):
+    config: _AdapterConfig | None = read_json(directory / ADAPTER_CONFIG, _AdapterConfig)
+    if config is None:
         raise ModelError(f"{key}: {directory / ADAPTER_CONFIG} cannot be read; save the adapter again")
-    if config.get("peft_type") != "LORA" or config.get("alora_invocation_tokens"):
-        kind = "aLoRA" if config.get("alora_invocation_tokens") else config.get("peft_type")
+    if config.peft_type != "LORA" or config.alora_invocation_tokens:
+        kind = "aLoRA" if config.alora_invocation_tokens else config.peft_type
         raise ModelError(
             f"{key}: {directory} is a {kind} adapter, and only LoRA ones can be used; merge it first"
         )
-    base = config.get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
+    base = config.base_model_name_or_path
+    if not base:
         raise ModelError(
             f"{key}: {directory / ADAPTER_CONFIG} does not name the model it belongs to; set its "
             "base_model_name_or_path"
         )
     if is_adapter(base):
         raise ModelError(f"{key}: {directory} is an adapter of another adapter, {base}; merge that one first")
-    return SavedAdapter(directory=directory, base=base, base_revision=config.get("revision"))
+    return SavedAdapter(directory=directory, base=base, base_revision=config.revision, rank=config.r)
 
 
 def attach_adapter(
@@ -265,7 +273,8 @@ def _one_line(what: str) -> Iterator[None]:
     """Turns peft's errors, which may be long, into a ModelError of one line."""
     try:
         yield
-    except _PEFT_ERRORS as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+    except Exception as error:  # the content of the adapter's files decides the class
+        is_pickle = isinstance(error, pickle.UnpicklingError)
+        reason = first_line(error) if is_pickle else " ".join(str(error).split()) or type(error).__name__
         reason = reason if len(reason) <= 200 else f"{reason[:200]}..."
         raise ModelError(f"{what}: {reason.rstrip('.')}") from error

@@ -50,12 +50,13 @@ from dpo_pack.reference.parts import (
     write_part,
 )
 from dpo_pack.system.errors import CacheError
-from dpo_pack.system.files import read_json, write_json_atomically
+from dpo_pack.system.files import add_to_json, read_json, write_json_atomically
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE_FILE, USED_FILE = "namespace.json", "used.json"
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
+UsedTimes = dict[str, float]  # path of a model -> seconds since 1970
 
 
 def default_cache_directory() -> Path:
@@ -74,12 +75,16 @@ def namespace_digest(namespace: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
+def describes_its_content(directory: Path) -> bool:
+    """Returns whether the directory's name is the digest of its namespace.json."""
+    described = read_json(directory / NAMESPACE_FILE)
+    return described is not None and namespace_digest(described) == directory.name
+
+
 def is_namespace(directory: Path) -> bool:
     """Returns True if the directory's name is the digest of its namespace.json, so that it is one of ours."""
-    if directory.is_symlink() or not NAMESPACE_NAME.fullmatch(directory.name):
-        return False
-    described = read_json(directory / NAMESPACE_FILE)
-    return isinstance(described, dict) and namespace_digest(described) == directory.name
+    is_named = NAMESPACE_NAME.fullmatch(directory.name) and not directory.is_symlink()
+    return bool(is_named) and describes_its_content(directory)
 
 
 class ReferenceCache:
@@ -92,14 +97,12 @@ class ReferenceCache:
         """
         self.directory = reference_directory(cache_dir) / namespace_digest(namespace)
         self.named_parts: set[str] = set()  # parts of this job; a directory listing may lack them
-        if not is_namespace(self.directory):
+        if not describes_its_content(self.directory):
             write_json_atomically(self.directory / NAMESPACE_FILE, dict(namespace))
 
     def note_use(self, model: str) -> None:
         """Records on disk that a run with the model at this path uses the namespace now."""
-        used = read_json(self.directory / USED_FILE) or {}
-        with contextlib.suppress(CacheError):  # the cache may be read-only
-            write_json_atomically(self.directory / USED_FILE, {**used, model: time.time()})
+        add_to_json(self.directory / USED_FILE, UsedTimes, {model: time.time()})
 
     def check_writable(self) -> None:
         """Raises CacheError if this job cannot add parts. A pass calls it before it computes anything."""

@@ -18,7 +18,7 @@ from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import Amount, PassSettings, compute_missing, plan_pass, probe_row
 from dpo_pack.reference.work import ReferenceWork
 from dpo_pack.system.console import format_count, format_seconds
-from dpo_pack.system.files import read_json, write_json_atomically
+from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.ranks import largest_over_ranks
 
 # On CPU longer rows are not faster. Their activations are too large for the allocator to keep, so every
@@ -35,6 +35,7 @@ START_FACTOR = 4
 # After so many seconds, the time of the first rows gives an estimate for all other rows.
 ESTIMATE_AFTER_SECONDS = 3.0
 _LINE_EVERY_SECONDS = 10.0
+_Memo = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +123,13 @@ def largest_token_budget(fits: Callable[[int], bool], *, start: int, most: int) 
 
 def remembered_budget(memo_path: Path, key: str) -> int | None:
     """Returns the budget that an earlier search found for this key, or None if the file has no valid one."""
-    budget = (read_json(memo_path) or {}).get(key)
-    return budget if isinstance(budget, int) and budget >= 1 else None
+    budget: int | None = (read_json(memo_path, _Memo) or {}).get(key)
+    return None if budget is None or budget < 1 else budget
 
 
 def remember_budget(memo_path: Path, key: str, budget: int) -> None:
-    """Writes the budget of this key into the file. Raises CacheError if the disk refuses."""
-    # Read the file again, because other processes add to it. A lost entry costs one measurement.
-    write_json_atomically(memo_path, {**(read_json(memo_path) or {}), key: budget})
+    """Writes the budget of this key into the file, if the cache is writable."""
+    add_to_json(memo_path, _Memo, {key: budget})
 
 
 class PassMeter:

@@ -23,6 +23,7 @@ from dpo_pack.reference.cache import (
     NAMESPACE_FILE,
     NAMESPACE_NAME,
     USED_FILE,
+    UsedTimes,
     is_namespace,
     reference_directory,
 )
@@ -213,8 +214,8 @@ def remove(removal: Removal) -> list[str]:
 
 def _namespace_at(directory: Path) -> Namespace:
     described = read_json(directory / NAMESPACE_FILE) or {}
-    used = read_json(directory / USED_FILE)
-    used = {str(k): float(v) for k, v in used.items()} if isinstance(used, dict) else {}
+    times = read_json(directory / USED_FILE, UsedTimes) or {}
+    used = {model: seconds for model, seconds in times.items() if 0 <= seconds <= time.time()}
     keys, with_tokens, num_parts = [np.zeros((0, 16), dtype=np.uint8)], [np.zeros((0, 16), dtype=np.uint8)], 0
     for part in part_paths(directory):
         num_parts += 1

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -57,15 +56,9 @@ def write_model(
     *,
     state: dict[str, Tensor] | None = None,
 ) -> None:
-    """Creates and fills `directory`; `state` holds the gathered tensors if the model is sharded.
-
-    Raises OSError if the disk takes only a part of the files.
-    """
+    """Creates and fills `directory`; `state` holds the gathered tensors if the model is sharded."""
     directory.mkdir()
-    try:
-        save_model(loaded, tokenizer, directory, state=state)
-    except SafetensorError as error:
-        raise OSError(f"the weights could not be written in full ({error})") from error
+    save_model(loaded, tokenizer, directory, state=state)
     (directory / "README.md").write_text(card, encoding="utf-8")
     for weights in directory.glob("*.safetensors"):
         # safetensors lets only the owner read its files. Users who may read the card may read the weights.

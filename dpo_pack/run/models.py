@@ -30,8 +30,8 @@ from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import default_cache_directory, namespace_digest
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import CacheError, ModelError
-from dpo_pack.system.files import read_json, write_json_atomically
+from dpo_pack.system.errors import ModelError
+from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.machine import cpu_name, package_versions
 
 
@@ -271,15 +271,13 @@ def load_and_prove(
         setting["shards"] = True  # the proof includes the code that gathers them
     what = "padded batches" if loaded.scorer.backend is None else "packed rows"
     memo_path, key = model.cache_dir / "proofs.json", namespace_digest(setting)
-    remembered = ranks.first_says((read_json(memo_path) or {}).get(key))
+    shape = dict[str, tuple[Proof, ...]]
+    remembered = ranks.first_says((read_json(memo_path, shape) or {}).get(key))
     if remembered is not None and not again:
-        proofs = tuple(Proof(**proof) for proof in remembered)
-        return loaded, ProofOutcome(what=what, proofs=proofs, seconds=0.0, is_remembered=True)
+        return loaded, ProofOutcome(what=what, proofs=remembered, seconds=0.0, is_remembered=True)
     proofs = tuple(prove(loaded.scorer, device))
     if all(proof.passed for proof in proofs) and ranks.is_first():
-        memo = {**(read_json(memo_path) or {}), key: [asdict(proof) for proof in proofs]}
-        with contextlib.suppress(CacheError):  # a read-only cache is no error: the next run proves again
-            write_json_atomically(memo_path, memo)
+        add_to_json(memo_path, shape, {key: proofs})
     seconds = time.monotonic() - begun
     return loaded, ProofOutcome(what=what, proofs=proofs, seconds=seconds, is_remembered=False)
 

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dpo_pack
 from dpo_pack.recipe.changes import changed_values
 from dpo_pack.recipe.errors import show
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
 from dpo_pack.recipe.schema import EvalFraction
-from dpo_pack.run.checkpoint.directory import checkpoints, find_damage, step_of
+from dpo_pack.run.checkpoint.directory import (
+    FileSum,
+    checkpoints,
+    damage_of_files,
+    file_sums,
+    find_damage,
+    step_of,
+)
+from dpo_pack.run.checkpoint.state import saved_counters
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import RunError
+from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.files import (
     discard,
+    locked,
     read_json,
     remove_directory,
     write_json_atomically,
     write_text_atomically,
+    writing,
 )
 from dpo_pack.system.machine import git_commit, package_versions
 
-RECIPE_FILE, INFO_FILE = "recipe.yaml", "run.json"
+RECIPE_FILE, INFO_FILE, LOCK_FILE = "recipe.yaml", "run.json", "run.lock"
 RUN_FILES = (
     RECIPE_FILE,
     "metrics.jsonl",
     "data_report.json",
     "packing_report.json",
     "reference.parquet",
-    INFO_FILE,  # removed last: without it, no file shows that a run wrote the others
+    INFO_FILE,
 )
 RUN_DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet")
 _MOST_SHOWN = 30  # characters of a recipe's value
@@ -78,11 +89,37 @@ class RunDir:
         assert self.checkpoint is not None
         return self.checkpoint.resolve().parents[1] / "reference.parquet"
 
+    def model_files(self) -> dict[str, dict[str, int]]:
+        """Returns size and checksum of each file in model/ except its card, which people edit. Collective."""
+        sums = ranks.first_does(lambda: file_sums(self.model))
+        return {name: total for name, total in sums.items() if name != "README.md"}
+
     def update(self, **changes: Any) -> None:
         """Sets keys of `run.json` and writes the file; only rank 0 writes."""
         self.info.update(changes)
         if ranks.is_first():
             write_json_atomically(self.root / INFO_FILE, self.info)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Info:
+    """The keys of run.json that a later run reads."""
+
+    status: Literal["running", "interrupted", "failed", "finished"]
+    totals: dict[str, float] = field(default_factory=dict)
+    tracking_id: str = ""
+    model_files: dict[str, FileSum] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def only_run(root: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Makes this run the only one that writes in `root`, for the `with` block. Every rank must call it.
+
+    Rank 0 holds the lock. Raises RunError, which names the other process, if another run holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        ranks.first_does(lambda: stack.enter_context(locked(root / LOCK_FILE, f"output_dir: {root}", say)))
+        yield
 
 
 def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
@@ -112,12 +149,29 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
         raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
     _refuse_changes(root, recipe, ways_out)
     found = checkpoints(root / "checkpoints")
+    if info["status"] == "finished":
+        _require_model(root, found, ways_out)
     return RunDir(
         root=root,
         checkpoint=found[-1] if found else None,
         is_finished=info["status"] == "finished",
         info=info,
     )
+
+
+def _require_model(root: Path, found: Sequence[Path], ways_out: str) -> None:
+    """Raises RunError if a finished run's model/ is not as it was written. `found`: the run's checkpoints."""
+    model = root / "model"
+    info: _Info = read_json(root / INFO_FILE, _Info)
+    try:
+        damage = damage_of_files(model, info.model_files) if model.is_dir() else "it is missing"
+    except OSError as error:
+        damage = f"{error.filename} cannot be read: {error.strerror}"
+    if damage is not None:
+        again = f"write it again with checkpoint.resume={found[-1]}, " if found else ""
+        raise RunError(
+            f"output_dir: this run is finished, but {model} is not whole ({damage}); {again}{ways_out}"
+        )
 
 
 def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -> None:
@@ -134,6 +188,7 @@ def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -
         path = run.checkpoint
         damage = damage_of(path)
         if damage is None:
+            ranks.first_does(lambda: _require_metrics(run))
             return
         if recipe.checkpoint.resume != "auto":
             raise RunError(
@@ -143,6 +198,21 @@ def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -
         run.checkpoint = older[-1] if older else None
         instead = f"going on from {run.checkpoint}" if older else "none is older, and the run begins anew"
         say(f"Warning: {path} is damaged: {damage}; {instead}")
+
+
+def _require_metrics(run: RunDir) -> None:
+    """Raises RunError if metrics.jsonl has lost lines that the run had written before its checkpoint."""
+    if not run.has_own_checkpoint:
+        return
+    assert run.checkpoint is not None
+    needed = saved_counters(run.checkpoint).metrics_offset
+    size = run.metrics.stat().st_size if run.metrics.is_file() else 0
+    if size < needed:
+        raise RunError(
+            f"output_dir: {run.metrics} has {size:,} bytes, but it had {needed:,} when {run.checkpoint} was "
+            "written; put the whole file back, or go on in another output_dir with "
+            f"checkpoint.resume={run.checkpoint}"
+        )
 
 
 def damage_of(checkpoint: Path) -> str | None:
@@ -166,7 +236,8 @@ def damage_of(checkpoint: Path) -> str | None:
 def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
     """Writes recipe.yaml and run.json. A run that begins at step 0 first removes an earlier run's files."""
     if run.checkpoint is None:
-        _clear(run.root)
+        with writing(run.root):
+            _clear(run.root)
     for directory in (run.root, run.checkpoints, run.rollouts):
         for leftover in directory.glob(".*.tmp"):  # files of a killed process
             discard(leftover)
@@ -181,26 +252,27 @@ def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
 
 
 def _clear(root: Path) -> None:
+    """Removes an earlier run's files, except two that `begin_run` replaces: they say who wrote the others."""
     for name in RUN_DIRECTORIES:
         if (root / name).is_dir():
             remove_directory(root / name)
     for dump in root.glob("nonfinite-step-*.json"):
         dump.unlink()
     for name in RUN_FILES:
-        (root / name).unlink(missing_ok=True)
+        if name not in (RECIPE_FILE, INFO_FILE):
+            (root / name).unlink(missing_ok=True)
 
 
 def _read_info(root: Path) -> dict[str, Any] | None:
     """Returns the content of run.json; None if the file is missing or no run wrote it."""
-    info = read_json(root / INFO_FILE)
-    return info if isinstance(info, dict) and "status" in info else None
+    return None if read_json(root / INFO_FILE, _Info) is None else read_json(root / INFO_FILE)
 
 
 def _stopped_before_it_began(root: Path, info: dict[str, Any]) -> bool:
     """Returns whether an earlier run failed and left no step, no checkpoint, no rollouts and no model."""
     kept = (root / "rollouts.parquet", root / "model")
     return (
-        info.get("status") == "failed"
+        info["status"] == "failed"
         and info.get("totals", {}).get("steps", 0) == 0
         and not checkpoints(root / "checkpoints")
         and not any(path.exists() for path in kept)
@@ -211,7 +283,13 @@ def _stopped_before_it_began(root: Path, info: dict[str, Any]) -> bool:
 
 
 def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
-    changed = changed_values(load_recipe(root / RECIPE_FILE), recipe)
+    try:
+        earlier = load_recipe(root / RECIPE_FILE)
+    except RecipeError as error:
+        raise RunError(
+            f"output_dir: the recipe of the run in {root} cannot be read ({error}); {ways_out}"
+        ) from error
+    changed = changed_values(earlier, recipe)
     if changed:
         differences = ", ".join(f"{key}{_then_and_now(*values)}" for key, values in changed.items())
         raise RunError(f"output_dir: {root} holds a run with another {differences}; {ways_out}")
@@ -249,8 +327,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if path is None or not os.path.exists(path):
             continue
         yield key, path
-        adapter = read_json(Path(path) / "adapter_config.json")
-        base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
+        base = (read_json(Path(path) / "adapter_config.json") or {}).get("base_model_name_or_path")
         if isinstance(base, str) and os.path.exists(base):
             yield f"the adapter of {key}", base
 
@@ -263,7 +340,8 @@ def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None
             return
         raise RunError(
             f"output_dir: {root / INFO_FILE} cannot be read, so nothing says what run {root} holds; mend it, "
-            "use another output_dir, or start again with --overwrite"
+            "name one of its checkpoints with checkpoint.resume, use another output_dir, or start again "
+            "with --overwrite"
         )
     for name in (*RUN_DIRECTORIES, *RUN_FILES):
         path = root / name

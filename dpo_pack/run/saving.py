@@ -19,7 +19,7 @@ from dpo_pack.run.run_dir import RunDir, damage_of
 from dpo_pack.run.selection import Selection
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
-from dpo_pack.system.files import sync
+from dpo_pack.system.files import sync, writing
 
 
 def is_multiple(step: int, every_steps: int | None) -> bool:
@@ -74,7 +74,8 @@ class Saver:
         """Writes a checkpoint with the full state, so that a resumed run continues as without a stop."""
         settings = self.recipe.checkpoint
         if ranks.is_first():
-            sync(self.run.metrics)  # the checkpoint refers to the lines of this file
+            with writing(self.run.metrics):
+                sync(self.run.metrics)  # the checkpoint refers to the lines of this file
         content = checkpoint_content(
             self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
         )

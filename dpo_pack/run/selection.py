@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpo_pack.recipe.errors import show
@@ -52,14 +52,6 @@ class Standing:
     @property
     def best_steps(self) -> tuple[int, ...]:
         return tuple(step for step, _ in self.best)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the standing as a dict for JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def load(state: Mapping[str, Any]) -> Standing:
-        return Standing(**{**state, "best": tuple((int(step), value) for step, value in state["best"])})
 
 
 def judge(

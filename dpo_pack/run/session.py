@@ -326,7 +326,9 @@ def _place(run: RunDir, state: TrainState, identity: Identity, console: Console)
     console.print(f"Going on after step {state.step} of {state.source.num_steps} ({run.checkpoint})")
     for note in resumption.notes:
         console.print(note)
-    return Place(step=state.step, metrics_offset=resumption.metrics_offset, source=state.source.state_dict())
+    # A run that goes on from another directory's checkpoint begins its own metrics.jsonl.
+    offset = resumption.metrics_offset if run.has_own_checkpoint else 0
+    return Place(step=state.step, metrics_offset=offset, source=state.source.state_dict())
 
 
 def _measure_memory(prepared: Prepared, learner: Learner, pairs: OfflineSource | None) -> None:

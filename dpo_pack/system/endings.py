@@ -7,6 +7,7 @@ To import this file does not import torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import signal
 import socket
@@ -27,6 +28,8 @@ OUR_BUG = 1
 USER_CAN_MEND = 2
 
 _POLL_SECONDS = 0.05
+# Any file may meet these: of a cache, of output_dir, of a library, or the file that takes the output.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 # A rank that failed waits this long, so that other ranks with the same mistake can report it too. If a rank
 # was killed, its launcher ends the others in this time, before they print that a connection broke.
 _SECONDS_FOR_THE_OTHERS = 1.0
@@ -59,6 +62,10 @@ def ending_of(error: BaseException) -> Ending:
             return Ending(message=message, exit_status=USER_CAN_MEND)
         case _ if is_out_of_memory(error):
             return Ending(message=f"error: {_out_of_memory(str(error))}", exit_status=USER_CAN_MEND)
+        case OSError() if error.errno in _DISK_ERRORS:
+            where = "a file" if error.filename is None else error.filename
+            text = f"error: {where}: {error.strerror}; free space, or see whether the disk is in order"
+            return Ending(message=text, exit_status=USER_CAN_MEND)
     return Ending(message=None, exit_status=OUR_BUG)
 
 

@@ -1,5 +1,6 @@
 """Errors that a user can repair. Each message is one line: the mistake, the file or key, and the remedy."""
 
+import pickle
 import re
 
 _MESSAGE_CHARACTERS = 2000
@@ -7,6 +8,8 @@ _MESSAGE_CHARACTERS = 2000
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message; the name of its class if the message is empty."""
+    if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the file's code
+        return "its weights are pickled objects that are not tensors; save them as safetensors"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -1,17 +1,28 @@
-"""Writes files that are whole or absent: to a temporary path first, then synced, then renamed."""
+"""Writes files that are whole or absent: to a temporary path first, then synced, then renamed.
+
+Reads JSON files, and holds locks on files.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import re
 import shutil
+import socket
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from dpo_pack.system.errors import CacheError
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
+
+from dpo_pack.system.errors import CacheError, RunError
 
 
 @contextlib.contextmanager
@@ -23,13 +34,37 @@ def written_aside(path: Path) -> Iterator[Path]:
     """
     temporary = path_aside(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        put_in_place(temporary, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            put_in_place(temporary, path)
     finally:
         discard(temporary)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises CacheError, which names `path`, if the disk refuses to write (full, read-only) in the block."""
+    try:
+        yield
+    except Exception as error:  # tokenizers raises no other class
+        reason = _refusal_of_disk(error)
+        if reason is None:
+            raise
+        raise CacheError(
+            f"cannot write {path}: {reason}; free space or choose a writable directory"
+        ) from error
+
+
+def _refusal_of_disk(error: Exception) -> str | None:
+    """Returns why the disk refused to write; None if the error has another cause."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    rust = re.search(r"([^:]+) \(os error \d+\)", str(error))  # tokenizers, safetensors
+    if rust is not None:
+        return rust[1].strip()
+    is_cut = isinstance(error, RuntimeError) and "inline_container" in str(error)  # torch.save
+    return "it could not be written in full" if is_cut or isinstance(error, SafetensorError) else None
 
 
 def path_aside(path: Path) -> Path:
@@ -65,12 +100,6 @@ def discard(temporary: Path) -> None:
             temporary.unlink()
 
 
-def cannot_write(path: Path, reason: OSError | str) -> CacheError:
-    """Returns the error to raise if the disk refuses to write `path`."""
-    why = reason if isinstance(reason, str) else reason.strerror or reason
-    return CacheError(f"cannot write {path}: {why}; free space or choose a writable directory")
-
-
 def write_text_atomically(path: Path, text: str) -> None:
     with written_aside(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -80,12 +109,34 @@ def write_json_atomically(path: Path, value: Any) -> None:
     write_text_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Returns the parsed file, or None if the file does not exist or is damaged."""
+def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
+    """Returns the content of a JSON file; None if the file does not exist, is damaged or has another `shape`.
+
+    `shape` is a type for pydantic, for instance dict[str, float]. For a dataclass it returns an instance, and
+    leaves out other keys of the file.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return parse_json(path.read_bytes(), shape)
+    except OSError:
         return None
+
+
+def parse_json(text: bytes, shape: Any = dict[str, Any]) -> Any:
+    """Returns the value of a JSON text; None if the text is damaged or its value has another `shape`."""
+    try:
+        return TypeAdapter(shape).validate_json(text, strict=True)
+    except ValueError:  # pydantic's error; it also limits how deep values may be nested
+        return None
+
+
+def add_to_json(path: Path, shape: Any, entries: Mapping[str, Any]) -> None:
+    """Adds entries to a file of a cache. It reads the file again, because other processes add to it, too.
+
+    If it loses an entry, or if the cache is read-only, the value is only computed another time.
+    """
+    content = {**(read_json(path, shape) or {}), **entries}
+    with contextlib.suppress(CacheError):
+        write_json_atomically(path, TypeAdapter(shape).dump_python(content, mode="json"))
 
 
 def sync(path: Path) -> None:
@@ -104,3 +155,66 @@ def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, An
             yield from ((key + separator + name, leaf) for name, leaf in leaves(value, separator=separator))
         else:
             yield key, value
+
+
+# ------------------------------------------------------------------------------------------------- locks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Holder:
+    pid: int
+    host: str
+    since: str
+
+
+@contextlib.contextmanager
+def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Holds a lock on the file `path` for the `with` block; removes the file afterwards.
+
+    The kernel frees the lock when the process ends, also if it is killed. Raises RunError if another process
+    holds the lock; the message begins with `what` and names this process. If the file system has no locks,
+    `say` gets a warning. On a network file system, the kernel of each host decides whether other hosts see
+    the lock.
+    """
+    has_parent = path.parent.exists()
+    with writing(path):
+        file = _lock(path, what, say)
+    try:
+        with writing(path):
+            holder = _Holder(
+                pid=os.getpid(), host=socket.gethostname(), since=time.strftime("%Y-%m-%d %H:%M:%S %Z")
+            )
+            file.truncate(0)
+            file.write(json.dumps(asdict(holder)))
+            file.flush()
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()  # while we hold it: nobody else's file is removed
+            if not has_parent:
+                path.parent.rmdir()  # nothing was written here
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+def _lock(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = path.open("a", encoding="utf-8")
+        except FileNotFoundError:  # another process has removed the empty directory
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            holder = read_json(path, _Holder)
+            who = "" if holder is None else f", process {holder.pid} on {holder.host} since {holder.since}"
+            raise RunError(f"{what} is in use by another run{who}; wait until it ends, or stop it") from error
+        except OSError as error:
+            say(f"Warning: {what} has no locks ({error.strerror}): start no second run there")
+            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # its holder has ended and removed it in the meantime

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # The weight of a new line in the fast (slow) running mean, after the first 5 (20) lines.
@@ -58,15 +58,6 @@ class Health:
     log_grad_norm: float | None = None  # running mean of log(gradient norm), without outliers
     num_large_gradients: int = 0  # successive lines with a large norm, up to now
     warned: tuple[str, ...] = ()  # names of the rules that have warned
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain values for JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def load(state: Mapping[str, Any]) -> Health:
-        """Restores a Health from `state_dict`; `state` is empty if the checkpoint has no Health."""
-        return Health(**{**state, "warned": tuple(state.get("warned", ()))})
 
 
 def examine(health: Health, record: Mapping[str, Any], run: RunFacts) -> tuple[Health, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from accelerate.tracking import WandBTracker
 
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError, first_line
-from dpo_pack.system.files import leaves
+from dpo_pack.system.files import leaves, writing
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +30,24 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
-        """Opens the file at `offset` bytes, or at the end of a shorter file; cuts off the bytes after it."""
+        """Opens the file, which has at least `offset` bytes; cuts off the bytes after `offset`."""
         self.offset = offset
         self._file = None
         if ranks.is_first():
-            path.touch()
-            self.offset = min(offset, path.stat().st_size)
-            os.truncate(path, self.offset)
-            self._file = path.open("a", encoding="utf-8")
+            self.path = path
+            with writing(path):
+                self._file = path.open("a", encoding="utf-8")
+                assert self._file.tell() >= offset
+                self._file.truncate(offset)
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a line. Numbers that are not finite become null, because JSON has no such numbers."""
         if self._file is None:
             return
         line = json.dumps(_finite(record), allow_nan=False) + "\n"
-        self._file.write(line)
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(line)
+            self._file.flush()
         self.offset += len(line.encode())
 
     def __enter__(self) -> MetricsLog:
@@ -55,7 +57,8 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with writing(self.path):  # it writes what is still in memory
+                self._file.close()
 
 
 def _finite(value: Any) -> Any:

@@ -21,7 +21,7 @@ from dpo_pack.commands.cache import cache_app
 from dpo_pack.data.keys import sequence_key
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import TokenLogps, part_paths
+from dpo_pack.reference.parts import KEY, NUM_TOKENS, SUM, TokenLogps, part_paths
 from dpo_pack.run.prepare import Prepared, prepare
 from dpo_pack.run.reference_stage import ReferencePass, prepare_reference
 from dpo_pack.system import files
@@ -78,6 +78,18 @@ def test_list_says_whose_log_probs_there_are(tmp_path: Path) -> None:
     assert found[0]["size_bytes"] == sum(path.stat().st_size for path in first.directory.iterdir())
     text = cache("list", "--cache-dir", tmp_path)
     assert "org/model" in text and "2 namespaces" in text
+
+
+@pytest.mark.parametrize("content", ["[1]", "[" * 10**5, '{"org/model": "now"}', '{"org/model": 1e300}'])
+def test_damaged_notes_of_a_namespace_hide_no_log_probs(content: str, tmp_path: Path) -> None:
+    filled = fill(tmp_path, NAMESPACE)
+    for name in ("used.json", "namespace.json"):
+        (filled.directory / name).write_text(content)
+    again = ReferenceCache(tmp_path, NAMESPACE)
+    assert "unknown model" in cache("list", "--cache-dir", tmp_path)
+    again.note_use("org/other")
+    assert "org/other" in cache("list", "--cache-dir", tmp_path)
+    assert "all as written" in cache("verify", "--cache-dir", tmp_path)
 
 
 def test_verify_finds_a_changed_byte_names_the_part_and_changes_nothing(tmp_path: Path) -> None:
@@ -331,6 +343,18 @@ def test_log_probs_of_another_model_are_refused(recipe: Path, tmp_path: Path) ->
     cache("export", tmp_path / "x.parquet", "--cache-dir", recipe.parent / "cache")
     message = refusal("import", tmp_path / "x.parquet", recipe)
     assert "another model" in message and "autocast differ" in message
+
+
+@pytest.mark.parametrize("described", [b"[1]", b"[" * 10**5, b"{"])
+def test_an_export_that_does_not_say_its_model_any_more_is_refused(
+    described: bytes, shared_recipe: Path, tmp_path: Path
+) -> None:
+    schema = pa.schema(
+        [(KEY, pa.binary(16)), (SUM, pa.float64()), (NUM_TOKENS, pa.int32())],
+        metadata={"dpo_pack.namespace": described},
+    )
+    pq.write_table(schema.empty_table(), tmp_path / "x.parquet")
+    assert "another model" in refusal("import", tmp_path / "x.parquet", shared_recipe)
 
 
 def test_own_log_probs_come_by_key(recipe: Path, tmp_path: Path) -> None:

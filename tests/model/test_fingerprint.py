@@ -26,6 +26,7 @@ from dpo_pack.model.fingerprint import reference_namespace, weights_fingerprint
 from dpo_pack.model.scorer import Precision
 from dpo_pack.model.shape import without_weights
 from dpo_pack.reference.cache import namespace_digest
+from dpo_pack.system import files
 from dpo_pack.system.errors import CacheError, ModelError
 
 FP32 = Precision(parameters=torch.float32, autocast=None)
@@ -433,6 +434,17 @@ def test_a_snapshot_that_lacks_weights_is_one_line(monkeypatch: pytest.MonkeyPat
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize("entry", [1, ["stamp"], {"stamp": 1}, None])
+def test_a_memo_with_other_content_is_forgotten(entry: object, model: Path) -> None:
+    memo, file = model.parent / "memo.json", model / "model.safetensors"
+    tensors, whole = weights_fingerprint(model, memo), keys.file_hash(file, model.parent / "hashes.json")
+    for path in (memo, model.parent / "hashes.json"):
+        known = json.loads(path.read_text())
+        path.write_text("[1]" if entry is None else json.dumps(dict.fromkeys(known, entry)))
+    assert weights_fingerprint(model, memo) == tensors
+    assert keys.file_hash(file, model.parent / "hashes.json") == whole
+
+
 def test_a_memo_that_cannot_be_written_ends_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of a group may be there to be read only."""
     expected = digest(model)
@@ -440,8 +452,7 @@ def test_a_memo_that_cannot_be_written_ends_nothing(model: Path, monkeypatch: py
     def refuse(path: Path, value: object) -> None:
         raise CacheError(f"cannot write {path}: Read-only file system")
 
-    monkeypatch.setattr(fingerprint, "write_json_atomically", refuse)
-    monkeypatch.setattr(keys, "write_json_atomically", refuse)
+    monkeypatch.setattr(files, "write_json_atomically", refuse)
     assert digest(model, memo_path=model.parent / "other.json") == expected
     assert len(keys.file_hash(model / "config.json", model.parent / "hashes.json")) == 64
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from support.tiny_models import tiny_model
+from support.tiny_tokenizer import tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
-from dpo_pack.model.loading import load_errors
+from dpo_pack.model.fingerprint import weight_files, weights_fingerprint
+from dpo_pack.model.loading import load_config, load_errors, load_tokenizer
+from dpo_pack.model.lora import read_adapter
+from dpo_pack.model.shape import without_weights
 from dpo_pack.system.errors import ModelError
 
 
@@ -15,3 +24,84 @@ def test_a_model_that_does_not_fit_is_no_wrong_path() -> None:
     message = str(caught.value)
     assert message.startswith("reference.path: org/model does not fit in memory (CUDA out of memory. Tried")
     assert "model.dtype=bfloat16" in message and "hub id" not in message and message.isprintable()
+
+
+class NotATensor:
+    """What a training script pickles beside its weights; to load it would run code."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("code of a stranger",)
+
+
+@pytest.mark.parametrize("reads", ["weights", "hashes"])
+def test_pickled_weights_are_refused_with_the_name_of_the_other_format(
+    reads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**model.state_dict(), "more": NotATensor()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError) as caught:
+        if reads == "hashes":
+            weights_fingerprint(tmp_path, tmp_path / "memo.json")
+        with load_errors(str(tmp_path), "model.path"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+    message = str(caught.value)
+    assert "pickled objects that are not tensors; save them as safetensors" in message
+    assert message.isprintable() and "weights_only" not in message
+    assert "stranger" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("config.json", {"num_attention_heads": 0}),
+        ("config.json", {"dtype": [1]}),
+        ("config.json", {"hidden_size": "wide"}),
+        ("config.json", None),
+        ("tokenizer.json", {"model": [1]}),
+        ("tokenizer.json", {"version": None}),
+        ("tokenizer.json", None),
+        ("tokenizer_config.json", None),
+    ],
+)
+def test_json_of_a_model_with_other_content_is_one_line(
+    name: str, changes: dict[str, object] | None, tmp_path: Path
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    whole = json.loads((tmp_path / name).read_text())
+    for content in ("[1]", "[" * 10**5) if changes is None else (json.dumps({**whole, **changes}),):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ModelError, match=f"model.path: cannot load {tmp_path}: ") as caught:
+            options = {"revision": None, "trust_remote_code": False, "recipe_key": "model.path"}
+            config = load_config(str(tmp_path), **options)  # type: ignore[arg-type]
+            with load_errors(str(tmp_path), "model.path"):
+                without_weights(config)
+            load_tokenizer(str(tmp_path), chat_template=None, **options)  # type: ignore[arg-type]
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", "{}", '{"weight_map": [1]}', '{"weight_map": {"w": 1}}', "[" * 10**5]
+)
+def test_an_index_of_shards_with_other_content_is_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"model.safetensors.index.json cannot be read; download"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"revision": 1}, {"r": "many"}, {"peft_type": ["LORA"]}, {"base_model_name_or_path": {}}, None],
+)
+def test_an_adapter_s_config_with_other_content_is_one_line(
+    changes: dict[str, object] | None, tmp_path: Path
+) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/model", "revision": None, "r": 4}
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(config))
+    assert read_adapter(tmp_path, "model.path").rank == 4
+    file.write_text("[1]" if changes is None else json.dumps({**config, **changes}))
+    with pytest.raises(ModelError, match=f"model.path: {file} cannot be read; save the adapter again"):
+        read_adapter(tmp_path, "model.path")

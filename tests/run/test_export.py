@@ -12,6 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support.family_errors import GROUPS, make_row
+from support.full_disk import no_file_beyond
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -21,6 +22,7 @@ from dpo_pack.model.loading import load_model, save_model
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.export import export_model, model_card
+from dpo_pack.system.errors import CacheError
 
 # top_p without sampling: transformers only warns of it, and published models have such settings.
 GENERATION = {"max_new_tokens": 77, "do_sample": False, "top_p": 0.9, "eos_token_id": [2, 3]}
@@ -171,6 +173,24 @@ def test_nothing_is_left_when_exporting_fails(
     with pytest.raises(RuntimeError):
         export_model(
             exported[0], tiny_tokenizer(), tmp_path / "other" / "model",
+            recipe=make_recipe(tmp_path), totals=TOTALS, evaluation={},
+        )  # fmt: skip
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.parametrize("first_refused", ["weights", "tokenizer"])
+def test_a_disk_that_is_full_before_the_tokenizer_or_the_weights_is_one_line(
+    first_refused: str, exported: tuple[LoadedModel, Path], tmp_path: Path
+) -> None:
+    size = {file.name: file.stat().st_size for file in exported[1].iterdir()}
+    tokenizer = tiny_tokenizer()
+    if first_refused == "tokenizer":
+        tokenizer.add_tokens([f"a new word {number} {'x' * 1000}" for number in range(500)])
+        assert size["model.safetensors"] < 500_000
+    limit = 1000 if first_refused == "weights" else 500_000
+    with no_file_beyond(limit), pytest.raises(CacheError, match="cannot write .*model: File too large; free"):
+        export_model(
+            exported[0], tokenizer, tmp_path / "other" / "model",
             recipe=make_recipe(tmp_path), totals=TOTALS, evaluation={},
         )  # fmt: skip
     assert list((tmp_path / "other").iterdir()) == []

@@ -265,6 +265,28 @@ def test_a_damaged_checkpoint_that_the_recipe_names_is_refused(
         train(whole_run(assets, tmp_path / "other", f"checkpoint.resume={path}"), console)
 
 
+def test_metrics_that_have_lost_lines_are_refused_and_nothing_is_changed(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = damaged_run(assets, tmp_path / "run", monkeypatch)
+    metrics = recipe.output_dir / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    for kept in (None, whole[: len(whole) // 2]):
+        metrics.unlink()
+        if kept is not None:
+            metrics.write_bytes(kept)
+        with pytest.raises(
+            RunError, match=rf"metrics.jsonl has .* but it had {len(whole):,} when .*-000005 was"
+        ):
+            train(recipe, console)
+        assert checkpoint_steps(recipe.output_dir) == [2, 4, 5]
+        assert (metrics.read_bytes() if metrics.exists() else None) == kept
+        metrics.touch()
+    metrics.write_bytes(whole + b'{"written": "after the checkpoint"}\n')
+    train(recipe, console)
+    assert_same_run(straight, recipe.output_dir)
+
+
 # ----------------------------------------------------------------------------------------- what has changed
 
 

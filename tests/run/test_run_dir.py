@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from support.tiny_run import tiny_run
+from support.whole_runs import text, whole_run
 
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe, parse_recipe
-from dpo_pack.run.run_dir import RUN_DIRECTORIES, RUN_FILES, find_run
+from dpo_pack.run import run_dir
+from dpo_pack.run.run_dir import RUN_DIRECTORIES, RUN_FILES, begin_run, find_run, only_run
 from dpo_pack.system.errors import RunError
 from dpo_pack.train import train
 
@@ -79,7 +83,14 @@ def test_checkpoints_without_their_run_json_can_be_named(tmp_path: Path) -> None
     assert find_run(named, overwrite=False).checkpoint == path
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"other": "program"}', None])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[1]", '["status"]', '{"other": "program"}', None, '{"status": ' * 10**5),
+        *('{"status": "finjshed"}', '{"status": "failed", "totals": [1]}', '{"status": ["failed"]}'),
+        '{"status": "failed", "totals": {"steps": "no"}}',
+    ],
+)
 def test_a_run_json_that_says_nothing_is_no_leave_to_delete(content: str | None, tmp_path: Path) -> None:
     if content is None:
         (tmp_path / "run.json").mkdir()  # as good as any file that cannot be opened
@@ -110,3 +121,91 @@ def test_inputs_are_never_replaced_whichever_key_names_them(tmp_path: Path) -> N
         {"output_dir": str(root), "model": {"path": str(adapter)}, "data": {"train": "org/pairs"}}
     )
     assert f"would replace {base}, which the adapter of model.path names" in refusal(recipe, overwrite=True)
+
+
+@pytest.mark.parametrize("content", ["[1]", "", "[" * 10**3, "output_dir: there\nlearning: rate\n", None])
+def test_a_run_whose_recipe_cannot_be_read_is_refused(content: str | None, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"status": "interrupted"}))
+    if content is not None:
+        (tmp_path / "recipe.yaml").write_text(content)
+    message = refusal(recipe_in(tmp_path))
+    assert message.startswith(f"output_dir: the recipe of the run in {tmp_path} cannot be read (")
+    assert "another output_dir" in message
+
+
+def test_a_run_killed_while_it_removes_an_earlier_one_can_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, earlier = recipe_in(tmp_path), recipe_in(tmp_path).model_copy(update={"seed": 7})
+    (tmp_path / "run.json").write_text(json.dumps({"status": "interrupted"}))
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(earlier))
+    (tmp_path / "metrics.jsonl").touch()
+
+    def killed(path: Path, text: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_dir, "write_text_atomically", killed)
+        begin_run(find_run(recipe, overwrite=True), recipe, "cpu")
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert find_run(recipe, overwrite=True).checkpoint is None
+    assert "another seed" in refusal(recipe)
+
+
+# --------------------------------------------------------------------------------------------- one at a time
+
+
+def test_a_second_run_is_refused_and_a_dry_one_is_not(assets: Path, tmp_path: Path, console: Console) -> None:
+    recipe = whole_run(assets, tmp_path / "run")
+    with only_run(recipe.output_dir, console.print):
+        with pytest.raises(RunError, match=f"output_dir: .* in use by another run, process {os.getpid()} on"):
+            train(recipe, console)
+        train(recipe, console, dry_run=True)
+        assert [path.name for path in recipe.output_dir.iterdir()] == ["run.lock"]
+    assert "everything up to the first step is in order" in text(console)
+    assert not recipe.output_dir.exists()
+
+
+# -------------------------------------------------------------------------------------------------- finished
+
+
+def finished_run(straight: Path, root: Path) -> Recipe:
+    """A copy of a finished run in `root`, with a checkpoint after step 4."""
+    shutil.copytree(straight, root)
+    (root / "checkpoints" / "step-000004").mkdir(parents=True)
+    (root / "checkpoints" / "step-000004" / "checkpoint.json").touch()
+    return load_recipe(root / "recipe.yaml", [f"output_dir={root}"])
+
+
+def test_a_finished_run_whose_model_is_whole_is_finished(straight: Path, tmp_path: Path) -> None:
+    recipe = finished_run(straight, tmp_path / "run")
+    (recipe.output_dir / "model" / "README.md").write_text("my own card")
+    (recipe.output_dir / "model" / "model.gguf").touch()
+    assert find_run(recipe, overwrite=False).is_finished
+
+
+@pytest.mark.parametrize("fault", ["gone", "empty", "cut", "a changed byte"])
+def test_a_finished_run_without_its_whole_model_offers_its_newest_checkpoint(
+    fault: str, straight: Path, tmp_path: Path
+) -> None:
+    recipe = finished_run(straight, tmp_path / "run")
+    weights = recipe.output_dir / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    if fault in ("gone", "empty"):
+        shutil.rmtree(weights.parent)
+    if fault == "empty":
+        weights.parent.mkdir()
+    elif fault == "cut":
+        weights.write_bytes(content[:-1])
+    elif fault == "a changed byte":
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    message = refusal(recipe)
+    assert "this run is finished, but" in message and "/run/model is not whole (" in message
+    newest = recipe.output_dir / "checkpoints" / "step-000004"
+    assert f"write it again with checkpoint.resume={newest}, start again with" in message
+    named = load_recipe(
+        recipe.output_dir / "recipe.yaml",
+        [f"output_dir={recipe.output_dir}", f"checkpoint.resume={newest}"],
+    )
+    assert find_run(named, overwrite=False).checkpoint == newest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
 import time
@@ -10,7 +12,7 @@ from collections.abc import Mapping
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
-from dpo_pack.system.endings import settle_failure
+from dpo_pack.system.endings import ending_of, settle_failure
 from dpo_pack.system.errors import DataError
 from dpo_pack.system.interrupts import Interrupted
 
@@ -96,3 +98,11 @@ class GoneStore(HashStore):
 def test_without_the_store_each_tells_for_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert settle_all({2: DataError("no such file")}, num_ranks=3, store=GoneStore()) == {2: 2}
     assert capsys.readouterr().err == f"rank 2 ({HOST}): error: no such file\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_whatever_file_a_full_or_broken_disk_refuses_is_one_line(number: int) -> None:
+    ending = ending_of(OSError(number, os.strerror(number), "/tmp/x"))
+    assert ending.exit_status == 2 and ending.message is not None
+    assert ending.message.startswith(f"error: /tmp/x: {os.strerror(number)}; free space")
+    assert ending_of(FileNotFoundError(errno.ENOENT, "No such file", "/tmp/x")).message is None  # a bug

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import signal
+import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from support.full_disk import no_file_beyond
+from support.tiny_tokenizer import tiny_tokenizer
 
-from dpo_pack.system.errors import CacheError
+from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import (
+    add_to_json,
+    locked,
     read_json,
     remove_directory,
     write_json_atomically,
@@ -152,3 +162,113 @@ def test_json_survives_a_round_trip_and_damage_reads_as_absence(tmp_path: Path) 
     path.write_bytes(content.replace("ï".encode(), b"\xff"))
     assert read_json(path) is None
     assert read_json(tmp_path) is None  # a directory
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", "3", "null", '{"a": "one"}', '{"a": [1]}', '{"a": ' * 10**5, "[" * 10**5]
+)
+def test_json_of_another_shape_reads_as_absence_and_is_written_again(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    path.write_text(content)
+    assert read_json(path, dict[str, int]) is None
+    add_to_json(path, dict[str, int], {"b": 2})
+    add_to_json(path, dict[str, int], {"c": 3})
+    assert read_json(path, dict[str, int]) == {"b": 2, "c": 3}
+
+
+def refused_by_tokenizers(path: Path) -> None:
+    tiny_tokenizer().backend_tokenizer.save(str(path))  # as `save_pretrained` does after the other files
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "python": lambda path: path.write_text("x" * 2000),
+    "tokenizers": refused_by_tokenizers,
+    "safetensors": lambda path: save_file({"x": torch.zeros(1000)}, path),
+    "torch": lambda path: torch.save(torch.zeros(1000), path),
+}
+
+
+@pytest.mark.parametrize("library", WRITERS)
+def test_each_library_s_word_for_a_full_disk_is_understood(library: str, tmp_path: Path) -> None:
+    with (
+        no_file_beyond(500),
+        pytest.raises(CacheError) as caught,
+        written_aside(tmp_path / "file") as temporary,
+    ):
+        WRITERS[library](temporary)
+    reason = "it could not be written in full" if library == "torch" else "File too large"
+    assert str(caught.value).startswith(f"cannot write {tmp_path / 'file'}: {reason}; free space")
+    assert names(tmp_path) == []
+
+
+def test_an_error_that_is_not_the_disk_s_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="a bug"), written_aside(tmp_path / "file"):
+        raise RuntimeError("a bug")
+
+
+# ------------------------------------------------------------------------------------------------- locks
+
+
+def quiet(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_a_lock_has_one_holder_whom_others_are_told_of(tmp_path: Path) -> None:
+    lock = tmp_path / "new" / "run.lock"
+    with locked(lock, "output_dir: new", quiet):
+        with pytest.raises(RunError) as caught, locked(lock, "output_dir: new", quiet):
+            pass
+        message = str(caught.value)
+        holder = f"process {os.getpid()} on {socket.gethostname()} since 2"
+        assert f"output_dir: new is in use by another run, {holder}" in message
+        assert "wait until it ends, or stop it" in message and message.isprintable()
+        assert names(lock.parent) == ["run.lock"]  # the refused one has removed nothing
+    assert names(tmp_path) == []  # nor is a directory left that nothing was written into
+    (tmp_path / "new").mkdir()
+    with locked(lock, "output_dir: new", quiet):
+        pass
+    assert names(tmp_path) == ["new"] and names(tmp_path / "new") == []
+
+
+def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "run.lock"
+    process = os.fork()
+    if process == 0:
+        with locked(lock, "output_dir", quiet):
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    assert str(process) in lock.read_text()
+    with locked(lock, "output_dir", quiet):
+        assert str(process) not in lock.read_text()
+
+
+def test_a_lock_file_that_its_holder_removes_meanwhile_gives_no_second_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has opened the removed file could lock it, while a third process locks a new one."""
+    lock, flock, opened = tmp_path / "run.lock", fcntl.flock, []
+
+    def removed_before(file: object, operation: int) -> None:
+        opened.append(file)
+        if len(opened) == 1:
+            lock.unlink()
+        flock(file, operation)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    with locked(lock, "output_dir", quiet):
+        assert len(opened) == 2
+        with pytest.raises(RunError), locked(lock, "output_dir", quiet):
+            pass
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    told: list[str] = []
+    with locked(tmp_path / "run.lock", "output_dir: runs/a", told.append):
+        pass
+    assert told == [
+        "Warning: output_dir: runs/a has no locks (No locks available): start no second run there"
+    ]

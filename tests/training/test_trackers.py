@@ -12,11 +12,12 @@ from typing import Any, cast
 import pytest
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
+from support.full_disk import no_file_beyond
 
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run import prepare
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import RunError
+from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.training.trackers import MetricsLog, end_trackers, start_trackers, track
 
 
@@ -49,6 +50,18 @@ def test_bounds_that_are_not_finite_are_null_too(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.write({"step": 1, "intervals": {"loss": [math.nan, 0.5]}})
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["intervals"] == {"loss": [None, 0.5]}
+
+
+def test_a_full_disk_ends_the_log_in_one_line_after_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(CacheError, match=f"cannot write {path}: File too large"), MetricsLog(path) as log:
+        log.write({"step": 1})
+        offset = log.offset
+        with no_file_beyond(20):
+            log.write({"step": 2, "text": "x" * 100})
+    with MetricsLog(path, offset=offset) as log:
+        log.write({"step": 2})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 class BrokenTracker(GeneralTracker):  # type: ignore[misc]

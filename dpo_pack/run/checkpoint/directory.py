@@ -9,14 +9,28 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpo_pack.system.files import remove_directory, write_json_atomically
+from dpo_pack.system.files import parse_json, remove_directory, write_json_atomically
 
 COUNTERS = "checkpoint.json"
 _CHUNK_BYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSum:
+    """The size and the CRC-32 of a file as it was written."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileList:
+    files: dict[str, FileSum]
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -63,19 +77,18 @@ def write_counters(path: Path, counters: dict[str, Any]) -> None:
     write_json_atomically(path / COUNTERS, {**counters, "crc32": _crc32_of(counters)})
 
 
-def read_counters(path: Path) -> dict[str, Any] | None:
+def read_counters(path: Path, shape: Any = dict[str, Any]) -> Any:
     """Reads the counters that `write_counters` wrote; None if the file is missing or damaged.
 
     Raises OSError if the disk cannot be read.
     """
     try:
-        counters = json.loads((path / COUNTERS).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        text = (path / COUNTERS).read_bytes()
+    except FileNotFoundError:
         return None
-    if not isinstance(counters, dict):
-        return None
+    counters = parse_json(text) or {}
     checksum = counters.pop("crc32", None)
-    return counters if checksum == _crc32_of(counters) else None
+    return parse_json(json.dumps(counters).encode(), shape) if checksum == _crc32_of(counters) else None
 
 
 def _crc32_of(counters: dict[str, Any]) -> int:
@@ -88,21 +101,27 @@ def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
 
     Raises OSError if a file cannot be read: a disk that is not available for a moment is no damage.
     """
-    counters = read_counters(path)
-    if counters is None:
+    listed: _FileList | None = read_counters(path, _FileList)
+    if listed is None:
         return f"{COUNTERS} is missing or damaged"
-    for name, expected in sorted(counters["files"].items())[rank::num_ranks]:
-        damage = _damage_of_file(path / name, expected)
+    mine = sorted(listed.files.items())[rank::num_ranks]
+    return damage_of_files(path, dict(mine))
+
+
+def damage_of_files(directory: Path, sums: Mapping[str, FileSum]) -> str | None:
+    """Returns a text about the first file that differs from `file_sums`, or None. Raises OSError."""
+    for name, expected in sums.items():
+        damage = _damage_of_file(directory / name, expected)
         if damage is not None:
             return f"{name} {damage}"
     return None
 
 
-def _damage_of_file(file: Path, expected: dict[str, Any]) -> str | None:
+def _damage_of_file(file: Path, expected: FileSum) -> str | None:
     try:
-        if file.stat().st_size != expected["bytes"]:
-            return f"has {file.stat().st_size:,} bytes instead of {expected['bytes']:,}"
-        return None if _crc32(file) == expected["crc32"] else "has other content than was written"
+        if file.stat().st_size != expected.bytes:
+            return f"has {file.stat().st_size:,} bytes instead of {expected.bytes:,}"
+        return None if _crc32(file) == expected.crc32 else "has other content than was written"
     except FileNotFoundError:
         return "is missing"
 

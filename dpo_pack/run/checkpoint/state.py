@@ -14,10 +14,9 @@ system/seeding.py.
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,27 @@ from dpo_pack.training.batches import BatchSource
 from dpo_pack.training.health import Health
 
 _COUNTERS = ("step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation", "owes_evaluation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """The content of checkpoint.json: of TrainState, Place and Identity all that is not a tensor."""
+
+    step: int
+    num_pairs: int
+    num_tokens: int
+    num_flops: float
+    train_seconds: float
+    evaluation: dict[str, dict[str, Any]]
+    owes_evaluation: bool
+    standing: Standing
+    health: Health
+    metrics_offset: int
+    identity: dict[str, str]
+    words: dict[str, str]
+    versions: dict[str, str]
+    ranks: str
+    judged_by: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,8 +137,8 @@ def checkpoint_content(
         ),
         counters=copy.deepcopy({name: getattr(state, name) for name in _COUNTERS})
         | {
-            "standing": state.standing.state_dict(),
-            "health": state.health.state_dict(),
+            "standing": asdict(state.standing),
+            "health": asdict(state.health),
             "metrics_offset": place.metrics_offset,
             "identity": identity.fingerprints,
             "words": identity.words,
@@ -137,7 +157,7 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> Res
     The caller has checked the checkpoint's files with `find_damage`. Raises RunError if the checkpoint
     belongs to other data, another plan, another reference or other parameters.
     """
-    counters = _counters(path)
+    counters = saved_counters(path)
     _refuse_another_run(path, counters, identity)
     host = _read_host_state(path / HOST_STATE)
     weights = _weights(state)
@@ -163,21 +183,19 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> Res
     state.scheduler.load_state_dict(host["scheduler"])
     state.source.load_state_dict(host["source"])
     for name in _COUNTERS:
-        setattr(state, name, counters[name])
-    if counters.get("judged_by") == identity.judged_by:  # else later ones are not comparable
-        state.standing = Standing.load(counters["standing"])
-    state.health = Health.load(counters["health"])
+        setattr(state, name, getattr(counters, name))
+    if counters.judged_by == identity.judged_by:  # else later ones are not comparable
+        state.standing = counters.standing
+    state.health = counters.health
     return Resumption(
-        metrics_offset=counters["metrics_offset"], notes=tuple(_allowed_changes(counters, identity))
+        metrics_offset=counters.metrics_offset, notes=tuple(_allowed_changes(counters, identity))
     )
 
 
 def load_policy(path: Path, policy: nn.Module) -> dict[str, Any]:
     """Loads a checkpoint's weights into `policy`; returns its latest evaluation. Every rank must call it."""
-    counters = _counters(path)
     _read_tensors(path, {"policy": _trained_parameters(policy)})
-    evaluation: dict[str, Any] = counters["evaluation"]
-    return evaluation
+    return saved_counters(path).evaluation
 
 
 def _weights(state: TrainState) -> dict[str, dict[str, Tensor]]:
@@ -208,19 +226,21 @@ def _new_optimizer_state(state: TrainState) -> dict[str, Any]:
     return optimizer_state
 
 
-def _counters(path: Path) -> dict[str, Any]:
-    counters = read_counters(path)
+def saved_counters(path: Path) -> Counters:
+    """Returns the content of a checkpoint's checkpoint.json. Raises RunError if it cannot be read."""
+    counters: Counters | None = read_counters(path, Counters)
     if counters is None:
         raise RunError(
-            f"{path} is not a checkpoint (no readable checkpoint.json); set checkpoint.resume: auto or never"
+            f"{path} is not a checkpoint of this version of dpo-pack (no readable checkpoint.json); give "
+            "another with checkpoint.resume, or set it to never"
         )
     return counters
 
 
-def _refuse_another_run(path: Path, counters: Mapping[str, Any], identity: Identity) -> None:
-    then = counters["identity"]
+def _refuse_another_run(path: Path, counters: Counters, identity: Identity) -> None:
+    then = counters.identity
     changed = [
-        f"{name}{_then_and_now(counters['words'].get(name), identity.words.get(name))}"
+        f"{name}{_then_and_now(counters.words.get(name), identity.words.get(name))}"
         for name in {**identity.fingerprints, **then}
         if then.get(name) != identity.fingerprints.get(name)
     ]
@@ -236,17 +256,17 @@ def _then_and_now(then: str | None, now: str | None) -> str:
     return "" if then == now or then is None or now is None else f" ({then} then, {now} now)"
 
 
-def _allowed_changes(counters: Mapping[str, Any], identity: Identity) -> Iterator[str]:
-    if counters.get("judged_by") != identity.judged_by and counters["standing"]["best"]:
+def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
+    if counters.judged_by != identity.judged_by and counters.standing.best:
         yield (
             "Note: earlier evaluations were compared by another metric or held-out set; the best of the run "
             "is sought among those to come"
         )
-    if counters["ranks"] != identity.ranks:
-        yield f"Note: the checkpoint was taken on {counters['ranks']}, and this is {identity.ranks}"
+    if counters.ranks != identity.ranks:
+        yield f"Note: the checkpoint was taken on {counters.ranks}, and this is {identity.ranks}"
     versions = [
         f"{package} {then} then, {identity.versions.get(package, 'none')} now"
-        for package, then in counters["versions"].items()
+        for package, then in counters.versions.items()
         if then != identity.versions.get(package)
     ]
     if versions:
@@ -280,6 +300,6 @@ def _read_tensors(path: Path, into: dict[str, Any]) -> None:
 def _read_host_state(file: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        return {name: state[name] for name in ("optimizer_groups", "scheduler", "source")}
+    except Exception as error:  # torch.load raises any class for a damaged file
         raise RunError(f"{file} is missing or damaged; delete {file.parent} and run again") from error
-    return state

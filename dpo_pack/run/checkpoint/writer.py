@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from dpo_pack.run.checkpoint.directory import checkpoint_path, file_sums, prune, write_counters
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError
-from dpo_pack.system.files import cannot_write, discard, path_aside, put_in_place
+from dpo_pack.system.files import discard, path_aside, put_in_place, writing
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.memory import free_memory_bytes
 
@@ -219,15 +219,8 @@ def _on_every_rank(path: Path, group: Any, work: Callable[[], Value]) -> list[Va
     """Returns the result of `work` on each rank. If one rank cannot write, all raise its CacheError."""
 
     def work_or_refuse() -> Value:
-        try:
+        with writing(path):
             return work()
-        except OSError as error:
-            raise cannot_write(path, error) from error
-        except RuntimeError as error:
-            if "inline_container" not in str(error):
-                raise
-            # torch's archive writer raises this error when the disk has written only a part of the file.
-            raise cannot_write(path, "it could not be written in full") from error
 
     return ranks.every_rank_does(work_or_refuse, group)
 

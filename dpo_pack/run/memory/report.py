@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.losses import Objective
 from dpo_pack.model.layout import Row
-from dpo_pack.model.lora import ADAPTER_CONFIG
+from dpo_pack.model.lora import read_adapter
 from dpo_pack.model.parallel import DistributedPolicy
 from dpo_pack.packing.lengths import IntArray
 from dpo_pack.packing.plan import PackingPlan
@@ -31,7 +31,6 @@ from dpo_pack.run.strategy import num_gradients
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import RecipeError, RunError, is_out_of_memory
-from dpo_pack.system.files import read_json
 from dpo_pack.system.memory import AvailableMemory, host_memory, release_memory
 
 _STEPS_SEARCHED = 500  # `largest_row` searches these first steps; packed rows are nearly full in all steps
@@ -116,7 +115,7 @@ def _lora_rank(prepared: Prepared) -> int | None:
     new, saved = prepared.recipe.model.lora, prepared.policy_facts.adapter
     if new is not None:
         return new.r
-    return None if saved is None else int((read_json(saved / ADAPTER_CONFIG) or {}).get("r", LORA_RANK))
+    return None if saved is None else read_adapter(saved, prepared.policy_facts.recipe_key).rank
 
 
 def _unknown_row(prepared: Prepared) -> tuple[RowSize, int]:
