@@ -47,8 +47,8 @@ def write_golden(*, new_transformers: bool = False) -> None:
         made[kind] = {"version": golden.version, "values": values}
     lines = []
     for kind, entry in made.items():
-        values = ",\n".join(f"   {json.dumps(name)}: {json.dumps(v)}" for name, v in entry["values"].items())
-        lines.append(f' "{kind}": {{\n  "version": {entry["version"]},\n  "values": {{\n{values}\n  }}\n }}')
+        text = ",\n".join(f"   {json.dumps(name)}: {json.dumps(v)}" for name, v in entry["values"].items())
+        lines.append(f' "{kind}": {{\n  "version": {entry["version"]},\n  "values": {{\n{text}\n  }}\n }}')
     GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

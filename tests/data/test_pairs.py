@@ -533,7 +533,8 @@ def test_no_prompt_is_on_both_sides_of_a_held_out_fraction(tmp_path: Path, case:
 def test_a_split_that_is_not_by_prompt_is_said(tmp_path: Path) -> None:
     content = [{"chosen": f"q{number} yes", "rejected": f"q{number} no"} for number in range(20)]
     path = write(tmp_path / "a.jsonl", content)
-    for settings, said in (({"eval": {"fraction": 0.1}}, True), ({}, False)):
+    held_out: dict[str, Any] = {"eval": {"fraction": 0.1}}
+    for settings, said in ((held_out, True), ({}, False)):
         console = Console(file=io.StringIO(), width=300)
         prepare._print_notes(load(tmp_path, path, **settings), console)
         printed = console.file.getvalue()  # type: ignore[attr-defined]

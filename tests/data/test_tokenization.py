@@ -5,6 +5,7 @@ import json
 import signal
 import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -515,11 +516,12 @@ def test_a_changed_bit_of_the_tokens_is_found_by_whoever_reads_them_and_the_stor
         pair = int(np.searchsorted(table.offsets, position // 4, side="right")) - 1
         for other in set(range(table.num_pairs)) - {pair}:
             assert all(len(read(other)) for read in (table.prompt, table.chosen, table.rejected))
-        message = one_line(lambda pair=pair: (table.chosen(pair), table.rejected(pair)))
+        sides = [partial(read, pair) for read in (table.chosen, table.rejected)]
+        message = one_line(lambda sides=sides: [read() for read in sides])  # type: ignore[misc]
         assert f"store is damaged: its token ids of row {table.row_numbers[pair]} have" in message
         assert open_store(tmp_path / "store") is None
         if position // 4 - table.offsets[pair] < table.prompt_lengths[pair]:
-            one_line(lambda pair=pair: table.prompt(pair))
+            one_line(partial(table.prompt, pair))
 
 
 def test_a_damaged_store_that_cannot_be_marked_is_for_the_user_to_remove(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_no_log_prob_of_changed_tokens_is_kept_and_the_next_run_writes_the_token
         tokens.tofile(directory / "tokens.bin")
         damaged = prepare(recipe, console)
         assert damaged.data.report["rows_tokenized"] == 0
-        assert "is damaged" in one_line(lambda damaged=damaged: prepare_reference(damaged))
+        assert "is damaged" in one_line(partial(prepare_reference, damaged))
         prepared = prepare(recipe, console)
         assert prepared.data.report["rows_tokenized"] == NUM_PAIRS
     again = prepare_reference(prepared)

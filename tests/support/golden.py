@@ -169,7 +169,8 @@ def plain_log_probs(family: str, dtype: torch.dtype = torch.float32) -> list[flo
     pairs = golden_pairs()
     sequences = [(pair[0], pair[side]) for side in (1, 2) for pair in pairs]
     with torch.no_grad():
-        model = golden_model(family, experts="eager").to(dtype)
+        model: Any = golden_model(family, experts="eager")
+        model.to(dtype)
         sums: list[float] = completion_logps_one_by_one(model, sequences).tolist()
     return sums
 

