@@ -286,7 +286,7 @@ def test_sequences_with_per_token_values_and_without_are_exported_together_and_i
     values = TokenLogps.of_lengths(np.full(num_tokens.sum(), -1.0, dtype=np.float32), num_tokens)
     filled.cache.append(keys, -1.0 * num_tokens, num_tokens, values)
     for more in count():  # until the last part by name has only sums
-        part = filled.cache.append(keys, np.full(len(keys), -0.5) - more, num_tokens)[0]
+        part = filled.cache.append(keys, np.array([-0.5 - more] * len(keys)), num_tokens)[0]
         if part == part_paths(part.parent)[-1]:
             break
     source = ("--recipe", recipe) if by_recipe else ("--cache-dir", recipe.parent / "cache")
