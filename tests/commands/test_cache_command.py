@@ -284,7 +284,7 @@ def test_sequences_with_per_token_values_and_without_are_exported_together_and_i
     table = prepared_of(recipe).data.train
     keys, num_tokens = table.chosen_keys, table.chosen_lengths.astype(np.int64)
     values = TokenLogps.of_lengths(np.full(num_tokens.sum(), -1.0, dtype=np.float32), num_tokens)
-    filled.cache.append(keys, -1.0 * num_tokens, num_tokens, values)
+    filled.cache.append(keys, -num_tokens.astype(np.float64), num_tokens, values)
     for more in count():  # until the last part by name has only sums
         part = filled.cache.append(keys, np.array([-0.5 - more] * len(keys)), num_tokens)[0]
         if part == part_paths(part.parent)[-1]:
