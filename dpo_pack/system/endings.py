@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpo_pack.system.errors import DpoPackError, is_out_of_memory
-from dpo_pack.system.interrupts import STOP_SIGNALS, Interrupted
+from dpo_pack.system.interrupts import Interrupted, taken_signals
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -120,7 +120,7 @@ def settle_failure(error: BaseException, *, rank: int, num_ranks: int, store: St
 def end_soon(error: BaseException) -> None:
     """Sets an alarm that ends this process in 60 seconds; after an interruption, ignores stop signals."""
     is_interruption = ending_of(error).is_interruption
-    for number in STOP_SIGNALS:
+    for number in taken_signals():
         signal.signal(number, signal.SIG_IGN if is_interruption else signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_SECONDS_TO_END)
