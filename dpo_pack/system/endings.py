@@ -11,7 +11,6 @@ import errno
 import json
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from dpo_pack.system.errors import DpoPackError, is_out_of_memory
 from dpo_pack.system.interrupts import Interrupted, taken_signals
+from dpo_pack.system.output import complain
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -67,10 +67,6 @@ def ending_of(error: BaseException) -> Ending:
             text = f"error: {where}: {error.strerror}; free space, or see whether the disk is in order"
             return Ending(message=text, exit_status=USER_CAN_MEND)
     return Ending(message=None, exit_status=OUR_BUG)
-
-
-def complain(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 def _out_of_memory(message: str) -> str:

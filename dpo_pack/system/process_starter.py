@@ -23,8 +23,9 @@ from collections.abc import Mapping, Sequence
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed's, with its types
 
-from dpo_pack.system.endings import OUR_BUG, complain
+from dpo_pack.system.endings import OUR_BUG
 from dpo_pack.system.interrupts import Interrupted, held_back, recorded
+from dpo_pack.system.output import complain
 from dpo_pack.system.placement import Placement
 
 PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; reading it ends when the parent has ended

@@ -98,8 +98,8 @@ def test_sighup_that_was_ignored_at_the_start_stays_ignored() -> None:
 SAVING = """
 import fcntl, pathlib, sys, termios, time
 from dpo_pack.system.console import make_console
-from dpo_pack.system.endings import complain
 from dpo_pack.system.interrupts import interruptible
+from dpo_pack.system.output import complain
 with interruptible() as interruption, interruption.deferred():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the end of this terminal is a signal for this process
     print("ready", flush=True)
