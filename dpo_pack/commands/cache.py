@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from dpo_pack.system.errors import CacheError, RecipeError
+from dpo_pack.system.output import say
 
 cache_app = typer.Typer(
     help="Look after cached reference log-probs.",
@@ -50,13 +51,13 @@ def list_namespaces(
         precision = namespace.parameters + (f" + {namespace.autocast}" if namespace.autocast else "")
         last_used = datetime.fromtimestamp(namespace.last_used)
         tokens = f", {namespace.sequences_per_token:,} per token" if namespace.sequences_per_token else ""
-        print(
-            f"{namespace.name[:12]}  {', '.join(namespace.models) or 'unknown model'}\n"
+        say(f"{namespace.name[:12]}  {', '.join(namespace.models) or 'unknown model'}")
+        say(
             f"{'':12}  {precision}; {namespace.sequences:,} sequences{tokens}; "
             f"{_format_bytes(namespace.size_bytes)}; last used {last_used:%Y-%m-%d %H:%M}"
         )
     total = _format_bytes(sum(namespace.size_bytes for namespace in found))
-    print(f"{_count(len(found), 'namespace')}, {total}, in {directory}")
+    say(f"{_count(len(found), 'namespace')}, {total}, in {directory}")
 
 
 @cache_app.command()
@@ -72,15 +73,15 @@ def verify(namespaces: Namespaces = None, cache_dir: CacheDir = None) -> None:
     directory = _directory(cache_dir)
     chosen = choose_namespaces(directory, namespaces or ())
     if not chosen:
-        print(f"nothing to verify: no cached log-probs in {directory}")
+        say(f"nothing to verify: no cached log-probs in {directory}")
     for namespace in chosen:
         found = list(find_damage(namespace))
         num_parts += namespace.parts
         damage += found
         state = f"{len(found)} bad" if found else "all as written"
-        print(f"{namespace.name}: {_count(namespace.parts, 'part')}, {state}")
+        say(f"{namespace.name}: {_count(namespace.parts, 'part')}, {state}")
         for part, reason in found:
-            print(f"  {part}: {reason}")
+            say(f"  {part}: {reason}")
     if damage:
         raise CacheError(
             f"{len(damage)} of {num_parts} parts are bad, the first is {damage[0][0]} ({damage[0][1]}); the "
@@ -114,7 +115,7 @@ def export(
         from dpo_pack.commands.cache_exchange import export_recipe
         from dpo_pack.system.console import make_console
 
-        print(f"{export_recipe(loaded, file, make_console()):,} sequences written to {file}")
+        say(f"{export_recipe(loaded, file, make_console()):,} sequences written to {file}")
         return
     from dpo_pack.reference.maintenance import choose_namespaces, export_namespace
 
@@ -124,7 +125,7 @@ def export(
         raise CacheError(
             f"{directory} has {len(found)} namespaces; name one with --namespace (`dpopack cache list`)"
         )
-    print(f"{export_namespace(found[0], file):,} sequences written to {file}")
+    say(f"{export_namespace(found[0], file):,} sequences written to {file}")
 
 
 @cache_app.command("import")
@@ -175,18 +176,18 @@ def prune(
     )
     for removal in removals:
         what = "" if removal.is_whole else f"{_count(len(removal.files), 'file')} of "
-        print(
+        say(
             f"{'would remove' if dry_run else 'removing'} {what}{removal.name}, "
             f"{_format_bytes(removal.size_bytes)}: {removal.reason}"
         )
         left = [] if dry_run else remove(removal)
         if left:
-            print(f"  left in {removal.directory}, as it is not ours: {', '.join(left)}")
+            say(f"  left in {removal.directory}, as it is not ours: {', '.join(left)}")
     if dry_run:
         total = _format_bytes(sum(removal.size_bytes for removal in removals))
-        print(f"{total} in all; nothing was removed")
+        say(f"{total} in all; nothing was removed")
     elif not removals:
-        print("nothing to remove")
+        say("nothing to remove")
 
 
 def _directory(cache_dir: Path | None) -> Path:

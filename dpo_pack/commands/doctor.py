@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import dpo_pack
 from dpo_pack.model.attention import BACKENDS
@@ -76,7 +77,7 @@ def prove_recipe(recipe: Recipe) -> ProofOutcome:
 def render_proofs(outcome: ProofOutcome, console: Console) -> None:
     table = Table("proof", "holds", "measured", "must keep", box=SIMPLE_HEAD)
     for proof in outcome.proofs:
-        numbers = "\n".join(f"{name} {value:.3g}" for name, value in proof.numbers.items())
+        numbers = Text("\n".join(f"{name} {value:.3g}" for name, value in proof.numbers.items()))
         table.add_row(proof.name, "yes" if proof.passed else "NO", numbers, proof.bound)
     console.print(table)
     if all(proof.passed for proof in outcome.proofs):

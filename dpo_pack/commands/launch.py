@@ -60,7 +60,14 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False) -> Iterator[Console]:
         if place.rank > 0:
             _hush()
         ranks.require_same(_facts(recipe), "start every rank with the same recipe, overrides and packages")
-    yield make_console(quiet=quiet or not ranks.is_first())
+    console = make_console(quiet=quiet or not ranks.is_first())
+    num_devices = torch.cuda.device_count() if ranks.uses_cuda() else 0
+    if place is not None and num_processes == 1 < num_devices and recipe.distributed.num_processes == "auto":
+        console.print(
+            f"Note: one of {num_devices} visible GPUs is used, because the launcher has started one process "
+            "(WORLD_SIZE=1); to use all, start one process a GPU, or unset RANK, WORLD_SIZE and LOCAL_RANK"
+        )
+    yield console
     ranks.wait_for_all()  # if a rank ended now, it would close a connection that another rank still uses
     if place is not None and dist.is_initialized():  # if `place` is None, vLLM owns and ends the group
         ranks.leave()
@@ -109,13 +116,16 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
     if place not in _stores:
         os.environ.update(place.environment())  # torch and accelerate read it
         try:
-            _stores[place], _, _ = next(rendezvous("env://", timeout=timeout))
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
         except dist.DistError as error:
             raise RunError(
                 f"distributed.num_processes: the {place.num_ranks} ranks did not meet at {place.address}:"
                 f"{place.port} ({first_line(error)}); see whether all were started, and can "
                 "reach that host and port"
             ) from error
+        # torchrun keeps its store when it restarts ranks that failed: it holds their addresses still.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        _stores[place] = PrefixStore(f"dpo_pack/attempt {attempt}", store)
     return _stores[place]
 
 

@@ -18,10 +18,11 @@ import typer
 import dpo_pack
 from dpo_pack.commands.cache import cache_app
 from dpo_pack.system import interrupts
-from dpo_pack.system.endings import USER_CAN_MEND, complain, ending_of
+from dpo_pack.system.endings import USER_CAN_MEND, ending_of
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.imports import many_imports
 from dpo_pack.system.interrupts import interruptible
+from dpo_pack.system.output import complain, guard_output, say
 from dpo_pack.system.placement import Placement, placement
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ JsonFile = Annotated[
 
 def main() -> None:
     """Runs a command. Exit status: 0 success, 2 error of the user, 130 or 143 interrupted, 1 our bug."""
+    guard_output()
     try:
         with interruptible():
             interrupts.accept_stop_signals()
@@ -323,17 +325,17 @@ def recipe_command(
 
         found, wrong = check_recipe(loaded)
         for line in found:
-            print(line)
+            say(line)
         for line in wrong:
             complain(" ".join(f"error: {line}".split()))
         if wrong:
             raise typer.Exit(USER_CAN_MEND)
-        print(f"{check} is in order")
+        say(f"{check} is in order")
 
 
 def _print_version(value: bool) -> None:
     if value:
-        print(f"dpo-pack {dpo_pack.__version__}")
+        say(f"dpo-pack {dpo_pack.__version__}")
         raise typer.Exit
 
 

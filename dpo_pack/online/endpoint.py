@@ -1,24 +1,29 @@
 """A client for HTTP servers with OpenAI's interface. It needs only the standard library.
 
 The client repeats a request after a growing pause if the next try may succeed: the connection failed, the
-answer stalled, broke off or was unusable, or the status was 408, 409, 425, 429 or 5xx. Status 401, 403 and
-404 stop the run, because a new try would get the same status. Any other status makes only its request fail.
+answer stalled, broke off or was unusable, or the status was 408, 409, 425, 429 or 5xx. A redirect and status
+401, 403 and 404 stop the run, because a new try would get the same status. Any other status makes only its
+request fail.
 
 Requests run on daemon threads. So a signal that interrupts the run does not wait for the requests, and the
 end of the process does not wait for them. (The end of the process would wait for the threads of a pool.)
+
+httpx is not used: huggingface_hub 1 brings httpx and huggingface_hub 2 brings httpx2, and neither limits the
+time of a whole request.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
 import queue
 import re
+import socket
+import ssl
 import threading
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,18 +35,31 @@ from dpo_pack.system.errors import RunError
 
 Answer = TypeVar("Answer")
 
-_STOPPING = {401: "the API key is refused", 403: "access is refused", 404: "there is no such model or URL"}
+_STOPPING = {
+    **dict.fromkeys((301, 302, 303, 307, 308), "a redirect, which is not followed"),
+    401: "the API key is refused",
+    403: "access is refused",
+    404: "there is no such model or URL",
+}
 _PASSING = frozenset({408, 409, 425, 429})
 _INVALID = frozenset({400, 422})  # the status if the server does not know a field
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
-_CHUNK_BYTES = 1 << 16
-_MOST_READ_BYTES = 2000  # of an error's text
-_MOST_SHOWN = 200  # characters of that text
+_MOST_BYTES = 1 << 25  # of an answer; 64 completions of 32,768 tokens have fewer
+_MOST_SEARCHED = 2000  # characters of an error's text
+_MOST_SHOWN = 200  # characters of what a server says, in a message
 
 
 class UnusableAnswer(ValueError):
     """The server's answer cannot be used; another answer to the same request may be usable."""
+
+
+class _Refused(Exception):
+    """The server answered with another status than 2xx."""
+
+    def __init__(self, status: int, text: str, retry_after: str) -> None:
+        super().__init__()
+        self.status, self.text, self.retry_after = status, text, retry_after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +68,7 @@ class Endpoint:
 
     url: str  # up to /v1
     model: str
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     timeout_seconds: float  # for a whole request
     retries: int
     concurrency: int
@@ -111,26 +129,27 @@ class Endpoint:
             pause = self.first_pause_seconds * 2**attempt
             try:
                 return read(self._post(path, {"model": self.model, **body}))
-            except urllib.error.HTTPError as error:
-                text = _error_text(error)
-                reason = f"HTTP {error.code}: {text[:_MOST_SHOWN]}"
-                if error.code in _STOPPING:
+            except _Refused as error:
+                # Redacted before it is cut, so that no part of the key is left at the end.
+                text = self._redacted(error.text)[:_MOST_SEARCHED]
+                reason = f"HTTP {error.status}: {' '.join(text.split())[:_MOST_SHOWN]}"
+                if error.status in _STOPPING:
                     raise RunError(
-                        f"{self.recipe_key}: {self.url}{path} answers {reason} ({_STOPPING[error.code]}); "
+                        f"{self.recipe_key}: {self.url}{path} answers {reason} ({_STOPPING[error.status]}); "
                         f"correct url, model or api_key_env"
                     ) from error
                 unknown = body.keys() & set(optional) & set(re.findall(r"\w+", text))
-                if error.code in _INVALID and unknown:
+                if error.status in _INVALID and unknown:
                     answer = self._ask(path, _without(body, unknown), read, optional, stopped)
                     if not isinstance(answer, Failure):
                         self.refused.update(unknown)
                     return answer
-                if error.code < 500 and error.code not in _PASSING:
+                if error.status < 500 and error.status not in _PASSING:
                     return Failure(reason=f"{self.url}: {reason}")
                 with contextlib.suppress(ValueError):  # a date instead of seconds is ignored
-                    pause = max(pause, float(error.headers.get("Retry-After", 0.0)))
+                    pause = max(pause, float(error.retry_after))
             except (OSError, http.client.HTTPException, UnusableAnswer) as error:
-                reason = one_line(error)
+                reason = self._redacted(one_line(error))[:_MOST_SHOWN]
             if attempt == self.retries or stopped.wait(min(pause, _LONGEST_PAUSE_SECONDS)):
                 break
         return Failure(reason=f"{self.url}: {reason} (asked {1 + self.retries} times)")
@@ -141,18 +160,110 @@ class Endpoint:
             headers["Authorization"] = f"Bearer {self.api_key}"
         url, data = self.url.rstrip("/") + path, json.dumps(body).encode()
         request = urllib.request.Request(url, data=data, headers=headers, method="POST")
-        deadline = time.monotonic() + self.timeout_seconds
-        with urllib.request.urlopen(request, timeout=self.timeout_seconds) as response:
-            # `timeout` limits the wait for each packet. A server that sends byte after byte never exceeds it.
-            parts: list[bytes] = []
-            while part := response.read1(_CHUNK_BYTES):
-                parts.append(part)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no whole answer in {self.timeout_seconds:g} s")
+        return _Exchange(request, self.timeout_seconds).answer()
+
+    def _redacted(self, text: str) -> str:
+        """Replaces the API key in a server's text; quoted text may have backslashes in the key."""
+        if self.api_key is None:
+            return text
+        return re.sub("".join(rf"\\*{re.escape(character)}" for character in self.api_key), "[API key]", text)
+
+
+class _Exchange(threading.Thread):
+    """A request and its answer within one time: looking the host up, connecting, sending, reading, parsing.
+
+    This is a thread of its own, because nothing else ends a wait for the name of a host, and because the
+    timeout of a socket limits each wait for a packet: a server that sends byte after byte never exceeds it.
+    """
+
+    def __init__(self, request: urllib.request.Request, seconds: float) -> None:
+        super().__init__(daemon=True)
+        self._request, self._seconds = request, seconds
+        self._connections = _Connections()
+        self._response: http.client.HTTPResponse | None = None
+        self._content = b""
+        self._parsed: Any = None
+        self._failure: Exception | None = None
+
+    def answer(self) -> Any:
+        """Runs the exchange. Raises _Refused, UnusableAnswer, HTTPException or OSError."""
+        self.start()
+        self.join(self._seconds)
+        failure, response = self._failure, self._response
+        if self.is_alive():
+            failure = TimeoutError(f"no whole answer in {self._seconds:g} s")
+            self._connections.end()
+        if response is not None and not 200 <= response.status < 300:
+            text = response.headers["Location"] or self._content.decode("utf-8", "replace")
+            raise _Refused(
+                response.status, text.strip() or response.reason, response.headers["Retry-After"] or ""
+            )
+        if failure is not None:
+            raise failure
+        return self._parsed
+
+    def run(self) -> None:
+        opener = urllib.request.build_opener(self._connections, _AnyStatus)
         try:
-            return json.loads(b"".join(parts))
-        except ValueError as error:
-            raise UnusableAnswer("the answer is not JSON") from error
+            with opener.open(self._request, timeout=self._seconds) as response:
+                self._response = response
+                self._content = response.read(_MOST_BYTES + 1)
+            if len(self._content) > _MOST_BYTES:
+                raise UnusableAnswer(f"the answer has more than {_MOST_BYTES:,} bytes")
+            try:
+                self._parsed = json.loads(self._content)
+            except (ValueError, RecursionError):  # RecursionError: brackets in brackets in brackets
+                raise UnusableAnswer("the answer is not JSON") from None
+        except Exception as error:  # `answer` raises it in the thread that waits
+            self._failure = error
+
+
+class _AnyStatus(urllib.request.HTTPErrorProcessor):
+    """Passes every answer on. So redirects are not followed, and the API key goes to no other server."""
+
+    def http_response(self, request: urllib.request.Request, response: Any) -> Any:
+        return response
+
+    https_response = http_response
+
+
+class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens connections that another thread can end."""
+
+    def __init__(self) -> None:
+        super().__init__(context=_tls())
+        self._sockets: list[socket.socket] = []
+        self._is_over = False
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        kind = functools.partial(self._connection, http.client.HTTPConnection)
+        return self.do_open(kind, request)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        kind = functools.partial(self._connection, http.client.HTTPSConnection)
+        return self.do_open(kind, request, context=_tls())
+
+    def _connection(self, kind: Callable[..., Any], host: str, **options: Any) -> Any:
+        connection = kind(host, **options)
+        connection.response_class = self._response  # called when a request is sent
+        return connection
+
+    def _response(self, connected: socket.socket, **options: Any) -> http.client.HTTPResponse:
+        self._sockets.append(connected)
+        if self._is_over:
+            raise TimeoutError
+        return http.client.HTTPResponse(connected, **options)
+
+    def end(self) -> None:
+        self._is_over = True
+        for connected in self._sockets:
+            with contextlib.suppress(OSError):  # it has ended already
+                connected.shutdown(socket.SHUT_RDWR)
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 def api_key(variable: str | None, recipe_key: str) -> str | None:
@@ -177,10 +288,3 @@ def one_line(error: Exception) -> str:
 
 def _without(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in names}
-
-
-def _error_text(error: urllib.error.HTTPError) -> str:
-    text = b""
-    with error, contextlib.suppress(OSError, http.client.HTTPException):  # the text may stall or break off
-        text = error.read(_MOST_READ_BYTES)
-    return " ".join(text.decode("utf-8", "replace").split()) or str(error.reason)

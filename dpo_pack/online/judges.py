@@ -196,5 +196,5 @@ def _read_verdict(answer: Any) -> float:
         raise UnusableAnswer("no message in the answer") from None
     verdict = _VERDICT.match(text) if isinstance(text, str) else None
     if verdict is None:
-        raise UnusableAnswer(f"neither A, B nor T: {str(text)[:60]!r}")
+        raise UnusableAnswer(f"neither A, B nor T: {text!r}")
     return _WINS[verdict.group(1).lower()]

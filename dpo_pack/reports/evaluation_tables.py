@@ -64,7 +64,8 @@ def render_comparisons(
         title = f"{name}: {one['pairs']:,} pairs"
         console.print(terminal_table(title, Cells(("", "A", "B", "B - A", "interval"), rows), no_wrap=True))
         _print_parts(difference, console, sign="+")
-    console.print(f"A: {models[0]}\nB: {models[1]}")
+    console.print(f"A: {models[0]}")
+    console.print(f"B: {models[1]}")
     console.print(f"{_INTERVALS}; those of B - A over each pair's own difference")
 
 

@@ -43,6 +43,7 @@ from dpo_pack.system.console import format_seconds
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import discard
 from dpo_pack.system.memory import keep_freed_memory
+from dpo_pack.system.output import printable
 from dpo_pack.training.optim import check_optimizer
 from dpo_pack.training.references import LiveReference, Sync
 
@@ -120,7 +121,7 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Co
         def progress(what: str, done: int, total: int | None) -> None:
             nonlocal line_shown
             text = f"{what}: {done:,}{f' of {total:,}' if total else ''} rows"
-            status.update(text)
+            status.update(printable(text))
             if not console.is_terminal and time.monotonic() - line_shown > 10.0:
                 console.print(text)
                 line_shown = time.monotonic()

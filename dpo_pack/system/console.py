@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from dpo_pack.system.output import printable, unguarded
 
 # Without a terminal a progress bar would fill the log. One line in this time shows that work goes on.
 _LINE_EVERY_SECONDS = 10.0
@@ -17,7 +21,14 @@ _LINE_EVERY_SECONDS = 10.0
 def make_console(*, quiet: bool = False) -> Console:
     """Returns the console of a command. Only rank 0 prints; all other ranks are `quiet`."""
     # Names and paths may contain brackets, which rich would read as markup.
-    return Console(quiet=quiet, highlight=False, soft_wrap=True, markup=False)
+    return _Console(file=unguarded(sys.stdout), quiet=quiet, highlight=False, soft_wrap=True, markup=False)
+
+
+class _Console(Console):
+    """Shows strings, also those in tables, without the control characters that names in them may have."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
 
 
 @contextlib.contextmanager
@@ -34,7 +45,7 @@ def progress_bar(
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(description, total=total, rate="")
+            task = progress.add_task(printable(description), total=total, rate="")
             begun = time.monotonic()
 
             def advance(count: int) -> None:

@@ -11,7 +11,6 @@ import errno
 import json
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpo_pack.system.errors import DpoPackError, is_out_of_memory
-from dpo_pack.system.interrupts import STOP_SIGNALS, Interrupted
+from dpo_pack.system.interrupts import Interrupted, taken_signals
+from dpo_pack.system.output import complain
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -69,10 +69,6 @@ def ending_of(error: BaseException) -> Ending:
     return Ending(message=None, exit_status=OUR_BUG)
 
 
-def complain(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
 def _out_of_memory(message: str) -> str:
     """Returns torch's text about the failed allocation, and settings that make allocations smaller."""
     sentences = message.strip().partition("\n")[0].split(". ")
@@ -120,7 +116,7 @@ def settle_failure(error: BaseException, *, rank: int, num_ranks: int, store: St
 def end_soon(error: BaseException) -> None:
     """Sets an alarm that ends this process in 60 seconds; after an interruption, ignores stop signals."""
     is_interruption = ending_of(error).is_interruption
-    for number in STOP_SIGNALS:
+    for number in taken_signals():
         signal.signal(number, signal.SIG_IGN if is_interruption else signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_SECONDS_TO_END)

@@ -1,4 +1,4 @@
-"""Handles stop signals: Ctrl-C, SIGTERM, and SIGUSR1, by which schedulers announce preemption.
+"""Handles stop signals: Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, by which schedulers announce preemption.
 
 The first signal stops the command at once, except in a `deferred` block, where work could be lost. There the
 signal waits until every rank has called `poll`, at a point where all ranks may stop. A second signal stops
@@ -10,13 +10,15 @@ the command at once in every part of the program. Signals within SAME_REQUEST_SE
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Launcher and terminal may each send a signal for one Ctrl-C. Signals within this time are one request.
 SAME_REQUEST_SECONDS = 1.0
 
@@ -24,14 +26,14 @@ SAME_REQUEST_SECONDS = 1.0
 class Interrupted(BaseException):
     """The user or the scheduler asked the run to stop; `exit_status` is the shell's convention.
 
-    SIGUSR1 gives the exit status of SIGTERM. This class, like KeyboardInterrupt, is no Exception: libraries
-    retry after an Exception, or report it as their own failure.
+    SIGUSR1 and SIGHUP give the exit status of SIGTERM. This class, like KeyboardInterrupt, is no Exception:
+    libraries retry after an Exception, or report it as their own failure.
     """
 
     def __init__(self, signum: int, *, is_urgent: bool = False) -> None:
         """`is_urgent`: a second signal came, so the process must not save anything or wait for anything."""
         super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.exit_status = 128 + (signal.SIGTERM if signum == signal.SIGUSR1 else signum)
+        self.exit_status = 128 + (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
         self.is_urgent = is_urgent
 
 
@@ -104,12 +106,33 @@ def recorded() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP:
+            _leave_lost_terminal()
+        handler(signum, frame)
+
+    before = {number: signal.signal(number, handle) for number in taken_signals()}
     try:
         yield
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def taken_signals() -> list[signal.Signals]:
+    """Returns the stop signals, without SIGHUP if it is ignored: nohup starts commands so."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if not (number == signal.SIGHUP and is_ignored)]
+
+
+def _leave_lost_terminal() -> None:
+    """Discards further output if the terminal is gone: else each print would fail, and the save after it."""
+    for descriptor in (1, 2):  # stdout and stderr
+        with contextlib.suppress(OSError):  # it is closed
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, descriptor)
+                os.close(null)
 
 
 @contextlib.contextmanager

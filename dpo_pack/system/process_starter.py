@@ -23,8 +23,9 @@ from collections.abc import Mapping, Sequence
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed's, with its types
 
-from dpo_pack.system.endings import OUR_BUG, complain
+from dpo_pack.system.endings import OUR_BUG
 from dpo_pack.system.interrupts import Interrupted, held_back, recorded
+from dpo_pack.system.output import complain
 from dpo_pack.system.placement import Placement
 
 PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; reading it ends when the parent has ended
@@ -41,8 +42,8 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     """Runs `command` as ranks 0 to `num_ranks` - 1 on this node until all have ended; returns an exit status.
 
     The status is that of the rank that failed first. If a rank was killed, this function prints a message and
-    returns 1. The first SIGINT, SIGTERM or SIGUSR1 is sent once to every rank; a second signal ends all ranks
-    at once. Raises Interrupted after a second signal, or if no rank could report the first one.
+    returns 1. The first stop signal is sent once to every rank; a second one ends all ranks at once. Raises
+    Interrupted after a second signal, or if no rank could report the first one.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = _environment(num_ranks)

@@ -90,6 +90,25 @@ def test_more_processes_than_devices_on_a_node_are_refused(monkeypatch: pytest.M
     assert wanted_processes(load(), eight) == 16
 
 
+def test_one_process_that_a_launcher_started_says_that_it_uses_one_of_the_devices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*overrides: str) -> str:
+        with launch.on_every_rank(load(*overrides)) as console:
+            console.print("begun")
+        return capsys.readouterr().out
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with_devices(monkeypatch, 4)
+    assert told().startswith(
+        "Note: one of 4 visible GPUs is used, because the launcher has started one process"
+    )
+    assert told("distributed.num_processes=1") == "begun\n"
+    with_devices(monkeypatch, 1)
+    assert told() == "begun\n"
+
+
 def test_from_python_several_processes_are_not_started_behind_the_caller_s_back(tmp_path: Path) -> None:
     recipe = load_recipe(tiny_run(tmp_path), [TWO])
     with pytest.raises(RecipeError, match="num_processes: 2 are asked for, but this is 1"):
@@ -233,6 +252,25 @@ def test_other_launchers_start_the_same_command(launcher: list[str], recipe: Pat
     assert out.count("sequences reused") == 1
     parts = list((recipe.parent / "cache").rglob("part-*.parquet"))
     assert len(parts) == 2, "each of two processes wrote its own"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_killed_rank_is_recovered_by_torchrun_itself_and_the_run_is_the_same(
+    recipe: Path, start: Start
+) -> None:
+    saving = ("packing.pairs_per_step=2", "train.max_steps=6", "checkpoint.every_steps=1", TWO)
+    straight = start([*DPOPACK, "train", recipe, "output_dir=${recipe_dir}/straight", *saving])
+    _, err = straight.communicate(timeout=180)
+    assert straight.returncode == 0, err
+    killed = start([*TORCHRUN, "--max-restarts", "1", PROBE[1], "killed-train", recipe, *saving])
+    out, err = killed.communicate(timeout=240)
+    assert killed.returncode == 0, err
+    assert "Going on after step" in out and "Done: 6 steps" in out
+    weights, expected = (
+        (recipe.parent / run / "model" / "model.safetensors").read_bytes() for run in ("run", "straight")
+    )
+    assert weights == expected
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from support.tiny_online import online_recipe
 from support.tiny_tokenizer import tiny_tokenizer
 from test_online_judges import ROLLOUTS, rollout
 
-from dpo_pack.online.endpoint import Endpoint, api_key
+from dpo_pack.online.endpoint import Endpoint, _Exchange, api_key
 from dpo_pack.online.http_generator import HttpGenerator
 from dpo_pack.online.interface import Completion, Failure
 from dpo_pack.online.judges import LlmJudge
@@ -103,7 +103,7 @@ def test_a_stop_string_is_what_ended_a_completion_and_one_that_was_cut_has_no_en
     assert [c.is_finished for c in result] == [True, True, False]
 
 
-@pytest.mark.parametrize("fault", ["500", "503", "429", "408", "garbage", "nonsense", "hang up"])
+@pytest.mark.parametrize("fault", ["500", "503", "429", "408", "garbage", "nonsense", "brackets", "hang up"])
 def test_what_may_pass_is_asked_again_and_nothing_is_lost(fault: str) -> None:
     with serving(Stub(completions(words))) as calm:
         expected = texts(generator(calm).generate(DRAWS))
@@ -112,13 +112,74 @@ def test_what_may_pass_is_asked_again_and_nothing_is_lost(fault: str) -> None:
     assert len(stub.requests) == 6 and None not in expected
 
 
-@pytest.mark.parametrize("fault", ["stall", "trickle"])
+@pytest.mark.parametrize("fault", ["stall", "trickle", "headers"])
 def test_a_stalled_answer_counts_as_failed_after_the_timeout(fault: str) -> None:
-    with serving(Stub(completions(words), faults=[fault], stall_seconds=0.6)) as stub:
+    with serving(Stub(completions(words), faults=[fault], stall_seconds=2.0)) as stub:
         begun = time.monotonic()
         results = generator(stub, timeout_seconds=0.2).generate(DRAWS[:1])
         assert None not in texts(results) and len(stub.requests) == 2
-        assert time.monotonic() - begun < 5.0
+        assert time.monotonic() - begun < 1.5
+        while threads_that_ask():
+            assert time.monotonic() - begun < 1.5  # the connection was ended, not only forgotten
+            time.sleep(0.01)
+
+
+def threads_that_ask() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, _Exchange)]
+
+
+def test_a_host_name_that_nobody_resolves_takes_no_longer_than_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **options: released.wait(10.0))
+    with serving(Stub(completions(words))) as stub:
+        begun = time.monotonic()
+        (result,) = generator(stub, timeout_seconds=0.1, retries=0).generate(DRAWS[:1])
+        took = time.monotonic() - begun
+        released.set()
+    assert isinstance(result, Failure) and "no whole answer in 0.1 s" in result.reason and took < 1.0
+
+
+def test_an_answer_of_too_many_bytes_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpo_pack.online.endpoint._MOST_BYTES", 10_000)
+    with serving(Stub(completions(words), faults=["flood"])) as stub:
+        (result,) = generator(stub, retries=0).generate(DRAWS[:1])
+    assert isinstance(result, Failure) and "more than 10,000 bytes" in result.reason
+
+
+def test_a_redirect_is_not_followed_so_that_no_other_server_gets_the_key() -> None:
+    with serving(Stub(completions(words))) as other:
+        target = f"{other.url}/completions"
+        with (
+            serving(Stub(completions(words), faults=[f"redirect {target}"])) as stub,
+            pytest.raises(RunError, match=rf"HTTP 302: {target} \(a redirect, which is not followed\)"),
+        ):
+            generator(stub).generate(DRAWS[:1])
+    assert len(stub.requests) == 1 and other.requests == []
+
+
+@pytest.mark.parametrize("fault", ["echo 3", "echo 190", "echo 1980", "status-line"])
+@pytest.mark.parametrize("key", ["secret", 'se"cr/et'])
+def test_no_message_holds_the_api_key_nor_a_part_of_it(fault: str, key: str) -> None:
+    with serving(Stub(completions(words), faults=[fault])) as stub:
+        asking = replace(endpoint(stub, retries=0), api_key=key)
+        (result,) = replace(generator(stub), endpoint=asking).generate(DRAWS[:1])
+    assert isinstance(result, Failure) and "Bearer se" not in result.reason
+    assert key not in repr(asking)
+    if fault in ("echo 3", "status-line"):
+        assert "Bearer [API key]" in result.reason
+
+
+def test_a_verdict_that_quotes_the_api_key_is_shown_without_it() -> None:
+    def echoes(path: str, body: dict[str, Any]) -> Any:
+        return {"choices": [{"message": {"content": " no letter, but your key: 'se\"cr/et'"}}]}
+
+    with serving(Stub(echoes)) as stub:
+        asking = replace(endpoint(stub, retries=0), api_key="'se\"cr/et'")
+        (result,) = LlmJudge(endpoint=asking).score([rollout("x", "aa", "b")])
+    assert isinstance(result, Failure) and result.reason.count("[API key]") == 1
+    assert "neither A, B nor T" in result.reason and "cr/et" not in result.reason
 
 
 def test_who_fails_to_the_end_fails_alone_with_a_reason_in_one_line() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ import dpo_pack.run.evaluation as evaluate_module
 import dpo_pack.system.interrupts as interrupts
 import dpo_pack.train as train_module
 from dpo_pack.recipe.load import Recipe
+from dpo_pack.system.endings import end_soon
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.train import train
@@ -35,9 +40,9 @@ TERM = signal.SIGTERM
 
 @pytest.fixture(autouse=True)
 def _handlers_are_restored() -> Iterator[None]:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    before = [signal.getsignal(number) for number in interrupts.STOP_SIGNALS]
     yield
-    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    after = [signal.getsignal(number) for number in interrupts.STOP_SIGNALS]
     assert after == before
 
 
@@ -68,11 +73,53 @@ def signal_at(
 # --------------------------------------------------------------------------------------- one signal, or two
 
 
-@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 143), ("SIGHUP", 143)]
+)
 def test_a_signal_raises_at_once_where_nothing_defers_it(number: str, status: int) -> None:
     with pytest.raises(Interrupted, match=number) as caught, interruptible():
         signal.raise_signal(signal.Signals[number])
     assert caught.value.exit_status == status and not caught.value.is_urgent
+
+
+def test_sighup_that_was_ignored_at_the_start_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with interruptible() as interruption, interrupts.recorded() as received:
+            signal.raise_signal(signal.SIGHUP)
+            end_soon(ValueError())
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert interruption.signum is None and received == []
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGHUP, before)
+
+
+SAVING = """
+import fcntl, pathlib, sys, termios, time
+from dpo_pack.system.console import make_console
+from dpo_pack.system.interrupts import interruptible
+from dpo_pack.system.output import complain
+with interruptible() as interruption, interruption.deferred():
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the end of this terminal is a signal for this process
+    print("ready", flush=True)
+    while interruption.signum is None:
+        time.sleep(0.01)
+    make_console().print("saving")
+    complain("stopped")
+    pathlib.Path(sys.argv[1]).write_text(str(interruption.signum))
+"""
+
+
+def test_a_run_whose_terminal_is_closed_can_still_print_and_save(tmp_path: Path) -> None:
+    ours, its = pty.openpty()
+    command = [sys.executable, "-c", SAVING, str(tmp_path / "saved")]
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True)
+    os.close(its)
+    assert b"ready" in os.read(ours, 1000)
+    os.close(ours)
+    assert process.wait(30.0) == 0
+    assert (tmp_path / "saved").read_text() == str(int(signal.SIGHUP))
 
 
 def test_a_deferred_signal_waits_for_the_poll() -> None:

@@ -42,6 +42,11 @@ def serving(stub: Stub) -> Iterator[Stub]:
     """Runs the stub on a free local port."""
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            with stub.lock:
+                stub.requests.append({"path": self.path, "key": self.headers.get("Authorization")})
+            self._send(200, b"{}")
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with stub.lock:
@@ -62,6 +67,29 @@ def serving(stub: Stub) -> Iterator[Stub]:
                 time.sleep(stub.stall_seconds if then == "stall" else 0.0)
             elif fault == "stall":
                 time.sleep(stub.stall_seconds)
+            elif fault == "headers":  # one after the other, without end
+                self.send_response(200)
+                for number in range(int(stub.stall_seconds / 0.05)):
+                    self.send_header(f"X-{number}", "")
+                    self.flush_headers()
+                    time.sleep(0.05)
+            elif fault == "flood":
+                self.send_response(200)
+                self.end_headers()
+                while True:  # until the client hangs up
+                    self.wfile.write(b" " * 4096)
+            elif fault == "brackets":
+                self._send(200, b"[" * 100_000)
+            elif status == "redirect":
+                self.send_response(302)
+                self.send_header("Location", then)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+            elif status == "echo":  # of the API key, `then` more characters before it
+                content = "." * int(then) + str(self.headers["Authorization"])
+                self._send(500, content.encode())
+            elif status == "status-line":
+                self.wfile.write(f"HTTP/1.1 {self.headers['Authorization']}\r\n\r\n".encode())
             elif fault == "trickle":
                 self.send_response(200)
                 self.end_headers()

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dpo_pack.system import process_starter
-from dpo_pack.system.interrupts import Interrupted
+from dpo_pack.system.interrupts import STOP_SIGNALS, Interrupted
 from dpo_pack.system.process_starter import start_ranks
 
 # A rank that says that it is ready, and does what it is told when a stop signal comes.
@@ -125,7 +125,8 @@ def test_a_killed_rank_is_named_and_nothing_is_left_of_the_others(
 
 
 @pytest.mark.parametrize(
-    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
+    ("signum", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)],
 )
 def test_a_signal_reaches_every_rank_once_and_they_may_take_their_time(
     tmp_path: Path, signum: int, status: int, monkeypatch: pytest.MonkeyPatch
@@ -159,9 +160,9 @@ def test_ranks_that_a_signal_ends_before_they_can_tell_are_told_of(tmp_path: Pat
 
 
 def test_signals_are_the_caller_s_again_afterwards() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     start_ranks(shell("exit 0"), 2)
-    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    assert before == [signal.getsignal(number) for number in STOP_SIGNALS]
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 

@@ -1,0 +1,64 @@
+"""Where text leaves the process. Control characters in names and answers never reach a terminal or a log.
+
+Otherwise the name of a file could clear the screen, or overwrite or add a line. `say`, `complain` and the
+console (console.py) print our lines with such characters as escapes. `guard_output` does the same to what
+libraries, warnings and tracebacks print.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+_OF_PROGRESS_BARS = re.compile(r"(\x1b\[A|[\n\r\t])")  # bars of libraries overwrite a line and move up
+
+
+def printable(text: str) -> str:
+    r"""Returns the text with an escape, such as \x1b or \n, for each character that cannot be printed."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def say(line: str) -> None:
+    """Prints a line to stdout."""
+    print(printable(line))
+
+
+def complain(line: str) -> None:
+    """Prints a line to stderr."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def guard_output() -> None:
+    """From now on, escapes control characters in all that Python code writes to stdout and stderr."""
+    sys.stdout, sys.stderr = _guarded(sys.stdout), _guarded(sys.stderr)
+
+
+def unguarded(stream: Any) -> Any:
+    """Returns the stream to which a program may write control characters of its own, such as colours."""
+    return stream.stream if isinstance(stream, _Guarded) else stream
+
+
+def _guarded(stream: Any) -> Any:
+    return _Guarded(unguarded(stream))
+
+
+class _Guarded:
+    """A text stream that makes what is written printable; in all else it is the stream itself."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        pieces = _OF_PROGRESS_BARS.split(text)  # every second piece is what the pattern matched
+        pieces[::2] = map(printable, pieces[::2])
+        self.stream.write("".join(pieces))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
