@@ -2,13 +2,16 @@
 
 A row is a mapping from column names to values. `data.*.columns` has already renamed its columns. A format is
 one value in FORMATS, at the end of this file. A new format needs its functions, its entry in FORMATS and its
-fields in FIELDS_OF_FORMAT of recipe/data.py. A test compares FORMATS with FIELDS_OF_FORMAT.
+fields in FIELDS_OF_FORMAT of recipe/data.py. A test compares FORMATS with FIELDS_OF_FORMAT. An option of a
+format is a key of SourceRecipe, in recipe/data.py too.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from dpo_pack.recipe.schema import SourceRecipe
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
@@ -39,8 +42,13 @@ class Format:
     completion_columns: tuple[str, str]  # a source without these columns has no pairs
     prompt_column: str | None = None  # a source that has only this column has prompts
     matches: Callable[[Row], bool]  # True if `format: auto` may choose this format for the row
-    pair: Callable[[Row], Pair]  # reads a pair; raises BadRow
-    prompt: Callable[[Row], Pair]  # reads a prompt, as a Pair without completions; raises BadRow
+    options: tuple[str, ...] = ()  # keys of SourceRecipe that `pair` and `prompt` get by name, after the row
+    pair: Callable[..., Pair]  # reads a pair; raises BadRow
+    prompt: Callable[..., Pair]  # reads a prompt, as a Pair without completions; raises BadRow
+
+    def options_of(self, source: SourceRecipe) -> dict[str, Any]:
+        """Returns the values of the format's options in the recipe of a source."""
+        return {option: getattr(source, option) for option in self.options}
 
 
 class BadRow(Exception):

@@ -150,7 +150,7 @@ class _Ingestion:
         self.row_word, self.is_columnar = opened.row_word, opened.columns is not None
         with closing(opened.rows):
             self.format, rows = self._known_format(opened)
-            settings = TokenizationSettings.of(self.data, self.format, self.completion_tokens)
+            settings = TokenizationSettings.of(self.data, self.source, self.format, self.completion_tokens)
             check_tokenizer(self.tokenizer, settings, self.located.label)
             num_workers = 0 if self.data.num_workers == "auto" else self.data.num_workers
             batches = tokenize_rows(
@@ -190,8 +190,9 @@ class _Ingestion:
                     raise row
                 name = detect_format(row)
                 likely = likely or name
-                read = FORMATS[name].pair if self.completion_tokens is None else FORMATS[name].prompt
-                read(row)
+                format = FORMATS[name]
+                read = format.pair if self.completion_tokens is None else format.prompt
+                read(row, **format.options_of(self.source))
             except BadRow as bad:
                 if self.data.on_bad_row == "error":
                     self._stop(number, bad)

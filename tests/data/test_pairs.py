@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data import ingest
+from dpo_pack.data.formats import FORMATS, Pair, Row
 from dpo_pack.data.keys import content_key
 from dpo_pack.data.load import load_data
 from dpo_pack.data.locating import locate_source
@@ -164,6 +166,26 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_ch
             "tokenizer": "tokenizer",
         }
     )
+
+
+def test_a_format_gets_the_options_that_it_names_and_another_value_is_tokenised_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PrefixedSource(SourceRecipe):
+        prefix: str = ""
+
+    def prefixed(row: Row, *, prefix: str) -> Pair:
+        return Pair(prompt=prefix + row["prompt"], chosen=row["chosen"], rejected=row["rejected"])
+
+    format = replace(FORMATS["preference"], options=("prefix",), pair=prefixed)
+    monkeypatch.setitem(FORMATS, "preference", format)
+    path = write(tmp_path / "a.jsonl", rows(0))
+    prompts = []
+    for prefix in ("Q: ", "Ask: "):
+        data = DataRecipe(train=(PrefixedSource(path=path, prefix=prefix),))
+        splits = load_data(data, tokenizer=TOKENIZER, seed=0, cache_dir=tmp_path / "cache")
+        prompts.append(TOKENIZER.decode(splits.train.prompt(0)))
+    assert prompts == ["Q: q0", "Ask: q0"]
 
 
 def test_another_system_prompt_is_tokenised_anew(tmp_path: Path) -> None:
