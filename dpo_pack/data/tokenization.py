@@ -21,7 +21,7 @@ from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids for the same rows.
-TOKENIZATION_VERSION = 2
+TOKENIZATION_VERSION = 3
 
 # The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
 _ENCODE_CHARS = 1 << 21

@@ -140,15 +140,21 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Co
         f"Data: {data.train.num_pairs:,} pairs to train on{', ' + held_out if held_out else ''}; "
         f"{format_seconds(time.monotonic() - begun)}"
     )
-    _print_dropped(data, console)
+    _print_sources(data, console)
     return data
 
 
-def _print_dropped(data: DataSplits, console: Console) -> None:
-    for source in data.report["train"]["sources"]:
+def _print_sources(data: DataSplits, console: Console) -> None:
+    """Prints the rows that are left out of each source, by reason, and the columns that are not read."""
+    held_out = (held["source"] for held in data.report["eval"].values() if "source" in held)
+    for source in (*data.report["train"]["sources"], *held_out):
         dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in source["dropped"].items())
         if dropped:
             console.print(f"  left out of {source['name']}, {source['rows_read']:,} rows: {dropped}")
+        if source["columns_not_read"]:
+            console.print(
+                f"  columns of {source['name']} that are not read: {', '.join(source['columns_not_read'])}"
+            )
 
 
 def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:
@@ -164,7 +170,7 @@ def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console:
     assert data.prompts is not None
     held_out = ", ".join(f"{len(prompts):,} held out ({name})" for name, prompts in data.prompts.eval.items())
     console.print(f"Data: {len(data.prompts.train):,} prompts to answer{', ' + held_out if held_out else ''}")
-    _print_dropped(data, console)
+    _print_sources(data, console)
     return data
 
 

@@ -85,7 +85,9 @@ def test_a_prompt_leaves_room_for_its_completion_or_is_dropped_cut_or_refused(tm
     assert source["dropped"] == {"too_long": {"rows": 1, "line_numbers": [2]}} and source["rows_read"] == 2
     cut = train_prompts(prompts(tmp_path, rows, truncation="prompt_left"))
     assert [len(p.ids) for p in cut] == [len(tiny_tokenizer()("a b c")["input_ids"]), 64 - 16]
-    with pytest.raises(DataError, match=r"prompts\.jsonl line 2: .*data\.max_length is 64; raise"):
+    with pytest.raises(
+        DataError, match=r"prompts\.jsonl line 2: .*data\.max_length is 64; too_long: 1 of 2 rows; raise"
+    ):
         prompts(tmp_path, rows, truncation="error")
 
 
