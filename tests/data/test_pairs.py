@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import io
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data import ingest
@@ -25,7 +27,9 @@ from dpo_pack.data.keys import content_key
 from dpo_pack.data.load import load_data
 from dpo_pack.data.locating import locate_source
 from dpo_pack.data.splits import DataSplits, split_by_prompt
+from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
+from dpo_pack.run.prepare import prepare_data
 from dpo_pack.system.errors import CacheError, DataError, DpoPackError, RecipeError
 
 TOKENIZER = tiny_tokenizer()
@@ -513,6 +517,28 @@ def test_a_datasets_column_of_images_is_refused(tmp_path: Path) -> None:
     features = datasets.Features({**columns, "seen": datasets.Sequence(datasets.Image())})
     datasets.Dataset.from_list([{**rows(0)[0], "seen": []}], features).save_to_disk(tmp_path / "saved")
     assert "column 'seen' has images, video or audio" in refused(tmp_path, str(tmp_path / "saved"))
+
+
+def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_out_sources(
+    tmp_path: Path, console: Console
+) -> None:
+    noted = [{**row, "id": row["prompt"], "note": "n"} for row in rows(0, 1)]
+    train = write(tmp_path / "a.jsonl", [*noted, {**noted[0], "chosen": " "}])
+    dev = write(tmp_path / "dev.jsonl", [*noted, {**noted[0], "chosen": None}])
+    data = {"train": train, "eval": dev, "on_bad_row": "skip"}
+    model = {"path": str(tmp_path / "no-model")}
+    recipe = parse_recipe({"output_dir": str(tmp_path / "run"), "model": model, "data": data})
+    for _ in range(2):  # the second start reads the cache
+        prepare_data(recipe, TOKENIZER, console)
+        assert isinstance(console.file, io.StringIO)
+        printed = console.file.getvalue().splitlines()
+        assert printed[1:5] == [
+            "  left out of a, 3 rows: 1 empty_completion",
+            "  columns of a that are not read: id, note",
+            "  left out of dev, 3 rows: 1 wrong_type",
+            "  columns of dev that are not read: id, note",
+        ]
+        console.file.seek(0)
 
 
 def test_the_format_is_detected_past_bad_rows_and_reported(tmp_path: Path) -> None:
