@@ -142,22 +142,22 @@ def detect_format(row: Row) -> str:
     return next(name for name, format in FORMATS.items() if format.matches(row))
 
 
-def possible_prompts(rows: Sequence[Row], *, beside: Container[str | None]) -> list[str]:
-    """Returns the columns that may be the prompts of rows without a prompt column, except those in `beside`.
+def texts_of_columns(rows: Sequence[Row], *, beside: Container[str | None]) -> dict[str, list[str]]:
+    """Returns the texts in the columns that have some, except those in `beside`.
 
-    These are the columns with text, at any depth of their values, which numbers are not. A column of ids or
-    categories is no prompt; docs/data.md says how such columns are told from prompts.
+    Texts are found at any depth of lists and objects. Numbers and blanks are no texts.
     """
     texts: dict[str, list[str]] = {}
     for row in rows:
         for column, value in row.items():
-            if column not in beside:
-                texts.setdefault(column, []).extend(filter(_is_text, _strings(value)))
-    return [column for column, found in texts.items() if found and not _are_labels(found)]
+            found = [] if column in beside else [text for text in _strings(value) if _is_text(text)]
+            if found:
+                texts.setdefault(column, []).extend(found)
+    return texts
 
 
-def _are_labels(texts: Sequence[str]) -> bool:
-    """Returns True for many single words that repeat, or that have digits or signs. Chinese has no spaces."""
+def are_labels(texts: Sequence[str]) -> bool:
+    """Returns True if the texts are ids or categories; docs/data.md has the rule and its reasons."""
     if len(texts) < _FEWEST_LABELS or not all(text.isascii() and len(text.split()) == 1 for text in texts):
         return False
     return 2 * len(set(texts)) <= len(texts) or not any(map(str.isalpha, texts))

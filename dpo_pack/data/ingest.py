@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, BadRow, detect_format, possible_prompts
+from dpo_pack.data.formats import FORMATS, BadRow, are_labels, detect_format, texts_of_columns
 from dpo_pack.data.keys import content_key
 from dpo_pack.data.locating import LocatedSource, locate_source
 from dpo_pack.data.readers import NumberedRow, OpenRows
@@ -133,7 +133,6 @@ class _Ingestion:
     format: str = ""
     row_word: str = "row"
     columns: Mapping[str, None] = field(default_factory=dict)  # of the source, see OpenRows
-    is_columnar: bool = False
     infers_prompts: bool = False  # the prompts are what chosen and rejected begin with
     num_rows: int = 0
     num_kept: int = 0
@@ -149,8 +148,7 @@ class _Ingestion:
     def batches(self, progress: Progress) -> Iterator[TokenizedBatch]:
         """Yields the rows as tokens. Raises DataError at a row that stops the run, and if no row is left."""
         opened = self.located.open()
-        self.row_word, self.is_columnar = opened.row_word, opened.is_columnar
-        self.columns = opened.columns
+        self.row_word, self.columns = opened.row_word, opened.columns
         with closing(opened.rows):
             self.format, rows = self._known_format(opened)
             rows = self._with_known_prompts(opened, rows)
@@ -222,9 +220,13 @@ class _Ingestion:
         if prompt in columns:
             return map(self._with_prompt, rows)
         completions = [self.source.columns.get(column, column) for column in format.completion_columns]
-        if self.completion_tokens is None and not columns.keys() >= set(completions):
-            return rows  # each row will be refused, because it has no completions
-        possible = possible_prompts(first_rows, beside=self._columns_read)
+        is_pair = self.completion_tokens is None
+        if prompt != "prompt" or (is_pair and not columns.keys() >= set(completions)):
+            return rows  # each row will be refused, because it lacks a column that it must have
+        read = {*format.columns, *self._columns_read}
+        texts = texts_of_columns(first_rows, beside=read)
+        possible = [column for column in texts if not are_labels(texts[column])]
+        possible.sort(key=lambda column: -len(set(texts[column])))  # questions differ, system prompts do not
         if possible:
             names = " or ".join(map(repr, possible))
             raise DataError(
@@ -233,7 +235,7 @@ class _Ingestion:
                 "{prompt: null} if chosen and rejected begin with the prompt"
             )
         self.infers_prompts = True
-        known = {*chain.from_iterable(first_rows), *format.columns}
+        known = {*read, *texts}
         return (self._without_new_texts(row, known) for row in rows)
 
     def _with_prompt(self, numbered: NumberedRow) -> NumberedRow:
@@ -247,10 +249,10 @@ class _Ingestion:
         number, row = numbered
         if isinstance(row, BadRow) or "prompt" in row:
             return numbered
-        possible = possible_prompts([row], beside=known)
-        if not possible:
+        texts = texts_of_columns([row], beside=known)
+        if not texts:
             return numbered
-        return number, BadRow("missing_column", f"no column 'prompt', and {possible[0]!r} may be it")
+        return number, BadRow("missing_column", f"no column 'prompt', and {next(iter(texts))!r} may be it")
 
     def _count(self, batch: TokenizedBatch) -> None:
         for number, bad in batch.dropped:
@@ -268,17 +270,12 @@ class _Ingestion:
     def _stops_run(self, reason: str) -> bool:
         if reason in _TRUNCATION_REASONS:
             return self.data.truncation == "error"
-        return self.data.on_bad_row == "error" or self._is_fault_of_source(reason)
+        if self.infers_prompts and reason == "no_common_prompt" and self._is_in_most_rows(reason):
+            return True  # the common beginnings of the other rows are not their prompts either
+        return self.data.on_bad_row == "error"
 
-    def _is_fault_of_source(self, reason: str) -> bool:
-        """Returns True if the source is wrong and not single rows of it, so that no row can be trusted.
-
-        A columnar source lacks a column in every row. If most texts have no common beginning, then the
-        common beginnings of the others are not their prompts.
-        """
-        if reason == "no_common_prompt" and self.infers_prompts:
-            return 2 * self.dropped_counts[reason] > self.num_rows
-        return reason == "missing_column" and self.is_columnar
+    def _is_in_most_rows(self, reason: str) -> bool:
+        return 2 * self.dropped_counts[reason] > self.num_rows
 
     def _check_rows(self, which: str = "") -> None:
         """Raises DataError if dropped rows stop the run: with the first one and the number of each kind."""
@@ -286,12 +283,11 @@ class _Ingestion:
         if not stopping:
             return
         number, bad = self.first_dropped[stopping[0]]
-        count = self.dropped_counts[bad.reason]
         remedy = self._remedy(bad) or "mend the rows"
         # Who skips most rows of a source does not see what is wrong with it.
-        if bad.reason not in _TRUNCATION_REASONS and 2 * count <= self.num_rows:
+        if bad.reason not in _TRUNCATION_REASONS and not self._is_in_most_rows(bad.reason):
             remedy += ", or set data.on_bad_row: skip"
-        kinds = [f"{bad.reason}: {count:,} of {which}{self.num_rows:,} rows"]
+        kinds = [f"{bad.reason}: {self.dropped_counts[bad.reason]:,} of {which}{self.num_rows:,} rows"]
         kinds += [f"{other}: {self.dropped_counts[other]:,}" for other in stopping[1:]]
         raise DataError(
             f"{self.located.label} {self.row_word} {number}: {bad.detail}; {', '.join(kinds)}; {remedy}"

@@ -105,15 +105,8 @@ def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
         wanted = list(columns or dataset.column_names)
         return rows_of_columns(dataset.select_columns(wanted).iter(batch_size=READ_ROWS))
 
-    schema = dataset.features.arrow_schema
-    return open_rows(
-        read,
-        names,
-        "row",
-        columns=dataset.column_names,
-        binary=[field.name for field in schema if "binary" in str(field.type)],
-        num_rows=len(dataset),
-    )
+    columns = [(field.name, str(field.type)) for field in dataset.features.arrow_schema]
+    return open_rows(read, names, "row", columns=columns, num_rows=len(dataset))
 
 
 def _load_saved(path: str, split: str, names: ColumnNames) -> Any:

@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from dpo_pack.system.errors import DataError
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
 # Yields rows under the source's column names: with these columns, or with all columns for None.
 RowReader = Callable[[Sequence[str] | None], Iterator[NumberedRow]]
+Columns = Sequence[tuple[str, str]]  # the names and types of columns, in Arrow's words
 
 READ_ROWS = 1000  # columnar files are decoded in batches of so many rows
 _FIRST_ROWS = 100  # so many rows show which columns a source has and what they hold
@@ -43,7 +44,6 @@ class OpenRows:
     rows: Generator[NumberedRow, None, None]  # under our column names
     row_word: str  # the unit of row numbers: "row" or "line"
     columns: Mapping[str, None]  # under the source's names; of JSON those of the rows that have been read
-    is_columnar: bool  # all rows have the same columns; False for JSON
     num_rows: int | None  # None if it is not known before the end
     first_rows: Callable[[], list[Mapping[str, Any]]]  # reads rows with all columns, under the source's names
 
@@ -77,12 +77,14 @@ class ColumnNames:
                 return BadRow("media", f"column {column!r} has images, video or audio, and only text is read")
         return renamed
 
-    def select(self, present: Sequence[str], binary: Collection[str] = ()) -> list[str]:
-        """Returns the columns that any format reads, and those that may have images, video or audio.
+    def select(self, columns: Columns) -> list[str]:
+        """Returns the columns that any format reads, and those whose values need a check.
 
-        `binary` are the columns whose type allows bytes. Raises DataError if two columns have one name, if a
-        mapped column is missing, or if no format has the columns that it needs.
+        These may have images, video or audio; if there is no prompt column, texts may be the prompts.
+        Raises DataError if two columns have one name, if a mapped column is missing, or if no format has the
+        columns that it needs.
         """
+        present = [name for name, _ in columns]
         there = f"the columns are: {', '.join(present) or 'none'}"
         repeated = [column for column, count in Counter(present).items() if count > 1]
         if repeated:
@@ -99,7 +101,13 @@ class ColumnNames:
         if self.prompts_suffice:
             needed += [(format.prompt_column,) for format in FORMATS.values() if format.prompt_column]
         if any(all(selected[column] in read for column in columns) for columns in needed):
-            return [c for c in present if c in read or c in binary or is_media_name(c)]
+            has_prompt = self.mapping.get("prompt", "prompt") in (*read, None)
+            checked = ("binary",) if has_prompt else ("binary", "string")
+            return [
+                name
+                for name, kind in columns
+                if name in read or is_media_name(name) or any(word in kind for word in checked)
+            ]
         if self.prompts_suffice:
             raise DataError(
                 f"{self.label}: no column 'prompt'; {there}; name it in {self.key}.columns.prompt"
@@ -129,8 +137,7 @@ def open_rows(
     names: ColumnNames,
     row_word: str,
     *,
-    columns: Sequence[str] | None = None,
-    binary: Collection[str] = (),
+    columns: Columns | None = None,
     num_rows: int | None = None,
     errors: tuple[type[Exception], ...] = _FILE_ERRORS,
 ) -> OpenRows:
@@ -159,13 +166,12 @@ def open_rows(
                     row = names.rename(row)
                 yield number, row
 
-    wanted = None if columns is None else names.select(columns, binary)
-    found = dict.fromkeys(columns or ())
+    wanted = None if columns is None else names.select(columns)
+    found = dict.fromkeys(name for name, _ in columns or ())
     return OpenRows(
         rows=renamed(),
         row_word=row_word,
         columns=found,
-        is_columnar=columns is not None,
         num_rows=num_rows,
         first_rows=first_rows,
     )
@@ -196,7 +202,12 @@ def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
         raise DataError(f"{names.label} is empty: give a file with rows, or remove the source") from None
     except _FILE_ERRORS as error:
         raise _unreadable(names.label, "row", 0, error) from error
-    return open_rows(lambda columns: _csv_rows(path, header, columns), names, "row", columns=header)
+    return open_rows(
+        lambda columns: _csv_rows(path, header, columns),
+        names,
+        "row",
+        columns=[(name, "string") for name in header],
+    )
 
 
 def _open_columnar(
@@ -221,8 +232,7 @@ def _open_columnar(
         lambda columns: rows_of_columns(batches(list(columns or schema.names))),
         names,
         "row",
-        columns=schema.names,
-        binary=[field.name for field in schema if "binary" in str(field.type)],
+        columns=[(field.name, str(field.type)) for field in schema],
         num_rows=num_rows,
         errors=errors,
     )

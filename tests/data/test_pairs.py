@@ -452,6 +452,19 @@ def test_columns_of_ids_scores_and_categories_are_not_taken_for_the_prompt_and_a
     assert load(tmp_path, scored).train.num_pairs == 5
 
 
+def test_a_misspelt_column_is_named_and_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", QUESTIONS)
+    message = refused(tmp_path, {"path": path, "columns": {"prompt": "qestion"}})
+    assert "no column 'qestion', which data.train.0.columns.prompt names (there are: question, " in message
+    assert message.endswith("missing_column: 33 of 33 rows; name the column in data.train.0.columns")
+
+
+def test_the_question_is_proposed_before_a_system_prompt_that_all_rows_have(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"system": "Be kind.", **row} for row in QUESTIONS])
+    message = refused(tmp_path, path)
+    assert "'question' or 'system' may be it" in message and "{prompt: question}, or" in message
+
+
 def test_a_row_without_the_prompt_that_other_rows_have_is_bad(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*rows(0, 1), *IMPLICIT[:1]])
     message = refused(tmp_path, path)
@@ -460,9 +473,22 @@ def test_a_row_without_the_prompt_that_other_rows_have_is_bad(tmp_path: Path) ->
     assert source["dropped"] == {"missing_column": {"rows": 1, "line_numbers": [3]}}
 
 
-def test_a_column_that_begins_late_is_not_overlooked(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [*IMPLICIT * 4, *QUESTIONS[-1:]])
-    assert "line 121: no column 'prompt', and 'question' may be it; " in refused(tmp_path, path)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("before", [{}, {"question": None}, {"question": ""}])
+def test_questions_that_begin_late_are_not_overlooked(
+    tmp_path: Path, name: str, before: dict[str, Any]
+) -> None:
+    late = [*({**row, **before} for row in IMPLICIT * 4), *QUESTIONS[-1:]]
+    if name == "a.jsonl":
+        write(tmp_path / name, late)
+    else:
+        schema = pa.schema([(column, pa.string()) for column in QUESTIONS[0]])
+        pq.write_table(pa.Table.from_pylist(late, schema), tmp_path / name)
+    message = refused(tmp_path, str(tmp_path / name))
+    assert " 121: no column 'prompt', and 'question' may be it; missing_column: 1 of 121 rows; " in message
+
+
+def test_a_column_that_begins_late_is_named(tmp_path: Path) -> None:
     late = write(tmp_path / "b.jsonl", [*rows(*range(120)), {**rows(0)[0], "note": "late"}])
     assert load(tmp_path, late).report["train"]["sources"][0]["columns_not_read"] == ["note"]
 
