@@ -2,13 +2,18 @@
 
 A row is a mapping from column names to values. `data.*.columns` has already renamed its columns. A format is
 one value in FORMATS, at the end of this file. A new format needs its functions, its entry in FORMATS and its
-fields in FIELDS_OF_FORMAT of recipe/data.py. A test compares FORMATS with FIELDS_OF_FORMAT.
+fields in FIELDS_OF_FORMAT of recipe/data.py. A test compares FORMATS with FIELDS_OF_FORMAT. An option of a
+format is a key of SourceRecipe, in recipe/data.py too.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
+
+from dpo_pack.recipe.schema import SourceRecipe
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
@@ -40,8 +45,13 @@ class Format:
     completion_columns: tuple[str, str]  # a source without these columns has no pairs
     prompt_column: str | None = None  # a source that has only this column has prompts
     matches: Callable[[Row], bool]  # True if `format: auto` may choose this format for the row
-    pair: Callable[[Row], Pair]  # reads a pair; raises BadRow
-    prompt: Callable[[Row], Pair]  # reads a prompt, as a Pair without completions; raises BadRow
+    options: tuple[str, ...] = ()  # keys of SourceRecipe that `pair` and `prompt` get by name, after the row
+    pair: Callable[..., Pair]  # reads a pair; raises BadRow
+    prompt: Callable[..., Pair]  # reads a prompt, as a Pair without completions; raises BadRow
+
+    def options_of(self, source: SourceRecipe) -> dict[str, Any]:
+        """Returns the values of the format's options in the recipe of a source."""
+        return {option: getattr(source, option) for option in self.options}
 
 
 class BadRow(Exception):
@@ -94,6 +104,7 @@ def conversational(row: Row) -> Pair:
     chosen, rejected = _messages(row, "chosen"), _messages(row, "rejected")
     common = _implicit_prompt_length(chosen, rejected)
     if "prompt" not in row:
+        _check_last_turns(chosen, rejected)
         prompt_length = common
     elif isinstance(row["prompt"], str):
         _check_prompt_is_repeated(row["prompt"], chosen[:common])
@@ -103,8 +114,6 @@ def conversational(row: Row) -> Pair:
         prompt_length = len(prompt)
         if chosen[:prompt_length] != prompt or rejected[:prompt_length] != prompt:
             return _pair(row, prompt, chosen, rejected)
-    if prompt_length == 0:
-        raise BadRow("no_common_prompt", "no prompt column, and chosen and rejected begin differently")
     return _pair(row, chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:])
 
 
@@ -135,6 +144,48 @@ def conversational_prompt(row: Row) -> Pair:
 def detect_format(row: Row) -> str:
     """Returns the name of the first format in FORMATS that matches the row, for `format: auto`."""
     return next(name for name, format in FORMATS.items() if format.matches(row))
+
+
+def texts_of_columns(rows: Sequence[Row], *, beside: Container[str | None]) -> dict[str, list[str]]:
+    """Returns the texts in the columns that have some, except those in `beside`.
+
+    Texts are found at any depth of lists and objects. Numbers and blanks are no texts.
+    """
+    texts: dict[str, list[str]] = {}
+    for row in rows:
+        for column, value in row.items():
+            found = [] if column in beside else [text for text in _strings(value) if _is_text(text)]
+            if found:
+                texts.setdefault(column, []).extend(found)
+    return texts
+
+
+def are_labels(texts: Sequence[str]) -> bool:
+    """Returns True if the texts are ids or categories; docs/data.md has the rule and its reasons."""
+    if len(texts) < _FEWEST_LABELS or not all(text.isascii() and len(text.split()) == 1 for text in texts):
+        return False
+    return 2 * len(set(texts)) <= len(texts) or not any(map(str.isalpha, texts))
+
+
+_FEWEST_LABELS = 20  # fewer texts may be single words by chance
+
+
+def _strings(value: Any) -> Iterator[str]:
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list | dict):
+            values.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return bool(value.strip())
+    return False
 
 
 def with_system_message(prompt: list[Any], content: str) -> list[Any]:
@@ -182,6 +233,29 @@ def _implicit_prompt_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> i
     return max(shorter - 1, 0)
 
 
+def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
+    """Raises BadRow unless chosen and rejected are equal before their last assistant turns.
+
+    Else their common beginning may be shorter than the prompt that was answered. A turn is an answer with
+    the tool calls and tool results before it.
+    """
+    prompts = []
+    for column, messages in (("chosen", chosen), ("rejected", rejected)):
+        roles = [message["role"] for message in messages]
+        if "assistant" not in roles:
+            raise BadRow("no_assistant_turn", f"{column} has no message of the role assistant")
+        start = len(roles) - 1 - roles[::-1].index("assistant")
+        while start > 0 and roles[start - 1] not in ("system", "developer", "user"):
+            start -= 1
+        prompts.append(messages[:start])
+    if prompts[0] != prompts[1]:
+        raise BadRow(
+            "no_common_prompt", "no prompt column, and chosen and rejected differ before their last turn"
+        )
+    if not prompts[0]:
+        raise BadRow("no_common_prompt", "no prompt column, and chosen has no message before its last turn")
+
+
 def _check_prompt_is_repeated(prompt: str, common: list[Message]) -> None:
     """Raises BadRow unless the text prompt is a user message in the common part of the conversations."""
     if all(message.get("content") != prompt for message in common if message["role"] == "user"):
@@ -201,6 +275,8 @@ def _value(row: Row, column: str) -> Any:
     if column not in row:
         present = ", ".join(str(name) for name in row) or "none"
         raise BadRow("missing_column", f"no column {column!r} (there are: {present})")
+    if isinstance(row[column], BadRow):  # an object that the reader refused
+        raise row[column]
     return row[column]
 
 
@@ -219,16 +295,53 @@ def _messages(row: Row, column: str) -> list[Message]:
     if not value:
         kind = "empty_prompt" if column == "prompt" else "empty_completion"
         raise BadRow(kind, f"{column} has no messages")
-    for number, message in enumerate(value, start=1):
+    messages: list[Message] = _without_nulls(value, column)
+    for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRow("wrong_type", f"message {number} of {column} is no {{role, content}} object")
-        content = message.get("content")
+        content = message.setdefault("content", None)
         if not (content is None or isinstance(content, str | list)):
             raise BadRow("wrong_type", f"the content of message {number} of {column} is {_kind(content)}")
-    messages: list[Message] = _without_nulls(value, column)
-    for message in messages:
-        message.setdefault("content", None)
+        if any(_is_media_item(item) for part in _parts(message) for item in part.items()):
+            detail = f"message {number} of {column} has images, video or audio, and only text is read"
+            raise BadRow("media", detail)
     return messages
+
+
+def _parts(message: Message) -> Iterator[Message]:
+    """Yields a message and the parts of its content, at any depth: a tool's result may have parts too."""
+    yield message
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict):
+            yield from _parts(part)
+
+
+def holds_media(name: str, value: Any) -> bool:
+    """Returns True if the value of this column or key is an image, video or audio, or the place of one."""
+    if is_media_name(name):
+        return not isinstance(value, int | float) and value not in (None, "", [], {})
+    if isinstance(value, list):
+        value = value[0] if value else None
+    return isinstance(value, bytes) or (isinstance(value, dict) and isinstance(value.get("bytes"), bytes))
+
+
+@cache
+def is_media_name(name: str) -> bool:
+    """Returns True for names as `image`, `images`, `image_url`, `input_audio` and `pixel_values`."""
+    return bool(_MEDIA_NAME.search(name.lower()))
+
+
+_MEDIA_NAME = re.compile(
+    r"(?<![a-z])(image|img|picture|photo|video|audio)s?"
+    r"([^a-z]?(url|uri|path|file|name|bytes|base64|data|array)s?)?$|pixel_values$"
+)
+
+
+def _is_media_item(item: tuple[str, Any]) -> bool:
+    """Returns True if an entry of a message or of a part of its content holds media or is its type."""
+    key, value = item
+    return holds_media(key, value) or (key == "type" and isinstance(value, str) and is_media_name(value))
 
 
 def _without_nulls(value: Any, column: str) -> Any:
@@ -244,6 +357,8 @@ def _without_nulls(value: Any, column: str) -> Any:
 
 
 def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, BadRow):  # an object that the reader refused
+        raise value
     if isinstance(value, dict):
         return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -5,7 +5,7 @@ because judges read their text.
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, BadRow, detect_format
+from dpo_pack.data.formats import FORMATS, BadRow, are_labels, detect_format, texts_of_columns
 from dpo_pack.data.keys import content_key
 from dpo_pack.data.locating import LocatedSource, locate_source
 from dpo_pack.data.readers import NumberedRow, OpenRows
@@ -168,13 +168,14 @@ class _Ingestion:
     completion_tokens: int | None = None  # room for so many tokens after a prompt; None if rows are pairs
     format: str = ""
     row_word: str = "row"
-    is_columnar: bool = False
+    columns: Mapping[str, None] = field(default_factory=dict)  # of the source, see OpenRows
+    infers_prompts: bool = False  # the prompts are what chosen and rejected begin with
     num_rows: int = 0
     num_kept: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     dropped_counts: Counter[str] = field(default_factory=Counter)
     dropped_rows: dict[str, list[int]] = field(default_factory=dict)
-    first_dropped: DroppedRow | None = None
+    first_dropped: dict[str, DroppedRow] = field(default_factory=dict)  # of each reason, in row order
 
     @property
     def kept_word(self) -> str:
@@ -193,7 +194,8 @@ class _Ingestion:
         opened = self._open()
         with closing(opened.rows):
             self.format, rows = self._known_format(opened)
-            settings = TokenizationSettings.of(self.data, self.format, self.completion_tokens)
+            rows = self._with_known_prompts(opened, rows)
+            settings = TokenizationSettings.of(self.data, self.source, self.format, self.completion_tokens)
             check_tokenizer(self.tokenizer, settings, self.located.label)
             num_workers = 0 if self.data.num_workers == "auto" else self.data.num_workers
             batches = tokenize_rows(
@@ -204,6 +206,7 @@ class _Ingestion:
                     self._count(batch)
                     progress(f"Tokenizing {self.located.label}", self.num_rows, opened.num_rows)
                     yield batch
+        self._check_rows()
         self._check_any_left()
 
     def summary(self) -> dict[str, Any]:
@@ -217,12 +220,13 @@ class _Ingestion:
             "rows_read": self.num_rows,
             f"{self.kept_word}_kept": self.num_kept,
             "dropped": dropped,
+            "columns_not_read": [column for column in self.columns if column not in self._columns_read],
             **self.counts,
         }
 
     def _open(self) -> OpenRows:
         opened = self.located.open()
-        self.row_word, self.is_columnar = opened.row_word, opened.columns is not None
+        self.row_word, self.columns = opened.row_word, opened.columns
         return opened
 
     def _known_format(self, opened: OpenRows) -> tuple[str, Iterator[NumberedRow]]:
@@ -238,20 +242,69 @@ class _Ingestion:
                     raise row
                 name = detect_format(row)
                 likely = likely or name
-                read = FORMATS[name].pair if self.completion_tokens is None else FORMATS[name].prompt
-                read(row)
-            except BadRow as bad:
-                if self.data.on_bad_row == "error":
-                    self._stop(number, bad)
-            else:
-                return name, chain(seen, opened.rows)
+                format = FORMATS[name]
+                read = format.pair if self.completion_tokens is None else format.prompt
+                read(row, **format.options_of(self.source))
+            except BadRow:
+                continue  # it is counted later
+            return name, chain(seen, opened.rows)
         return likely or "preference", chain(seen, opened.rows)
+
+    @property
+    def _columns_read(self) -> tuple[str | None, ...]:
+        """The columns that the format reads, under the source's names."""
+        return tuple(self.source.columns.get(column, column) for column in FORMATS[self.format].columns)
+
+    def _with_known_prompts(self, opened: OpenRows, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
+        """Returns the rows; rows of texts whose prompt is not known with certainty become BadRows.
+
+        Prompts are inferred only if no other column may have them. Raises DataError if one may.
+        """
+        format, prompt = FORMATS[self.format], self.source.columns.get("prompt", "prompt")
+        if format.content != "text" or format.prompt_column is None or prompt is None:
+            return rows
+        first_rows = [] if prompt in opened.columns else opened.first_rows()
+        columns = {**opened.columns, **dict.fromkeys(chain.from_iterable(first_rows))}
+        if prompt in columns:
+            return map(self._with_prompt, rows)
+        completions = [self.source.columns.get(column, column) for column in format.completion_columns]
+        is_pair = self.completion_tokens is None
+        if prompt != "prompt" or (is_pair and not columns.keys() >= set(completions)):
+            return rows  # each row will be refused, because it lacks a column that it must have
+        read = {*format.columns, *self._columns_read}
+        texts = texts_of_columns(first_rows, beside=read)
+        possible = [column for column in texts if not are_labels(texts[column])]
+        possible.sort(key=lambda column: -len(set(texts[column])))  # questions differ, system prompts do not
+        if possible:
+            names = " or ".join(map(repr, possible))
+            raise DataError(
+                f"{self.located.label}: no column 'prompt', and {names} may be it; the columns are: "
+                f"{', '.join(columns)}; set {self.located.key}.columns: {{prompt: {possible[0]}}}, or "
+                "{prompt: null} if chosen and rejected begin with the prompt"
+            )
+        self.infers_prompts = True
+        known = {*read, *texts}
+        return (self._without_new_texts(row, known) for row in rows)
+
+    def _with_prompt(self, numbered: NumberedRow) -> NumberedRow:
+        number, row = numbered
+        if isinstance(row, BadRow) or "prompt" in row:
+            return numbered
+        detail = f"no column 'prompt', which other rows have (there are: {', '.join(row) or 'none'})"
+        return number, BadRow("missing_column", detail)
+
+    def _without_new_texts(self, numbered: NumberedRow, known: Container[str | None]) -> NumberedRow:
+        number, row = numbered
+        if isinstance(row, BadRow) or "prompt" in row:
+            return numbered
+        texts = texts_of_columns([row], beside=known)
+        if not texts:
+            return numbered
+        return number, BadRow("missing_column", f"no column 'prompt', and {next(iter(texts))!r} may be it")
 
     def _count(self, batch: TokenizedBatch) -> None:
         for number, bad in batch.dropped:
-            if self._stops_run(bad):
-                self._stop(number, bad)
-            self.first_dropped = self.first_dropped or (number, bad)
+            self.first_dropped.setdefault(bad.reason, (number, bad))
             self.dropped_counts[bad.reason] += 1
             listed = self.dropped_rows.setdefault(bad.reason, [])
             if len(listed) < _LISTED_ROWS:
@@ -259,27 +312,44 @@ class _Ingestion:
         self.counts.update(batch.counts)
         self.num_rows += batch.num_rows
         self.num_kept += len(batch.pairs.records)
+        if self.num_kept == 0 and self.num_rows >= _DETECTION_ROWS:
+            self._check_rows("the first ")  # the rest of a large file would take long
 
-    def _stops_run(self, bad: BadRow) -> bool:
-        if bad.reason in _TRUNCATION_REASONS:
+    def _stops_run(self, reason: str) -> bool:
+        if reason in _TRUNCATION_REASONS:
             return self.data.truncation == "error"
-        return self._is_in_all_rows(bad) or self.data.on_bad_row == "error"
+        if self.infers_prompts and reason == "no_common_prompt" and self._is_in_most_rows(reason):
+            return True  # the common beginnings of the other rows are not their prompts either
+        return self.data.on_bad_row == "error"
 
-    def _is_in_all_rows(self, bad: BadRow) -> bool:
-        """Returns True if all rows have this fault: a columnar source lacks a column in every row."""
-        return bad.reason == "missing_column" and self.is_columnar
+    def _is_in_most_rows(self, reason: str) -> bool:
+        return 2 * self.dropped_counts[reason] > self.num_rows
 
-    def _stop(self, number: int, bad: BadRow) -> None:
-        remedy = self._remedy(bad) or "mend the row, or set data.on_bad_row: skip"
-        if bad.reason == "missing_column" and not self._is_in_all_rows(bad):
+    def _check_rows(self, which: str = "") -> None:
+        """Raises DataError if dropped rows stop the run: with the first one and the number of each kind."""
+        stopping = [reason for reason in self.first_dropped if self._stops_run(reason)]
+        if not stopping:
+            return
+        number, bad = self.first_dropped[stopping[0]]
+        remedy = self._remedy(bad) or "mend the rows"
+        # Who skips most rows of a source does not see what is wrong with it.
+        if bad.reason not in _TRUNCATION_REASONS and not self._is_in_most_rows(bad.reason):
             remedy += ", or set data.on_bad_row: skip"
-        raise DataError(f"{self.located.label} {self.row_word} {number}: {bad.detail}; {remedy}")
+        kinds = [f"{bad.reason}: {self.dropped_counts[bad.reason]:,} of {which}{self.num_rows:,} rows"]
+        kinds += [f"{other}: {self.dropped_counts[other]:,}" for other in stopping[1:]]
+        raise DataError(
+            f"{self.located.label} {self.row_word} {number}: {bad.detail}; {', '.join(kinds)}; {remedy}"
+        )
 
     def _remedy(self, bad: BadRow) -> str | None:
         """Returns the change of the recipe that keeps such rows; None if there is no such change."""
         shorter = "" if self.completion_tokens is None else ", lower online.max_new_tokens"
+        if bad.reason == "no_common_prompt" and FORMATS[self.format].prompt_column is None:
+            return None
         return {
             "missing_column": f"name the column in {self.located.key}.columns",
+            "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
+            "media": "remove them from the data if the text alone is enough",
             "too_long": f"raise data.max_length{shorter} or choose another data.truncation",
             "prompt_too_long": "raise data.max_prompt_length or choose another data.truncation",
         }.get(bad.reason)
@@ -288,8 +358,7 @@ class _Ingestion:
         if self.num_rows == 0:
             raise DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
         if self.num_kept == 0:
-            assert self.first_dropped is not None
-            number, bad = self.first_dropped
+            number, bad = next(iter(self.first_dropped.values()))
             remedy = self._remedy(bad) or f"mend the rows, or remove {self.located.key}"
             reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped_counts.most_common())
             raise DataError(

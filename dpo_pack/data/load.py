@@ -94,6 +94,11 @@ def load_prompts(
     )
     loaded = _load_sources(data, load, seed)
     train = loaded.train.table
+    eval_reports: dict[str, Any] = {
+        name: {"prompts": len(held_out.prompts)} for name, held_out in loaded.evals.items()
+    }
+    for name, source in zip(eval_reports, loaded.eval_sources, strict=False):
+        eval_reports[name]["source"] = _source_report(name, source)
     report = {
         "train": {
             "prompts": train.num_pairs,
@@ -104,7 +109,7 @@ def load_prompts(
                 for name, source in zip(source_names(data.train), loaded.train_sources, strict=True)
             ],
         },
-        "eval": {name: {"prompts": len(held_out.prompts)} for name, held_out in loaded.evals.items()},
+        "eval": eval_reports,
         "held_out_by": loaded.held_out_by,
     }
     prompts = PromptSplits(

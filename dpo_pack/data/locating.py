@@ -1,6 +1,7 @@
 """Finds a source (a file, a directory or a hub id) and computes a key of its content."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from dpo_pack.data.readers import (
     READ_ROWS,
     READERS,
     ColumnNames,
+    NumberedRow,
     OpenRows,
     data_suffix,
+    open_rows,
     rows_of_columns,
 )
 from dpo_pack.recipe.schema import SourceRecipe
@@ -19,6 +22,7 @@ from dpo_pack.system.errors import DataError, RecipeError, first_line
 from dpo_pack.system.hub import check_dataset
 
 DEFAULT_SPLIT = "train"
+_MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio|Pdf|Nifti)\(")  # types of `datasets`
 _Found = tuple[str, Callable[[], OpenRows]]  # the fingerprint, and a function that opens the source
 
 
@@ -91,12 +95,20 @@ def _find_directory(path: Path, split: str, names: ColumnNames, hash_memo: Path 
 
 
 def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
-    columns = tuple(dataset.column_names)
-    selected = names.select(columns)
-    batches = dataset.select_columns(list(selected.values())).iter(batch_size=READ_ROWS)
-    return OpenRows(
-        rows=rows_of_columns(batches, selected), row_word="row", columns=columns, num_rows=len(dataset)
-    )
+    # `datasets` decodes such columns as it reads them, so they are refused by their types.
+    media = [name for name, kind in dataset.features.items() if _MEDIA_TYPE.search(repr(kind))]
+    if media:
+        raise DataError(
+            f"{names.label}: column {media[0]!r} has images, video or audio, and only text is read; "
+            "remove the column if the text alone is enough"
+        )
+
+    def read(columns: Sequence[str] | None) -> Iterator[NumberedRow]:
+        wanted = list(columns or dataset.column_names)
+        return rows_of_columns(dataset.select_columns(wanted).iter(batch_size=READ_ROWS))
+
+    columns = [(field.name, str(field.type)) for field in dataset.features.arrow_schema]
+    return open_rows(read, names, "row", columns=columns, num_rows=len(dataset))
 
 
 def _load_saved(path: str, split: str, names: ColumnNames) -> Any:

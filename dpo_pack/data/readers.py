@@ -12,19 +12,25 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from dpo_pack.data.formats import FORMATS, BadRow
+from dpo_pack.data.formats import FORMATS, BadRow, holds_media, is_media_name
 from dpo_pack.system.errors import DataError, first_line
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
+# Yields rows under the source's column names: with these columns, or with all columns for None.
+RowReader = Callable[[Sequence[str] | None], Iterator[NumberedRow]]
+Columns = Sequence[tuple[str, str]]  # the names and types of columns, in Arrow's words
 
 READ_ROWS = 100  # columnar files are decoded in batches of at most so many rows
+_FIRST_ROWS = 100  # so many rows show which columns a source has and what they hold
 _JSON_CHUNK_CHARS = 1 << 20
 # Of one row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV. A parsed row may take
 # 25 times as much memory.
@@ -43,49 +49,73 @@ _FILE_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error, _R
 class OpenRows:
     """The rows of an opened source. A caller that stops before the end must close `rows`."""
 
-    rows: Generator[NumberedRow, None, None]
+    rows: Generator[NumberedRow, None, None]  # under our column names
     row_word: str  # the unit of row numbers: "row" or "line"
-    columns: tuple[str, ...] | None  # None if each row has its own columns (JSON)
+    columns: Mapping[str, None]  # under the source's names; of JSON those of the rows that have been read
     num_rows: int | None  # None if it is not known before the end
+    first_rows: Callable[[], list[Mapping[str, Any]]]  # reads rows with all columns, under the source's names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnNames:
     """The column names of a source from `data.*.columns`, and the name of the source in messages."""
 
-    mapping: Mapping[str, str]  # from our column names to the column names of the source
+    mapping: Mapping[str, str | None]  # from our column names to the source's; None: there is no such column
     label: str  # the path or hub id, as the user wrote it
     key: str  # the recipe key of the source, "data.train.0"
     prompts_suffice: bool = False  # rows need no completions: they will be generated
 
     def rename(self, row: dict[str, Any]) -> dict[str, Any] | BadRow:
-        """Returns the row with our column names, or a BadRow if a mapped column is missing."""
+        """Returns the row with our column names.
+
+        Returns a BadRow if a mapped column is missing, or if a column has images, video or audio.
+        """
+        renamed = dict(row)
         for ours, theirs in self.mapping.items():
-            if theirs not in row:
+            if theirs is None:
+                renamed.pop(ours, None)
+            elif theirs not in row:
                 present = ", ".join(row) or "none"
                 detail = f"no column {theirs!r}, which {self.key}.columns.{ours} names (there are: {present})"
                 return BadRow("missing_column", detail)
-        return {**row, **{ours: row[theirs] for ours, theirs in self.mapping.items()}}
+            else:
+                renamed[ours] = row[theirs]
+        for column, value in row.items():
+            if column not in self.mapping.values() and holds_media(column, value):
+                return BadRow("media", f"column {column!r} has images, video or audio, and only text is read")
+        return renamed
 
-    def select(self, present: tuple[str, ...]) -> dict[str, str]:
-        """Maps our column names to the source's, for the columns of a columnar source that any format reads.
+    def select(self, columns: Columns) -> list[str]:
+        """Returns the columns that any format reads, and those whose values need a check.
 
-        Raises DataError if a mapped column is missing, or if no format has the columns that it needs.
+        These may have images, video or audio; if there is no prompt column, texts may be the prompts.
+        Raises DataError if two columns have one name, if a mapped column is missing, or if no format has the
+        columns that it needs.
         """
+        present = [name for name, _ in columns]
         there = f"the columns are: {', '.join(present) or 'none'}"
+        repeated = [column for column, count in Counter(present).items() if count > 1]
+        if repeated:
+            raise DataError(f"{self.label}: two columns are named {repeated[0]!r}; rename or remove one")
         for ours, theirs in self.mapping.items():
-            if theirs not in present:
+            if theirs is not None and theirs not in present:
                 raise DataError(
                     f"{self.label}: no column {theirs!r}, which {self.key}.columns.{ours} names; {there}"
                 )
         known = [column for format in FORMATS.values() for column in format.columns]
         selected = {ours: self.mapping.get(ours, ours) for ours in known}
-        selected = {ours: theirs for ours, theirs in selected.items() if theirs in present}
-        for format in FORMATS.values():
-            if self.prompts_suffice and format.prompt_column in selected:
-                return selected
-            if all(column in selected for column in format.completion_columns):
-                return selected
+        read = {theirs for theirs in selected.values() if theirs in present}
+        needed: list[tuple[str, ...]] = [format.completion_columns for format in FORMATS.values()]
+        if self.prompts_suffice:
+            needed += [(format.prompt_column,) for format in FORMATS.values() if format.prompt_column]
+        if any(all(selected[column] in read for column in columns) for columns in needed):
+            has_prompt = self.mapping.get("prompt", "prompt") in (*read, None)
+            checked = ("binary",) if has_prompt else ("binary", "string")
+            return [
+                name
+                for name, kind in columns
+                if name in read or is_media_name(name) or any(word in kind for word in checked)
+            ]
         if self.prompts_suffice:
             raise DataError(
                 f"{self.label}: no column 'prompt'; {there}; name it in {self.key}.columns.prompt"
@@ -100,7 +130,7 @@ class ColumnNames:
 class _Table:
     """An opened columnar file."""
 
-    columns: tuple[str, ...]
+    schema: Any  # Arrow's
     num_rows: int | None  # None if it is not known before the end
     batches: Callable[[list[str]], Iterable[Any]]  # yields Arrow record batches with at least these columns
 
@@ -110,9 +140,53 @@ def data_suffix(path: Path) -> str:
     return "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]).lower()
 
 
+def open_rows(
+    read: RowReader,
+    names: ColumnNames,
+    row_word: str,
+    *,
+    columns: Columns | None = None,
+    num_rows: int | None = None,
+    errors: tuple[type[Exception], ...] = _FILE_ERRORS,
+) -> OpenRows:
+    """Opens a source. `columns` are the columns of a columnar source; None if each row has its own (JSON).
+
+    Raises DataError if the source cannot be read or lacks the columns that it needs.
+    """
+
+    def guarded(wanted: Sequence[str] | None) -> Generator[NumberedRow, None, None]:
+        number = 0
+        try:
+            for number, row in read(wanted):
+                yield number, row
+        except errors as error:
+            raise _unreadable(names.label, row_word, number, error) from error
+
+    def first_rows() -> list[Mapping[str, Any]]:
+        with closing(guarded(None)) as rows:
+            return [row for _, row in islice(rows, _FIRST_ROWS) if isinstance(row, dict)]
+
+    def renamed() -> Generator[NumberedRow, None, None]:
+        with closing(guarded(wanted)) as rows:
+            for number, row in rows:
+                if isinstance(row, dict):
+                    found.update(dict.fromkeys(row))
+                    row = names.rename(row)
+                yield number, row
+
+    wanted = None if columns is None else names.select(columns)
+    found = dict.fromkeys(name for name, _ in columns or ())
+    return OpenRows(
+        rows=renamed(),
+        row_word=row_word,
+        columns=found,
+        num_rows=num_rows,
+        first_rows=first_rows,
+    )
+
+
 def _open_json_lines(path: Path, names: ColumnNames) -> OpenRows:
-    rows = _guarded(_read_json_lines(path, names), names.label, "line")
-    return OpenRows(rows=rows, row_word="line", columns=None, num_rows=None)
+    return open_rows(lambda columns: _read_json_lines(path), names, "line")
 
 
 def _open_json(path: Path, names: ColumnNames) -> OpenRows:
@@ -124,22 +198,24 @@ def _open_json(path: Path, names: ColumnNames) -> OpenRows:
         raise _unreadable(names.label, "row", 0, error) from error
     if not start.startswith(b"["):
         return _open_json_lines(path, names)
-    rows = _guarded(_read_json_array(path, names), names.label, "row")
-    return OpenRows(rows=rows, row_word="row", columns=None, num_rows=None)
+    return open_rows(lambda columns: _read_json_array(path, names.label), names, "row")
 
 
 def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
     """Opens a comma-separated file with a header line; every value is text."""
     try:
         with closing(_read_csv(path)) as records:
-            header = tuple(next(records)[1])
+            header = next(records)[1]
     except StopIteration:
         raise DataError(f"{names.label} is empty: give a file with rows, or remove the source") from None
     except _FILE_ERRORS as error:
         raise _unreadable(names.label, "row", 0, error) from error
-    selected = names.select(header)
-    rows = _guarded(_csv_rows(path, header, selected), names.label, "row")
-    return OpenRows(rows=rows, row_word="row", columns=header, num_rows=None)
+    return open_rows(
+        lambda columns: _csv_rows(path, header, columns),
+        names,
+        "row",
+        columns=[(name, "string") for name in header],
+    )
 
 
 def _open_columnar(
@@ -150,20 +226,24 @@ def _open_columnar(
     errors = (*_FILE_ERRORS, pa.ArrowException)
     try:
         with open_table(path) as table:
-            columns, num_rows = table.columns, table.num_rows
+            schema, num_rows = table.schema, table.num_rows
     except errors as error:
         raise _unreadable(names.label, "row", 0, error) from error
-    selected = names.select(columns)
 
-    def batches() -> Iterator[Any]:
+    def batches(columns: list[str]) -> Iterator[Any]:
         with open_table(path) as table:
-            names = list(selected.values())
-            for batch in table.batches(names):
-                for part in _small_parts(batch.select(names)):
-                    yield {name: part.column(name).to_pylist() for name in names}
+            for batch in table.batches(columns):
+                for part in _small_parts(batch.select(columns)):
+                    yield {name: part.column(name).to_pylist() for name in columns}
 
-    rows = _guarded(rows_of_columns(batches(), selected), names.label, "row", errors)
-    return OpenRows(rows=rows, row_word="row", columns=columns, num_rows=num_rows)
+    return open_rows(
+        lambda columns: rows_of_columns(batches(list(columns or schema.names))),
+        names,
+        "row",
+        columns=[(field.name, str(field.type)) for field in schema],
+        num_rows=num_rows,
+        errors=errors,
+    )
 
 
 def _small_parts(batch: Any) -> Iterator[Any]:
@@ -186,7 +266,7 @@ def _parquet_table(path: Path) -> Iterator[_Table]:
 
     with pq.ParquetFile(path) as file:
         yield _Table(
-            columns=tuple(file.schema_arrow.names),
+            schema=file.schema_arrow,
             num_rows=file.metadata.num_rows,
             batches=lambda columns: _parquet_batches(file, columns),
         )
@@ -212,21 +292,19 @@ def _arrow_table(path: Path) -> Iterator[_Table]:
         file.seek(0)
         with pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file) as reader:
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            yield _Table(columns=tuple(reader.schema.names), num_rows=None, batches=lambda columns: batches)
+            yield _Table(schema=reader.schema, num_rows=None, batches=lambda columns: batches)
 
 
-def rows_of_columns(
-    batches: Iterable[Mapping[str, list[Any]]], selected: Mapping[str, str]
-) -> Generator[NumberedRow, None, None]:
-    """Yields rows with our column names. `selected` maps our names to the source's."""
+def rows_of_columns(batches: Iterable[Mapping[str, list[Any]]]) -> Iterator[NumberedRow]:
+    """Yields the rows of batches, each a mapping from column names to values."""
     number = 0
     for batch in batches:
-        for values in zip(*(batch[theirs] for theirs in selected.values()), strict=True):
+        for values in zip(*batch.values(), strict=True):
             number += 1
-            yield number, dict(zip(selected, values, strict=True))
+            yield number, dict(zip(batch, values, strict=True))
 
 
-def _read_json_lines(path: Path, names: ColumnNames) -> Iterator[NumberedRow]:
+def _read_json_lines(path: Path) -> Iterator[NumberedRow]:
     with _open_binary(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_ROW_SIZE + 1), b""), start=1):
             if len(line) > _MAX_ROW_SIZE:
@@ -234,12 +312,12 @@ def _read_json_lines(path: Path, names: ColumnNames) -> Iterator[NumberedRow]:
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.isspace() and line:
-                yield number, _json_row(line, names)
+                yield number, _json_row(line)
 
 
-def _json_row(line: bytes, names: ColumnNames) -> dict[str, Any] | BadRow:
+def _json_row(line: bytes) -> dict[str, Any] | BadRow:
     try:
-        row = json.loads(line.decode().rstrip("\r\n"))
+        row = _JSON.decode(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
         where = f"byte 0x{error.object[error.start]:02x} at position {error.start + 1}"
         return BadRow("not_utf8", f"not UTF-8 ({where})")
@@ -247,24 +325,36 @@ def _json_row(line: bytes, names: ColumnNames) -> dict[str, Any] | BadRow:
         return BadRow("invalid_json", f"invalid JSON ({_json_problem(error)} at column {error.colno})")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
         return BadRow("invalid_json", f"invalid JSON ({first_line(error)})")
-    return _object_row(row, names)
+    return _object_row(row)
 
 
-def _object_row(row: object, names: ColumnNames) -> dict[str, Any] | BadRow:
-    if not isinstance(row, dict):
-        return BadRow("not_an_object", f"no JSON object but a {type(row).__name__}")
-    return names.rename(row)
+def _object_row(row: object) -> dict[str, Any] | BadRow:
+    if isinstance(row, dict | BadRow):
+        return row
+    return BadRow("not_an_object", f"no JSON object but a {type(row).__name__}")
 
 
-def _read_json_array(path: Path, names: ColumnNames) -> Iterator[NumberedRow]:
+def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRow:
+    """Makes a JSON object, or a BadRow if it has a key twice: `json` would keep the last value only."""
+    values = dict(pairs)
+    if len(values) == len(pairs):
+        return values
+    repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
+    return BadRow("repeated_key", f"a JSON object has the key {repeated!r} twice")
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_json_object)
+
+
+def _read_json_array(path: Path, label: str) -> Iterator[NumberedRow]:
     """Decodes the objects of the array one by one from a buffer that holds only a part of the file."""
     with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig") as text:
-        for number, value in enumerate(_array_values(text, names.label), start=1):
-            yield number, _object_row(value, names)
+        for number, value in enumerate(_array_values(text, label), start=1):
+            yield number, _object_row(value)
 
 
 def _array_values(text: TextIO, label: str) -> Iterator[object]:
-    decoder, separators = json.JSONDecoder(), re.compile(r"[\s,]*")
+    separators = re.compile(r"[\s,]*")
     while text.read(1) != "[":  # _open_json has found a "[" already
         pass
     buffer, position, number, num_read = "", 0, 1, 0  # characters read since the last row
@@ -277,7 +367,7 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
         problem = "the array is not closed"
         if position < len(buffer):
             try:
-                value, position = decoder.raw_decode(buffer, position)
+                value, position = _JSON.raw_decode(buffer, position)
                 yield value
                 number, num_read = number + 1, 0
                 continue
@@ -296,7 +386,7 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
         buffer, position = buffer[position:] + more, 0
 
 
-def _csv_rows(path: Path, header: tuple[str, ...], selected: dict[str, str]) -> Iterator[NumberedRow]:
+def _csv_rows(path: Path, header: list[str], columns: Sequence[str] | None) -> Iterator[NumberedRow]:
     with closing(_read_csv(path)) as records:
         next(records)
         number = 0
@@ -309,7 +399,7 @@ def _csv_rows(path: Path, header: tuple[str, ...], selected: dict[str, str]) -> 
                 yield number, BadRow("wrong_number_of_fields", detail)
                 continue
             row = dict(zip(header, values, strict=True))
-            yield number, {ours: row[theirs] for ours, theirs in selected.items()}
+            yield number, row if columns is None else {column: row[column] for column in columns}
 
 
 def _read_csv(path: Path) -> Generator[tuple[int, list[str]], None, None]:
@@ -334,21 +424,6 @@ def _read_csv(path: Path) -> Generator[tuple[int, list[str]], None, None]:
 
 def _open_binary(path: Path) -> BinaryIO:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
-
-
-def _guarded(
-    rows: Iterator[NumberedRow],
-    label: str,
-    row_word: str,
-    errors: tuple[type[Exception], ...] = _FILE_ERRORS,
-) -> Generator[NumberedRow, None, None]:
-    """Yields the rows. Turns an error of a damaged file into a DataError with the number of rows read."""
-    number = 0
-    try:
-        for number, row in rows:
-            yield number, row
-    except errors as error:
-        raise _unreadable(label, row_word, number, error) from error
 
 
 def _unreadable(label: str, row_word: str, number: int, error: Exception) -> DataError:

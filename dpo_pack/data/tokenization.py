@@ -6,7 +6,7 @@ completion, are tokenised as whole texts. The completions begin where these thre
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from dpo_pack.data.splits import Prompt
 from dpo_pack.data.store import NO_TOKENS, TokenizedPairs, common_prefix_length, join_pairs
 from dpo_pack.data.tokenizer import Tokenizer, bounded_template
 from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, truncate
-from dpo_pack.recipe.schema import DataRecipe
+from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import ModelError, RecipeError, first_line
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
@@ -42,10 +42,13 @@ class TokenizationSettings:
     system_prompt: str | None
     limits: LengthLimits
     completion_tokens: int | None = None  # room for so many tokens after a prompt; None if rows are pairs
+    format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
 
     @staticmethod
-    def of(data: DataRecipe, format: str, completion_tokens: int | None) -> "TokenizationSettings":
-        """Returns the settings of a recipe."""
+    def of(
+        data: DataRecipe, source: SourceRecipe, format: str, completion_tokens: int | None
+    ) -> "TokenizationSettings":
+        """Returns the settings of a source in a recipe."""
         limits = LengthLimits(
             max_length=data.max_length,
             max_prompt_length=data.max_prompt_length,
@@ -56,6 +59,7 @@ class TokenizationSettings:
             system_prompt=data.system_prompt,
             limits=limits,
             completion_tokens=completion_tokens,
+            format_options=FORMATS[format].options_of(source),
         )
 
 
@@ -173,7 +177,8 @@ def _parse(row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, toke
     if isinstance(row, BadRow):
         raise row
     format = FORMATS[settings.format]
-    pair = format.pair(row) if settings.completion_tokens is None else format.prompt(row)
+    read = format.pair if settings.completion_tokens is None else format.prompt
+    pair = read(row, **settings.format_options)
     if settings.system_prompt is not None:
         assert isinstance(pair.prompt, list), "check_tokenizer refuses it for other formats"
         pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))

@@ -53,9 +53,11 @@ class SourceRecipe(Section):
     format: FormatName = "auto"
     """What a row looks like; auto: the first row decides."""
     columns: Annotated[
-        dict[RowField, Name], Allowed(f"a mapping from {', '.join(get_args(RowField))} to column names")
+        dict[RowField, Name | None],
+        Allowed(f"a mapping from {', '.join(get_args(RowField))} to column names"),
     ] = Field(default_factory=dict)
-    """Columns that have other names, e.g. {prompt: question, chosen: better}."""
+    """Columns that have other names, e.g. {prompt: question, chosen: better}. {prompt: null}: no column is
+    the prompt, and the prompt is what chosen and rejected both begin with."""
     max_pairs: Count | None = None
     """Use at most this many pairs; null: all."""
     weight: PositiveNumber = 1.0
@@ -65,7 +67,9 @@ class SourceRecipe(Section):
     def broken_rules(self) -> Iterator[Problem]:
         columns = list(self.columns.values())
         for field, column in self.columns.items():
-            if columns.count(column) > 1:
+            if column is None and field != "prompt":
+                yield f"columns.{field}", "must be the name of a column; only the prompt can be null"
+            elif columns.count(column) > 1:
                 yield "columns", f"column '{column}' is given for several fields"
             if self.format != "auto" and field not in FIELDS_OF_FORMAT[self.format]:
                 fields = ", ".join(FIELDS_OF_FORMAT[self.format])

@@ -143,17 +143,22 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Co
 
 
 def _print_notes(data: DataSplits, console: Console) -> None:
-    """Prints what a user may not expect: rows that are left out, and a split that is not by prompt."""
+    """Prints what a user may not expect: another split than by prompt, rows and columns that are left out."""
     shared = data.report["held_out_by"]
     if shared not in (None, "prompt"):
         console.print(
             f"  no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
             "for a split by prompt, name the column in data.train.*.columns.prompt"
         )
-    for source in data.report["train"]["sources"]:
+    held_out = (held["source"] for held in data.report["eval"].values() if "source" in held)
+    for source in (*data.report["train"]["sources"], *held_out):
         dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in source["dropped"].items())
         if dropped:
             console.print(f"  left out of {source['name']}, {source['rows_read']:,} rows: {dropped}")
+        if source["columns_not_read"]:
+            console.print(
+                f"  columns of {source['name']} that are not read: {', '.join(source['columns_not_read'])}"
+            )
 
 
 def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:

@@ -195,7 +195,8 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
     "empty file": (_with_rows(), r"pairs\.jsonl has no rows; correct or remove data\.train\.0"),
     "empty completion": (
         _with_second_line(b'{"prompt": "a", "chosen": "b", "rejected": ""}'),
-        r"pairs\.jsonl line 2: the rejected completion is empty; mend the row.*on_bad_row: skip",
+        r"pairs\.jsonl line 2: the rejected completion is empty; empty_completion: 1 of .* rows; "
+        r"mend the rows, or set data.on_bad_row: skip",
     ),
     "identical completions": (
         _with_second_line(b'{"prompt": "a", "chosen": "b", "rejected": "b"}'),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpo_pack.data.formats import FORMATS, BadRow, Pair, detect_format, with_system_message
+from dpo_pack.data.formats import FORMATS, BadRow, Pair, detect_format, is_media_name, with_system_message
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 
 
@@ -80,6 +80,20 @@ def test_where_one_conversation_continues_the_other_the_last_common_message_is_a
     row = {"chosen": start, "rejected": [*start, user("c")]}
     expected = [user("a")], [assistant("b")], [assistant("b"), user("c")]
     assert parts(FORMATS["conversational"].pair(row)) == expected
+
+
+def test_a_turn_with_tool_calls_is_one_completion() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    called = [call, {"role": "tool", "content": "result"}, assistant("yes")]
+    row = {"chosen": [user("a"), *called], "rejected": [user("a"), assistant("no")]}
+    assert parts(FORMATS["conversational"].pair(row)) == ([user("a")], called, [assistant("no")])
+
+
+def test_names_of_images_are_told_from_names_that_hold_the_word() -> None:
+    media = ["image", "Images", "image_url", "imageUrl", "chosen_image", "input_audio", "video_path", "img"]
+    assert [name for name in media if not is_media_name(name)] == []
+    others = ["prompt", "imagery", "num_images_seen", "image_caption", "imagine", "audience", "type"]
+    assert [name for name in others if is_media_name(name)] == []
 
 
 @pytest.mark.parametrize("prompt", ["a", "c", [user("a"), assistant("b"), user("c")]])
@@ -219,7 +233,26 @@ BAD_ROWS = [
     ("conversational", {**MESSAGES, "tools": "not JSON"}, "wrong_type"),
     ("conversational", {**MESSAGES, "tools": {"name": "f"}}, "wrong_type"),
     ("conversational", {**MESSAGES, "chat_template_kwargs": [1]}, "wrong_type"),
-    ("conversational", {"chosen": [user("p"), assistant("a")], "rejected": [user("q")]}, "no_common_prompt"),
+    *(
+        ("conversational", {"chosen": [user("p"), assistant("a")], "rejected": rejected}, reason)
+        for rejected, reason in (
+            ([user("q"), assistant("b")], "no_common_prompt"),
+            ([user("p"), assistant("b"), user("q"), assistant("a")], "no_common_prompt"),
+            ([user("p"), user("q")], "no_assistant_turn"),
+        )
+    ),
+    ("conversational", {"chosen": [assistant("a")], "rejected": [assistant("b")]}, "no_common_prompt"),
+    *(
+        ("conversational", {**MESSAGES, "prompt": [{"role": "user", **message}]}, "media")
+        for message in (
+            {"content": [{"type": "text", "text": "What is it?"}, {"type": "image"}]},
+            {"content": [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]},
+            {"content": [{"type": "input_audio", "input_audio": {"data": "UklG"}}]},
+            {"content": [{"video": "a.mp4"}, {"text": "What is it?"}]},
+            {"content": [{"type": "tool_result", "content": [{"type": "image", "source": "a.png"}]}]},
+            {"content": "<image> What is it?", "images": ["a.png"]},
+        )
+    ),
     ("tokenized", TEXTS, "missing_column"),
     ("tokenized", {**IDS, "chosen_ids": [1.5]}, "wrong_type"),
     ("tokenized", {**IDS, "chosen_ids": [True]}, "wrong_type"),

@@ -7,11 +7,14 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,12 +22,15 @@ from rich.console import Console
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data import ingest
+from dpo_pack.data.formats import FORMATS, Pair, Row
 from dpo_pack.data.keys import content_key
 from dpo_pack.data.load import load_data
 from dpo_pack.data.locating import locate_source
 from dpo_pack.data.splits import DataSplits, split_by_prompt
+from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.run import prepare
+from dpo_pack.run.prepare import prepare_data
 from dpo_pack.system.errors import CacheError, DataError, DpoPackError, RecipeError
 
 TOKENIZER = tiny_tokenizer()
@@ -181,6 +187,26 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_ch
     )
 
 
+def test_a_format_gets_the_options_that_it_names_and_another_value_is_tokenised_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PrefixedSource(SourceRecipe):
+        prefix: str = ""
+
+    def prefixed(row: Row, *, prefix: str) -> Pair:
+        return Pair(prompt=prefix + row["prompt"], chosen=row["chosen"], rejected=row["rejected"])
+
+    format = replace(FORMATS["preference"], options=("prefix",), pair=prefixed)
+    monkeypatch.setitem(FORMATS, "preference", format)
+    path = write(tmp_path / "a.jsonl", rows(0))
+    prompts = []
+    for prefix in ("Q: ", "Ask: "):
+        data = DataRecipe(train=(PrefixedSource(path=path, prefix=prefix),))
+        splits = load_data(data, tokenizer=TOKENIZER, seed=0, cache_dir=tmp_path / "cache")
+        prompts.append(TOKENIZER.decode(splits.train.prompt(0)))
+    assert prompts == ["Q: q0", "Ask: q0"]
+
+
 def test_another_system_prompt_is_tokenised_anew(tmp_path: Path) -> None:
     answers = [[{"role": "assistant", "content": content}] for content in "ab"]
     row = {"prompt": [{"role": "user", "content": "q"}], "chosen": answers[0], "rejected": answers[1]}
@@ -247,7 +273,7 @@ def test_the_first_bad_row_stops_with_its_line_and_the_way_out(tmp_path: Path) -
     path.write_text(path.read_text() + f"\n{BAD_LINE}\n" + json.dumps({"prompt": "q"}))
     assert refused(tmp_path, str(path)) == (
         f"{path} line 4: invalid JSON (Expecting ',' delimiter at column 16); "
-        "mend the row, or set data.on_bad_row: skip"
+        "invalid_json: 1 of 4 rows, missing_column: 1; mend the rows, or set data.on_bad_row: skip"
     )
     assert not (tmp_path / "cache" / "tokens").exists() or not any((tmp_path / "cache" / "tokens").iterdir())
 
@@ -291,11 +317,12 @@ def test_a_column_that_a_whole_file_lacks_always_stops(tmp_path: Path, on_bad_ro
     assert message.endswith("; name the column in data.train.0.columns")  # skip would stop, too
 
 
-def test_missing_columns_of_json_rows_name_the_key_that_maps_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_missing_columns_of_json_rows_name_the_key_that_maps_them(tmp_path: Path, on_bad_row: str) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": "q", "better": "a", "worse": "b"}])
-    message = refused(tmp_path, path)
+    message = refused(tmp_path, path, on_bad_row=on_bad_row)
     assert "line 1: no column 'chosen' (there are: question, better, worse); " in message
-    assert message.endswith("; name the column in data.train.0.columns, or set data.on_bad_row: skip")
+    assert message.endswith("; name the column in data.train.0.columns")  # skip would leave no row
     columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}
     assert load(tmp_path, {"path": path, "columns": columns}).train.num_pairs == 1
 
@@ -306,7 +333,7 @@ def test_too_long_pairs_are_dropped_counted_and_listed_or_stop_the_run(tmp_path:
     source = load(tmp_path, path, max_length=40).report["train"]["sources"][0]
     assert source["dropped"] == {"too_long": {"rows": 1, "line_numbers": [2]}}
     message = refused(tmp_path, path, max_length=40, truncation="error")
-    assert "line 2: " in message and "data.max_length is 40; raise data.max_length" in message
+    assert "line 2: " in message and "data.max_length is 40; too_long: 1 of 2 rows; raise" in message
     cut = load(tmp_path, path, max_length=40, truncation="completion_right").report["train"]["sources"][0]
     assert (cut["dropped"], cut["completions_truncated"], cut["eos_lost"]) == ({}, 1, 1)
 
@@ -334,6 +361,223 @@ def test_a_source_without_rows_or_without_pairs_is_refused(tmp_path: Path) -> No
     assert message.endswith("name the column in data.train.0.columns")
     long = write(tmp_path / "c.jsonl", [{"prompt": "p", "chosen": "a " * 50, "rejected": "b"}])
     assert refused(tmp_path, long, max_length=20).endswith("choose another data.truncation")
+
+
+def test_a_bad_row_says_how_many_there_are_of_its_kind(tmp_path: Path) -> None:
+    empty, null = {**rows(0)[0], "rejected": " "}, {**rows(0)[0], "chosen": None}
+    path = write(tmp_path / "a.jsonl", [*rows(*range(8)), empty, null, empty])
+    assert refused(tmp_path, path) == (
+        f"{path} line 9: the rejected completion is empty; empty_completion: 2 of 11 rows, wrong_type: 1; "
+        "mend the rows, or set data.on_bad_row: skip"
+    )
+    assert not list((tmp_path / "cache" / "tokens").iterdir())
+
+
+def test_a_fault_of_most_rows_does_not_suggest_to_skip_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*rows(0), *[{**rows(1)[0], "chosen": None}] * 3])
+    message = refused(tmp_path, path)
+    assert "line 2: chosen is null, not text; wrong_type: 3 of 4 rows; mend the rows" in message
+    assert "skip" not in message
+
+
+def test_a_large_file_of_bad_rows_is_refused_before_its_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{**rows(1)[0], "chosen": None}] * 3000)
+    assert "wrong_type: 1,024 of the first 1,024 rows; mend the rows" in refused(tmp_path, path)
+
+
+QUESTIONS: list[dict[str, Any]] = [
+    {"question": f"How much is {number} + 1?", "chosen": f"It is {number + 1}.", "rejected": "Nobody knows."}
+    for number in range(30)
+]
+# The answers of some rows begin alike, so these rows could be taken for pairs with an implicit prompt.
+QUESTIONS += [{**row, "rejected": "It is unknown."} for row in QUESTIONS[:3]]
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "saved"])
+def test_texts_without_a_prompt_column_are_refused_where_another_column_may_be_the_prompt(
+    tmp_path: Path, name: str, on_bad_row: str
+) -> None:
+    path = tmp_path / name
+    if name == "a.jsonl":
+        write(path, QUESTIONS)
+    elif name == "a.json":
+        path.write_text(json.dumps(QUESTIONS))
+    elif name == "a.csv":
+        path.write_text(
+            "\n".join(",".join(row) for row in [[*QUESTIONS[0]], *(r.values() for r in QUESTIONS)])
+        )
+    elif name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(QUESTIONS), path)
+    else:
+        datasets.Dataset.from_list(QUESTIONS).save_to_disk(path)
+    assert refused(tmp_path, str(path), on_bad_row=on_bad_row) == (
+        f"{path}: no column 'prompt', and 'question' may be it; the columns are: question, chosen, rejected; "
+        "set data.train.0.columns: {prompt: question}, or {prompt: null} if chosen and rejected begin with "
+        "the prompt"
+    )
+    source = {"path": str(path), "columns": {"prompt": "question"}}
+    splits = load(tmp_path, source, on_bad_row=on_bad_row)
+    assert splits.train.num_pairs == len(QUESTIONS)
+    assert TOKENIZER.decode(splits.train.prompt(1)) == QUESTIONS[1]["question"]
+
+
+IMPLICIT = [
+    {"chosen": f"Question {number}? Yes, of course.", "rejected": f"Question {number}? No."}
+    for number in range(30)
+]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["one word"] * 30,
+        ["天气怎么样"] * 30,
+        [None] * 29 + ["What?"],
+        [{"post": {"body": "a question"}}] * 30,
+        [[{"role": "user", "content": "a question"}]] * 30,
+        [*["word"] * 29, "two words"],
+        [chr(ord("a") + number % 26) * (number + 1) for number in range(30)],  # as many different words
+    ],
+)
+def test_a_column_with_text_may_be_the_prompt(tmp_path: Path, values: list[Any]) -> None:
+    path = write(tmp_path / "a.jsonl", [{**row, "other": v} for row, v in zip(IMPLICIT, values, strict=True)])
+    assert "no column 'prompt', and 'other' may be it" in refused(tmp_path, path)
+    splits = load(tmp_path, {"path": path, "columns": {"prompt": None}})
+    assert TOKENIZER.decode(splits.train.prompt(2)) == "Question 2?"
+
+
+def test_columns_of_ids_scores_and_categories_are_not_taken_for_the_prompt_and_are_named(
+    tmp_path: Path,
+) -> None:
+    others = [
+        {"id": f"hh-{number}", "source": "web", "score": "4.5", "rank": number, "tags": ["a", "b"]}
+        for number in range(30)
+    ]
+    path = write(tmp_path / "a.jsonl", [{**row, **more} for row, more in zip(IMPLICIT, others, strict=True)])
+    splits = load(tmp_path, path)
+    assert TOKENIZER.decode(splits.train.prompt(2)) == "Question 2?"
+    source = splits.report["train"]["sources"][0]
+    assert source["columns_not_read"] == ["id", "source", "score", "rank", "tags"]
+    few = write(tmp_path / "few.jsonl", [{**row, "word": "sky"} for row in IMPLICIT[:5]])
+    assert "'word' may be it" in refused(tmp_path, few)
+    scored = write(tmp_path / "scored.jsonl", [{**row, "score": "4.5"} for row in IMPLICIT[:5]])
+    assert load(tmp_path, scored).train.num_pairs == 5
+
+
+def test_a_misspelt_column_is_named_and_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", QUESTIONS)
+    message = refused(tmp_path, {"path": path, "columns": {"prompt": "qestion"}})
+    assert "no column 'qestion', which data.train.0.columns.prompt names (there are: question, " in message
+    assert message.endswith("missing_column: 33 of 33 rows; name the column in data.train.0.columns")
+
+
+def test_the_question_is_proposed_before_a_system_prompt_that_all_rows_have(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"system": "Be kind.", **row} for row in QUESTIONS])
+    message = refused(tmp_path, path)
+    assert "'question' or 'system' may be it" in message and "{prompt: question}, or" in message
+
+
+def test_a_row_without_the_prompt_that_other_rows_have_is_bad(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*rows(0, 1), *IMPLICIT[:1]])
+    message = refused(tmp_path, path)
+    assert "line 3: no column 'prompt', which other rows have (there are: chosen, rejected); " in message
+    source = load(tmp_path, path, on_bad_row="skip").report["train"]["sources"][0]
+    assert source["dropped"] == {"missing_column": {"rows": 1, "line_numbers": [3]}}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("before", [{}, {"question": None}, {"question": ""}])
+def test_questions_that_begin_late_are_not_overlooked(
+    tmp_path: Path, name: str, before: dict[str, Any]
+) -> None:
+    late = [*({**row, **before} for row in IMPLICIT * 4), *QUESTIONS[-1:]]
+    if name == "a.jsonl":
+        write(tmp_path / name, late)
+    else:
+        schema = pa.schema([(column, pa.string()) for column in QUESTIONS[0]])
+        pq.write_table(pa.Table.from_pylist(late, schema), tmp_path / name)
+    message = refused(tmp_path, str(tmp_path / name))
+    assert " 121: no column 'prompt', and 'question' may be it; missing_column: 1 of 121 rows; " in message
+
+
+def test_a_column_that_begins_late_is_named(tmp_path: Path) -> None:
+    late = write(tmp_path / "b.jsonl", [*rows(*range(120)), {**rows(0)[0], "note": "late"}])
+    assert load(tmp_path, late).report["train"]["sources"][0]["columns_not_read"] == ["note"]
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_beginnings_that_most_rows_do_not_have_are_not_prompts(tmp_path: Path, on_bad_row: str) -> None:
+    answers = [{column: row[column] for column in ("chosen", "rejected")} for row in QUESTIONS]
+    path = write(tmp_path / "a.jsonl", answers)
+    message = refused(tmp_path, path, on_bad_row=on_bad_row)
+    assert "no_common_prompt: 30 of 33 rows; name the column of the prompt in data.train.0.columns" in message
+    assert "skip" not in message
+    declared = {"path": path, "columns": {"prompt": None}}
+    assert load(tmp_path, declared, on_bad_row="skip").train.num_pairs == 3
+
+
+def test_columns_of_another_format_and_columns_that_are_replaced_are_named_as_not_read(
+    tmp_path: Path,
+) -> None:
+    row = {**rows(0)[0], "tools": [], "question": "Who?"}
+    path = write(tmp_path / "a.jsonl", [row])
+    source = load(tmp_path, {"path": path, "columns": {"prompt": "question"}}).report["train"]["sources"][0]
+    assert source["columns_not_read"] == ["prompt", "tools"]
+
+
+@pytest.mark.parametrize("value", [{"bytes": b"\x89PNG", "path": None}, b"\x89PNG", [b"\x89PNG"], "cat.png"])
+def test_a_columnar_source_with_images_is_refused_without_advice_to_skip(tmp_path: Path, value: Any) -> None:
+    column = "image" if isinstance(value, str) else "picture_of_it"
+    table = pa.Table.from_pylist([{**row, column: value} for row in rows(0, 1)])
+    pq.write_table(table, tmp_path / "a.parquet")
+    message = refused(tmp_path, str(tmp_path / "a.parquet"))
+    assert f"row 1: column '{column}' has images, video or audio, and only text is read" in message
+    assert "media: 2 of 2 rows" in message and "skip" not in message
+    skipped = refused(tmp_path, str(tmp_path / "a.parquet"), on_bad_row="skip")
+    assert "no pairs left of 2 rows (media 2)" in skipped
+
+
+def test_rows_with_images_are_left_out_and_counted_where_others_have_none(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        [
+            *({**row, "images": []} for row in rows(0, 1)),
+            {**rows(2)[0], "images": ["cat.png"], "num_images": 1},
+        ],
+    )
+    assert "line 3: column 'images' has images, " in refused(tmp_path, path)
+    source = load(tmp_path, path, on_bad_row="skip").report["train"]["sources"][0]
+    assert source["dropped"] == {"media": {"rows": 1, "line_numbers": [3]}}
+
+
+def test_a_datasets_column_of_images_is_refused(tmp_path: Path) -> None:
+    columns = {name: datasets.Value("string") for name in rows(0)[0]}
+    features = datasets.Features({**columns, "seen": datasets.Sequence(datasets.Image())})
+    datasets.Dataset.from_list([{**rows(0)[0], "seen": []}], features).save_to_disk(tmp_path / "saved")
+    assert "column 'seen' has images, video or audio" in refused(tmp_path, str(tmp_path / "saved"))
+
+
+def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_out_sources(
+    tmp_path: Path, console: Console
+) -> None:
+    noted = [{**row, "id": row["prompt"], "note": "n"} for row in rows(0, 1)]
+    train = write(tmp_path / "a.jsonl", [*noted, {**noted[0], "chosen": " "}])
+    dev = write(tmp_path / "dev.jsonl", [*noted, {**noted[0], "chosen": None}])
+    data = {"train": train, "eval": dev, "on_bad_row": "skip"}
+    model = {"path": str(tmp_path / "no-model")}
+    recipe = parse_recipe({"output_dir": str(tmp_path / "run"), "model": model, "data": data})
+    for _ in range(2):  # the second start reads the cache
+        prepare_data(recipe, TOKENIZER, console)
+        assert isinstance(console.file, io.StringIO)
+        printed = console.file.getvalue().splitlines()
+        assert printed[1:5] == [
+            "  left out of a, 3 rows: 1 empty_completion",
+            "  columns of a that are not read: id, note",
+            "  left out of dev, 3 rows: 1 wrong_type",
+            "  columns of dev that are not read: id, note",
+        ]
+        console.file.seek(0)
 
 
 def test_the_format_is_detected_past_bad_rows_and_reported(tmp_path: Path) -> None:
@@ -387,9 +631,6 @@ def test_real_transcripts_lose_exactly_their_known_bad_rows(tmp_path: Path, shar
 
 
 def test_conversations_from_a_parquet_file_with_a_repeated_text_prompt(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     def dialogue(answer: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": "the sky?"}, {"role": "assistant", "content": answer}]
 
@@ -489,16 +730,16 @@ def sides(splits: DataSplits, prompts: list[int]) -> tuple[set[int], set[int]]:
     return kept, held_out
 
 
-QUESTIONS = 11
-ANSWERS = 4
+NUM_QUESTIONS = 11
+NUM_ANSWERS = 4
 
 
 @pytest.mark.parametrize("case", ["left truncation", "tokens across the boundary", "no prompt column"])
 def test_no_prompt_is_on_both_sides_of_a_held_out_fraction(tmp_path: Path, case: str) -> None:
     """With token ids of the stored prompts as keys, almost every prompt was on both sides."""
     content, prompts = [], []
-    for answer in range(ANSWERS):
-        for question in range(QUESTIONS):
+    for answer in range(NUM_ANSWERS):
+        for question in range(NUM_QUESTIONS):
             # The longer the answer, the less of the prompt is left where it is cut on the left.
             row = {
                 "prompt": f"Question {question}: how do I bake bread number {question}? The sk",
@@ -520,10 +761,10 @@ def test_no_prompt_is_on_both_sides_of_a_held_out_fraction(tmp_path: Path, case:
     assert splits.report["train_prompts_in_eval"] == 0
     source = splits.report["train"]["sources"][0]
     if case == "no prompt column":
-        assert source["prompts_inferred"] == QUESTIONS * ANSWERS
+        assert source["prompts_inferred"] == NUM_QUESTIONS * NUM_ANSWERS
         assert splits.report["held_out_by"] == "first 10 characters"  # "Question 1", which begins 10 and 11
     else:
-        assert source["prompts"] == QUESTIONS and splits.report["held_out_by"] == "prompt"
+        assert source["prompts"] == NUM_QUESTIONS and splits.report["held_out_by"] == "prompt"
         assert source["prompt_truncated" if case == "left truncation" else "prompt_boundary_moved"] > 10
     # A source of its own has every prompt of the training pairs, and the report says so.
     report = load(tmp_path, path, **settings | {"eval": path}).report

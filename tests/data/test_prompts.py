@@ -85,7 +85,9 @@ def test_a_prompt_leaves_room_for_its_completion_or_is_dropped_cut_or_refused(tm
     assert source["dropped"] == {"too_long": {"rows": 1, "line_numbers": [2]}} and source["rows_read"] == 2
     cut = train_prompts(prompts(tmp_path, rows, truncation="prompt_left"))
     assert [len(p.ids) for p in cut] == [len(tiny_tokenizer()("a b c")["input_ids"]), 64 - 16]
-    with pytest.raises(DataError, match=r"prompts\.jsonl line 2: .*data\.max_length is 64; raise"):
+    with pytest.raises(
+        DataError, match=r"prompts\.jsonl line 2: .*data\.max_length is 64; too_long: 1 of 2 rows; raise"
+    ):
         prompts(tmp_path, rows, truncation="error")
 
 
@@ -109,6 +111,17 @@ def test_held_out_prompts_are_a_source_or_a_fraction_that_training_never_sees(tm
     assert splits.train.num_pairs == len(splits.prompts.train) == 20 - len(splits.prompts.eval["held_out"])
     named = prompts(tmp_path, eval=[{"path": str(tmp_path / "prompts.jsonl"), "max_pairs": 3}])
     assert named.prompts is not None and len(named.prompts.eval["prompts"]) == 3
+    assert named.report["eval"]["prompts"]["source"]["rows_read"] == 3
+
+
+def test_prompts_in_a_column_of_another_name_are_refused_with_the_key_that_names_it(tmp_path: Path) -> None:
+    rows = [{"question": f"how are you, {name}"} for name in ("Ann", "Bob")]
+    with pytest.raises(
+        DataError, match=r"'question' may be it; .* set data\.train\.0\.columns: \{prompt: quest"
+    ):
+        prompts(tmp_path, rows, on_bad_row="skip")
+    source = {"path": str(tmp_path / "prompts.jsonl"), "columns": {"prompt": "question"}}
+    assert train_prompts(prompts(tmp_path, train=[source]))[1].text == "how are you, Bob"
 
 
 def test_prompts_that_are_cut_to_the_same_tokens_are_still_different_prompts(tmp_path: Path) -> None:

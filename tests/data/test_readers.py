@@ -96,7 +96,7 @@ def test_columns_are_read_under_our_names_even_when_swapped(tmp_path: Path, name
 def test_columnar_files_are_not_read_beyond_the_columns_that_formats_use(tmp_path: Path) -> None:
     WRITERS["a.parquet"](tmp_path / "a.parquet")
     source = opened(tmp_path / "a.parquet")
-    assert (source.num_rows, source.columns) == (5, ("prompt", "chosen", "rejected", "unused"))
+    assert (source.num_rows, list(source.columns)) == (5, ["prompt", "chosen", "rejected", "unused"])
     assert "unused" not in next(source.rows)[1]  # type: ignore[operator]
     source.rows.close()
 
@@ -340,6 +340,32 @@ def test_missing_columns_are_refused_with_those_there_are_and_the_key_that_names
     with pytest.raises(DataError) as error:
         opened(tmp_path / "b.parquet")
     assert "the columns are: better, worse; say which they are in data.train.0.columns, " in refusal(error)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,chosen,rejected,chosen\nq,a,b,c\n")
+    table = pa.Table.from_arrays([pa.array(["q"])] * 4, names=["prompt", "chosen", "rejected", "chosen"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    write_ipc(tmp_path / "a.arrow", pa.ipc.new_file, table)
+    for name in ("a.csv", "a.parquet", "a.arrow"):
+        with pytest.raises(DataError, match=f"{name}: two columns are named 'chosen'; rename or remove one"):
+            opened(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_json_object_with_a_key_twice_is_a_bad_row(tmp_path: Path, name: str) -> None:
+    row, good = json.dumps(ROWS[0]), json.dumps(ROWS[1])
+    message = '[{"role": "user", "content": "a", "role": "system"}]'
+    lines = [row[:-1] + ', "chosen": "c"}', good, f'{{"prompt": {message}, "chosen": [], "rejected": []}}']
+    text = f"[{','.join(lines)}]" if name == "a.json" else "\n".join(lines)
+    (tmp_path / name).write_text(text)
+    (_, first), (_, second), (_, third) = read(tmp_path / name)
+    assert isinstance(first, BadRow) and first.reason == "repeated_key"
+    assert first.detail == "a JSON object has the key 'chosen' twice"
+    assert second == ROWS[1]
+    assert isinstance(third, dict)
+    with pytest.raises(BadRow, match="repeated_key.*'role' twice"):
+        FORMATS["conversational"].prompt(third)
 
 
 def test_a_missing_path_is_refused_with_its_key(tmp_path: Path) -> None:

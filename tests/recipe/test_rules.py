@@ -19,6 +19,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("data.eval=[{path: e, weight: 2}]", ["data.eval.0.weight:", "training"]),
     ("data.train=[{path: a, name: n}, {path: b, name: n}]", ["data.train.1.name: 'n'", "data.train.0"]),
     ("data.train.0.columns={chosen: a, rejected: a}", ["data.train.0.columns: column 'a'", "several"]),
+    ("data.train.0.columns={prompt: null, chosen: null}", ["columns.chosen:", "only the prompt can be null"]),
     ("data.train={path: a, format: tokenized, columns: {prompt: q}}", ["columns.prompt:", "prompt_ids"]),
     ("packing.rows_per_step=4", ["packing.rows_per_step: needs packing.scope: epoch"]),
     ("packing.window_pairs=4", ["packing.window_pairs: needs packing.scope: epoch"]),
