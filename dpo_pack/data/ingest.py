@@ -37,6 +37,7 @@ Progress = Callable[[str, int, int | None], None]  # task, rows done, rows in al
 # data.truncation decides about rows with these reasons; data.on_bad_row decides about all other bad rows.
 _TRUNCATION_REASONS = ("too_long", "prompt_too_long", "identical_after_truncation")
 _LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
+_NAMED_COLUMNS = 20  # in an error message
 _CHECKED_ROWS = 100  # `check_source` reads so many rows
 _DETECTION_ROWS = 1000  # `format: auto` looks for a readable row in so many rows
 
@@ -276,11 +277,12 @@ class _Ingestion:
         possible = [column for column in texts if not are_labels(texts[column])]
         possible.sort(key=lambda column: -len(set(texts[column])))  # questions differ, system prompts do not
         if possible:
-            names = " or ".join(map(repr, possible))
+            names = " or ".join(map(repr, possible[:_NAMED_COLUMNS]))
+            more = ", ..." if len(columns) > _NAMED_COLUMNS else ""
             raise DataError(
                 f"{self.located.label}: no column 'prompt', and {names} may be it; the columns are: "
-                f"{', '.join(columns)}; set {self.located.key}.columns: {{prompt: {possible[0]}}}, or "
-                "{prompt: null} if chosen and rejected begin with the prompt"
+                f"{', '.join(islice(columns, _NAMED_COLUMNS))}{more}; set {self.located.key}.columns: "
+                f"{{prompt: {possible[0]}}}, or {{prompt: null}} if chosen and rejected begin with the prompt"
             )
         self.infers_prompts = True
         known = {*read, *texts}

@@ -806,7 +806,7 @@ def test_inferred_prompts_that_begin_too_long_alike_are_not_split(tmp_path: Path
 def test_a_row_of_many_columns_is_refused_in_a_short_line(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{f"column {number}": 1 for number in range(100_000)}])
     message = refused(tmp_path, path)
-    assert len(message) < 2100 and "column 9, " in message and message.endswith("data.on_bad_row: skip")
+    assert len(message) < 2100 and "column 9, " in message and message.endswith("data.train.0.columns")
 
 
 def test_a_fraction_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
