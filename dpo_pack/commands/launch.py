@@ -48,7 +48,7 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False) -> Iterator[Console]:
     If the recipe needs several processes and no launcher has started them, this process starts them with its
     own command line, waits for them and raises SystemExit with their exit status. The body then runs only in
     the new processes. Raises RecipeError if the number of processes is wrong, RunError if the ranks do not
-    meet or do not agree.
+    reach each other, or have other recipes or package versions.
     """
     place = placement(os.environ)
     num_processes = wanted_processes(recipe, place)

@@ -1,9 +1,9 @@
-"""Draws completions: settings, random numbers, tokens from logits, and the end of a completion.
+"""Samples completions: the settings, the random numbers, a token from logits, the end of a completion.
 
 The host makes all random numbers; the device makes none. Each token of each completion has a separate uniform
-number, which is a function of (seed, draw, completion, position). The drawn token is the first one at which
-the cumulative distribution is above that number. So a completion depends neither on the other sequences in
-the batch, nor on the rank, nor on earlier draws.
+number, which is a function of (seed, number of the prompt in the run, number of the completion, position).
+The sampled token is the first one at which the cumulative distribution is above that number. So a completion
+depends neither on the other sequences in the batch, nor on the rank, nor on other completions.
 
 Legend: B sequences of a batch, V vocabulary, L tokens.
 """

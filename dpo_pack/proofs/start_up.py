@@ -1,7 +1,7 @@
 """Proofs that packed rows are exact on this model, kernel and machine, from a few small random rows.
 
 Why: in DPO the first loss is log 2 even when attention leaks, because policy and reference leak in the same
-way. Each proof runs the real model with the real attention seam. A proof returns its measured numbers, their
+way. Each proof runs the real model with the attention function that training uses. A proof returns its measured numbers, their
 bound, and advice for the user in case of failure.
 
 Legend: S sequences, each a (context, completion) of token ids, N scored tokens, V vocabulary.
@@ -39,8 +39,9 @@ _NUM_DRAWS = 4
 def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
     """Runs all proofs, in an order in which an early failure explains later failures.
 
-    Padded batches have no seam and no neighbours. For them three proofs run: no token sees a later token;
-    a sequence in a batch gets the same log-probs as alone; our head computes the model's log-probs.
+    Padded batches use the model's own attention, and a row holds one sequence. So only three proofs run: no
+    token sees a later token; a sequence in a batch gets the same log-probs as alone; our head computes the
+    model's log-probs.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)

@@ -60,7 +60,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
 
 
 def _check_settings(recipe: Recipe) -> str:
-    """Checks what the recipe names in this process: the loss, the optimizer, the output directory."""
+    """Checks the loss, the optimizer and the output directory of the recipe."""
     recipe_objective(recipe)
     check_optimizer(recipe.optim.name, _device())
     evals = recipe.data.eval
