@@ -1,8 +1,8 @@
 """Proofs that packed rows are exact on this model, kernel and machine, from a few small random rows.
 
 Why: in DPO the first loss is log 2 even when attention leaks, because policy and reference leak in the same
-way. Each proof runs the real model with the attention function that training uses. A proof returns its measured numbers, their
-bound, and advice for the user in case of failure.
+way. Each proof runs the real model with the attention function that training uses. A proof returns its
+measured numbers, their bound, and advice for the user in case of failure.
 
 Legend: S sequences, each a (context, completion) of token ids, N scored tokens, V vocabulary.
 """
