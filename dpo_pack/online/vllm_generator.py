@@ -63,7 +63,7 @@ class VllmEngine:
             reason = f"vLLM cannot take the policy's weights: {_brief(error)}"
             raise ModelError(f"{KEY}: {reason}; {OTHERS}") from error
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM keeps prompts that it has computed, although it has no request")
+            raise RuntimeError("vLLM did not empty its prefix cache, although it has no request")
 
     def answer(
         self, prompts: Sequence[npt.NDArray[np.int32]], options: Sequence[dict[str, Any]]

@@ -218,7 +218,8 @@ def _require_metrics(run: RunDir) -> None:
 def damage_of(checkpoint: Path) -> str | None:
     """Returns the damage of a checkpoint's files, or None. Every rank must call it; each checks some files.
 
-    If one rank cannot read a file, all ranks raise RunError: the run must not begin again for that reason.
+    If one rank cannot read a file, all ranks raise RunError. Such a file does not count as damaged, because
+    after damage the run may begin at step 0.
     """
 
     def look() -> str | None:

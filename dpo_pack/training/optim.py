@@ -32,10 +32,11 @@ def build_optimizer(
 ) -> Optimizer:
     """Builds the optimizer that a recipe's `optim.name` names, for the parameters that are trained.
 
-    adamw: see `adamw`. adamw_8bit: AdamW with moments in blocks of 8 bits (Dettmers et al. 2021, arXiv
+    adamw: see `adamw`. adamw_8bit: AdamW whose moments have 8 bits each (Dettmers et al. 2021, arXiv
     2110.02861). adafactor (Shazeer & Stern 2018, arXiv 1804.04235) has no first moments, and only row and
     column means of second moments; its update is `lr` times the tensor's root mean square, at least `lr` x
-    1e-3; it ignores `betas` and `eps`. Raises RecipeError if adamw_8bit or adafactor would train bfloat16.
+    1e-3; it ignores `betas` and `eps`. Raises RecipeError if adamw_8bit or adafactor would train bfloat16
+    parameters.
     """
     if name == "adamw":
         return adamw(model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
