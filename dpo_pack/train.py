@@ -102,7 +102,7 @@ def _train(recipe: Recipe, console: Console, *, overwrite: bool, dry_run: bool) 
 
 
 def run_steps(session: Session) -> None:
-    """Takes all steps of the run. After a stop signal or a RunError it saves the last whole step, if it can."""
+    """Takes all steps of the run. After a stop signal or a RunError it saves the last step, if it can."""
     learner, recorder, saver = session.learner, session.recorder, session.saver
     with (
         recorder.writing(offset=saver.place.metrics_offset),

@@ -29,7 +29,7 @@ def is_multiple(step: int, every_steps: int | None) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class Saver:
-    """Remembers the latest place from which the run can resume, and writes checkpoints of that place."""
+    """Remembers the latest step from which the run can resume, and writes checkpoints of that step."""
 
     recipe: Recipe
     run: RunDir
@@ -95,7 +95,7 @@ class Saver:
         )
 
     def save_on_the_way_out(self) -> None:
-        """Saves the latest place of an interrupted run; an unfinished step is discarded."""
+        """Saves the last step of an interrupted run; an unfinished step is discarded."""
         console = self.recorder.console
         self.state.optimizer.zero_grad(set_to_none=True)
         self.recorder.report_nonfinite()
@@ -107,7 +107,7 @@ class Saver:
             self.save()
 
     def save_what_is_done(self) -> None:
-        """Saves the latest place after an error, unless a later step has changed the parameters already."""
+        """Saves the last step after an error, unless a later step has changed the parameters already."""
         if self.state.step != self.place.step:
             return
         try:
