@@ -200,17 +200,17 @@ def packed_row(layout: RowLayout, device: torch.device) -> Row:
     )
 
 
-def padded_row(groups: Sequence[Group], *, pad_token_id: int, device: torch.device) -> Row:
+def padded_row(groups: Sequence[Group], *, device: torch.device) -> Row:
     """Returns a right-padded batch of the same sequences in the same order, without shared prefixes.
 
     Right padding is exact for a causal model with any attention: no real token sees a later position. So any
-    `pad_token_id` that the model embeds is right. The tokenizer's may be one that the model does not embed.
+    token pads, and token 0 is one that every model embeds; the tokenizer's padding token may be none.
     """
     sequences = [(group.context, completion) for group in groups for completion in group.completions]
     completion_lengths = np.asarray([len(completion) for _, completion in sequences], dtype=np.int64)
     lengths = completion_lengths + [len(context) for context, _ in sequences]
     longest = int(lengths.max())
-    ids = np.full((len(sequences), longest), pad_token_id, dtype=np.int64)
+    ids = np.zeros((len(sequences), longest), dtype=np.int64)
     for line, sequence, length in zip(ids, sequences, lengths, strict=True):
         line[:length] = np.concatenate(sequence)
     logit_index = [

@@ -105,7 +105,7 @@ class RewardModelJudge:
     def row(self, groups: Sequence[Group]) -> Row:
         if self.backbone.backend is not None:
             return packed_row(layout_row(groups, share_prompt=True), self.device)
-        return padded_row(groups, pad_token_id=0, device=self.device)
+        return padded_row(groups, device=self.device)
 
     def row_scores(self, row: Row) -> Scores:
         """Returns the scores [S] of the row's sequences."""

@@ -317,7 +317,7 @@ def prove_agreement(
 def _policy_logps(policy: CompletionLogps, group: Group, device: torch.device) -> torch.Tensor:
     """Returns [L] float64 log-probs of the group's only completion, computed as in training."""
     if policy.backend is None:
-        row = padded_row([group], pad_token_id=0, device=device)
+        row = padded_row([group], device=device)
     else:
         row = packed_row(layout_row([group], share_prompt=False), device)
     output: RowLogps = policy(row)

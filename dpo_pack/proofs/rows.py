@@ -80,7 +80,7 @@ def proof_groups(vocabulary: int) -> list[Group]:
 def proof_row(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Row:
     """Puts all pairs into one row: packed with shared prompts, or padded if the scorer has no backend."""
     if scorer.backend is None:
-        return padded_row(groups, pad_token_id=0, device=device)
+        return padded_row(groups, device=device)
     return packed_row(layout_row(groups, share_prompt=True), device)
 
 

@@ -30,7 +30,6 @@ class PassSettings:
 
     token_budget: int
     share_prompt: bool
-    pad_token_id: int
     device: torch.device
     per_token: bool = False  # also keep per-token values, for a loss that weighs single tokens
     rank: int = 0
@@ -237,4 +236,4 @@ def _write(cache: ReferenceCache, finished: Sequence[SequenceLogps], settings: P
 def _row(groups: Sequence[Group], is_packed: bool, settings: PassSettings) -> Row:
     if is_packed:
         return packed_row(layout_row(groups, share_prompt=settings.share_prompt), settings.device)
-    return padded_row(groups, pad_token_id=settings.pad_token_id, device=settings.device)
+    return padded_row(groups, device=settings.device)

@@ -41,7 +41,6 @@ def row_builder(prepared: Prepared, table: PairTable, reference: Reference | Non
         reference=None if reference is None else reference.known(table),
         is_packed=prepared.is_packed,
         share_prompt=prepared.recipe.shares_prompts,
-        pad_token_id=0,
         device=prepared.device,
     )
 
@@ -68,7 +67,6 @@ def offline_source(
         reference=None,
         is_packed=recipe.packing.mode == "packed",
         share_prompt=recipe.shares_prompts,
-        pad_token_id=0,
         device=device,
         merging=prompt_merging(table, shape) if recipe.packing.merge_prompts else None,
     )

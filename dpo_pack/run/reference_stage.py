@@ -108,7 +108,6 @@ def _pass_settings(prepared: Prepared, loaded: LoadedModel, *, per_token: bool) 
     return PassSettings(
         token_budget=token_budget,
         share_prompt=prepared.recipe.packing.share_prompt,
-        pad_token_id=0,
         device=prepared.device,
         per_token=per_token,
         rank=ranks.rank(),

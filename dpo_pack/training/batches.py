@@ -104,7 +104,6 @@ class RowBuilder:
     reference: PairReference | None  # None: rows get zeros instead of log-probs
     is_packed: bool
     share_prompt: bool
-    pad_token_id: int
     device: torch.device
     merging: PromptMerging | None = None  # merges the pairs of one prompt in a row into one group
 
@@ -121,7 +120,7 @@ class RowBuilder:
         if self.is_packed:
             row = packed_row(layout_row(groups, share_prompt=self.share_prompt), self.device)
         else:
-            row = padded_row(groups, pad_token_id=self.pad_token_id, device=self.device)
+            row = padded_row(groups, device=self.device)
         zeros = np.zeros(len(pairs))
         chosen = zeros if self.reference is None else self.reference.chosen[pairs]
         rejected = zeros if self.reference is None else self.reference.rejected[pairs]

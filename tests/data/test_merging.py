@@ -154,7 +154,7 @@ def test_pairs_that_take_fewer_tokens_apart_stay_apart_in_plan_and_row() -> None
     ((row,),) = plan.pack_step(0)
     assert plan.tokens_in(row) == alone.sum()
     builder = RowBuilder(
-        table=table, reference=None, is_packed=True, share_prompt=True, pad_token_id=0,
+        table=table, reference=None, is_packed=True, share_prompt=True,
         device=torch.device("cpu"), merging=merging,
     )  # fmt: skip
     assert builder.build(row).row.num_tokens == alone.sum()

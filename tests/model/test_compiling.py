@@ -61,7 +61,7 @@ def make_row(seed: int, *, is_packed: bool = True) -> Row:
 
     groups = [Group(context=ids(20), completions=(ids(12), ids(12))) for _ in range(2 + seed)]
     if not is_packed:
-        return padded_row(groups, pad_token_id=0, device=CPU)
+        return padded_row(groups, device=CPU)
     return packed_row(layout_row(groups, share_prompt=True), CPU)
 
 

@@ -38,7 +38,7 @@ def the_row(*, packed: bool) -> Row:
     groups = proof_groups(VOCABULARY)
     if packed:
         return packed_row(layout_row(groups, share_prompt=True), CPU)
-    return padded_row(groups, pad_token_id=0, device=CPU)
+    return padded_row(groups, device=CPU)
 
 
 def gradients(loaded: LoadedModel, row: Row) -> tuple[Tensor, dict[str, Tensor]]:

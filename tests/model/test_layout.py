@@ -135,12 +135,12 @@ def test_a_padded_batch_holds_each_sequence_in_a_line(
     contents: list[tuple[list[int], list[list[int]]]],
 ) -> None:
     groups = [group(context, *completions) for context, completions in contents]
-    row = padded_row(groups, pad_token_id=9, device=CPU)
+    row = padded_row(groups, device=CPU)
     assert row.attention_mask is not None
     sequences = [[*context, *completion] for context, completions in contents for completion in completions]
     for line, mask, sequence in zip(row.input_ids, row.attention_mask, sequences, strict=True):
         assert line[mask.bool()].tolist() == sequence and mask.sum() == len(sequence)
-        assert (line[len(sequence) :] == 9).all()
+        assert (line[len(sequence) :] == 0).all()
     flat = row.input_ids.flatten()
     # Right after the position that predicts it stands the target.
     assert torch.equal(flat[row.logit_index + 1], row.targets)

@@ -124,7 +124,7 @@ def test_log_probs_and_gradients_of_an_adapter_are_those_of_plain_peft(
 def row_of(groups: list[Group], packed: bool) -> Row:
     if packed:
         return packed_row(layout_row(groups, share_prompt=True), CPU)
-    return padded_row(groups, pad_token_id=0, device=CPU)
+    return padded_row(groups, device=CPU)
 
 
 def plain_sum(model: Any, group: Group, side: int) -> Tensor:

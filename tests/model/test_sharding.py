@@ -85,7 +85,7 @@ def make_rows(*, packed: bool = True) -> list[Row]:
     rows = [[group(9, 4, 6), group(3, 1, 1)], [group(17, 5, 2)], [group(4, 8, 8), group(12, 3, 7)]]
     if packed:
         return [packed_row(layout_row(groups, share_prompt=True), CPU) for groups in rows]
-    return [padded_row(groups, pad_token_id=0, device=CPU) for groups in rows]
+    return [padded_row(groups, device=CPU) for groups in rows]
 
 
 def backward(sums: Tensor) -> None:

@@ -55,7 +55,7 @@ def load(directory: Path, *, packed: bool, gradient_checkpointing: bool = False)
 
 def make_row(groups: Sequence[Group], mode: str) -> Row:
     if mode == "padded":
-        return padded_row(groups, pad_token_id=0, device=CPU)
+        return padded_row(groups, device=CPU)
     return packed_row(layout_row(groups, share_prompt=mode == "shared"), CPU)
 
 

@@ -25,7 +25,7 @@ from support.tiny_models import VOCABULARY
 
 NAMESPACE = {"weights": "abc", "parameters": "float32"}
 CPU = torch.device("cpu")
-SETTINGS = PassSettings(token_budget=64, share_prompt=True, pad_token_id=0, device=CPU)
+SETTINGS = PassSettings(token_budget=64, share_prompt=True, device=CPU)
 Ids = Sequence[int]
 Pair = tuple[Ids, Ids, Ids]  # prompt, chosen, rejected
 Keys = npt.NDArray[np.uint8]

@@ -51,7 +51,6 @@ def make_source(*, num_pairs: int = 14, epochs: int = 2) -> OfflineSource:
         reference=None,
         is_packed=True,
         share_prompt=True,
-        pad_token_id=0,
         device=CPU,
     )
     return OfflineSource(

@@ -54,7 +54,6 @@ def make_builder(*, packed: bool = True) -> RowBuilder:
         ),
         is_packed=packed,
         share_prompt=packed,
-        pad_token_id=0,
         device=torch.device("cpu"),
     )
 
