@@ -368,6 +368,15 @@ def test_a_json_object_with_a_key_twice_is_a_bad_row(tmp_path: Path, name: str) 
         FORMATS["conversational"].prompt(third)
 
 
+def test_a_column_that_is_an_object_with_a_key_twice_is_told_as_that(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "a", "chosen": {"role": "x", "role": "y"}, "rejected": "b"}\n')
+    [(_, row)] = read(path)
+    assert isinstance(row, dict)
+    with pytest.raises(BadRow, match="repeated_key.*'role' twice"):
+        FORMATS["preference"].pair(row)
+
+
 def test_a_missing_path_is_refused_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or directory .*; correct data.train.0.path") as error:
         locate(tmp_path / "none.jsonl", tmp_path)
