@@ -38,11 +38,17 @@ from dpo_pack.system.hub import check_model
 def load_config(
     path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str
 ) -> PretrainedConfig:
-    """Loads a model's config.json. Raises ModelError if transformers cannot load it."""
+    """Loads a model's config.json. Raises ModelError if it cannot be loaded or has no layer."""
     check_model(path, revision, recipe_key)
     with load_errors(path, recipe_key):
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     assert isinstance(config, PretrainedConfig)
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if num_layers is not None and num_layers < 1:
+        raise ModelError(
+            f"{recipe_key}: the config.json of {path} has num_hidden_layers: {num_layers}, and a model has "
+            "at least 1 layer; correct it"
+        )
     return config
 
 

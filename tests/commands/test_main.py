@@ -161,6 +161,11 @@ def _with_text_for_a_number(job: Path) -> Sequence[str]:
     return ()
 
 
+def _without_layers(job: Path) -> Sequence[str]:
+    _edit_json(job / "model" / "config.json", num_hidden_layers=0)
+    return ()
+
+
 def _with_binary_template(job: Path) -> Sequence[str]:
     (job / "template.jinja").write_bytes(b"\xff\xfe")
     return (f"tokenizer.chat_template={job}/template.jinja",)
@@ -210,6 +215,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
         _with_text_for_a_number,
         r"model\.path: cannot load .*/model: .*num_hidden_layers",
     ),
+    "no layers": (_without_layers, r"model\.path: .*/model has num_hidden_layers: 0.*correct it"),
     "a template that is no text": (
         _with_binary_template,
         r"tokenizer\.chat_template: cannot read .*template\.jinja: it is not UTF-8",
