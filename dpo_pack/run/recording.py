@@ -62,10 +62,10 @@ class Recorder:
             yield
 
     @property
-    def metrics_offset(self) -> int:
-        """The present length of metrics.jsonl, in bytes."""
+    def written(self) -> tuple[int, int]:
+        """The present length of metrics.jsonl in bytes, and the CRC-32 of these bytes."""
         assert self.log is not None
-        return self.log.offset
+        return self.log.offset, self.log.crc32
 
     def begin_step(self) -> None:
         """Starts the clock of the next step. The time to lay out the batch is part of the step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,17 +202,19 @@ def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -
 
 
 def _require_metrics(run: RunDir) -> None:
-    """Raises RunError if metrics.jsonl has lost lines that the run had written before its checkpoint."""
+    """Raises RunError if metrics.jsonl is not as it was when the run wrote its checkpoint, up to that line."""
     if not run.has_own_checkpoint:
         return
     assert run.checkpoint is not None
-    needed = saved_counters(run.checkpoint).metrics_offset
-    size = run.metrics.stat().st_size if run.metrics.is_file() else 0
-    if size < needed:
+    saved = saved_counters(run.checkpoint)
+    content = run.metrics.read_bytes() if run.metrics.is_file() else b""
+    if zlib.crc32(content[: saved.metrics_offset]) != saved.metrics_crc32:
+        what = f"has {len(content):,} bytes, but it had {saved.metrics_offset:,}"
+        if len(content) >= saved.metrics_offset:
+            what = f"has other content in its first {saved.metrics_offset:,} bytes than"
         raise RunError(
-            f"output_dir: {run.metrics} has {size:,} bytes, but it had {needed:,} when {run.checkpoint} was "
-            "written; put the whole file back, or go on in another output_dir with "
-            f"checkpoint.resume={run.checkpoint}"
+            f"output_dir: {run.metrics} {what} when {run.checkpoint} was written; put the whole file back, "
+            f"or go on in another output_dir with checkpoint.resume={run.checkpoint}"
         )
 
 

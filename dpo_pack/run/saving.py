@@ -44,10 +44,12 @@ class Saver:
     saved: Place | None = None  # the place that the newest checkpoint holds
 
     def mark_place(self) -> None:
-        """Records the present step, length of metrics.jsonl and state of the batch source as the place."""
+        """Records the present step, content of metrics.jsonl and state of the batch source as the place."""
+        offset, crc32 = self.recorder.written
         self.place = Place(
             step=self.state.step,
-            metrics_offset=self.recorder.metrics_offset,
+            metrics_offset=offset,
+            metrics_crc32=crc32,
             source=self.state.source.state_dict(),
         )
 

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,13 +26,13 @@ logger = logging.getLogger(__name__)
 class MetricsLog:
     """Writes `metrics.jsonl`: one JSON object a line. Only the first rank writes.
 
-    `offset` is the length of the file in bytes, and a checkpoint holds it. A resumed run opens the log at
-    that offset. The lines that were written after the checkpoint are then cut off.
+    `offset` is the length of the file in bytes, `crc32` the CRC-32 of these bytes; a checkpoint holds both. A
+    resumed run opens the log at that offset. The lines that were written after the checkpoint are cut off.
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         """Opens the file, which has at least `offset` bytes; cuts off the bytes after `offset`."""
-        self.offset = offset
+        self.offset, self.crc32 = offset, 0
         self._file = None
         if ranks.is_first():
             self.path = path
@@ -39,6 +40,7 @@ class MetricsLog:
                 self._file = path.open("a", encoding="utf-8")
                 assert self._file.tell() >= offset
                 self._file.truncate(offset)
+                self.crc32 = zlib.crc32(path.read_bytes())
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a line. Numbers that are not finite become null, because JSON has no such numbers."""
@@ -49,6 +51,7 @@ class MetricsLog:
             self._file.write(line)
             self._file.flush()
         self.offset += len(line.encode())
+        self.crc32 = zlib.crc32(line.encode(), self.crc32)
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -265,7 +265,7 @@ def test_a_damaged_checkpoint_that_the_recipe_names_is_refused(
         train(whole_run(assets, tmp_path / "other", f"checkpoint.resume={path}"), console)
 
 
-def test_metrics_that_have_lost_lines_are_refused_and_nothing_is_changed(
+def test_metrics_that_have_lost_or_changed_lines_are_refused_and_nothing_is_changed(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = damaged_run(assets, tmp_path / "run", monkeypatch)
@@ -282,6 +282,10 @@ def test_metrics_that_have_lost_lines_are_refused_and_nothing_is_changed(
         assert checkpoint_steps(recipe.output_dir) == [2, 4, 5]
         assert (metrics.read_bytes() if metrics.exists() else None) == kept
         metrics.touch()
+    for position in (0, len(whole) // 2, len(whole) - 2):
+        metrics.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(RunError, match=f"has other content in its first {len(whole):,} bytes than when"):
+            train(recipe, console)
     metrics.write_bytes(whole + b'{"written": "after the checkpoint"}\n')
     train(recipe, console)
     assert_same_run(straight, recipe.output_dir)

@@ -59,6 +59,7 @@ class Counters:
     standing: Standing
     health: Health
     metrics_offset: int
+    metrics_crc32: int
     identity: dict[str, str]
     words: dict[str, str]
     versions: dict[str, str]
@@ -92,6 +93,7 @@ class Place:
 
     step: int  # the place is after this step
     metrics_offset: int  # length of metrics.jsonl, bytes
+    metrics_crc32: int = 0  # of these bytes
     source: dict[str, Any]  # state of the source of batches
 
 
@@ -140,6 +142,7 @@ def checkpoint_content(
             "standing": asdict(state.standing),
             "health": asdict(state.health),
             "metrics_offset": place.metrics_offset,
+            "metrics_crc32": place.metrics_crc32,
             "identity": identity.fingerprints,
             "words": identity.words,
             "versions": identity.versions,
