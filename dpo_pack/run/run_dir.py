@@ -202,7 +202,7 @@ def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -
 
 
 def _require_metrics(run: RunDir) -> None:
-    """Raises RunError if metrics.jsonl is not as it was when the run wrote its checkpoint, up to that line."""
+    """Raises RunError if the lines of metrics.jsonl from before the run's checkpoint are gone or changed."""
     if not run.has_own_checkpoint:
         return
     assert run.checkpoint is not None

@@ -502,6 +502,18 @@ def test_a_full_disk_is_a_cache_error_and_keeps_the_earlier_checkpoint(
     assert_same(state, state_at(1))
 
 
+def test_a_disk_that_is_full_when_all_but_the_host_state_is_written_is_a_cache_error(tmp_path: Path) -> None:
+    large = replace(content(state_at(1)), host={"source": "x" * 3_000_000})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))  # no other file is as large
+    try:
+        with CheckpointWriter(tmp_path, in_background=False) as writer:
+            message = one_line(lambda: writer.write(large), CacheError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(tmp_path / "step-000001") in message and names(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", list(IDENTITY.fingerprints))
 def test_another_data_plan_or_reference_is_refused_before_anything_changes(name: str, tmp_path: Path) -> None:
     path = save(tmp_path, state_at(2))
