@@ -18,6 +18,7 @@ from dpo_pack.training.optim import (
     adamw,
     build_optimizer,
     check_optimizer,
+    clip_gradients,
     learning_rate_schedule,
     num_warmup_steps,
 )
@@ -252,3 +253,14 @@ def test_eight_bit_adamw_follows_adamw() -> None:
             optimizer.step()
         networks.append(network.weight.detach())
     assert (networks[0] - networks[1]).abs().mean() < 0.2 * 1e-3
+
+
+def test_the_norm_of_bfloat16_gradients_is_computed_in_fp32() -> None:
+    model = torch.nn.Linear(999, 1, bias=False, dtype=torch.bfloat16)
+    model.weight.grad = torch.linspace(-1, 1, 999)[None].bfloat16()
+    exact = float(
+        model.weight.grad.double().norm()
+    )  # 18.2..., whose neighbours in bfloat16 are 18.125 and 18.25
+    norm = clip_gradients(model, 1.0)
+    assert norm.dtype == torch.float32 and abs(float(norm) - exact) < 1e-5 * exact
+    assert float(model.weight.grad.double().norm()) == pytest.approx(1.0, abs=4e-3)
