@@ -258,9 +258,7 @@ def test_eight_bit_adamw_follows_adamw() -> None:
 def test_the_norm_of_bfloat16_gradients_is_computed_in_fp32() -> None:
     model = torch.nn.Linear(999, 1, bias=False, dtype=torch.bfloat16)
     model.weight.grad = torch.linspace(-1, 1, 999)[None].bfloat16()
-    exact = float(
-        model.weight.grad.double().norm()
-    )  # no bfloat16 number is as near as 1e-5
+    exact = float(model.weight.grad.double().norm())  # no bfloat16 number is as near as 1e-5
     norm = clip_gradients(model, 1.0)
     assert norm.dtype == torch.float32 and abs(float(norm) - exact) < 1e-5 * exact
     assert float(model.weight.grad.double().norm()) == pytest.approx(1.0, abs=4e-3)
