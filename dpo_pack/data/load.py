@@ -129,7 +129,7 @@ def load_prompts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """The pairs of one or more sources. If the sources have prompts only, the prompts too."""
+    """The pairs of sources; or prompts and their texts, where a prompt is a pair without completions."""
 
     table: PairTable
     prompts: tuple[Prompt, ...]  # one for each pair of the table; empty if the sources have pairs

@@ -138,7 +138,10 @@ class PairTable:
     def _sequence(
         self, pair: int, keys: NDArray[np.uint8], before: np.int32 | int, length: np.int32 | int
     ) -> tuple[TokenIds, TokenIds]:
-        """Returns the prompt, and the completion that begins `before` tokens after it. Compares their key."""
+        """Returns the prompt, and the completion that begins `before` tokens after the prompt's end.
+
+        Raises CacheError if their key is not the one that the record has.
+        """
         store = self.stores[self.source_indices[pair]]
         begin = self.offsets[pair]
         end = begin + self.prompt_lengths[pair]

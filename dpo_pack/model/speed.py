@@ -318,7 +318,9 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
 
 
 def outermost_layers(model: nn.Module, class_names: frozenset[str] = frozenset()) -> list[nn.Module]:
-    """Returns transformers' layers and modules of named classes, unless another such module holds them."""
+    """Returns the modules that are layers of the library transformers or of a class in `class_names`.
+
+    A module inside another such module is left out."""
     layers: list[nn.Module] = []
     inner: set[nn.Module] = set()
     for module in model.modules():

@@ -60,8 +60,8 @@ def check_start(
         raise RunError(
             f"the policy at step 0 is not its cached reference: a log-prob differs by {worst[0]:.3g} nats, "
             f"noise explains {worst[1]:.2g}; likely causes: the model or its adapter changed on disk while "
-            "it was read, policy and reference ran in different dtypes or autocast, or other code filled the "
-            "cache (run with another reference.cache_dir to compute it again)"
+            "it was read, policy and reference ran in different dtypes or autocast, or another release "
+            "filled the cache (set another reference.cache_dir to compute the reference again)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Chooses an attention backend that computes a model exactly on a device, and gives the reason."""
+"""Chooses an attention backend that computes a model's attention rightly on a device, and says why."""
 
 from __future__ import annotations
 
