@@ -107,7 +107,9 @@ def export(
     """
     if recipe is not None:
         if namespace is not None or cache_dir is not None:
-            raise RecipeError("cache export: --recipe says which namespace and cache; leave the others out")
+            raise RecipeError(
+                "cache export: --recipe says which namespace and cache; leave NAMESPACE and --cache-dir out"
+            )
         from dpo_pack.recipe.load import check_environment, load_recipe
 
         loaded = load_recipe(recipe)

@@ -254,8 +254,8 @@ def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None
     )
     if changes_head and not is_low_rank and not isinstance(head, ModulesToSaveWrapper):
         raise ModelError(
-            f"{key}: the adapter changes the output head in a way that is not supported here (plain LoRA "
-            "without dropout and modules_to_save are); leave the head out of target_modules"
+            f"{key}: the adapter changes the output head in a way that is not supported here (supported: "
+            "modules_to_save, and plain LoRA without dropout); leave the head out of target_modules"
         )
 
 

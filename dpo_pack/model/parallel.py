@@ -260,10 +260,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def full_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
-    """Returns the model's saved tensors by name, on rank 0's CPU; an empty dict on other ranks. Collective.
+    """Returns the model's saved tensors by name, on rank 0's CPU; an empty dict on other ranks.
 
-    The device gathers one tensor at a time. Tied parameters have several names, but one tensor.
-    `trained_only` leaves out frozen parameters and buffers.
+    Every rank must call it. The device gathers one tensor at a time. Tied parameters have several names, but
+    one tensor. `trained_only` leaves out frozen parameters and buffers.
     """
     state: dict[str, Tensor] = {}
     whole: dict[int, Tensor] = {}

@@ -101,7 +101,7 @@ class CheckpointWriter:
         return self._pending is not None
 
     def wait(self) -> None:
-        """Waits for a checkpoint in the background. Raises CacheError if it could not be written."""
+        """Waits until the checkpoint that is being written is on disk. Raises CacheError if it is not."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

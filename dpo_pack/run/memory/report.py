@@ -252,8 +252,8 @@ def print_measured_memory(
 ) -> None:
     """Runs the largest row forward and backward on CUDA, with optimizer state in memory; prints the peak.
 
-    Weights do not change, because gradients and learning rate are zero. Collective. Raises RunError if the
-    row does not fit.
+    Weights do not change: the backward pass begins with a gradient of zero, and the learning rate is zero.
+    Every rank must call it. Raises RunError if the row does not fit.
     """
     release_memory()
     try:
