@@ -108,7 +108,7 @@ def export(
     if recipe is not None:
         if namespace is not None or cache_dir is not None:
             raise RecipeError(
-                "cache export: --recipe says which namespace and cache; leave NAMESPACE and --cache-dir out"
+                "cache export: --recipe says which namespace and cache; leave --namespace and --cache-dir out"
             )
         from dpo_pack.recipe.load import check_environment, load_recipe
 
