@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field, Strict
+from pydantic import BeforeValidator, Field, Strict
 
 from dpo_pack.recipe.data import DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
 from dpo_pack.recipe.loss import LossRecipe
@@ -121,9 +121,14 @@ class LoggingRecipe(Section):
     every_steps: Count = 1
     """Steps between two logged lines."""
     trackers: Annotated[
-        tuple[Tracker, ...], Strict(False), Allowed(f"a list of {', '.join(get_args(Tracker))}")
+        tuple[Tracker, ...],
+        Strict(False),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        Allowed(f"one or a list of {', '.join(get_args(Tracker))}"),
     ] = ()
     """Experiment trackers, by accelerate's names."""
+    breakdowns: bool = False
+    """Whether trackers, too, get evaluations by source and by length; metrics.jsonl always has them."""
     run_name: Name | None = None
     """Name of the run in trackers; null: the last part of output_dir."""
 

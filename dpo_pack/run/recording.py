@@ -22,7 +22,7 @@ from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.health import RunFacts, examine
 from dpo_pack.training.nonfinite import NonfiniteGuard
 from dpo_pack.training.throughput import Meter, PhaseClock
-from dpo_pack.training.trackers import MetricsLog, end_trackers, track
+from dpo_pack.training.trackers import MetricsLog, end_trackers, track, tracked_prefix
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +51,8 @@ class Recorder:
     stops_on_nonfinite: bool
     table: PairTable  # the training pairs
     source_names: Sequence[str]
+    held_out_names: Sequence[str]
+    tracks_breakdowns: bool  # whether trackers get an evaluation by source and by length, too
     seconds: Seconds
     log: MetricsLog | None = None
     step_begun: float = 0.0
@@ -98,7 +100,8 @@ class Recorder:
     def _write(self, record: dict[str, Any]) -> None:
         assert self.log is not None
         self.log.write(record)
-        track(self.accelerator, record)
+        prefix = tracked_prefix(record, self.held_out_names)
+        track(self.accelerator, record, prefix=prefix, breakdowns=self.tracks_breakdowns)
 
     def report_nonfinite(self) -> None:
         """Prints which steps made no update; lists their pairs in the run's directory. Waits for the device.

@@ -149,14 +149,18 @@ def start_session(
                 _write_first_files(prepared, run, state, identity, pairs, beginning.frozen)
         ranks.require_shared(run.root, "output_dir")
         if recipe.logging.trackers:
-            start_trackers(
+            mlflow_run = start_trackers(
                 prepared.accelerator,
                 recipe.model_dump(mode="json"),
                 trackers=recipe.logging.trackers,
                 directory=recipe.output_dir / "trackers",
                 name=recipe.logging.run_name or recipe.output_dir.name,
                 run_id=_tracking_id(run),
+                goes_on=run.has_own_checkpoint,
+                mlflow_run=run.info.get("mlflow_run") if run.has_own_checkpoint else None,
             )
+            if mlflow_run is not None:
+                run.update(mlflow_run=mlflow_run)
     saver = Saver(
         recipe=recipe,
         run=run,
@@ -314,6 +318,8 @@ def _recorder(
         stops_on_nonfinite=recipe.train.stop_on_nonfinite,
         table=train,
         source_names=source_names(recipe.data.train),
+        held_out_names=_eval_sets(prepared),
+        tracks_breakdowns=recipe.logging.breakdowns,
         seconds=seconds,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import WandBTracker
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError, first_line
@@ -80,29 +81,53 @@ def start_trackers(
     directory: Path,
     name: str,
     run_id: str,
-) -> None:
+    goes_on: bool = False,
+    mlflow_run: str | None = None,
+) -> str | None:
     """Starts accelerate's `trackers`; they must be the same as in `Accelerator(log_with=...)`.
 
     `settings`: the recipe as plain values; trackers show these. The trackers' files go to `directory`. A
-    resumed run has the same `run_id` as before. Raises RunError if a tracker does not start.
+    resumed run (`goes_on`) has the same `run_id` as before, and `mlflow_run` is what this function returned
+    before: MLflow makes the id of its run itself. Raises RunError if a tracker does not start.
     """
     directory.mkdir(exist_ok=True)
-    # accelerate would name the project after the run, and begin a new W&B run when this one is resumed.
-    wandb = WandBTracker(
-        os.environ.get("WANDB_PROJECT", "dpo-pack"), name=name, id=run_id, resume="allow", dir=str(directory)
-    )
-    accelerator.log_with = [wandb if str(kind) == "wandb" else kind for kind in accelerator.log_with]
+    key = hashlib.sha256(run_id.encode()).hexdigest()  # of a length that every tracker takes
+    # accelerate would name the project after the run, and begin a new run when this one is resumed.
+    options: dict[str, dict[str, Any]] = {
+        "wandb": {"name": name, "id": run_id, "resume": "allow", "dir": str(directory)},
+        "trackio": {"name": name, "resume": "allow" if goes_on else "never"},
+        "mlflow": {"run_name": name, "run_id": mlflow_run},
+        "comet_ml": {"experiment_key": key[:32]},
+        "swanlab": {"name": name, "id": key[:21], "resume": "allow", "log_dir": str(directory)},
+    }
+    accelerator.log_with = [
+        LOGGER_TYPE_TO_CLASS[str(kind)](_project(str(kind)), **options[str(kind)])
+        if str(kind) in options
+        else kind
+        for kind in accelerator.log_with
+    ]
     config = {
         key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
         for key, value in leaves(settings, separator=".")
     }
     try:
-        accelerator.init_trackers(name, config=config)
+        # A run that goes on keeps its settings: MLflow takes no second value.
+        accelerator.init_trackers(name, config=None if goes_on else config)
     except Exception as error:  # each tracker raises its own errors: no login, no server
         raise RunError(
             f"logging.trackers: {', '.join(trackers)} cannot be started ({first_line(error)}); log in, "
             "or leave it out"
         ) from error
+    begun = {tracker.name: tracker.tracker for tracker in accelerator.trackers} if ranks.is_first() else {}
+    if "comet_ml" in begun:
+        begun["comet_ml"].set_name(name)
+    return begun["mlflow"].info.run_id if "mlflow" in begun else None
+
+
+def _project(kind: str) -> str:
+    """Returns the name of the project: that of the tracker's own environment variable, or `dpo-pack`."""
+    variable = "COMET_PROJECT_NAME" if kind == "comet_ml" else f"{kind.upper()}_PROJECT"
+    return os.environ.get(variable, "dpo-pack")
 
 
 def end_trackers(accelerator: Accelerator) -> None:
@@ -114,17 +139,29 @@ def end_trackers(accelerator: Accelerator) -> None:
             _warn_once(first_line(error))
 
 
-def track(accelerator: Accelerator, record: dict[str, Any]) -> None:
-    """Sends a metrics line to the trackers. An evaluation's metrics get the prefix `eval/<source>/`.
+def tracked_prefix(record: Mapping[str, Any], held_out_names: Sequence[str]) -> str:
+    """Returns what the names of a line's numbers begin with in trackers: what transformers' Trainer sends.
 
-    A tracker's error does not end training, because metrics.jsonl has every line.
+    So a run of TRL and one of ours lie over each other in one chart.
     """
-    prefix = "" if record["split"] == "train" else f"eval/{record['source']}/"
+    if record["split"] == "train":
+        return "train/"
+    return "eval/" if len(held_out_names) == 1 else f"eval/{record['source']}_"
+
+
+def track(accelerator: Accelerator, record: dict[str, Any], *, prefix: str, breakdowns: bool = False) -> None:
+    """Sends the numbers of a metrics line to the trackers, under names that begin with `prefix`.
+
+    Numbers by source and by length go there only with `breakdowns`. A tracker's error does not end training,
+    because metrics.jsonl has every line.
+    """
     numbers = {  # intervals are lists, which only metrics.jsonl holds
         prefix + name: value
-        for name, value in leaves(record, separator="/")
+        for name, value in (leaves(record, separator="/") if breakdowns else record.items())
         if isinstance(value, int | float) and name != "step"
     }
+    # transformers' Trainer sends the step so; W&B draws both kinds of run over it in one chart.
+    numbers["train/global_step"] = record["step"]
     try:
         accelerator.log(numbers, step=record["step"])
     except Exception as error:

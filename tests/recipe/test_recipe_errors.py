@@ -63,8 +63,8 @@ REFUSED: list[tuple[str, list[str]]] = [
         ["loss.type.0: must be a mapping with keys among type, weight", "'sigmoid'"],
     ),
     (
-        "logging.trackers=tensorboard",
-        ["logging.trackers: must be a list of tensorboard", "not 'tensorboard'"],
+        "logging.trackers=tensorbord",
+        ["logging.trackers: must be one or a list of tensorboard", "not 'tensorbord'"],
     ),
     ("model.lora=true", ["model.lora: must be a mapping with keys among r", "not true"]),
     # out of range
@@ -99,7 +99,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("data.num_workers=-1", ["data.num_workers: must be auto or a whole number >= 0, not -1"]),
     ("seed=-1", ["seed: must be a whole number >= 0 and < 4294967296, not -1"]),
     ("checkpoint.keep=0", ["checkpoint.keep: must be a whole number >= 1, not 0"]),
-    ("logging.trackers=[foo]", ["logging.trackers: must be a list of tensorboard", "not ['foo']"]),
+    ("logging.trackers=[foo]", ["logging.trackers: must be one or a list of tensorboard", "not ['foo']"]),
     # paths
     ("output_dir=''", ["output_dir: must not be empty"]),
     ("model.path=${HOME}/m", ["model.path: only ${recipe_dir} is expanded", "'${HOME}/m'"]),

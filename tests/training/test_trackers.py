@@ -18,7 +18,7 @@ from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run import prepare
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
-from dpo_pack.training.trackers import MetricsLog, end_trackers, start_trackers, track
+from dpo_pack.training.trackers import MetricsLog, end_trackers, start_trackers, track, tracked_prefix
 
 
 class Recorder:
@@ -31,9 +31,9 @@ class Recorder:
         self.logged.append((values, step))
 
 
-def tracked(record: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def tracked(record: dict[str, Any], prefix: str, *, breakdowns: bool = False) -> tuple[dict[str, Any], int]:
     recorder = Recorder()
-    track(cast(Accelerator, recorder), record)
+    track(cast(Accelerator, recorder), record, prefix=prefix, breakdowns=breakdowns)
     (only,) = recorder.logged
     return only
 
@@ -118,36 +118,103 @@ def test_a_tracker_that_fails_later_ends_no_training_and_is_told_once(
     accelerator = Accelerator(cpu=not ranks.uses_cuda(), log_with=[BrokenTracker(starts=True)])
     start_run_trackers(accelerator, tmp_path / "run-7")
     for step in range(3):
-        track(accelerator, {"split": "train", "step": step, "loss": 0.5})
+        track(accelerator, {"split": "train", "step": step, "loss": 0.5}, prefix="train/")
     end_trackers(accelerator)
     (record,) = caplog.records
     assert "no route to host" in record.getMessage() and "training goes on" in record.getMessage()
 
 
-def test_a_run_in_wandb_has_its_name_and_goes_on_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class StubbedTracker:
+    """Stands in for a tracker's package: records with what it begins, and takes whatever follows."""
+
+    def __init__(self) -> None:
+        self.begun: list[dict[str, Any]] = []
+        self.names: list[str] = []
+        self.params: list[dict[str, Any]] = []
+
+    def init(self, **options: Any) -> Any:
+        self.begun.append(options)
+        return SimpleNamespace(
+            info=SimpleNamespace(run_id="made-by-mlflow"),
+            set_name=self.names.append,
+            log_parameters=self.params.append,
+        )
+
+    def module(self) -> Any:
+        params = self.params
+
+        class Config(dict[str, Any]):
+            def update(self, values: Any, **options: Any) -> None:  # type: ignore[override]
+                params.append(values)
+
+        return SimpleNamespace(
+            init=self.init,
+            start=self.init,
+            start_run=self.init,
+            config=Config(),
+            __version__="3.58.0",
+            search_experiments=lambda filter_string: [SimpleNamespace(experiment_id=filter_string)],
+            log_params=self.params.append,
+            utils=SimpleNamespace(
+                validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
+            ),
+        )
+
+
+IDENTITIES = {  # tracker: what makes two processes the same run there; its project
+    "wandb": (("id", "resume", "name"), "WANDB_PROJECT"),
+    "trackio": (("name",), "TRACKIO_PROJECT"),
+    "mlflow": (("run_name",), "MLFLOW_EXPERIMENT_NAME"),
+    "comet_ml": (("experiment_key",), "COMET_PROJECT_NAME"),
+    "swanlab": (("id", "resume", "name"), "SWANLAB_PROJECT"),
+}
+
+
+@pytest.mark.parametrize("kind", IDENTITIES)
+def test_a_run_that_goes_on_is_the_same_run_of_the_same_project_in_each_tracker(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """accelerate alone would make a project of the run's name."""
-    begun: list[dict[str, Any]] = []
-    wandb = SimpleNamespace(
-        init=lambda **options: begun.append(options), config=SimpleNamespace(update=lambda *_, **__: None)
-    )
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setenv("WANDB_PROJECT", "preferences")
-    accelerator = Accelerator(cpu=not ranks.uses_cuda())
-    accelerator.log_with = ["wandb"]  # as accelerate has it where the package is installed
-    start_run_trackers(accelerator, tmp_path / "run-7")
-    (options,) = begun
-    assert (options["project"], options["name"], options["id"]) == ("preferences", "run-7", "abc")
-    assert options["resume"] == "allow" and options["dir"] == str(tmp_path / "run-7" / "trackers")
+    """accelerate alone would make a project of the run's name, and a new run each time."""
+    identity, variable = IDENTITIES[kind]
+    stub = StubbedTracker()
+    monkeypatch.setitem(sys.modules, kind, stub.module())
+    monkeypatch.setenv(variable, "preferences")
+    mlflow_run = None
+    (tmp_path / "run-7").mkdir()
+    for goes_on in (False, True):
+        accelerator = Accelerator(cpu=not ranks.uses_cuda())
+        accelerator.log_with = [kind]  # as accelerate has it where the package is installed
+        mlflow_run = start_trackers(
+            accelerator,
+            {"seed": 0},
+            trackers=[kind],
+            directory=tmp_path / "run-7" / "trackers",
+            name="run-7",
+            run_id="abc",
+            goes_on=goes_on,
+            mlflow_run=mlflow_run,
+        )
+    first, second = stub.begun
+    assert {key: first[key] for key in identity} == {key: second[key] for key in identity}
+    assert "run-7" in (first.get("name"), first.get("run_name"), *stub.names)
+    projects = [options.get("project") or options.get("project_name") for options in stub.begun]
+    if kind == "mlflow":  # it makes the id of a run itself
+        assert (first["run_id"], second["run_id"]) == (None, "made-by-mlflow") == (None, mlflow_run)
+        projects = [options["experiment_id"].split("'")[1] for options in stub.begun]
+    assert projects == ["preferences"] * 2
+    if kind == "trackio":  # where another run may have the same name
+        assert (first["resume"], second["resume"]) == ("never", "allow")
+    assert stub.params == [{"seed": 0}], "settings are sent once: MLflow refuses a second value"
 
 
-def test_trackers_get_the_numbers_of_a_train_line_by_their_names() -> None:
+def test_trackers_get_a_train_line_under_the_names_that_transformers_trainer_sends() -> None:
     record = {"split": "train", "step": 7, "loss": 0.5, "seconds/data": 0.1, "grad_norm": None}
-    assert tracked(record) == ({"loss": 0.5, "seconds/data": 0.1}, 7)
+    numbers = {"train/loss": 0.5, "train/seconds/data": 0.1, "train/global_step": 7}
+    assert tracked(record, "train/") == (numbers, 7)
 
 
-def test_trackers_get_an_evaluation_with_its_breakdowns_below_its_set() -> None:
+@pytest.mark.parametrize("breakdowns", [False, True])
+def test_trackers_get_breakdowns_of_an_evaluation_only_on_request(breakdowns: bool) -> None:
     part = {"pairs": 2, "loss": 0.4, "intervals": {"loss": [0.3, 0.5]}}
     record = {
         "split": "eval",
@@ -157,14 +224,31 @@ def test_trackers_get_an_evaluation_with_its_breakdowns_below_its_set() -> None:
         "intervals": {"loss": [0.5, 0.7]},
         "by_length": {"chosen_longer": part},
     }
-    assert tracked(record) == (
-        {
-            "eval/hh/loss": 0.6,
-            "eval/hh/by_length/chosen_longer/pairs": 2,
-            "eval/hh/by_length/chosen_longer/loss": 0.4,
-        },
-        3,
-    )
+    numbers: dict[str, float] = {"eval/loss": 0.6, "train/global_step": 3}
+    if breakdowns:
+        numbers |= {"eval/by_length/chosen_longer/pairs": 2, "eval/by_length/chosen_longer/loss": 0.4}
+    assert tracked(record, "eval/", breakdowns=breakdowns) == (numbers, 3)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "record", "prefix"),
+    [
+        (["hh"], {"split": "train"}, "train/"),
+        (["hh"], {"split": "eval", "source": "hh"}, "eval/"),
+        (["hh", "code"], {"split": "eval", "source": "code"}, "eval/code_"),
+    ],
+)
+def test_names_in_trackers_begin_as_transformers_trainer_begins_them(
+    held_out: list[str], record: dict[str, Any], prefix: str
+) -> None:
+    assert tracked_prefix(record, held_out) == prefix
+
+
+def test_one_tracker_needs_no_list(tmp_path: Path) -> None:
+    recipe = tracked_recipe(tmp_path)
+    assert recipe.logging.trackers == ("wandb",)
+    alone = parse_recipe(recipe.model_dump(mode="json"), ["logging.trackers=wandb"])
+    assert alone.logging.trackers == ("wandb",)
 
 
 def test_a_device_that_is_neither_cuda_nor_the_cpu_is_not_taken(
