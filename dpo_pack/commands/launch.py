@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -24,8 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 import dpo_pack
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.system import ranks
-from dpo_pack.system.console import make_console
-from dpo_pack.system.endings import end_soon, settle_failure
+from dpo_pack.system.console import log_only, make_console
+from dpo_pack.system.endings import end_soon, ending_of, settle_failure
 from dpo_pack.system.errors import RecipeError, RunError, first_line
 from dpo_pack.system.files import leaves
 from dpo_pack.system.machine import package_versions
@@ -67,7 +68,11 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False) -> Iterator[Console]:
             f"Note: one of {num_devices} visible GPUs is used, because the launcher has started one process "
             "(WORLD_SIZE=1); to use all, start one process a GPU, or unset RANK, WORLD_SIZE and LOCAL_RANK"
         )
-    yield console
+    try:
+        yield console
+    except BaseException as error:
+        log_only(console, ending_of(error).message or traceback.format_exc())
+        raise
     ranks.wait_for_all()  # if a rank ended now, it would close a connection that another rank still uses
     if place is not None and dist.is_initialized():  # if `place` is None, vLLM owns and ends the group
         ranks.leave()

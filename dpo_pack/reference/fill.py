@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.flops import ModelShape
@@ -19,6 +18,7 @@ from dpo_pack.reference.compute import Amount, PassSettings, compute_missing, pl
 from dpo_pack.reference.work import ReferenceWork
 from dpo_pack.system.console import format_count, format_seconds
 from dpo_pack.system.files import add_to_json, read_json
+from dpo_pack.system.progress import Line, live
 from dpo_pack.system.ranks import largest_over_ranks
 
 # On CPU longer rows are not faster. Their activations are too large for the allocator to keep, so every
@@ -34,7 +34,6 @@ START_FACTOR = 4
 
 # After so many seconds, the time of the first rows gives an estimate for all other rows.
 ESTIMATE_AFTER_SECONDS = 3.0
-_LINE_EVERY_SECONDS = 10.0
 _Memo = dict[str, int]
 
 
@@ -156,13 +155,19 @@ class PassMeter:
     def seconds_left(self) -> float:
         return self.seconds * (self.total.flops - self.flops) / max(self.flops, 1e-9)
 
-    def sentence(self) -> str:
+    def line(self) -> Line:
+        """Returns how far the pass is."""
         seconds = max(self.seconds, 1e-9)
-        return (
-            f"{self.num_pairs:,} of {self.total.num_pairs:,} pairs, {format_count(self.num_tokens)} of "
-            f"{format_count(self.total.num_tokens)} tokens, {self.num_pairs / seconds:,.1f} pairs/s, "
-            f"{format_count(int(self.num_tokens / seconds))} tokens/s, "
-            f"{format_seconds(self.seconds_left)} left"
+        return Line(
+            label="Reference pass",
+            fraction=self.flops / max(self.total.flops, 1e-9),
+            facts=(
+                f"{format_seconds(self.seconds_left)} left",
+                f"{self.num_pairs:,} of {self.total.num_pairs:,} pairs",
+                f"{self.num_pairs / seconds:,.1f} pairs/s",
+                f"{format_count(self.num_tokens)} of {format_count(self.total.num_tokens)} tokens",
+                f"{format_count(int(self.num_tokens / seconds))} tokens/s",
+            ),
         )
 
 
@@ -172,24 +177,17 @@ def pass_progress(
 ) -> Iterator[Callable[[Amount], None]]:
     """Yields a function that must be called with each finished row.
 
-    After the first rows a line estimates the remaining time. A terminal shows a bar; an output that is no
-    terminal gets a line every ten seconds.
+    After the first rows a line estimates the remaining time.
     """
-    meter, has_estimated, shown = PassMeter(total, clock), False, 0.0
-    columns = (TextColumn("Reference pass"), BarColumn(), TextColumn("{task.fields[sentence]}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total.flops, sentence="")
+    meter, has_estimated = PassMeter(total, clock), False
+    with live(console, meter.line, clock) as tell:
 
         def finish_row(row: Amount) -> None:
-            nonlocal has_estimated, shown
+            nonlocal has_estimated
             meter.add(row)
-            is_done = meter.flops >= total.flops
-            if not has_estimated and not is_done and meter.seconds > ESTIMATE_AFTER_SECONDS:
+            if not has_estimated and meter.flops < total.flops and meter.seconds > ESTIMATE_AFTER_SECONDS:
                 has_estimated = True
                 console.print(f"  the rest will take about {format_seconds(meter.seconds_left)}")
-            bar.update(task, completed=meter.flops, sentence=meter.sentence())
-            if not console.is_terminal and not is_done and meter.seconds - shown >= _LINE_EVERY_SECONDS:
-                console.print(f"Reference pass: {meter.sentence()}")
-                shown = meter.seconds
+            tell()
 
         yield finish_row

@@ -24,11 +24,11 @@ from dpo_pack.run.recording import Recorder
 from dpo_pack.run.reference_stage import prepare_reference
 from dpo_pack.run.selection import Selection, judge
 from dpo_pack.system import ranks
-from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.memory import release_memory
+from dpo_pack.system.progress import progress_bar
 from dpo_pack.training.held_out import HeldOutResult, compare_results, evaluate_pairs, held_out_result
 from dpo_pack.training.references import CachedReference, Reference
 

@@ -43,7 +43,7 @@ from dpo_pack.system.console import format_seconds
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import discard
 from dpo_pack.system.memory import keep_freed_memory
-from dpo_pack.system.output import printable
+from dpo_pack.system.progress import reading_progress
 from dpo_pack.training.optim import check_optimizer
 from dpo_pack.training.references import LiveReference, Sync
 
@@ -115,17 +115,7 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Co
     if recipe.online is not None:
         raise RecipeError("online: this command needs pairs, and an online run's do not exist before it")
     begun = time.monotonic()
-    with console.status("Reading data") as status:
-        line_shown = begun
-
-        def progress(what: str, done: int, total: int | None) -> None:
-            nonlocal line_shown
-            text = f"{what}: {done:,}{f' of {total:,}' if total else ''} rows"
-            status.update(printable(text))
-            if not console.is_terminal and time.monotonic() - line_shown > 10.0:
-                console.print(text)
-                line_shown = time.monotonic()
-
+    with reading_progress(console) as progress:
         data = load_data(
             recipe.data,
             tokenizer=tokenizer,

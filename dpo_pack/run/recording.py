@@ -16,8 +16,8 @@ from dpo_pack.data.store import PairTable
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
 from dpo_pack.run.checkpoint.state import TrainState
 from dpo_pack.run.run_dir import RunDir
-from dpo_pack.system.console import TrainingLines
 from dpo_pack.system.errors import RunError
+from dpo_pack.system.progress import TrainingLines
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.health import RunFacts, examine
 from dpo_pack.training.nonfinite import NonfiniteGuard
@@ -60,7 +60,7 @@ class Recorder:
     @contextlib.contextmanager
     def writing(self, *, offset: int) -> Iterator[None]:
         """Opens metrics.jsonl for the `with` block, and first removes its lines after `offset` bytes."""
-        with MetricsLog(self.run.metrics, offset=offset) as self.log:
+        with MetricsLog(self.run.metrics, offset=offset) as self.log, self.lines.moving():
             yield
 
     @property
@@ -81,6 +81,7 @@ class Recorder:
         state.num_flops += self.meter.add(
             batch.row_pairs, pairs=batch.num_pairs, tokens=batch.num_tokens, seconds=seconds
         )
+        self.lines.advance(state.step, state.train_seconds)
 
     def write_step(self, state: TrainState, record: dict[str, Any]) -> None:
         """Writes and prints the line of a logged step; prints warnings that follow from the lines so far."""

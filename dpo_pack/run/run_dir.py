@@ -41,6 +41,7 @@ RECIPE_FILE, INFO_FILE, LOCK_FILE = "recipe.yaml", "run.json", "run.lock"
 RUN_FILES = (
     RECIPE_FILE,
     "metrics.jsonl",
+    "console.log",
     "data_report.json",
     "packing_report.json",
     "reference.parquet",

@@ -41,10 +41,11 @@ from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint
 from dpo_pack.run.saving import Saver
 from dpo_pack.run.selection import find_selection
 from dpo_pack.system import ranks
-from dpo_pack.system.console import TrainingLines
+from dpo_pack.system.console import keep_log
 from dpo_pack.system.files import write_json_atomically, write_text_atomically
 from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.memory import release_memory
+from dpo_pack.system.progress import TrainingLines
 from dpo_pack.system.seeding import seed_everything
 from dpo_pack.training.batches import BatchSource
 from dpo_pack.training.health import RunFacts
@@ -364,6 +365,7 @@ def _write_first_files(
         fingerprints["packing"] = pairs.first_plan.fingerprint
         packing = packing_report(prepared.recipe, prepared.data, prepared.policy_facts.shape, pairs)
     begin_run(run, prepared.recipe, str(prepared.device))
+    keep_log(prepared.console, run.root / "console.log")
     drop_later_checkpoints(run.checkpoints, state.step)
     write_json_atomically(run.root / "data_report.json", prepared.data.report)
     if packing is not None:

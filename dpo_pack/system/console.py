@@ -1,101 +1,78 @@
-"""Prints the lines of a command, and its progress bars if there is a terminal."""
+"""The console of a command: what it prints, and the copy of it that a run keeps in its directory."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, NewLine
+from rich.control import Control
 from rich.text import Text
 
+from dpo_pack.system.errors import CacheError
+from dpo_pack.system.files import writing
 from dpo_pack.system.output import printable, unguarded
 
-# Without a terminal a progress bar would fill the log. One line in this time shows that work goes on.
-_LINE_EVERY_SECONDS = 10.0
+_LOG_WIDTH = 120  # columns of a table in a run's console.log
 
 
 def make_console(*, quiet: bool = False) -> Console:
     """Returns the console of a command. Only rank 0 prints; all other ranks are `quiet`."""
-    # Names and paths may contain brackets, which rich would read as markup.
-    return _Console(file=unguarded(sys.stdout), quiet=quiet, highlight=False, soft_wrap=True, markup=False)
+    return _Console(file=unguarded(sys.stdout), quiet=quiet)
 
 
-class _Console(Console):
+def keep_log(console: Console, path: Path) -> None:
+    """Appends to a file what the console has printed, and from now on what it prints. Raises CacheError.
+
+    Other consoles than those of `make_console`, and quiet ones, keep nothing.
+    """
+    if isinstance(console, _Console) and not console.quiet:
+        console.log_path = path
+        console.append_to_log()
+
+
+def log_only(console: Console, text: str) -> None:
+    """Writes a text into the file of `keep_log`: an error, which the terminal gets another way."""
+    if isinstance(console, _Console) and console.log_path is not None:
+        with contextlib.suppress(CacheError):  # the user must see the error that ended the run
+            console.copy.print(text)
+            console.append_to_log()
+
+
+class _Plain(Console):
     """Shows strings, also those in tables, without the control characters that names in them may have."""
+
+    def __init__(self, **options: Any) -> None:
+        # Names and paths may contain brackets, which rich would read as markup.
+        super().__init__(highlight=False, soft_wrap=True, markup=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
 
 
-@contextlib.contextmanager
-def progress_bar(
-    console: Console, description: str, total: int, unit: str
-) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes the number of units done since its last call. Shows rate and time left."""
-    if console.is_terminal:
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(f"{unit}, {{task.fields[rate]}}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(printable(description), total=total, rate="")
-            begun = time.monotonic()
+class _Console(_Plain):
+    """Prints, and keeps a copy of its lines: without colours, without lines that move."""
 
-            def advance(count: int) -> None:
-                progress.advance(task, count)
-                rate = progress.tasks[task].completed / max(time.monotonic() - begun, 1e-9)
-                progress.update(task, rate=f"{rate:,.0f}/s")
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.copy = _Plain(file=io.StringIO(), width=_LOG_WIDTH, color_system=None, force_terminal=False)
+        self.log_path: Path | None = None
 
-            yield advance
-    else:
-        yield _lines(console, description, total, unit)
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **options)
+        of_moving_line = any(isinstance(item, Control | NewLine) for item in objects)
+        if not self.quiet and not of_moving_line:
+            self.copy.print(*objects, **options)
+            self.append_to_log()
 
-
-class TrainingLines:
-    """Prints a line for logged steps: at most one line a second, but always the first and the last step."""
-
-    def __init__(self, console: Console, *, num_steps: int) -> None:
-        self.console = console
-        self.num_steps = num_steps
-        self.shown = 0.0
-
-    def show(self, record: Mapping[str, Any], *, seconds_left: float) -> None:
-        """Prints the line of a step. `record` is a train line of metrics.jsonl."""
-        now = time.monotonic()
-        if now - self.shown < 1.0 and record["step"] not in (1, self.num_steps):
-            return
-        self.shown = now
-        self.console.print(
-            f"  step {record['step']:>{len(str(self.num_steps))}}/{self.num_steps}  "
-            f"loss {record['loss']:.4f}  margin {record['rewards/margins']:+.4f}  "
-            f"accuracy {record['rewards/accuracies']:.3f}  grad norm {record['grad_norm']:.3g}  "
-            f"lr {record['learning_rate']:.2e}  "
-            f"{record['pairs_per_second']:,.1f} pairs/s  {format_seconds(seconds_left)} left"
-        )
-
-
-def _lines(console: Console, description: str, total: int, unit: str) -> Callable[[int], None]:
-    begun = shown = time.monotonic()
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done, shown
-        done += count
-        now = time.monotonic()
-        if now - shown >= _LINE_EVERY_SECONDS and done < total:
-            rate = done / (now - begun)
-            remaining = format_seconds((total - done) / rate)
-            console.print(f"{description}: {done:,} of {total:,} {unit}, {rate:,.0f}/s, {remaining} left")
-            shown = now
-
-    return advance
+    def append_to_log(self) -> None:
+        if self.log_path is not None:
+            with writing(self.log_path), self.log_path.open("a", encoding="utf-8") as file:
+                file.write(self.copy.file.getvalue())  # type: ignore[attr-defined]
+            self.copy.file = io.StringIO()
 
 
 def format_count(count: int) -> str:

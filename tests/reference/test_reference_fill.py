@@ -107,7 +107,9 @@ def test_the_remaining_time_follows_estimated_flops() -> None:
     # The longest pairs come first: a tenth of the pairs, but three tenths of the work.
     meter.add(Amount(num_sequences=4, num_pairs=2, num_tokens=1000, flops=30.0))
     assert meter.seconds_left == pytest.approx(14.0)
-    assert meter.sentence() == ("2 of 20 pairs, 1.0K of 4.0K tokens, 0.3 pairs/s, 166 tokens/s, 14 s left")
+    assert meter.line().plain() == (
+        "Reference pass: 14 s left, 2 of 20 pairs, 0.3 pairs/s, 1.0K of 4.0K tokens, 166 tokens/s"
+    )
 
 
 def test_the_time_the_rest_takes_is_told_once_after_the_first_rows(
@@ -122,7 +124,7 @@ def test_the_time_the_rest_takes_is_told_once_after_the_first_rows(
             progress(row)
     lines = text_of(console).splitlines()
     assert lines[0] == "  the rest will take about 16 s"
-    assert lines[1].startswith("Reference pass: 10 of 20 pairs") and lines[1].endswith("10 s left")
+    assert lines[1].startswith("Reference pass: 10 s left, 10 of 20 pairs")
     assert len(lines) == 2
 
 

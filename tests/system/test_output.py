@@ -12,10 +12,11 @@ import pytest
 from rich.table import Table
 
 import dpo_pack
-from dpo_pack.system.console import make_console, progress_bar
+from dpo_pack.system.console import make_console
 from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import DataError
 from dpo_pack.system.output import complain, guard_output, printable, say
+from dpo_pack.system.progress import progress_bar
 
 EVIL = "a\x1b[2Jb\rc\x07d\x9be\u202ef\udce9g\nh"
 SHOWN = r"a\x1b[2Jb\rc\x07d\x9be\u202ef\udce9g\nh"

@@ -1,0 +1,163 @@
+"""How far work is, with a terminal and without one."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+import dpo_pack.system.progress as progress_module
+from dpo_pack.system.progress import Line, TrainingLines, progress_bar, reading_progress
+
+
+class Clock:
+    """Stands in for the module's `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "time", clock)
+    return clock
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def terminal(width: int = 100) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+
+
+def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(
+    console: Console, clock: Clock
+) -> None:
+    with progress_bar(console, "Reference pass", 4000, "sequences") as advance:
+        for _ in range(8):  # 500 units every 4 seconds
+            clock.now += 4
+            advance(500)
+    assert text_of(console).splitlines() == [
+        "Reference pass: 20 s left, 1,500 of 4,000 sequences, 125/s",
+        "Reference pass: 8.0 s left, 3,000 of 4,000 sequences, 125/s",
+    ]
+
+
+def test_without_a_terminal_quick_work_prints_nothing(console: Console) -> None:
+    with progress_bar(console, "Reference pass", 3, "sequences") as advance:
+        advance(3)
+    assert text_of(console) == ""
+
+
+def test_with_a_terminal_progress_is_a_bar_that_is_gone_at_the_end() -> None:
+    console = terminal()
+    with progress_bar(console, "Reference pass", 4, "sequences") as advance:
+        advance(1)
+        advance(3)
+    text = text_of(console)
+    for shown in ("Reference pass", "━", "100%", "4 of 4 sequences", "/s"):
+        assert shown in text
+    erase_line = "\x1b[2K"
+    assert text.rstrip().endswith(erase_line)
+
+
+def test_progress_on_a_quiet_console_is_silent() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, quiet=True)
+    with progress_bar(console, "Reference pass", 1, "sequences") as advance:
+        advance(1)
+    assert text_of(console) == ""
+
+
+def test_progress_ends_with_an_error_that_passes_through(console: Console) -> None:
+    with pytest.raises(KeyError), progress_bar(console, "Reference pass", 2, "sequences"):
+        raise KeyError
+
+
+def _record(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": 0.5,
+        "rewards/margins": 0.25,
+        "rewards/accuracies": 0.75,
+        "grad_norm": 12.0,
+        "learning_rate": 5e-7,
+        "pairs_per_second": 1234.5,
+    }
+
+
+def test_training_shows_its_first_and_last_step_and_at_most_one_a_second_between(
+    console: Console, clock: Clock
+) -> None:
+    lines = TrainingLines(console, num_steps=20)
+    for step in range(1, 21):
+        lines.show(_record(step), seconds_left=0.4 * (20 - step))
+        clock.now += 0.4
+    shown = text_of(console).splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in shown] == [1, 4, 7, 10, 13, 16, 19, 20]
+    assert shown[0] == (
+        "  step  1/20  loss 0.5000  margin +0.2500  accuracy 0.750  grad norm 12  lr 5.00e-07  "
+        "1,234.5 pairs/s  7.6 s left"
+    )
+    assert len({len(line) for line in shown}) == 1  # columns stay in place
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_lines_of_training_fit_the_terminal_and_lose_what_matters_least(width: int, clock: Clock) -> None:
+    console = terminal(width)
+    lines = TrainingLines(console, num_steps=2000)
+    lines.advance(120, 180.0)
+    lines.show(_record(120), seconds_left=2820.0)
+    clock.now += 6
+    printed, moving = text_of(console).rstrip("\n"), lines._line().fitted(width).plain
+    assert max(cell_len(printed), cell_len(moving)) <= width
+    for text in (printed, moving):
+        assert "120/2000" in text and "loss 0.5000" in text
+    assert "6%" in moving and "47 min left" in moving
+    assert "━" in moving
+    assert ("3 min elapsed" in moving) == ("lr 5.00e-07" in printed) == (width >= 120)
+
+
+def test_the_line_of_training_moves_before_the_first_step_and_between_steps(clock: Clock) -> None:
+    lines = TrainingLines(terminal(), num_steps=4)
+    clock.now += 30
+    assert lines._line().facts == ["30 s elapsed"] and lines._line().fraction == 0.0
+    lines.advance(1, 40.0)
+    clock.now += 15
+    assert lines._line().facts == ["2 min left", "55 s elapsed"]
+
+
+def test_an_evaluation_has_the_line_of_training_until_it_is_done() -> None:
+    console = terminal()
+    lines = TrainingLines(console, num_steps=4)
+    with lines.moving():
+        with progress_bar(console, "Evaluating", 8, "pairs"):
+            assert progress_module._shown[-1]().label == "Evaluating"
+        assert progress_module._shown[-1]().label == "step 0/4"
+    assert progress_module._shown == []
+
+
+def test_a_terminal_without_unicode_gets_a_bar_of_ascii() -> None:
+    line = Line(label="Evaluating", fraction=0.5, facts=("3 s left",))
+    assert line.fitted(100, ascii_only=True).plain == f"Evaluating {'#' * 20}{'-' * 20}   50%  3 s left"
+
+
+def test_reading_tells_each_source_s_rows_and_rate(console: Console, clock: Clock) -> None:
+    with reading_progress(console) as progress:
+        for what, done, total in (("Tokenizing a", 500, 4000), ("Tokenizing b", 70, None)):
+            clock.now += 1
+            progress(what, 0, total)
+            clock.now += 10
+            progress(what, done, total)
+    assert text_of(console).splitlines() == [
+        "Tokenizing a: 70 s left, 500 of 4,000 rows, 50/s",
+        "Tokenizing b: 70 rows, 7/s",
+    ]
