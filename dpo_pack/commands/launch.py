@@ -43,7 +43,7 @@ _stores: dict[Placement, Store] = {}  # at most one, because a process meets the
 
 
 @contextlib.contextmanager
-def on_every_rank(recipe: Recipe, *, quiet: bool = False) -> Iterator[Console]:
+def on_every_rank(recipe: Recipe, *, quiet: bool = False, verbose: bool = False) -> Iterator[Console]:
     """Runs the body on every rank, with a console that prints on rank 0 only (nowhere if `quiet`).
 
     If the recipe needs several processes and no launcher has started them, this process starts them with its
@@ -61,7 +61,7 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False) -> Iterator[Console]:
         if place.rank > 0:
             _hush()
         ranks.require_same(_facts(recipe), "start every rank with the same recipe, overrides and packages")
-    console = make_console(quiet=quiet or not ranks.is_first())
+    console = make_console(quiet=quiet or not ranks.is_first(), verbose=verbose)
     num_devices = torch.cuda.device_count() if ranks.uses_cuda() else 0
     if place is not None and num_processes == 1 < num_devices and recipe.distributed.num_processes == "auto":
         console.print(

@@ -43,6 +43,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Recipe keys to set, e.g. optim.lr=1e-6."),
 ]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Also print which proofs passed and why this attention is used.")
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write JSON into a file ('-': print it).")
 ]
@@ -110,6 +113,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Do all before the first step, and say what memory it takes.")
     ] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train a recipe's model, or resume its run.
 
@@ -120,7 +124,7 @@ def train(
     with many_imports():
         from dpo_pack.commands.launch import on_every_rank
 
-    with on_every_rank(loaded) as console:
+    with on_every_rank(loaded, verbose=verbose) as console:
         with many_imports():
             from dpo_pack.train import train as run_training
 
@@ -128,7 +132,7 @@ def train(
 
 
 @app.command("precompute-ref")
-def precompute_ref(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def precompute_ref(recipe: RecipeFile, overrides: Overrides = None, verbose: Verbose = False) -> None:
     """Compute the reference log-probs that the cache lacks."""
     loaded = _load(recipe, overrides)
     if loaded.reference.sync is not None:
@@ -136,7 +140,7 @@ def precompute_ref(recipe: RecipeFile, overrides: Overrides = None) -> None:
     with many_imports():
         from dpo_pack.commands.launch import on_every_rank
 
-    with on_every_rank(loaded) as console:
+    with on_every_rank(loaded, verbose=verbose) as console:
         with many_imports():
             from dpo_pack.run.prepare import prepare, recipe_objective
             from dpo_pack.run.reference_stage import prepare_reference

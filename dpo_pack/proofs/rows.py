@@ -39,12 +39,15 @@ class ProofOutcome:
 
     def sentence(self) -> str:
         """Returns the outcome in one sentence, for the user."""
-        names = ", ".join(proof.name for proof in self.proofs if proof.passed)
         error = next(
             (p.numbers.get("max error", 0.0) for p in self.proofs if p.name == "equivalence"), float("nan")
         )
-        when = "remembered" if self.is_remembered else f"{self.seconds:.1f} s"
-        return f"{self.what} are exact on this model: {names} hold, largest error {error:.1e} nats ({when})"
+        return f"{self.what} are exact on this model, largest error {error:.1e} nats"
+
+    def details(self) -> str:
+        """Returns which proofs passed, and when."""
+        when = "at an earlier start" if self.is_remembered else f"now, in {self.seconds:.1f} s"
+        return f"passed {when}: {', '.join(proof.name for proof in self.proofs if proof.passed)}"
 
     def raise_failure(self) -> None:
         """Raises UnsupportedModelError for the first proof that failed."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.prepare import Prepared
-from dpo_pack.system.console import format_count
+from dpo_pack.system.console import format_count, print_detail
 from dpo_pack.system.machine import bfloat16_instructions
 
 
@@ -33,9 +35,11 @@ def describe_run(
     attention = policy.attention
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
     console.print(
-        f"Policy: {recipe.model.path}, {size}, {precision} on "
-        f"{prepared.device}; attention: {attention.name} ({attention.reason})"
+        f"Policy: {recipe.model.path}, {size}, {precision} on {prepared.device}; attention: {attention.name}"
     )
+    # On a GPU a slower kernel costs the user money; elsewhere there is no other.
+    say_why = console.print if prepared.device.type == "cuda" else functools.partial(print_detail, console)
+    say_why(f"  attention is {attention.name}: {attention.reason}")
     console.print(
         f"Training: {num_steps:,} steps of {_step_size(recipe)}, "
         f"{recipe.packing.mode} rows of up to {recipe.packing.token_budget:,} tokens; "

@@ -39,7 +39,7 @@ from dpo_pack.run.models import (
 )
 from dpo_pack.run.strategy import choose_strategy
 from dpo_pack.system import ranks
-from dpo_pack.system.console import format_seconds
+from dpo_pack.system.console import format_seconds, print_detail
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import discard
 from dpo_pack.system.memory import keep_freed_memory
@@ -312,6 +312,7 @@ def load_proved(prepared: Prepared, model: ModelFacts, adapter: LoraSettings | N
     )
     outcome.raise_failure()
     prepared.console.print(f"Proof: {outcome.sentence()}")
+    print_detail(prepared.console, f"  {outcome.details()}")
     return loaded
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,17 @@ from dpo_pack.system.output import printable, unguarded
 _LOG_WIDTH = 120  # columns of a table in a run's console.log
 
 
-def make_console(*, quiet: bool = False) -> Console:
+def make_console(*, quiet: bool = False, verbose: bool = False) -> Console:
     """Returns the console of a command. Only rank 0 prints; all other ranks are `quiet`."""
-    return _Console(file=unguarded(sys.stdout), quiet=quiet)
+    return _Console(file=unguarded(sys.stdout), quiet=quiet, verbose=verbose)
+
+
+def print_detail(console: Console, text: str) -> None:
+    """Prints a text that few readers need. A terminal has it with --verbose, a run's console.log always."""
+    if not isinstance(console, _Console) or console.verbose:
+        console.print(text)
+    else:
+        console.keep(text)
 
 
 def keep_log(console: Console, path: Path) -> None:
@@ -31,15 +40,13 @@ def keep_log(console: Console, path: Path) -> None:
     """
     if isinstance(console, _Console) and not console.quiet:
         console.log_path = path
-        console.append_to_log()
 
 
 def log_only(console: Console, text: str) -> None:
     """Writes a text into the file of `keep_log`: an error, which the terminal gets another way."""
     if isinstance(console, _Console) and console.log_path is not None:
         with contextlib.suppress(CacheError):  # the user must see the error that ended the run
-            console.copy.print(text)
-            console.append_to_log()
+            console.keep(text)
 
 
 class _Plain(Console):
@@ -56,23 +63,38 @@ class _Plain(Console):
 class _Console(_Plain):
     """Prints, and keeps a copy of its lines: without colours, without lines that move."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, verbose: bool, **options: Any) -> None:
         super().__init__(**options)
-        self.copy = _Plain(file=io.StringIO(), width=_LOG_WIDTH, color_system=None, force_terminal=False)
+        self.verbose = verbose
         self.log_path: Path | None = None
+        self._copy = _Plain(file=io.StringIO(), width=_LOG_WIDTH, color_system=None, force_terminal=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*objects, **options)
-        of_moving_line = any(isinstance(item, Control | NewLine) for item in objects)
-        if not self.quiet and not of_moving_line:
-            self.copy.print(*objects, **options)
-            self.append_to_log()
+        shown = objects
+        if self.is_terminal:
+            shown = tuple(_wrapped(item, self.width) if isinstance(item, str) else item for item in objects)
+        super().print(*shown, **options)
+        if not any(isinstance(item, Control | NewLine) for item in objects):  # of a line that moves
+            self.keep(*objects, **options)
 
-    def append_to_log(self) -> None:
+    def keep(self, *objects: Any, **options: Any) -> None:
+        """Prints into the copy only, and appends it to the file if there is one. Raises CacheError."""
+        if self.quiet:
+            return
+        self._copy.print(*objects, **options)
         if self.log_path is not None:
             with writing(self.log_path), self.log_path.open("a", encoding="utf-8") as file:
-                file.write(self.copy.file.getvalue())  # type: ignore[attr-defined]
-            self.copy.file = io.StringIO()
+                file.write(self._copy.file.getvalue())  # type: ignore[attr-defined]
+            self._copy.file = io.StringIO()
+
+
+def _wrapped(line: str, width: int) -> Text:
+    """Returns the line in lines of at most `width` columns. Long words, such as paths, are not broken."""
+    line = printable(line)
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return Text(
+        textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    )
 
 
 def format_count(count: int) -> str:

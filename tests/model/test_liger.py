@@ -147,7 +147,7 @@ def test_a_recipe_with_kernels_trains_and_its_proof_is_remembered_apart(
     train(load_recipe(recipe, [f"output_dir={tmp_path / 'fused'}", "model.kernels=liger"]), console)
     assert liger.calls > 0
     told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "(remembered)" not in told
+    assert "passed at an earlier start" not in told
     assert (
         "0 of 44 sequences cached" in told and "44 of 44 sequences cached" in told
     )  # the values are the same

@@ -8,7 +8,7 @@ import pytest
 from rich.table import Table
 from support.full_disk import no_file_beyond
 
-from dpo_pack.system.console import format_seconds, keep_log, log_only, make_console
+from dpo_pack.system.console import format_seconds, keep_log, log_only, make_console, print_detail
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.progress import progress_bar
 
@@ -84,3 +84,33 @@ def test_a_quiet_console_keeps_no_log(tmp_path: Path) -> None:
     keep_log(console, tmp_path / "console.log")
     console.print("nothing")
     assert not (tmp_path / "console.log").exists()
+
+
+def test_a_terminal_gets_long_lines_wrapped_at_words_and_paths_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    console = make_console()
+    keep_log(console, tmp_path / "console.log")
+    sentence = "  held out (tone) after step 12: reward accuracy 1.000, margin 4.8767"
+    console.print(sentence)
+    console.print("Model: /a/path/that/is/longer/than/any/line/of/this/terminal")
+    assert capsys.readouterr().out.splitlines() == [
+        "  held out (tone) after step 12: reward",
+        "    accuracy 1.000, margin 4.8767",
+        "Model:",
+        "  /a/path/that/is/longer/than/any/line/of/this/terminal",
+    ]
+    assert (tmp_path / "console.log").read_text(encoding="utf-8").splitlines()[0] == sentence
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_details_are_in_the_log_and_on_the_terminal_if_asked_for(
+    verbose: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    console = make_console(verbose=verbose)
+    keep_log(console, tmp_path / "console.log")
+    print_detail(console, "  passed now: wiring, isolation")
+    assert ("wiring" in capsys.readouterr().out) == verbose
+    assert "wiring" in (tmp_path / "console.log").read_text(encoding="utf-8")
