@@ -142,7 +142,7 @@ def take_steps(session: Session) -> None:
             recorder.report_nonfinite()  # raises RunError if the recipe stops at such a step
         # `step_record` comes first: it waits for the device, and `end_step` must count that waiting time.
         record = step_record(learner, batch, outcome) if is_logged else None
-        recorder.end_step(state, batch)
+        recorder.end_step(state, batch, outcome.values)
         if record is not None:
             recorder.write_step(state, record)
         session.saver.mark_place()

@@ -129,6 +129,8 @@ class LoggingRecipe(Section):
     """Experiment trackers, by accelerate's names."""
     breakdowns: bool = False
     """Whether trackers, too, get evaluations by source and by length; metrics.jsonl always has them."""
+    pairs: bool = True
+    """Whether the run writes what each pair said each time it was trained on, into `pairs.parquet`."""
     run_name: Name | None = None
     """Name of the run in trackers; null: the last part of output_dir."""
 

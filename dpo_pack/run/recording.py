@@ -20,7 +20,9 @@ from dpo_pack.system.errors import RunError
 from dpo_pack.system.progress import TrainingLines
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.health import RunFacts, examine
+from dpo_pack.training.metrics import PairValues
 from dpo_pack.training.nonfinite import NonfiniteGuard
+from dpo_pack.training.pair_log import PairLog
 from dpo_pack.training.throughput import Meter, PhaseClock
 from dpo_pack.training.trackers import MetricsLog, end_trackers, track, tracked_prefix
 
@@ -54,6 +56,7 @@ class Recorder:
     held_out_names: Sequence[str]
     tracks_breakdowns: bool  # whether trackers get an evaluation by source and by length, too
     seconds: Seconds
+    pairs: PairLog | None  # writes pairs.parquet
     log: MetricsLog | None = None
     step_begun: float = 0.0
 
@@ -74,14 +77,16 @@ class Recorder:
         self.step_begun = time.monotonic()
         self.clock.restart()
 
-    def end_step(self, state: TrainState, batch: GlobalBatch) -> None:
-        """Adds the step's time and FLOPs to the totals."""
+    def end_step(self, state: TrainState, batch: GlobalBatch, values: PairValues) -> None:
+        """Adds the step's time and FLOPs to the totals, and the values of this rank's pairs to the log."""
         seconds = time.monotonic() - self.step_begun
         state.train_seconds += seconds
         state.num_flops += self.meter.add(
             batch.row_pairs, pairs=batch.num_pairs, tokens=batch.num_tokens, seconds=seconds
         )
         self.lines.advance(state.step, state.train_seconds)
+        if self.pairs is not None:
+            self.pairs.add(state.step, batch.epoch, batch.pair_indices, values, num_pairs=batch.num_pairs)
 
     def write_step(self, state: TrainState, record: dict[str, Any]) -> None:
         """Writes and prints the line of a logged step; prints warnings that follow from the lines so far."""
@@ -133,8 +138,14 @@ class Recorder:
             **({} if peak is None else {"mfu": state.num_flops / train_seconds / peak}),
         }
 
+    def flush_pairs(self) -> None:
+        """Writes what pairs.parquet lacks. Every rank must call it."""
+        if self.pairs is not None:
+            self.pairs.flush()
+
     def close(self) -> None:
-        """Sends the remaining metrics to the trackers and closes them."""
+        """Writes the remaining pairs, sends the remaining metrics to the trackers and closes them."""
+        self.flush_pairs()
         end_trackers(self.accelerator)
 
 

@@ -47,7 +47,7 @@ RUN_FILES = (
     "reference.parquet",
     INFO_FILE,
 )
-RUN_DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet")
+RUN_DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet", "pairs.parquet")
 _MOST_SHOWN = 30  # characters of a recipe's value
 
 
@@ -79,6 +79,10 @@ class RunDir:
     @property
     def rollouts(self) -> Path:
         return self.root / "rollouts.parquet"
+
+    @property
+    def pairs(self) -> Path:
+        return self.root / "pairs.parquet"
 
     @property
     def has_own_checkpoint(self) -> bool:
@@ -243,7 +247,7 @@ def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
     if run.checkpoint is None:
         with writing(run.root):
             _clear(run.root)
-    for directory in (run.root, run.checkpoints, run.rollouts):
+    for directory in (run.root, run.checkpoints, run.rollouts, run.pairs):
         for leftover in directory.glob(".*.tmp"):  # files of a killed process
             discard(leftover)
     write_text_atomically(run.root / RECIPE_FILE, dump_recipe(recipe))

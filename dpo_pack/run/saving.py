@@ -75,6 +75,7 @@ class Saver:
     def save(self) -> None:
         """Writes a checkpoint with the full state, so that a resumed run continues as without a stop."""
         settings = self.recipe.checkpoint
+        self.recorder.flush_pairs()
         if ranks.is_first():
             with writing(self.run.metrics):
                 sync(self.run.metrics)  # the checkpoint refers to the lines of this file

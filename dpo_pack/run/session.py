@@ -52,6 +52,7 @@ from dpo_pack.training.health import RunFacts
 from dpo_pack.training.nonfinite import NonfiniteGuard
 from dpo_pack.training.offline import OfflineSource
 from dpo_pack.training.optim import build_optimizer, learning_rate_schedule, num_warmup_steps
+from dpo_pack.training.pair_log import PairLog
 from dpo_pack.training.references import CachedReference, Reference, check_followable
 from dpo_pack.training.throughput import Meter, PhaseClock, device_peak
 from dpo_pack.training.trackers import start_trackers
@@ -148,6 +149,8 @@ def start_session(
         with ranks.first_goes_first():  # the other ranks go on when rank 0 has written the files
             if ranks.is_first():
                 _write_first_files(prepared, run, state, identity, pairs, beginning.frozen)
+                if recorder.pairs is not None:
+                    recorder.pairs.cut_after(state.step)
         ranks.require_shared(run.root, "output_dir")
         if recipe.logging.trackers:
             mlflow_run = start_trackers(
@@ -321,6 +324,15 @@ def _recorder(
         source_names=source_names(recipe.data.train),
         held_out_names=_eval_sets(prepared),
         tracks_breakdowns=recipe.logging.breakdowns,
+        pairs=PairLog(
+            directory=run.pairs,
+            table=train,
+            source_names=source_names(recipe.data.train),
+            beta=recipe.loss.beta,
+            has_reference=learner.objective.needs_reference,
+        )
+        if recipe.logging.pairs
+        else None,
         seconds=seconds,
     )
 

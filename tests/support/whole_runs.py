@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -38,8 +39,15 @@ def saved_weights(model: Path) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
 
 
+def pair_lines(run: Path) -> list[dict[str, Any]]:
+    """pairs.parquet, line by line."""
+    found: list[dict[str, Any]] = pq.read_table(run / "pairs.parquet").to_pylist()
+    return found
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     assert lines(one) == lines(other)
+    assert pair_lines(one) == pair_lines(other)
     assert saved_weights(one / "model") == saved_weights(other / "model")
 
 
