@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -109,6 +111,24 @@ def test_an_error_in_a_thread_reaches_the_caller(num_threads: None) -> None:
 
     with pytest.raises(ValueError, match="segments"):
         sdpa._on_threads(fail, make_segments(*MANY))
+
+
+def test_a_forked_process_starts_threads_of_its_own(num_threads: None) -> None:
+    """Without them it would wait for its parent's, which it does not have."""
+    torch.set_num_threads(2)
+    segments = make_segments(*MANY)
+
+    def every_segment() -> list[int]:
+        seen: list[int] = []
+        sdpa._on_threads(seen.extend, segments)
+        return sorted(seen)
+
+    expected = every_segment()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # the kernel ends a child that waits for ever
+        os._exit(0 if every_segment() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_under_autocast_it_computes_in_autocast_s_dtype() -> None:

@@ -206,6 +206,14 @@ def test_an_adapter_that_does_not_fit_is_one_line(bases: Callable[[str], Path], 
     assert refusal(lambda: load(bases("llama"), adapter))
 
 
+def test_an_adapter_that_is_not_finite_is_not_merged(bases: Callable[[str], Path]) -> None:
+    model = tiny_model("llama")
+    adapter = attach_adapter(model, settings(), base="base", revision=None, recipe_key="model.path")
+    matrix = next(p for name, p in model.named_parameters() if "lora_A" in name)
+    matrix.data[0, 0] = float("inf")
+    assert refusal(adapter.merge).startswith("cannot merge the adapter into base: NaNs detected")
+
+
 def test_attaching_leaves_the_base_s_weights_as_they_are(bases: Callable[[str], Path]) -> None:
     model = tiny_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -100,8 +100,10 @@ def test_a_function_that_recovers_loses_nothing() -> None:
 
 
 def test_a_score_that_is_no_number_sets_only_its_prompt_aside() -> None:
-    scores = function_judge("not_a_number").score([rollout("the moon", "a", "b"), ROLLOUTS[0]])
-    assert isinstance(scores[0], Failure) and not isinstance(scores[1], Failure)
+    moons = [rollout("the moon", "a", "b"), rollout("half a moon", "c")]
+    scores = function_judge("not_a_number").score([ROLLOUTS[1], moons[0], ROLLOUTS[0], moons[1]])
+    assert [isinstance(result, Failure) for result in scores] == [False, True, False, True]
+    assert [len(result) for result in scores if not isinstance(result, Failure)] == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,24 @@ def test_keys_that_differ_in_zero_bytes_only_are_different_keys(tmp_path: Path) 
     assert np.isnan(cache.lookup(missing)).all()
 
 
-def test_a_sequence_that_two_jobs_computed_has_the_value_of_one_of_them(tmp_path: Path) -> None:
-    keys = random_keys(3)
-    for value in (-1.0, -2.0):
-        ReferenceCache(tmp_path, NAMESPACE).append(keys, np.full(3, value), np.ones(3, dtype=np.int64))
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    first = cache.lookup(keys)
-    assert set(first) in ({-1.0}, {-2.0})
-    np.testing.assert_array_equal(cache.lookup(keys), first)
+def test_of_a_sequence_that_many_jobs_computed_the_last_part_by_name_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order of a listing: every run and every rank must take the same value."""
+    keys, ones = random_keys(3), np.ones(3, dtype=np.int64)
+    values = {}
+    for value in range(-20, 0):
+        tokens = token_logps(*[[float(value)]] * 3)
+        [part] = ReferenceCache(tmp_path, NAMESPACE).append(keys, np.full(3, float(value)), ones, tokens)
+        values[part.name] = float(value)
+    listing = Path.glob
+    for backwards in (False, True):
+        monkeypatch.setattr(
+            Path, "glob", lambda path, pattern, b=backwards: sorted(listing(path, pattern), reverse=b)
+        )
+        cache = ReferenceCache(tmp_path, NAMESPACE)
+        assert set(cache.lookup(keys)) == {values[max(values)]}
+        assert set(cache.lookup_tokens(keys)[0]) == {values[max(values)]}
 
 
 def test_each_namespace_has_values_of_its_own(tmp_path: Path) -> None:

@@ -373,6 +373,47 @@ def test_what_fails_in_the_background_is_told_at_the_next_occasion(
         leave_by(ZeroDivisionError())
 
 
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_a_stop_signal_waits_for_the_background_and_a_second_one_does_not(
+    is_urgent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves, has_written = threading.Event(), threading.Event()
+
+    def write_slowly(*arguments: Any) -> None:
+        leaves.wait(3.0 if is_urgent else 0.1)
+        has_written.set()
+
+    monkeypatch.setattr(checkpoint_writer, "_write", write_slowly)
+    try:
+        with CheckpointWriter(tmp_path, in_background=True) as writer:
+            writer.write(content(state_at(1)))
+            raise Interrupted(signal.SIGTERM, is_urgent=is_urgent)
+    except Interrupted:
+        assert has_written.is_set() != is_urgent
+    leaves.set()
+    assert has_written.wait(30)
+
+
+def test_the_model_in_a_checkpoint_is_checked_with_the_rest_and_part_of_one_that_fails_is_removed(
+    tmp_path: Path,
+) -> None:
+    def export(directory: Path) -> None:
+        (directory / "part").mkdir(parents=True)
+        (directory / "part" / "model.safetensors").write_bytes(b"weights")
+
+    def export_half(directory: Path) -> None:
+        export(directory)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with CheckpointWriter(tmp_path, in_background=False) as writer:
+        path = writer.write(content(state_at(1)), export=export)
+        message = one_line(lambda: writer.write(content(state_at(2)), export=export_half), CacheError)
+    assert "No space left" in message and names(tmp_path) == ["step-000001"]
+    assert names(path) == ["checkpoint.json", "host.pt", "model", "tensors"] and find_damage(path) is None
+    (path / "model" / "part" / "model.safetensors").write_bytes(b"weighty")
+    assert find_damage(path) == "model/part/model.safetensors has other content than was written"
+
+
 def test_a_copy_in_memory_is_made_of_what_is_on_a_gpu_only(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, in_background="auto")
     writer.write(content(state_at(1)))
@@ -556,7 +597,10 @@ def test_a_directory_without_its_counters_is_refused(tmp_path: Path) -> None:
         assert str(path) in message and "checkpoint.resume" in message
 
 
-def test_a_file_that_is_gone_cut_short_or_has_any_other_byte_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_cut_short_or_has_any_other_byte_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_dir, "_CHUNK_BYTES", 500)  # real files have many chunks
     path = save(tmp_path, state_at(1))
     files = [file for file in path.rglob("*") if file.is_file() and file.name != "checkpoint.json"]
     assert sorted(file.name for file in files) == [".metadata", "__0_0.distcp", "host.pt"]

@@ -51,8 +51,13 @@ def test_how_much_is_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyP
     assert np.array_equal(mean_intervals(values, seed=0), at_once)
 
 
-def test_very_many_pairs_take_fewer_resamples() -> None:
-    values = np.zeros((300_000, 1))
-    values[::2] = 1.0
-    low, high = mean_intervals(values, seed=0)[0]
-    assert 0.498 < low < 0.5 < high < 0.502
+@pytest.mark.parametrize(("num_pairs", "resamples"), [(10, 1000), (50, 600), (1000, 200)])
+def test_many_pairs_take_fewer_resamples_but_at_least_200(
+    num_pairs: int, resamples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.random.default_rng(7).normal(size=(num_pairs, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(held_out, "_MAX_DRAWS", 10**9)
+        expected = mean_intervals(values, seed=0, num_resamples=resamples)
+    monkeypatch.setattr(held_out, "_MAX_DRAWS", 30_000)
+    assert np.array_equal(mean_intervals(values, seed=0), expected)
