@@ -116,7 +116,7 @@ def _halves(row: list[int], costs: Sequence[float]) -> list[list[int]]:
 
 
 def _take_an_item(rows: RankRows, ranks: list[RankRows], num_rows: int, costs: Sequence[float]) -> bool:
-    donors = [other for other in ranks if other is not rows and sum(map(len, other)) > num_rows]
+    donors = [other for other in ranks if sum(map(len, other)) > num_rows]
     if not donors:
         return False
     donor = max(donors, key=lambda other: sum(costs[position] for row in other for position in row))

@@ -47,8 +47,7 @@ def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[Row]:
         else:
             free, row = token_budget, len(rows)
             rows.append([position])
-        if free > tokens:
-            insort(open_rows, (free - tokens, row))
+        insort(open_rows, (free - tokens, row))
     return [np.array(row, dtype=np.int64) for row in rows]
 
 

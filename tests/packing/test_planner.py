@@ -15,13 +15,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 from support.plans import make_plan
 
+import dpo_pack.packing.balance as balance
 from dpo_pack.packing.balance import BALANCE_TOLERANCE, equalize_rows, split_over_ranks, step_rows
-from dpo_pack.packing.bin_packing import BIN_PACKERS, ROW_OVERHEAD_TOKENS, fewest_rows_possible, pack_window
+from dpo_pack.packing.bin_packing import (
+    BIN_PACKERS,
+    ROW_OVERHEAD_TOKENS,
+    best_fit_decreasing,
+    fewest_rows_possible,
+    pack_window,
+)
 from dpo_pack.packing.epoch_order import epoch_order
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
 from dpo_pack.packing.lengths import FloatArray, IntArray, Items, PairLengths
@@ -276,19 +283,67 @@ def test_of_finished_rows_and_rows_packed_again_a_step_takes_those_whose_slowest
     assert min(taken.values()) > 0, taken
 
 
-def test_a_split_within_the_tolerance_is_left_alone() -> None:
-    # Longest processing time gives 1007 and 1005. A swap would give 1006 twice: too little to be worth it.
-    parts = split_over_ranks(np.array([1000.0, 1000, 3, 3, 2, 2, 2]), 2)
-    assert sorted(np.array([1000, 1000, 3, 3, 2, 2, 2])[part].sum() for part in parts) == [1005, 1007]
+@pytest.mark.parametrize(("large", "expected"), [(94, [99, 101]), (93, [99, 99])])
+def test_a_split_within_one_percent_of_the_mean_is_left_alone(large: int, expected: list[int]) -> None:
+    # Longest processing time gives large + 7 and large + 5. A swap makes them equal.
+    costs = np.array([large, large, 3, 3, 2, 2, 2], dtype=np.float64)
+    assert sorted(costs[part].sum() for part in split_over_ranks(costs, 2)) == expected
+
+
+@pytest.mark.parametrize(("most", "expected"), [(6, [9.0, 9.0]), (5, [8.0, 10.0])])
+def test_ranks_of_too_many_items_are_split_without_swaps(
+    most: int, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balance, "MAX_SWAPS", most)
+    costs = np.array([5.0, 4.0, 3.0, 3.0, 3.0])  # two items on one rank and three on the other: six swaps
+    assert sorted(costs[part].sum() for part in split_over_ranks(costs, 2)) == expected
 
 
 def test_a_rank_with_too_few_rows_splits_its_costliest_row_or_takes_the_cheapest_spare_item() -> None:
     ranks = [[[0], [1], [2]], [[3, 4], [5, 6]]]
     equalize_rows(ranks, [1.0, 1, 1, 5, 5, 1, 1])
     assert sorted(ranks[1]) == [[3], [4], [5, 6]]
-    ranks = [[[0], [1]], [[2, 3], [4, 5]], [[6]]]  # the last rank has one row of one item
-    equalize_rows(ranks, [1.0, 1, 7, 8, 9, 6, 1])
-    assert ranks == [[[0], [1]], [[2, 3], [4]], [[6], [5]]]
+    # The last rank has one row of one item. Two ranks can spare an item; item 2 fills a row alone.
+    ranks = [[[0, 1], [7]], [[2], [3, 4, 5]], [[6]]]
+    equalize_rows(ranks, [1.0, 1, 2, 8, 9, 6, 1, 1])
+    assert ranks == [[[0, 1], [7]], [[2], [3, 4]], [[6], [5]]]
+    ranks = [[[0], [1]], [[2]]]  # nobody can spare one
+    equalize_rows(ranks, [9.0, 9, 1])
+    assert ranks == [[[0], [1]], [[2]]]
+
+
+@pytest.mark.parametrize("equal_rows", [False, True])
+def test_finished_rows_go_to_ranks_whole_where_that_is_even(equal_rows: bool) -> None:
+    """Packed again, the costliest pairs of equal cost would meet in other rows."""
+
+    def rows_of(tokens: list[int], costs: list[float]) -> list[list[list[int]]]:
+        plan = make_plan(
+            ints(tokens), order=np.arange(len(tokens)), row_costs=np.array(costs), token_budget=100_000,
+            rows_per_step=9, window_pairs=9, algorithm="next_fit", num_ranks=2, equal_rows=equal_rows,
+        )  # fmt: skip
+        return sorted(sorted(row.tolist() for row in rows) for rows in plan.pack_step(0))
+
+    assert rows_of([50_000] * 4, [50.0] * 4) == [[[0, 1]], [[2, 3]]]
+    three = rows_of([50_000, 50_000, 60_000, 60_000], [50.0] * 4)  # rows of 2, 1 and 1 pairs
+    assert three == ([[[0], [2]], [[1], [3]]] if equal_rows else [[[0, 1]], [[2], [3]]])
+    # One rank is half a percent above the mean. Packed again, both would cost the same.
+    assert rows_of([50_000] * 4, [50.0, 50.0, 50.5, 50.5]) == [[[0, 1]], [[2, 3]]]
+
+
+def test_finished_rows_that_leave_a_rank_idle_are_packed_again_even_if_no_rank_gets_faster() -> None:
+    plan = make_plan(
+        ints([9, 2, 2]), order=np.arange(3), row_costs=np.array([90.0, 10.0, 10.0]), token_budget=10,
+        rows_per_step=2, window_pairs=3, algorithm="next_fit", num_ranks=3,
+    )  # fmt: skip
+    assert sorted(row.tolist() for (row,) in plan.pack_step(0)) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit_decreasing"])
+def test_in_the_order_of_the_files_rows_come_in_the_order_of_their_longest_pairs(algorithm: str) -> None:
+    tokens = np.random.default_rng(0).integers(5, 40, 200)
+    rows = pack_window(tokens, np.arange(200), BUDGET, algorithm)
+    first = [int(row[0]) for row in rows]
+    assert first == sorted(first) and len(first) > 40
 
 
 def test_next_fit_keeps_the_order_of_the_epoch_across_rows() -> None:
@@ -306,6 +361,32 @@ def test_copies_of_a_pair_are_all_trained_in_scope_epoch() -> None:
         algorithm="best_fit_decreasing",
     )
     assert Counter(plan.order.tolist()) == {0: 2, 1: 3}
+
+
+@given(lengths=lengths_strategy)
+@example([63, 31, 41, 65])  # two items that fit in none of the first rows share a row
+@example([38, 35, 31, 33, 35])  # one row more than the bound: still the even rows
+@example([69, 53, 44, 56, 65, 45, 63])  # two rows more: the fewer rows of best fit
+@example([17, 52, 58, 57, 54, 52])  # two rows more, and best fit has as many
+def test_rows_of_a_window_equal_their_naive_definition(lengths: list[int]) -> None:
+    """As many rows as the volume bound, each item in the emptiest; best fit decreasing where it is better."""
+    oversize = [[item] for item, length in enumerate(lengths) if length > BUDGET]
+    fitting = [item for item, length in enumerate(lengths) if length <= BUDGET]
+    least = -(-sum(lengths[item] for item in fitting) // BUDGET)
+    rows: list[list[int]] = [[] for _ in range(least)]
+    for item in sorted(fitting, key=lambda item: -int(np.log2(lengths[item]) * 12)):
+        emptiest = min(rows, key=lambda row: sum(lengths[i] for i in row))
+        if sum(lengths[i] for i in emptiest) + lengths[item] <= BUDGET:
+            emptiest.append(item)
+        else:
+            rows.append([item])
+    rows = [row for row in rows if row] + oversize
+    if len(rows) > least + len(oversize) + 1:
+        fuller = [row.tolist() for row in best_fit_decreasing(ints(lengths), BUDGET)]
+        rows = fuller if len(fuller) < len(rows) else rows
+    assert fewest_rows_possible(ints(lengths), BUDGET) == least + len(oversize)
+    packed = pack_window(ints(lengths), np.arange(len(lengths)), BUDGET, "best_fit_decreasing")
+    assert [row.tolist() for row in packed] == sorted(rows, key=lambda row: row[0])
 
 
 def test_an_empty_window_has_no_rows_and_an_empty_epoch_no_steps() -> None:

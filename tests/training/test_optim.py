@@ -243,7 +243,9 @@ def test_eight_bit_states_are_refused_without_cuda() -> None:
 def test_an_optimizer_without_master_weights_refuses_one_trained_bfloat16_parameter(name: str) -> None:
     """A saved adapter that holds a whole module has such a one beside its fp32 matrices."""
     network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
-    with pytest.raises(RecipeError, match=rf"^optim\.name: {name} .*bfloat16.* set optim\.name: adamw or model"):
+    with pytest.raises(
+        RecipeError, match=rf"^optim\.name: {name} .*bfloat16.* set optim\.name: adamw or model"
+    ):
         build(name, network)
     network[1].requires_grad_(False)
     assert build("adafactor", network).param_groups
