@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.optim import Adafactor
 
@@ -553,6 +554,22 @@ def test_a_disk_that_is_full_when_all_but_the_host_state_is_written_is_a_cache_e
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(tmp_path / "step-000001") in message and names(tmp_path) == []
+
+
+@pytest.mark.parametrize("stopped", [0, 1, None])
+def test_of_the_failures_of_several_ranks_a_stop_signal_counts_then_the_first_rank_s(
+    stopped: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: dict[int, Any] = {rank: (OSError(f"rank {rank}"), None) for rank in (1, 0)}
+    if stopped is not None:
+        failures[stopped] = (Interrupted(signal.SIGTERM), None)
+
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise CheckpointException("write", failures)
+
+    monkeypatch.setattr(checkpoint_writer, "save", fail)
+    with pytest.raises(OSError if stopped is None else Interrupted, match="rank 0|SIGTERM"):
+        checkpoint_writer._save_tensors({}, tmp_path, None)
 
 
 @pytest.mark.parametrize("name", list(IDENTITY.fingerprints))
