@@ -10,14 +10,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import dpo_pack.train as train_module
 from dpo_pack.commands import launch
 from dpo_pack.commands import main as cli
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DataError
 from dpo_pack.system.interrupts import Interrupted, interruptible
-from support.whole_runs import after_step
 
 
 @cli.app.command()
@@ -35,6 +33,9 @@ def probe(recipe: Path, what: str, overrides: list[str]) -> None:
 @cli.app.command()
 def killed_train(recipe: Path, overrides: list[str]) -> None:
     """Trains; in torchrun's first attempt rank 1 is killed after step 3."""
+    import dpo_pack.train as train_module  # and with it transformers, which no other command here needs
+    from support.whole_runs import after_step
+
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
         step_and_die = after_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
         setattr(train_module, "train_step", step_and_die)  # noqa: B010
