@@ -19,8 +19,8 @@ from support.conformance import (
 from support.two_ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 
-import dpo_pack.train as train_module
 from dpo_pack.recipe.load import parse_recipe
+from dpo_pack.run.session import Learner
 from dpo_pack.system import ranks
 from dpo_pack.train import train
 
@@ -30,29 +30,25 @@ Run = tuple[str, str, str]  # strategy, case, layout
 def _steps_of_runs(directory: Path, tmp_path: Path, runs: list[Run]) -> dict[Run, list[dict[str, Any]]]:
     """metrics.jsonl of each run, by two processes; their caches are one, so proofs and reference are too."""
     steps: dict[Run, list[dict[str, Any]]] = {}
-    one_step = train_module.train_step
     kinds: set[type] = set()
     strategy = ""
 
-    def watched(learner: Any, batch: Any) -> Any:
+    def look(learner: Learner) -> None:
         parameters = list(learner.state.policy.parameters())
         kinds.update(type(parameter.data) for parameter in parameters)
-        outcome = one_step(learner, batch)
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if strategy == "ddp":  # they stay in its buckets
             assert len(grads) == len(parameters) and not any(grad.any() for grad in grads)
         else:
             assert grads == []
-        return outcome
 
-    train_module.train_step = watched
     for number, run in enumerate(runs):
         strategy, case, layout = run
         tree = conformance_recipe(directory, tmp_path, case, layout).model_dump(mode="json")
         tree |= {"distributed": {"strategy": strategy}, "output_dir": str(tmp_path / f"run-{number}")}
         kinds.clear()
         recipe = parse_recipe(tree)
-        train(recipe, Console(quiet=True))
+        train(recipe, Console(quiet=True), after_step=look)
         assert kinds == {DTensor if strategy == "fsdp2" else torch.Tensor}
         ranks.wait_for_all()
         steps[run] = steps_of(recipe)
