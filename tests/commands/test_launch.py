@@ -222,9 +222,9 @@ def test_a_signal_is_waited_for_until_all_ranks_have_saved(
     signum: int, status: int, recipe: Path, start: Start
 ) -> None:
     process = probe(recipe, "wait", start)
-    time.sleep(0.5)
+    wait_until(lambda: len(list(recipe.parent.glob("rank-*.waits"))) == 2, 120)
     process.send_signal(signum)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == status
     name = signal.Signals(signum).name
     assert err == f"stopped by {name}; the same command goes on from what is done\n"
@@ -238,7 +238,7 @@ def test_ranks_do_not_outlive_a_command_that_is_killed(recipe: Path, start: Star
     pids = rank_pids(recipe.parent)
     assert len(alive(pids)) == 2
     process.kill()
-    wait_until(lambda: not alive(pids), 10)
+    wait_until(lambda: not alive(pids), 60)
 
 
 @pytest.mark.slow
