@@ -34,7 +34,7 @@ DPOPACK = [sys.executable, "-m", "dpo_pack"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ACCELERATE = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
-    *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+    *("--main_process_port", "0", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
 ]
 TWO = "distributed.num_processes=2"
 PLACE = Placement(rank=1, num_ranks=4, local_rank=1, num_local_ranks=2, address="127.0.0.1", port=1)

@@ -187,6 +187,7 @@ def test_the_reference_s_memory_is_gone_after_its_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_run_of_a_million_pairs_reads_its_values_in_seconds_and_in_its_own_memory(tmp_path: Path) -> None:
     """A cache of four million sequences, of which the run uses two."""
     num_parts, per_part = 40, 100_000
