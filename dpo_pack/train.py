@@ -33,7 +33,7 @@ Legend: P pairs of a row; [2 P] holds chosen, rejected, chosen, rejected, ...
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,17 @@ class StepOutcome:
     learning_rate: float
 
 
-def train(recipe: Recipe, console: Console, *, overwrite: bool = False, dry_run: bool = False) -> None:
+AfterStep = Callable[[Learner], object]  # is called after each update, before its line of metrics.jsonl
+
+
+def train(
+    recipe: Recipe,
+    console: Console,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    after_step: AfterStep | None = None,
+) -> None:
     """Trains the recipe's policy and writes it to `output_dir`/model; resumes an earlier run if there is one.
 
     With `dry_run` it does everything before the first step and writes nothing into `output_dir`.
@@ -76,10 +86,12 @@ def train(recipe: Recipe, console: Console, *, overwrite: bool = False, dry_run:
     """
     check_environment(recipe)
     with contextlib.nullcontext() if dry_run else only_run(recipe.output_dir, console.print):
-        _train(recipe, console, overwrite=overwrite, dry_run=dry_run)
+        _train(recipe, console, overwrite=overwrite, dry_run=dry_run, after_step=after_step)
 
 
-def _train(recipe: Recipe, console: Console, *, overwrite: bool, dry_run: bool) -> None:
+def _train(
+    recipe: Recipe, console: Console, *, overwrite: bool, dry_run: bool, after_step: AfterStep | None
+) -> None:
     """Trains as `train` says, while no other process trains in `output_dir`."""
     run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
     if run.is_finished:
@@ -91,7 +103,7 @@ def _train(recipe: Recipe, console: Console, *, overwrite: bool, dry_run: bool) 
             console.print("Dry run: everything up to the first step is in order")
             return
         try:
-            run_steps(session)
+            run_steps(session, after_step)
             with interruption.deferred():  # all steps are done: a signal waits until the model is written
                 finish(session)
         except BaseException as error:
@@ -101,7 +113,7 @@ def _train(recipe: Recipe, console: Console, *, overwrite: bool, dry_run: bool) 
             raise
 
 
-def run_steps(session: Session) -> None:
+def run_steps(session: Session, after_step: AfterStep | None = None) -> None:
     """Takes all steps of the run. After a stop signal or a RunError it saves the last step, if it can."""
     learner, recorder, saver = session.learner, session.recorder, session.saver
     with (
@@ -113,7 +125,7 @@ def run_steps(session: Session) -> None:
         try:
             if session.state.owes_evaluation:  # before step 1, or left from a stopped run
                 close_step(session)
-            take_steps(session)
+            take_steps(session, after_step)
             if saver.recipe.checkpoint.load_best:
                 saver.require_best()
         except Interrupted as stopped:
@@ -125,13 +137,15 @@ def run_steps(session: Session) -> None:
             raise
 
 
-def take_steps(session: Session) -> None:
+def take_steps(session: Session, after_step: AfterStep | None) -> None:
     """Runs the training loop."""
     learner, recorder, state = session.learner, session.recorder, session.state
     batches = iter(state.source)
     recorder.begin_step()
     while (batch := next_batch(session, batches)) is not None:
         outcome = train_step(learner, batch)
+        if after_step is not None:
+            after_step(learner)
         state.source.prepare_next()  # while the device computes the queued work
         learner.clock.lap("data")
         is_last = state.step == state.source.num_steps

@@ -38,6 +38,9 @@ else
 fi
 # They expect a CPU, of the runs they start too, and would share one device.
 CUDA_VISIBLE_DEVICES="" run_pytest -n auto --dist loadfile -m "not slow and not gpu" "$@"
-# One at a time: these measure memory and time, and kill processes at moments of their own.
-[[ -n $quick ]] || CUDA_VISIBLE_DEVICES="" run_pytest -m "slow and not gpu" "$@"
+if [[ -z $quick ]]; then
+    # Long files are shared out, too: no fixture of a file costs as much as a core that waits.
+    CUDA_VISIBLE_DEVICES="" run_pytest -n auto --dist worksteal -m "slow and not alone and not gpu" "$@"
+    CUDA_VISIBLE_DEVICES="" run_pytest -m "slow and alone and not gpu" "$@"
+fi
 [[ -z $device ]] || run_pytest -m gpu "$@"

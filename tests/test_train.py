@@ -20,6 +20,7 @@ from support.device_reads import no_reads
 from support.run_files import assert_same_run, records, timeless, weights
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
+from support.whole_runs import at_step
 from transformers import AutoModelForCausalLM
 
 import dpo_pack.model.loading as loading
@@ -129,23 +130,13 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     assets: Path,
     tmp_path: Path,
     console: Console,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = make_recipe(assets, tmp_path / "run", f"reference.cache_dir={assets / 'cache'}")
-    one_step = train_module.train_step
-
-    def step_then_signal(session: Any, batch: Any) -> Any:
-        outcome = one_step(session, batch)
-        if session.state.step == stop_at:
-            signal.raise_signal(signal.SIGTERM)
-        return outcome
-
-    monkeypatch.setattr(train_module, "train_step", step_then_signal)
+    stop = at_step(stop_at, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Interrupted) as stopped:
-        train(recipe, console)
+        train(recipe, console, after_step=stop)
     assert stopped.value.exit_status == 143
     assert read_json(tmp_path / "run" / "run.json")["status"] == "interrupted"
-    monkeypatch.setattr(train_module, "train_step", one_step)
     train(recipe, console)
     assert_same_run(straight, tmp_path / "run")
 
@@ -251,7 +242,7 @@ def test_another_recipe_in_the_same_directory_is_refused_and_overwrite_begins_an
 def test_a_run_that_failed_before_its_first_step_is_no_hindrance(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(session: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("before a step")
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="before a step"):
@@ -481,25 +472,16 @@ def test_docs_define_every_number_of_metrics_jsonl(straight: Path) -> None:
 
 
 def test_warnings_are_told_once_and_are_in_run_json_and_not_repeated_after_resuming(
-    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    assets: Path, tmp_path: Path, console: Console
 ) -> None:
     # A reference that is another model: the first loss is far from log 2.
     other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
     other.save_pretrained(tmp_path / "reference")
     overrides = (f"reference.path={tmp_path / 'reference'}", "loss.beta=1", "train.max_steps=4")
     recipe = make_recipe(assets, tmp_path / "run", *overrides)
-    one_step = train_module.train_step
-
-    def step_then_signal(session: Any, batch: Any) -> Any:
-        outcome = one_step(session, batch)
-        if session.state.step == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return outcome
-
-    monkeypatch.setattr(train_module, "train_step", step_then_signal)
+    stop = at_step(2, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Interrupted):
-        train(recipe, console)
-    monkeypatch.setattr(train_module, "train_step", one_step)
+        train(recipe, console, after_step=stop)
     train(recipe, console)
     assert console.file.getvalue().count("Warning: the first loss is") == 1  # type: ignore[attr-defined]
     assert read_json(tmp_path / "run" / "run.json")["warnings"] == ["high_initial_loss"]

@@ -33,6 +33,7 @@ from dpo_pack.system.interrupts import Interrupted, interruptible
 from dpo_pack.train import train
 
 SAMPLING = SamplingSettings(completions_per_prompt=3, max_new_tokens=12, top_k=9, min_p=0.1, stop=("END",))
+SOONER = 25.0  # seconds; whatever stalls or pauses here takes longer: only who waits for it is later
 WORDS = ("bread", "sky", "yes", "tree", "seven", "")
 
 
@@ -114,13 +115,12 @@ def test_what_may_pass_is_asked_again_and_nothing_is_lost(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["stall", "trickle", "headers"])
 def test_a_stalled_answer_counts_as_failed_after_the_timeout(fault: str) -> None:
-    with serving(Stub(completions(words), faults=[fault], stall_seconds=2.0)) as stub:
+    with serving(Stub(completions(words), faults=[fault], stall_seconds=90.0)) as stub:
         begun = time.monotonic()
-        results = generator(stub, timeout_seconds=0.2).generate(DRAWS[:1])
+        results = generator(stub, timeout_seconds=1.0).generate(DRAWS[:1])
         assert None not in texts(results) and len(stub.requests) == 2
-        assert time.monotonic() - begun < 1.5
         while threads_that_ask():
-            assert time.monotonic() - begun < 1.5  # the connection was ended, not only forgotten
+            assert time.monotonic() - begun < SOONER  # the connection was ended, not only forgotten
             time.sleep(0.01)
 
 
@@ -132,13 +132,13 @@ def test_a_host_name_that_nobody_resolves_takes_no_longer_than_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **options: released.wait(10.0))
+    monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **options: released.wait(90.0))
     with serving(Stub(completions(words))) as stub:
         begun = time.monotonic()
         (result,) = generator(stub, timeout_seconds=0.1, retries=0).generate(DRAWS[:1])
         took = time.monotonic() - begun
         released.set()
-    assert isinstance(result, Failure) and "no whole answer in 0.1 s" in result.reason and took < 1.0
+    assert isinstance(result, Failure) and "no whole answer in 0.1 s" in result.reason and took < SOONER
 
 
 def test_an_answer_of_too_many_bytes_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,14 +209,14 @@ def test_what_cannot_pass_by_itself_stops_the_run(status: str, reason: str) -> N
 
 @pytest.mark.parametrize("then", ["stall", "hang up"])
 def test_an_error_whose_text_never_comes_is_the_error_it_is(then: str) -> None:
-    with serving(Stub(completions(words), faults=[f"503 {then}"], stall_seconds=0.6)) as stub:
-        results = generator(stub, timeout_seconds=0.2).generate(DRAWS[:1])
+    with serving(Stub(completions(words), faults=[f"503 {then}"], stall_seconds=90.0)) as stub:
+        results = generator(stub, timeout_seconds=1.0).generate(DRAWS[:1])
         assert None not in texts(results) and len(stub.requests) == 2
     with (
-        serving(Stub(completions(words), faults=[f"401 {then}"], stall_seconds=0.6)) as stub,
+        serving(Stub(completions(words), faults=[f"401 {then}"], stall_seconds=90.0)) as stub,
         pytest.raises(RunError, match=r"HTTP 401: Unauthorized \(the API key is refused\)"),
     ):
-        generator(stub, timeout_seconds=0.2).generate(DRAWS[:1])
+        generator(stub, timeout_seconds=1.0).generate(DRAWS[:1])
 
 
 def test_nobody_there_is_a_failure_too() -> None:
@@ -262,7 +262,7 @@ def test_what_no_header_takes_is_refused_as_a_key_and_not_shown(
 
 @contextmanager
 def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
-    """A signal comes when `condition` holds, and ends what is inside within two seconds."""
+    """A signal comes when `condition` holds, and ends what is inside long before a server answers."""
     sent: list[float] = []
     main = threading.get_ident()
 
@@ -275,7 +275,7 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
     threading.Thread(target=send, daemon=True).start()
     with pytest.raises(Interrupted), interruptible():
         yield
-    assert time.monotonic() - sent[0] < 2.0
+    assert time.monotonic() - sent[0] < SOONER
 
 
 def asking_threads() -> list[threading.Thread]:
@@ -286,21 +286,21 @@ def test_who_is_interrupted_while_a_server_says_nothing_waits_no_longer() -> Non
     released = threading.Event()
     with serving(Stub(hanging(released))) as stub:
         with interrupted_when(lambda: stub.num_under_way == 2):
-            generator(stub, timeout_seconds=60.0, concurrency=2).generate(DRAWS)
+            generator(stub, timeout_seconds=90.0, concurrency=2).generate(DRAWS)
         released.set()
         for thread in asking_threads():
-            thread.join(timeout=2.0)
+            thread.join(timeout=SOONER)
     assert not asking_threads() and len(stub.requests) == 2  # the third prompt was not sent
 
 
 def test_an_interruption_ends_the_pauses_between_requests() -> None:
     with serving(Stub(completions(words), faults=["500"] * 9)) as stub:
         made = generator(stub)
-        patient = replace(made, endpoint=replace(made.endpoint, first_pause_seconds=30.0))
+        patient = replace(made, endpoint=replace(made.endpoint, first_pause_seconds=90.0))
         with interrupted_when(lambda: len(stub.requests) == 3):
             patient.generate(DRAWS)
         for thread in asking_threads():
-            thread.join(timeout=2.0)
+            thread.join(timeout=SOONER)
         assert not asking_threads() and len(stub.requests) == 3
 
 
@@ -330,7 +330,7 @@ def test_the_end_of_the_process_does_not_wait_for_a_server_either() -> None:
                 assert process.poll() is None
                 time.sleep(0.01)
             process.terminate()
-            assert process.wait(timeout=5.0) == 143
+            assert process.wait(timeout=SOONER) == 143
         finally:
             process.kill()
             released.set()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from support import online_judges
 from support.tiny_online import online_recipe
 from support.tiny_run import NUM_PAIRS, write_rows
+from support.whole_runs import at_step
 
 import dpo_pack.train as train_module
 from dpo_pack.online import phases
@@ -123,21 +124,11 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
     assets: Path,
     tmp_path: Path,
     console: Console,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = online_recipe(assets, tmp_path / "run", f"data.eval={assets}/heldout.jsonl", **QUEUED)
-    one_step = train_module.train_step
-
-    def step_then_signal(session: Any, batch: Any) -> Any:
-        outcome = one_step(session, batch)
-        if session.state.step == stop_at:
-            signal.raise_signal(signal.SIGTERM)
-        return outcome
-
-    monkeypatch.setattr(train_module, "train_step", step_then_signal)
+    stop = at_step(stop_at, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Interrupted):
-        train(recipe, console)
-    monkeypatch.setattr(train_module, "train_step", one_step)
+        train(recipe, console, after_step=stop)
     train(recipe, console)
     assert_same_run(straight, tmp_path / "run")
 

@@ -475,6 +475,7 @@ def test_rows_of_hh_are_within_one_of_the_volume_bound_on_one_rank_and_in_scope_
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_a_million_pairs_are_planned_in_seconds_and_the_first_step_starts_at_once() -> None:
     script = Path(__file__).parents[1] / "support" / "million_pairs.py"
@@ -487,6 +488,7 @@ def test_a_million_pairs_are_planned_in_seconds_and_the_first_step_starts_at_onc
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_inspecting_hh_from_the_shell_takes_seconds(shared_dir: Path, tmp_path: Path) -> None:
     recipe = {
         "output_dir": str(tmp_path / "run"),

@@ -77,7 +77,7 @@ def recipe_path(tmp_path: Path) -> Path:
 
 def start(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything up to the first step, as `dpopack train` does it."""
-    monkeypatch.setattr(train_module, "run_steps", lambda session: None)
+    monkeypatch.setattr(train_module, "run_steps", lambda *_: None)
     monkeypatch.setattr(train_module, "finish", lambda session: None)
     train(recipe, Console(quiet=True))
 

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from support.tiny_run import tiny_run
 from support.whole_runs import (
-    after_step,
     assert_same_run,
+    at_step,
     checkpoint_steps,
     lines,
     saved_weights,
@@ -34,12 +34,10 @@ from dpo_pack.train import train
 OVERSHOOTS = ("optim.lr=0.05", "optim.schedule=constant", "train.eval_every_steps=1", "loss.beta=1")
 
 
-def stop_after(step: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        stop = after_step(step, lambda: signal.raise_signal(signal.SIGTERM))
-        patch.setattr(train_module, "train_step", stop)
-        with pytest.raises(Interrupted):
-            train(recipe, Console(quiet=True))
+def stop_after(step: int, recipe: Recipe) -> None:
+    stop = at_step(step, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        train(recipe, Console(quiet=True), after_step=stop)
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -100,7 +98,7 @@ def test_a_run_whose_best_evaluation_is_worse_than_its_start_says_so_and_stops_e
 
 @pytest.mark.parametrize("stop_at", [None, 1, 2, 3])
 def test_a_run_stops_early_where_it_would_have_stopped(
-    stop_at: int | None, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    stop_at: int | None, assets: Path, tmp_path: Path, console: Console
 ) -> None:
     stopping = ("train.early_stopping={patience: 2}", "checkpoint.keep_best=1", "checkpoint.load_best=true")
     long, run = tmp_path / "long", tmp_path / "run"
@@ -109,7 +107,7 @@ def test_a_run_stops_early_where_it_would_have_stopped(
     first_low = next(s for s in range(1, 9) if min(losses(long)[t] for t in (s + 1, s + 2)) > losses(long)[s])
     recipe = whole_run(assets, run, *OVERSHOOTS, *stopping)
     if stop_at is not None:
-        stop_after(stop_at, recipe, monkeypatch)
+        stop_after(stop_at, recipe)
     train(recipe, console)
     assert first_low + 2 < 8 and best >= first_low
     assert max(losses(run)) == first_low + 2 and lines(run) == [
@@ -135,14 +133,14 @@ def test_a_run_killed_after_it_has_stopped_early_does_not_go_on(
 
 
 def test_the_best_checkpoint_is_there_whatever_interrupts_its_evaluation(
-    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    assets: Path, tmp_path: Path, console: Console
 ) -> None:
     """The state is saved before the evaluation, which then has to be made, and its checkpoint with it."""
     best = ("checkpoint.keep_best=1", "checkpoint.keep=1")
     train(whole_run(assets, tmp_path / "straight", *OVERSHOOTS, *best), console)
     step = read_json(tmp_path / "straight" / "run.json")["best"]["step"]
     recipe = whole_run(assets, tmp_path / "run", *OVERSHOOTS, *best)
-    stop_after(step, recipe, monkeypatch)
+    stop_after(step, recipe)
     owing = read_counters(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
     assert owing is not None and owing["owes_evaluation"]
     train(recipe, console)
@@ -166,10 +164,10 @@ def test_a_run_without_a_best_evaluation_has_its_last_step_saved(
 
 
 def test_bests_that_were_left_in_another_directory_are_not_asked_for(
-    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    assets: Path, tmp_path: Path, console: Console
 ) -> None:
     best = ("checkpoint.keep_best=1", "checkpoint.load_best=true", "checkpoint.keep=9")
-    stop_after(5, whole_run(assets, tmp_path / "run", *OVERSHOOTS, *best), monkeypatch)
+    stop_after(5, whole_run(assets, tmp_path / "run", *OVERSHOOTS, *best))
     (last,) = (path for path in checkpoints(tmp_path / "run" / "checkpoints") if path.name.endswith("5"))
     there = whole_run(assets, tmp_path / "there", *OVERSHOOTS, *best, f"checkpoint.resume={last}")
     train(there, console)
@@ -205,12 +203,11 @@ def test_checkpoints_written_in_the_background_are_gone_on_from_bitwise(
     assets: Path,
     tmp_path: Path,
     console: Console,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     overrides = ("checkpoint.asynchronous=true", "checkpoint.every_steps=1", "checkpoint.keep=9")
     recipe = whole_run(assets, tmp_path / "run", *overrides)
     if stop_at is not None:
-        stop_after(stop_at, recipe, monkeypatch)
+        stop_after(stop_at, recipe)
         assert checkpoint_steps(tmp_path / "run") == [1, 2, 3, 4, 5]
     train(recipe, console)
     assert_same_run(straight, tmp_path / "run")
@@ -224,10 +221,10 @@ def test_checkpoints_written_in_the_background_are_gone_on_from_bitwise(
 # --------------------------------------------------------------------------------------------------- damage
 
 
-def damaged_run(assets: Path, run: Path, monkeypatch: pytest.MonkeyPatch, *steps: int) -> Recipe:
+def damaged_run(assets: Path, run: Path, *steps: int) -> Recipe:
     """A run stopped after step 5, with checkpoints after 2, 4 and 5; tensors of `steps` are damaged."""
     recipe = whole_run(assets, run, "checkpoint.every_steps=2", "checkpoint.keep=9")
-    stop_after(5, recipe, monkeypatch)
+    stop_after(5, recipe)
     for step in steps:
         (file,) = (run / "checkpoints" / f"step-{step:06d}" / "tensors").glob("__0_*")
         file.write_bytes(bytes(reversed(file.read_bytes())))
@@ -235,9 +232,9 @@ def damaged_run(assets: Path, run: Path, monkeypatch: pytest.MonkeyPatch, *steps
 
 
 def test_of_damaged_checkpoints_the_next_older_whole_one_is_taken_and_that_is_said(
-    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    recipe = damaged_run(assets, tmp_path / "run", monkeypatch, 4, 5)
+    recipe = damaged_run(assets, tmp_path / "run", 4, 5)
     train(recipe, console)
     (five, four) = (line for line in text(console).splitlines() if "is damaged" in line)
     assert "step-000005 is damaged: tensors/__0_0.distcp has other content than was written" in five
@@ -249,26 +246,26 @@ def test_of_damaged_checkpoints_the_next_older_whole_one_is_taken_and_that_is_sa
 
 
 def test_without_a_whole_checkpoint_the_run_begins_anew(
-    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    train(damaged_run(assets, tmp_path / "run", monkeypatch, 2, 4, 5), console)
+    train(damaged_run(assets, tmp_path / "run", 2, 4, 5), console)
     assert "none is older, and the run begins anew" in text(console)
     assert_same_run(straight, tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_that_the_recipe_names_is_refused(
-    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    damaged_run(assets, tmp_path / "run", monkeypatch, 4)
+    damaged_run(assets, tmp_path / "run", 4)
     path = tmp_path / "run" / "checkpoints" / "step-000004"
     with pytest.raises(RunError, match=rf"checkpoint\.resume: {path} is damaged: tensors/.*; give another"):
         train(whole_run(assets, tmp_path / "other", f"checkpoint.resume={path}"), console)
 
 
 def test_metrics_that_have_lost_or_changed_lines_are_refused_and_nothing_is_changed(
-    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    recipe = damaged_run(assets, tmp_path / "run", monkeypatch)
+    recipe = damaged_run(assets, tmp_path / "run")
     metrics = recipe.output_dir / "metrics.jsonl"
     whole = metrics.read_bytes()
     for kept in (None, whole[: len(whole) // 2]):
@@ -305,12 +302,10 @@ def test_a_changed_recipe_is_refused_with_what_it_was_and_is(
     assert "loss.type.0.type ('sigmoid' then, 'ipo' now)" in told
 
 
-def test_what_is_held_out_may_change(
-    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_out_may_change(straight: Path, assets: Path, tmp_path: Path, console: Console) -> None:
     """Also where the cache is gone: only what is new is computed, by the reference and not by the policy."""
     recipe = whole_run(assets, tmp_path / "run", f"reference.cache_dir={tmp_path}/cache")
-    stop_after(3, recipe, monkeypatch)
+    stop_after(3, recipe)
     rows = (assets / "heldout.jsonl").read_text().splitlines()
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join([rows[0], *(row.replace("ask", "ask ask") for row in rows[1:4])]) + "\n")
@@ -329,12 +324,10 @@ def test_what_is_held_out_may_change(
         assert ours["rewards/margins"] == pytest.approx(theirs["rewards/margins"], rel=1e-4)
 
 
-def test_what_is_held_out_may_not_change_where_it_says_when_to_stop(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_out_may_not_change_where_it_says_when_to_stop(tmp_path: Path, console: Console) -> None:
     own = tiny_run(tmp_path / "own").parent
     recipe = whole_run(own, tmp_path / "run", "train.early_stopping={patience: 9}")
-    stop_after(3, recipe, monkeypatch)
+    stop_after(3, recipe)
     rows = (own / "heldout.jsonl").read_text().splitlines()
     (own / "heldout.jsonl").write_text("\n".join(rows[:-1]) + "\n")
     with pytest.raises(RunError, match=r"another held-out data, so going on"):
@@ -342,11 +335,11 @@ def test_what_is_held_out_may_not_change_where_it_says_when_to_stop(
 
 
 def test_changed_data_is_refused_and_other_versions_are_told(
-    straight: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    straight: Path, tmp_path: Path, console: Console
 ) -> None:
     own = tiny_run(tmp_path / "own").parent
     recipe = whole_run(own, tmp_path / "run")
-    stop_after(3, recipe, monkeypatch)
+    stop_after(3, recipe)
     (path,) = checkpoints(tmp_path / "run" / "checkpoints")
     counters: dict[str, Any] = read_counters(path) or {}
     counters["versions"]["torch"] = "1.0"
@@ -363,11 +356,11 @@ def test_changed_data_is_refused_and_other_versions_are_told(
 
 
 def test_a_changed_model_config_is_refused_because_a_checkpoint_holds_only_weights(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, console: Console
 ) -> None:
     own = tiny_run(tmp_path / "own").parent
     recipe = whole_run(own, tmp_path / "run", "train.max_steps=2")
-    stop_after(1, recipe, monkeypatch)
+    stop_after(1, recipe)
     config = own / "model" / "config.json"
     config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 10001.0'))
     with pytest.raises(RunError, match="was taken with another model config, so going on"):

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 from support.tiny_online import online_recipe
 from support.whole_runs import (
-    after_step,
     assert_same_run,
+    at_step,
     checkpoint_steps,
     lines,
     saved_weights,
@@ -46,9 +46,9 @@ def _handlers_are_restored() -> Iterator[None]:
     assert after == before
 
 
-def stopped(recipe: Recipe, console: Console) -> Interrupted:
+def stopped(recipe: Recipe, console: Console, after_step: Any = None) -> Interrupted:
     with pytest.raises(Interrupted) as caught:
-        train(recipe, console)
+        train(recipe, console, after_step=after_step)
     assert read_json(recipe.output_dir / "run.json")["status"] == "interrupted"
     return caught.value
 
@@ -177,14 +177,10 @@ def test_a_run_stopped_between_steps_goes_on_bitwise(
     assets: Path,
     tmp_path: Path,
     console: Console,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = whole_run(assets, tmp_path / "run")
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            train_module, "train_step", after_step(stop_at, lambda: signal.raise_signal(signal.SIGUSR1))
-        )
-        assert stopped(recipe, console).exit_status == 143
+    stop = at_step(stop_at, lambda: signal.raise_signal(signal.SIGUSR1))
+    assert stopped(recipe, console, stop).exit_status == 143
     assert checkpoint_steps(tmp_path / "run") == [stop_at]
     train(recipe, console)
     assert_same_run(straight, tmp_path / "run")
@@ -265,9 +261,7 @@ def test_a_second_signal_leaves_at_once_and_what_was_saved_stays(
         signal_at(monkeypatch, 1, checkpoint_writer, "path_aside", signal.SIGINT)
         signal.raise_signal(TERM)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module, "train_step", after_step(5, first_signal))
-        ended = stopped(recipe, console)
+    ended = stopped(recipe, console, at_step(5, first_signal))
     assert ended.is_urgent and ended.exit_status == 130
     assert checkpoint_steps(tmp_path / "run") == [3]
     train(recipe, console)

@@ -39,7 +39,8 @@ def test_a_device_is_seen_by_the_tests_that_need_one_and_by_no_other(
 ) -> None:
     assert runs(tmp_path, "-x", has_device=has_device) == [
         ": -m pytest -n auto --dist loadfile -m not slow and not gpu -x",
-        ": -m pytest -m slow and not gpu -x",
+        ": -m pytest -n auto --dist worksteal -m slow and not alone and not gpu -x",
+        ": -m pytest -m slow and alone and not gpu -x",
         *(["all devices: -m pytest -m gpu -x"] if has_device else []),
     ]
 

@@ -13,13 +13,11 @@ from contextlib import chdir
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import yaml
 from rich.console import Console
 
 import dpo_pack
-import dpo_pack.train as train_module
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
@@ -29,7 +27,7 @@ from support.reference_pairs import all_sums
 from support.tiny_models import tiny_model
 from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
-from support.whole_runs import after_step
+from support.whole_runs import at_step
 
 RELEASE = Path(__file__).resolve().parents[1] / "fixtures" / "release"
 STEPS, STEPS_DONE = 4, 2
@@ -82,14 +80,13 @@ def make_release(directory: Path) -> None:
         console = Console(quiet=True)
         train(release_recipe("output_dir=straight", "reference.cache_dir=other"), console)
         recipe = release_recipe()
-        stop = after_step(STEPS_DONE, lambda: signal.raise_signal(signal.SIGTERM))
-        with patch.object(train_module, "train_step", stop):
-            try:
-                train(recipe, console)
-            except Interrupted:
-                pass
-            else:
-                raise AssertionError("the run was not stopped")
+        stop = at_step(STEPS_DONE, lambda: signal.raise_signal(signal.SIGTERM))
+        try:
+            train(recipe, console, after_step=stop)
+        except Interrupted:
+            pass
+        else:
+            raise AssertionError("the run was not stopped")
         table = prepare_data(recipe, prepare_tokenizer(recipe), console).train
         expected: dict[str, Any] = {
             "made_with": versions(),

@@ -146,7 +146,7 @@ def hanging(released: threading.Event) -> Reply:
     """Says nothing until it is released."""
 
     def reply(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        released.wait(60.0)
+        released.wait(90.0)
         return {}
 
     return reply

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from safetensors.torch import load_file
 
-import dpo_pack.train as train_module
 from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.session import Learner
 
 OVERRIDES = ("packing.pairs_per_step=4", "train.epochs=2", "train.eval_every_steps=2")
 _TIMES = ("seconds", "mfu", "tokens_per_second", "pairs_per_second")
@@ -61,14 +61,11 @@ def text(console: Console) -> str:
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
-def after_step(step: int, action: Callable[[], object]) -> Callable[[Any, Any], Any]:
-    """A stand-in for `train_step` that does `action` when the step is taken."""
-    one_step = train_module.train_step
+def at_step(step: int, action: Callable[[], object]) -> Callable[[Learner], None]:
+    """For `train`'s `after_step`: does `action` when this step is taken."""
 
-    def step_then_act(session: Any, batch: Any) -> Any:
-        outcome = one_step(session, batch)
-        if session.state.step == step:
+    def act(learner: Learner) -> None:
+        if learner.state.step == step:
             action()
-        return outcome
 
-    return step_then_act
+    return act

@@ -72,6 +72,7 @@ def test_a_run_imports_nothing_heavy_that_it_does_not_use(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_first_step_is_reached_in_seconds(tmp_path: Path) -> None:
     recipe = tiny_run(tmp_path)
     dry_run(recipe)  # the reference pass and the proofs are not start-up
