@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,51 +11,48 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from accelerate.state import PartialState
 
 from dpo_pack.system import ranks
+from support.file_operations import in_forks
 
 
 def run_on_ranks(function: Callable[..., Any], *arguments: Any, num_ranks: int = 2) -> list[Any]:
-    """What `function(*arguments)` returns on each rank; it must be a test module's own, to be found there.
+    """What `function(*arguments)` returns on each rank, side by side; what it returns must be picklable.
 
-    A failure on any rank fails with that rank's traceback. Starting costs some seconds: check many things in
-    one function.
+    Ranks are forks of this process: they have its imports, and what a test has replaced. A failure on any rank
+    fails with the tracebacks of all that failed.
     """
     with tempfile.TemporaryDirectory() as directory:
-        port = _free_port()
-        spawn(_on_a_rank, args=(num_ranks, port, directory, function, arguments), nprocs=num_ranks)
-        results = [Path(directory) / f"{rank}.pt" for rank in range(num_ranks)]
-        return [torch.load(path, weights_only=False) for path in results]
+        meeting = Path(directory) / "meeting"
+        return in_forks(
+            [
+                functools.partial(_on_a_rank, rank, num_ranks, meeting, function, arguments)
+                for rank in range(num_ranks)
+            ]
+        )
 
 
 def _on_a_rank(
     rank: int,
     num_ranks: int,
-    port: int,
-    directory: str,
+    meeting: Path,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-) -> None:
+) -> Any:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": "0",  # nobody asks there: they meet at a file
         "ACCELERATE_USE_CPU": "true",
     }
+    PartialState._reset_state()  # the parent's says that there is one process
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
     try:
-        torch.save(function(*arguments), Path(directory) / f"{rank}.pt")
+        return function(*arguments)
     finally:
         ranks.leave()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
