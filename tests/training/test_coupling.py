@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from support.device_reads import no_reads
 from support.loss_options import loss_options
+from support.two_ranks import run_on_ranks
 from torch import Tensor
 
 from dpo_pack.losses import LOSSES, Objective, PairLogps, ScoredPairs, weighted_losses
+from dpo_pack.system import ranks
 from dpo_pack.training.coupling import row_tangents
 
 OBJECTIVE = Objective(
@@ -83,22 +79,9 @@ def test_tangents_of_rows_wait_for_nothing() -> None:
         mask[mask]
 
 
-def _on_a_rank(rank: int, port: int, directory: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    rows = step_values().split(SIZES)
-    torch.save(by_rows(list(rows[:2]) if rank == 0 else list(rows[2:])), Path(directory) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
 @pytest.mark.multiprocess
-def test_pairs_are_coupled_over_ranks(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_on_a_rank, args=(port, str(tmp_path)), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+def test_pairs_are_coupled_over_ranks() -> None:
+    rows = list(step_values().split(SIZES))
+    parts = run_on_ranks(lambda: by_rows(rows[:2] if ranks.is_first() else rows[2:]))
     for index, expected in enumerate(whole_step()):
         torch.testing.assert_close(torch.cat([part[index] for part in parts]), expected, rtol=0, atol=1e-14)
