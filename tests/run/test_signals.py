@@ -159,8 +159,9 @@ def test_a_second_signal_is_not_put_off_and_one_that_comes_with_the_first_is_non
 def test_a_step_is_left_after_the_row_and_the_state_before_it_is_saved(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = whole_run(assets, tmp_path / "run", "packing.token_budget=1")  # a row for each pair
-    train(whole_run(assets, tmp_path / "other", "packing.token_budget=1"), console)
+    settings = ("packing.token_budget=1", "train.max_steps=5")  # a row for each pair
+    recipe = whole_run(assets, tmp_path / "run", *settings)
+    train(whole_run(assets, tmp_path / "other", *settings), console)
     with monkeypatch.context() as patch:
         rows = signal_at(patch, 4 * 4 + 2, train_module, "score_pairs")  # in step 5's second row
         assert stopped(recipe, console).exit_status == 143

@@ -17,7 +17,7 @@ from support.run_files import losses, records
 from support.tiny_models import tiny_model
 from support.tiny_recipe import load, message_of
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack import train as train_module
 from dpo_pack.model.attention.select import BackendChoice
@@ -102,7 +102,9 @@ def plain_loop(recipe: Recipe, console: Console) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("layout", ["packing.token_budget=64", "packing.mode=padded"])
+@pytest.mark.parametrize(
+    "layout", ["packing.token_budget=64", pytest.param("packing.mode=padded", marks=pytest.mark.slow)]
+)
 def test_a_run_with_a_moving_reference_takes_the_steps_of_a_plain_loop(
     layout: str, make: Make, console: Console
 ) -> None:
@@ -225,6 +227,16 @@ def test_losses_without_a_reference_have_none_to_move() -> None:
     assert sync is not None and (sync.every_steps, sync.mixup) == (512, 0.6)
 
 
+@pytest.fixture(scope="module")
+def biased(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model whose projections have biases."""
+    base = tmp_path_factory.mktemp("biased")
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    tokenizer.save_pretrained(base)
+    tiny_model("llama", vocab_size=len(tokenizer), attention_bias=True).save_pretrained(base)
+    return base
+
+
 @pytest.mark.parametrize(
     ("settings", "trained"),
     [
@@ -242,17 +254,13 @@ def test_losses_without_a_reference_have_none_to_move() -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )
 def test_an_adapter_that_is_more_than_low_rank_is_refused(
-    settings: dict[str, Any], trained: str, make: Make, console: Console, tmp_path: Path
+    settings: dict[str, Any], trained: str, biased: Path, make: Make, console: Console, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
     from support.tiny_adapters import refusal, saved_adapter
 
-    base = tmp_path / "base"
-    vocabulary = len(prepare_tokenizer(make("run", "{}")))
-    tiny_model("llama", vocab_size=vocabulary, attention_bias=True).save_pretrained(base)
-    prepare_tokenizer(make("run", "{}")).save_pretrained(str(base))
-    adapter = saved_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], **settings)
-    recipe = make("run", "{every_steps: 1, mixup: 0.5}", f"model.path={adapter}", f"reference.path={base}")
+    adapter = saved_adapter(tmp_path / "adapter", biased, target_modules=["q_proj"], **settings)
+    recipe = make("run", "{every_steps: 1, mixup: 0.5}", f"model.path={adapter}", f"reference.path={biased}")
     message = refusal(lambda: train(recipe, console))
     assert "reference.sync: a reference cannot follow" in message and trained in message
 
