@@ -36,6 +36,7 @@ NUM_PAIRS = 22  # not a multiple of the step: the last step is a partial one
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, pairs, straight/, which is a run without interruption, and the cache that it filled."""
     directory = tmp_path_factory.mktemp("assets")
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(directory / "model")
@@ -51,6 +52,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(NUM_PAIRS)
     ]
     (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(make_recipe(directory, directory / "straight"), Console(quiet=True))
     return directory
 
 
@@ -58,6 +60,7 @@ def make_recipe(assets: Path, output_dir: Path, *overrides: str) -> Recipe:
     tree = {
         "output_dir": str(output_dir),
         "model": {"path": str(assets / "model")},
+        "reference": {"cache_dir": str(assets / "cache")},
         "data": {
             "train": str(assets / "pairs.jsonl"),
             "eval": str(assets / "pairs.jsonl"),
@@ -75,12 +78,8 @@ def read_json(path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def straight(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without interruption, and the cache it filled (the caches of tests are their own)."""
-    run = tmp_path_factory.mktemp("straight") / "run"
-    cache = f"reference.cache_dir={assets / 'cache'}"
-    train(make_recipe(assets, run, cache), Console(quiet=True))
-    return run
+def straight(assets: Path) -> Path:
+    return assets / "straight"
 
 
 def test_a_run_leaves_what_the_contract_says(straight: Path, assets: Path) -> None:
@@ -119,11 +118,12 @@ def test_training_learns_and_step_zero_prefers_nothing(straight: Path) -> None:
 def test_the_same_recipe_from_the_same_cache_is_bitwise_the_same(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    train(make_recipe(assets, tmp_path / "run", f"reference.cache_dir={assets / 'cache'}"), console)
+    train(make_recipe(assets, tmp_path / "run"), console)
     assert_same_run(straight, tmp_path / "run")
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 6, 11])
+# After the last step of an epoch, and before the last step of all; tests/run/test_signals.py has others.
+@pytest.mark.parametrize("stop_at", [6, pytest.param(11, marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     stop_at: int,
     straight: Path,
@@ -131,7 +131,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     tmp_path: Path,
     console: Console,
 ) -> None:
-    recipe = make_recipe(assets, tmp_path / "run", f"reference.cache_dir={assets / 'cache'}")
+    recipe = make_recipe(assets, tmp_path / "run")
     stop = at_step(stop_at, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Interrupted) as stopped:
         train(recipe, console, after_step=stop)
@@ -144,8 +144,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = (f"reference.cache_dir={assets / 'cache'}", "checkpoint.every_steps=3")
-    recipe = make_recipe(assets, tmp_path / "run", *overrides)
+    recipe = make_recipe(assets, tmp_path / "run", "checkpoint.every_steps=3")
     one_step = train_module.train_step
 
     def die(session: Any, batch: Any) -> Any:
@@ -167,21 +166,20 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(
 def test_a_checkpoint_of_another_directory_can_be_gone_on_from(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    cache = f"reference.cache_dir={assets / 'cache'}"
-    train(make_recipe(assets, tmp_path / "one", cache, "checkpoint.every_steps=5"), console)
+    train(make_recipe(assets, tmp_path / "one", "checkpoint.every_steps=5"), console)
     checkpoint = tmp_path / "one" / "checkpoints" / "step-000005"
-    train(make_recipe(assets, tmp_path / "two", cache, f"checkpoint.resume={checkpoint}"), console)
+    train(make_recipe(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
     ours, theirs = weights(tmp_path / "two"), weights(straight)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert [r["step"] for r in timeless(tmp_path / "two") if r["split"] == "train"] == list(range(6, 13))
     with pytest.raises(RunError, match="holds another run"):
-        train(make_recipe(assets, tmp_path / "two", cache, f"checkpoint.resume={checkpoint}"), console)
+        train(make_recipe(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
 
 
 def test_going_on_from_an_earlier_checkpoint_forgets_the_later_ones_and_leftovers(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    overrides = (f"reference.cache_dir={assets / 'cache'}", "checkpoint.every_steps=5")
+    overrides = ("checkpoint.every_steps=5",)
     run = tmp_path / "run"
     train(make_recipe(assets, run, *overrides), console)
     (run / "checkpoints" / ".step-000011.0.tmp").mkdir()
@@ -194,7 +192,7 @@ def test_going_on_from_an_earlier_checkpoint_forgets_the_later_ones_and_leftover
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = make_recipe(assets, tmp_path / "run", f"reference.cache_dir={assets / 'cache'}")
+    recipe = make_recipe(assets, tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "finish", lambda session: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -214,8 +212,7 @@ def test_another_learning_rate_loss_and_seed_computes_no_reference_and_tokenises
         "packing.token_budget=256",
         "packing.pairs_per_step=3",
     )
-    cache = f"reference.cache_dir={assets / 'cache'}"
-    train(make_recipe(assets, tmp_path / "run", cache, *overrides), console)
+    train(make_recipe(assets, tmp_path / "run", *overrides), console)
     totals = read_json(tmp_path / "run" / "run.json")["totals"]
     assert totals["reference_sequences_computed"] == 0
     assert totals["reference_sequences_cached"] == 2 * NUM_PAIRS
@@ -224,7 +221,7 @@ def test_another_learning_rate_loss_and_seed_computes_no_reference_and_tokenises
 
 def test_a_finished_run_is_left_alone(straight: Path, assets: Path, console: Console) -> None:
     before = {path: path.stat().st_mtime_ns for path in straight.rglob("*")}
-    train(make_recipe(assets, straight, f"reference.cache_dir={assets / 'cache'}"), console)
+    train(make_recipe(assets, straight), console)
     assert {path: path.stat().st_mtime_ns for path in straight.rglob("*")} == before
 
 

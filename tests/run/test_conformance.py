@@ -39,14 +39,13 @@ def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:
     return {"type": terms if len(terms) > 1 else types[0], **loss, **weighting}
 
 
-# A layout changes log-probs and never what a loss makes of them: a few losses meet every layout.
-IN_EVERY_LAYOUT = ("sigmoid", "sigmoid_beta05", "hinge", "ipo", "sigmoid_norm", "ld_alpha", "wpo")
-RUNS = [
-    (case, layout)
-    for layout in LAYOUTS
-    for case in CASES
-    if case in IN_EVERY_LAYOUT or layout.startswith("shared")
-]
+# Several rows a step, so that what couples pairs does so over rows. Every case meets it, in quick tests too.
+COMMON = "shared, budget 512"
+# A layout changes log-probs and never what a loss makes of them. So one case of each kind meets every layout:
+# a sum of log-probs, a mean over tokens, pairs coupled over the step, tokens past the shorter completion's
+# end, weights by the policy.
+IN_EVERY_LAYOUT = ("sigmoid", "sigmoid_norm", "aot", "ld_alpha", "wpo")
+OTHERS = [(case, layout) for layout in LAYOUTS for case in IN_EVERY_LAYOUT if layout != COMMON]
 
 
 @pytest.fixture(scope="session")
@@ -72,19 +71,35 @@ def test_where_the_loop_in_float64_stands_in_for_trl_it_takes_the_same_steps() -
                 assert value == pytest.approx(trl[name], rel=1e-3, abs=1e-3), f"{case}: {name}"
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token ids, log-probs of the reference and proofs, which all runs in this file share."""
+    return tmp_path_factory.mktemp("cache")
+
+
 def assert_run_takes_trls_steps(
-    directory: Path, case: str, layout: str, tmp_path: Path, console: Console
+    directory: Path, case: str, layout: str, tmp_path: Path, cache: Path, console: Console
 ) -> None:
-    recipe = conformance_recipe(directory, tmp_path, case, layout)
+    recipe = conformance_recipe(directory, tmp_path, case, layout, cache=cache)
     settings = {"loss": in_our_words(read_cases(directory)[case]["settings"])}
     assert recipe.loss == parse_recipe({**recipe.model_dump(mode="json"), **settings}).loss
     train(recipe, console)
     assert_steps_equal_trl(directory, case, steps_of(recipe))
 
 
-@pytest.mark.parametrize(("case", "layout"), RUNS)
-def test_steps_equal_trl(case: str, layout: str, tmp_path: Path, console: Console) -> None:
-    assert_run_takes_trls_steps(CONFORMANCE, case, layout, tmp_path, console)
+@pytest.mark.parametrize("case", CASES)
+def test_the_steps_of_each_setting_equal_trl_s(
+    case: str, tmp_path: Path, cache: Path, console: Console
+) -> None:
+    assert_run_takes_trls_steps(CONFORMANCE, case, COMMON, tmp_path, cache, console)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "layout"), OTHERS)
+def test_steps_equal_trl_s_in_every_layout(
+    case: str, layout: str, tmp_path: Path, cache: Path, console: Console
+) -> None:
+    assert_run_takes_trls_steps(CONFORMANCE, case, layout, tmp_path, cache, console)
 
 
 def test_every_case_of_the_second_set_is_compared(second_set: Path) -> None:
@@ -92,11 +107,11 @@ def test_every_case_of_the_second_set_is_compared(second_set: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "layout"), RUNS)
-def test_steps_equal_trl_on_the_second_set(
-    case: str, layout: str, second_set: Path, tmp_path: Path, console: Console
+@pytest.mark.parametrize(("case", "layout"), [*((case, COMMON) for case in CASES), *OTHERS])
+def test_steps_equal_trl_s_on_the_second_set(
+    case: str, layout: str, second_set: Path, tmp_path: Path, cache: Path, console: Console
 ) -> None:
-    assert_run_takes_trls_steps(second_set, case, layout, tmp_path, console)
+    assert_run_takes_trls_steps(second_set, case, layout, tmp_path, cache, console)
 
 
 def assert_run_takes_the_steps_of_the_loop(

@@ -50,6 +50,7 @@ def test_an_epoch_of_hh_trains_and_counts_its_bad_rows_by_reason(
     assert packing["saved_by_sharing_tokens"] > 0.3 * packing["unshared_tokens"]
 
 
+@pytest.mark.slow
 def test_the_first_bad_row_of_hh_stops_the_run_and_is_named(
     shared_dir: Path, tmp_path: Path, console: Console
 ) -> None:

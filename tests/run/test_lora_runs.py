@@ -164,7 +164,7 @@ def test_plain_peft_loads_the_adapter_that_a_run_leaves(assets: Path) -> None:
     assert "library_name: peft" in (assets / "run" / "model" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
     dropout: float, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ def stop_after(step: int, recipe: Recipe) -> None:
         train(recipe, Console(quiet=True), after_step=stop)
 
 
+@pytest.fixture(scope="module")
+def overshooting(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in steps that overshoot, which nothing interrupted. Nobody may write there."""
+    run = tmp_path_factory.mktemp("overshooting") / "run"
+    train(whole_run(assets, run, *OVERSHOOTS), Console(quiet=True))
+    return run
+
+
 def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in lines(run, "eval") if record["step"] > 0}
 
@@ -72,11 +81,13 @@ def test_the_best_checkpoints_are_kept_and_the_best_weights_are_left(
     assert f"{losses(run)[ranking[0]]:.4f} |" in (run / "model" / "README.md").read_text()
 
 
-def test_without_load_best_the_last_weights_are_left(assets: Path, tmp_path: Path, console: Console) -> None:
-    for name, overrides in (("plain", ()), ("best", ("checkpoint.keep_best=1",))):
-        train(whole_run(assets, tmp_path / name, *OVERSHOOTS, *overrides), console)
-    assert_same_run(tmp_path / "plain", tmp_path / "best")
-    plain, best = (read_json(tmp_path / name / "run.json")["best"] for name in ("plain", "best"))
+def test_without_load_best_the_last_weights_are_left(
+    overshooting: Path, assets: Path, tmp_path: Path, console: Console
+) -> None:
+    run = tmp_path / "best"
+    train(whole_run(assets, run, *OVERSHOOTS, "checkpoint.keep_best=1"), console)
+    assert_same_run(overshooting, run)
+    plain, best = (read_json(one / "run.json")["best"] for one in (overshooting, run))
     assert plain["step"] == best["step"] and plain["checkpoint"] is None and best["checkpoint"] is not None
 
 
@@ -96,13 +107,18 @@ def test_a_run_whose_best_evaluation_is_worse_than_its_start_says_so_and_stops_e
     assert "Stopped early after step 3" in text(console) and max(losses(run)) == 3
 
 
-@pytest.mark.parametrize("stop_at", [None, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stop_at", [None, 2, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 3))]
+)
 def test_a_run_stops_early_where_it_would_have_stopped(
-    stop_at: int | None, assets: Path, tmp_path: Path, console: Console
+    stop_at: int | None,
+    overshooting: Path,
+    assets: Path,
+    tmp_path: Path,
+    console: Console,
 ) -> None:
     stopping = ("train.early_stopping={patience: 2}", "checkpoint.keep_best=1", "checkpoint.load_best=true")
-    long, run = tmp_path / "long", tmp_path / "run"
-    train(whole_run(assets, long, *OVERSHOOTS), Console(quiet=True))
+    long, run = overshooting, tmp_path / "run"
     best = min(losses(long), key=lambda step: losses(long)[step])
     first_low = next(s for s in range(1, 9) if min(losses(long)[t] for t in (s + 1, s + 2)) > losses(long)[s])
     recipe = whole_run(assets, run, *OVERSHOOTS, *stopping)
@@ -133,18 +149,17 @@ def test_a_run_killed_after_it_has_stopped_early_does_not_go_on(
 
 
 def test_the_best_checkpoint_is_there_whatever_interrupts_its_evaluation(
-    assets: Path, tmp_path: Path, console: Console
+    overshooting: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
     """The state is saved before the evaluation, which then has to be made, and its checkpoint with it."""
     best = ("checkpoint.keep_best=1", "checkpoint.keep=1")
-    train(whole_run(assets, tmp_path / "straight", *OVERSHOOTS, *best), console)
-    step = read_json(tmp_path / "straight" / "run.json")["best"]["step"]
+    step = read_json(overshooting / "run.json")["best"]["step"]
     recipe = whole_run(assets, tmp_path / "run", *OVERSHOOTS, *best)
     stop_after(step, recipe)
     owing = read_counters(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
     assert owing is not None and owing["owes_evaluation"]
     train(recipe, console)
-    assert_same_run(tmp_path / "straight", tmp_path / "run")
+    assert_same_run(overshooting, tmp_path / "run")
     whole = read_counters(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
     assert whole is not None and not whole["owes_evaluation"] and whole["standing"]["best"][0][0] == step
 
@@ -180,7 +195,13 @@ def test_bests_that_were_left_in_another_directory_are_not_asked_for(
 # ------------------------------------------------------------------------------------------ what is in them
 
 
-@pytest.mark.parametrize("overrides", [(), ("model.lora={r: 4, alpha: 8}",)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="full"),
+        pytest.param(("model.lora={r: 4, alpha: 8}",), id="lora", marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_has_the_model_in_it_for_from_pretrained(
     overrides: tuple[str, ...], assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -196,7 +217,7 @@ def test_a_checkpoint_has_the_model_in_it_for_from_pretrained(
     assert find_damage(early.parent) == "model/README.md is missing"
 
 
-@pytest.mark.parametrize("stop_at", [None, 5])
+@pytest.mark.parametrize("stop_at", [5, pytest.param(None, marks=pytest.mark.slow)])
 def test_checkpoints_written_in_the_background_are_gone_on_from_bitwise(
     stop_at: int | None,
     straight: Path,
@@ -212,29 +233,38 @@ def test_checkpoints_written_in_the_background_are_gone_on_from_bitwise(
     train(recipe, console)
     assert_same_run(straight, tmp_path / "run")
     assert checkpoint_steps(tmp_path / "run") == list(range(1, 9))
-    for step in (3, 6):
-        earlier = tmp_path / "run" / "checkpoints" / f"step-{step:06d}"
-        train(whole_run(assets, tmp_path / f"from-{step}", f"checkpoint.resume={earlier}"), console)
-        assert saved_weights(tmp_path / f"from-{step}" / "model") == saved_weights(straight / "model")
+    earlier = tmp_path / "run" / "checkpoints" / "step-000006"
+    train(whole_run(assets, tmp_path / "from-6", f"checkpoint.resume={earlier}"), console)
+    assert saved_weights(tmp_path / "from-6" / "model") == saved_weights(straight / "model")
 
 
 # --------------------------------------------------------------------------------------------------- damage
 
 
-def damaged_run(assets: Path, run: Path, *steps: int) -> Recipe:
-    """A run stopped after step 5, with checkpoints after 2, 4 and 5; tensors of `steps` are damaged."""
-    recipe = whole_run(assets, run, "checkpoint.every_steps=2", "checkpoint.keep=9")
-    stop_after(5, recipe)
+SAVING = ("checkpoint.every_steps=2", "checkpoint.keep=9")
+
+
+@pytest.fixture(scope="module")
+def stopped(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run stopped after step 5, with checkpoints after 2, 4 and 5. Nobody may write there."""
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    stop_after(5, whole_run(assets, run, *SAVING))
+    return run
+
+
+def damaged_run(stopped: Path, assets: Path, run: Path, *steps: int) -> Recipe:
+    """A copy of the stopped run; tensors of `steps` are damaged."""
+    shutil.copytree(stopped, run)
     for step in steps:
         (file,) = (run / "checkpoints" / f"step-{step:06d}" / "tensors").glob("__0_*")
         file.write_bytes(bytes(reversed(file.read_bytes())))
-    return recipe
+    return whole_run(assets, run, *SAVING)
 
 
 def test_of_damaged_checkpoints_the_next_older_whole_one_is_taken_and_that_is_said(
-    straight: Path, assets: Path, tmp_path: Path, console: Console
+    straight: Path, stopped: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    recipe = damaged_run(assets, tmp_path / "run", 4, 5)
+    recipe = damaged_run(stopped, assets, tmp_path / "run", 4, 5)
     train(recipe, console)
     (five, four) = (line for line in text(console).splitlines() if "is damaged" in line)
     assert "step-000005 is damaged: tensors/__0_0.distcp has other content than was written" in five
@@ -246,26 +276,26 @@ def test_of_damaged_checkpoints_the_next_older_whole_one_is_taken_and_that_is_sa
 
 
 def test_without_a_whole_checkpoint_the_run_begins_anew(
-    straight: Path, assets: Path, tmp_path: Path, console: Console
+    straight: Path, stopped: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    train(damaged_run(assets, tmp_path / "run", 2, 4, 5), console)
+    train(damaged_run(stopped, assets, tmp_path / "run", 2, 4, 5), console)
     assert "none is older, and the run begins anew" in text(console)
     assert_same_run(straight, tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_that_the_recipe_names_is_refused(
-    assets: Path, tmp_path: Path, console: Console
+    stopped: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    damaged_run(assets, tmp_path / "run", 4)
+    damaged_run(stopped, assets, tmp_path / "run", 4)
     path = tmp_path / "run" / "checkpoints" / "step-000004"
     with pytest.raises(RunError, match=rf"checkpoint\.resume: {path} is damaged: tensors/.*; give another"):
         train(whole_run(assets, tmp_path / "other", f"checkpoint.resume={path}"), console)
 
 
 def test_metrics_that_have_lost_or_changed_lines_are_refused_and_nothing_is_changed(
-    straight: Path, assets: Path, tmp_path: Path, console: Console
+    straight: Path, stopped: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    recipe = damaged_run(assets, tmp_path / "run")
+    recipe = damaged_run(stopped, assets, tmp_path / "run")
     metrics = recipe.output_dir / "metrics.jsonl"
     whole = metrics.read_bytes()
     for kept in (None, whole[: len(whole) // 2]):

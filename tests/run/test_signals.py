@@ -159,8 +159,9 @@ def test_a_second_signal_is_not_put_off_and_one_that_comes_with_the_first_is_non
 def test_a_step_is_left_after_the_row_and_the_state_before_it_is_saved(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = whole_run(assets, tmp_path / "run", "packing.token_budget=1")  # a row for each pair
-    train(whole_run(assets, tmp_path / "other", "packing.token_budget=1"), console)
+    settings = ("packing.token_budget=1", "train.max_steps=5")  # a row for each pair
+    recipe = whole_run(assets, tmp_path / "run", *settings)
+    train(whole_run(assets, tmp_path / "other", *settings), console)
     with monkeypatch.context() as patch:
         rows = signal_at(patch, 4 * 4 + 2, train_module, "score_pairs")  # in step 5's second row
         assert stopped(recipe, console).exit_status == 143
@@ -170,7 +171,7 @@ def test_a_step_is_left_after_the_row_and_the_state_before_it_is_saved(
     assert_same_run(tmp_path / "other", tmp_path / "run")
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 7])
+@pytest.mark.parametrize("stop_at", [2, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 7))])
 def test_a_run_stopped_between_steps_goes_on_bitwise(
     stop_at: int,
     straight: Path,
@@ -186,20 +187,30 @@ def test_a_run_stopped_between_steps_goes_on_bitwise(
     assert_same_run(straight, tmp_path / "run")
 
 
+TWO_SETS = (
+    'data.eval=[{path: "${recipe_dir}/heldout.jsonl"}, {path: "${recipe_dir}/pairs.jsonl", name: p}]',
+    "reference.token_budget=512",
+)
+
+
+@pytest.fixture(scope="module")
+def with_two_sets(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("with-two-sets") / "run"
+    train(whole_run(assets, run, *TWO_SETS), Console(quiet=True))
+    return run
+
+
 @pytest.mark.parametrize("row", [3, 5])
 def test_an_evaluation_is_left_after_the_row_and_made_anew(
     row: int,
-    straight: Path,
+    with_two_sets: Path,
     assets: Path,
     tmp_path: Path,
     console: Console,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There are two rows each time: the one after step 2 is left, then the one after step 4, half done."""
-    sets = 'data.eval=[{path: "${recipe_dir}/heldout.jsonl"}, {path: "${recipe_dir}/pairs.jsonl", name: p}]'
-    budget = "reference.token_budget=512"
-    train(whole_run(assets, tmp_path / "straight", sets, budget), Console(quiet=True))
-    recipe = whole_run(assets, tmp_path / "run", sets, budget)
+    recipe = whole_run(assets, tmp_path / "run", *TWO_SETS)
     with monkeypatch.context() as patch:
         calls = signal_at(patch, row, evaluate_module, "evaluate_pairs")
         stopped(recipe, console)
@@ -208,7 +219,7 @@ def test_an_evaluation_is_left_after_the_row_and_made_anew(
     assert checkpoint_steps(tmp_path / "run") == [step]
     assert [record["step"] for record in lines(tmp_path / "run", "train")][-1] == step
     train(recipe, console)
-    assert_same_run(tmp_path / "straight", tmp_path / "run")
+    assert_same_run(with_two_sets, tmp_path / "run")
 
 
 def test_before_the_first_step_there_is_nothing_to_save(

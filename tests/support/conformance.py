@@ -81,12 +81,18 @@ TOLERANCES = {
 }
 
 
-def conformance_recipe(directory: Path, tmp_path: Path, case: str, layout: str) -> Recipe:
+def conformance_recipe(
+    directory: Path, tmp_path: Path, case: str, layout: str, *, cache: Path | None = None
+) -> Recipe:
+    """The run is in `tmp_path`, and so is its cache, unless runs share one."""
     return parse_recipe(
         {
             "output_dir": str(tmp_path / "run"),
             "model": {"path": str(directory / "policy")},
-            "reference": {"path": str(directory / "reference"), "cache_dir": str(tmp_path / "cache")},
+            "reference": {
+                "path": str(directory / "reference"),
+                "cache_dir": str(cache or tmp_path / "cache"),
+            },
             "data": {"train": str(directory / "pairs.jsonl"), "shuffle": False, "max_length": 1024},
             "packing": {"pairs_per_step": 16, **LAYOUTS[layout]},
             "loss": CASES[case],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from support.device_reads import no_reads
@@ -81,13 +79,9 @@ def test_tangents_of_rows_wait_for_nothing() -> None:
         mask[mask]
 
 
-def _of_a_rank() -> list[list[Any]]:
-    rows = step_values().split(SIZES)
-    return [part.tolist() for part in by_rows(list(rows[:2] if ranks.is_first() else rows[2:]))]
-
-
 @pytest.mark.multiprocess
 def test_pairs_are_coupled_over_ranks() -> None:
-    parts = [[torch.tensor(part, dtype=torch.float64) for part in own] for own in run_on_ranks(_of_a_rank)]
+    rows = list(step_values().split(SIZES))
+    parts = run_on_ranks(lambda: by_rows(rows[:2] if ranks.is_first() else rows[2:]))
     for index, expected in enumerate(whole_step()):
         torch.testing.assert_close(torch.cat([part[index] for part in parts]), expected, rtol=0, atol=1e-14)

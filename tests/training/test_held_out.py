@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.loss_options import loss_options
 from support.reference_pairs import load_scorer, make_table, random_pairs
+from support.two_ranks import run_on_ranks
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from dpo_pack.losses import LOSSES, Objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.reference.frozen import PairReference
+from dpo_pack.system import ranks
 from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.held_out import (
     METRICS_WITH_INTERVALS,
@@ -83,31 +83,26 @@ def test_values_are_in_the_table_s_order_and_do_not_depend_on_rows(
     assert torch.allclose(padded, values, atol=1e-4)
 
 
-def _evaluate_on_rank(rank: int, model_path: Path, directory: Path, single: Tensor) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{directory}/rendezvous")
-    try:
+@pytest.mark.multiprocess
+def test_two_ranks_count_each_pair_once_and_agree_with_one(policy: CompletionLogps) -> None:
+    single = evaluate(policy)
+
+    def on_a_rank() -> int:
         told: list[int] = []
         values = evaluate_pairs(
-            load_scorer(model_path),
+            policy,
             make_builder(),
             OBJECTIVE,
             token_budget=64,
-            rank=rank,
+            rank=ranks.rank(),
             num_ranks=2,
             progress=told.append,
         )
-        assert 0 < sum(told) < NUM_PAIRS
         assert torch.allclose(values.table, single, atol=1e-9)  # the same rows, so the same products
-    finally:
-        dist.destroy_process_group()
+        return sum(told)
 
-
-@pytest.mark.multiprocess
-def test_two_ranks_count_each_pair_once_and_agree_with_one(
-    policy: CompletionLogps, model_path: Path, tmp_path: Path
-) -> None:
-    spawn(_evaluate_on_rank, args=(model_path, tmp_path, evaluate(policy)), nprocs=2)
+    told = run_on_ranks(on_a_rank)
+    assert min(told) > 0 and sum(told) == NUM_PAIRS
 
 
 def result(policy: CompletionLogps, objective: Objective = OBJECTIVE) -> HeldOutResult:

@@ -16,9 +16,8 @@ from support.oracle import completion_logps_one_by_one
 from support.run_files import losses, records
 from support.tiny_models import tiny_model
 from support.tiny_recipe import load, message_of
-from support.tiny_run import tiny_run
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack import train as train_module
 from dpo_pack.model.attention.select import BackendChoice
@@ -34,12 +33,12 @@ Make = Callable[..., Recipe]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
-    path = tiny_run(tmp_path / "tiny")
+def make(assets: Path, tmp_path: Path) -> Make:
+    """A recipe of the tiny run, in an output_dir of the given name. Tests share its cache."""
 
     def recipe(name: str, sync: str, *overrides: str) -> Recipe:
         fixed = (f"output_dir={tmp_path / name}", f"reference.sync={sync}", "optim.warmup_steps=0")
-        return load_recipe(path, [*fixed, *overrides])
+        return load_recipe(assets / "recipe.yaml", [*fixed, *overrides])
 
     return recipe
 
@@ -54,7 +53,7 @@ def live(reference: CompletionLogps, sync: Sync) -> LiveReference:
     return LiveReference(model=model, device=torch.device("cpu"), sync=sync)
 
 
-def test_an_update_mixes_weights_when_it_is_due() -> None:
+def test_an_update_of_the_reference_mixes_weights_when_it_is_due() -> None:
     policy, reference = scorer(1), scorer(2).requires_grad_(False)
     before = [p.clone() for p in reference.parameters()]
     moving = live(reference, Sync(every_steps=3, mixup=0.25))
@@ -103,8 +102,12 @@ def plain_loop(recipe: Recipe, console: Console) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("layout", ["packing.token_budget=64", "packing.mode=padded"])
-def test_a_run_takes_the_steps_of_a_plain_loop(layout: str, make: Make, console: Console) -> None:
+@pytest.mark.parametrize(
+    "layout", ["packing.token_budget=64", pytest.param("packing.mode=padded", marks=pytest.mark.slow)]
+)
+def test_a_run_with_a_moving_reference_takes_the_steps_of_a_plain_loop(
+    layout: str, make: Make, console: Console
+) -> None:
     recipe = make(
         "run", "{every_steps: 2, mixup: 0.6}", layout, "data.shuffle=false", "train.epochs=2",
         "optim.schedule=constant", "optim.lr=3e-3", "loss.beta=1.0",
@@ -137,14 +140,15 @@ def test_a_reference_that_is_never_due_gives_the_losses_of_a_frozen_one(
     assert kept["live"] != pytest.approx(kept["plain"], abs=1e-3)
 
 
-def test_nothing_is_computed_beforehand_or_cached(
-    make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+def test_a_moving_reference_is_not_computed_beforehand_and_its_log_probs_are_not_cached(
+    make: Make, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cache = tmp_path / "cache"
     monkeypatch.setattr("dpo_pack.run.session.prepare_reference", lambda *_: pytest.fail("a reference pass"))
-    recipe = make("run", "{every_steps: 1, mixup: 0.5}")
+    recipe = make("run", "{every_steps: 1, mixup: 0.5}", f"reference.cache_dir={cache}")
     train(recipe, console)
     assert not (recipe.output_dir / "reference.parquet").exists()
-    assert recipe.reference.cache_dir is not None and not (recipe.reference.cache_dir / "reference").exists()
+    assert cache.exists() and not (cache / "reference").exists()
 
 
 @pytest.mark.parametrize("lora", ["", "model.lora={r: 4, alpha: 8}"])
@@ -164,9 +168,16 @@ def test_a_reference_that_follows_at_once_is_the_policy_at_every_step(
     assert abs(changes[-1]) > 0.1
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "aot"])
-@pytest.mark.parametrize("lora", ["", "model.lora={r: 4, alpha: 8}"])
-def test_a_run_resumes_bitwise(
+@pytest.mark.parametrize(
+    ("loss", "lora"),
+    [
+        ("sigmoid", ""),
+        ("aot", "model.lora={r: 4, alpha: 8}"),
+        pytest.param("aot", "", marks=pytest.mark.slow),
+        pytest.param("sigmoid", "model.lora={r: 4, alpha: 8}", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_a_moving_reference_resumes_bitwise(
     loss: str, lora: str, make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if lora and importlib.util.find_spec("peft") is None:
@@ -206,7 +217,7 @@ def test_a_run_resumes_bitwise(
 
 
 @pytest.mark.parametrize("sync", ["{every_steps: 0}", "{mixup: 0}", "{mixup: 1.5}", "{every: 3}", "512"])
-def test_values_out_of_range_are_refused(sync: str) -> None:
+def test_a_sync_of_the_reference_out_of_range_is_refused(sync: str) -> None:
     assert "reference.sync" in message_of(lambda: load(f"reference.sync={sync}"))
 
 
@@ -214,6 +225,16 @@ def test_losses_without_a_reference_have_none_to_move() -> None:
     assert "reference.sync: no reference" in message_of(lambda: load("loss.type=orpo", "reference.sync={}"))
     sync = load("reference.sync={}").reference.sync
     assert sync is not None and (sync.every_steps, sync.mixup) == (512, 0.6)
+
+
+@pytest.fixture(scope="module")
+def biased(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model whose projections have biases."""
+    base = tmp_path_factory.mktemp("biased")
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    tokenizer.save_pretrained(base)
+    tiny_model("llama", vocab_size=len(tokenizer), attention_bias=True).save_pretrained(base)
+    return base
 
 
 @pytest.mark.parametrize(
@@ -233,17 +254,13 @@ def test_losses_without_a_reference_have_none_to_move() -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )
 def test_an_adapter_that_is_more_than_low_rank_is_refused(
-    settings: dict[str, Any], trained: str, make: Make, console: Console, tmp_path: Path
+    settings: dict[str, Any], trained: str, biased: Path, make: Make, console: Console, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
     from support.tiny_adapters import refusal, saved_adapter
 
-    base = tmp_path / "base"
-    vocabulary = len(prepare_tokenizer(make("run", "{}")))
-    tiny_model("llama", vocab_size=vocabulary, attention_bias=True).save_pretrained(base)
-    prepare_tokenizer(make("run", "{}")).save_pretrained(str(base))
-    adapter = saved_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], **settings)
-    recipe = make("run", "{every_steps: 1, mixup: 0.5}", f"model.path={adapter}", f"reference.path={base}")
+    adapter = saved_adapter(tmp_path / "adapter", biased, target_modules=["q_proj"], **settings)
+    recipe = make("run", "{every_steps: 1, mixup: 0.5}", f"model.path={adapter}", f"reference.path={biased}")
     message = refusal(lambda: train(recipe, console))
     assert "reference.sync: a reference cannot follow" in message and trained in message
 
