@@ -8,7 +8,6 @@ adamw_8bit); `model.compile`, which takes a minute a run (tests/model/test_compi
 from __future__ import annotations
 
 import re
-import shutil
 from itertools import combinations, product
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from support.combinations import (
     FACTORS,
     LATER,
     LOSSES,
-    OF_RANKS,
     RULES,
-    STRATEGIES,
     assert_plain_steps,
     make_assets,
     overrides_of,
@@ -30,11 +27,9 @@ from support.combinations import (
     whole,
 )
 from support.pairwise import Combination, pairwise
-from support.two_ranks import run_on_ranks
 
 from dpo_pack.recipe.loss import LOSS_DECLARATIONS
 from dpo_pack.recipe.machine import check_environment
-from dpo_pack.system import ranks
 from dpo_pack.system.errors import DpoPackError, RecipeError
 
 pytest.importorskip("peft")
@@ -134,46 +129,3 @@ def test_a_combination_takes_the_steps_of_a_plain_loop(
 ) -> None:
     recipe = recipe_of(assets, tmp_path / "run", overrides)
     assert_plain_steps(recipe, train_and_watch(recipe), combination["precision"])
-
-
-def _train_all(
-    directory: Path, runs: list[tuple[str, ...]], refused: list[tuple[str, ...]]
-) -> tuple[list, list]:
-    """The pairs of each step of each run; run number i leaves run-i. The messages of those refused."""
-    steps, messages = [], []
-    for number, overrides in enumerate(runs):
-        steps.append(train_and_watch(recipe_of(directory, directory / f"run-{number}", overrides)))
-        ranks.wait_for_all()
-    for overrides in refused:
-        try:
-            train_and_watch(recipe_of(directory, directory / "refused", overrides))
-        except DpoPackError as error:
-            messages.append(str(error))
-        ranks.wait_for_all()
-    return steps, messages
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_combinations_on_two_processes_take_the_steps_of_a_plain_loop(assets: Path, tmp_path: Path) -> None:
-    directory = shutil.copytree(assets, tmp_path / "assets", ignore=shutil.ignore_patterns("cache"))
-    combined = plan(on_ranks=True)
-    forbidden = [
-        (whole(dict(zip(where, values, strict=True))), words)
-        for where, words in OF_RANKS
-        for values in product(*where.values())
-    ]
-    results = run_on_ranks(
-        _train_all,
-        directory,
-        [overrides for _, overrides in combined],
-        [overrides_of(each) for each, _ in forbidden],
-    )
-    assert {each["strategy"] for each, _ in combined} == set(STRATEGIES)
-    for steps, messages in results:
-        for number, (each, overrides) in enumerate(combined):
-            recipe = recipe_of(directory, directory / f"run-{number}", overrides)
-            assert_plain_steps(recipe, steps[number], each["precision"], where=str(each))
-        assert len(messages) == len(forbidden)
-        for message, (_, words) in zip(messages, forbidden, strict=True):
-            assert re.search(words, message) and message.isprintable()

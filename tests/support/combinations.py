@@ -109,7 +109,6 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "weights": {"equal": (), "given": ("data.train.0.columns={weight: importance}",)},
     "activations": {"kept": (), "recomputed": ("model.gradient_checkpointing=true",)},
 }
-STRATEGIES = {name: (f"distributed.strategy={name}",) for name in ("ddp", "fsdp2")}
 
 _DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
 _OTHER_REFERENCES = ("another", "mixed", "copied")
@@ -147,21 +146,13 @@ RULES: list[tuple[Forbidden, str]] = [
     ),
     ({"layout": ("padded",), "steps": ("of rows",)}, r"^packing\.scope: epoch needs packing\.mode: packed"),
 ]
-# What the files, or the number of processes, show later; still before the first step.
+# What the files show later, still before the first step.
 LATER: list[tuple[Forbidden, str]] = [
     (
         {"adapter": ("saved",), "reference": ("copied",)},
         r"^reference\.sync: the reference \S+ is an adapter; merge it first \(dpopack merge\)$",
     ),
 ]
-OF_RANKS: list[tuple[Forbidden, str]] = [
-    (
-        {"strategy": ("fsdp2",), "optimizer": ("adafactor",)},
-        r"^optim\.name: adafactor updates whole weights only, and fsdp2",
-    ),
-]
-
-
 # How far a metric may be from the plain loop in float64: relative above 1, for the norm of a gradient always.
 # On one CPU the largest differences of all runs were a third to a fifth of these.
 BOUNDS = {
@@ -177,19 +168,16 @@ def own_loss(policy: Any, reference: Any, options: Any) -> Any:
     return (options.beta * margin - 1).square()
 
 
-def plan(*, on_ranks: bool = False) -> list[tuple[Combination, tuple[str, ...]]]:
+def plan() -> list[tuple[Combination, tuple[str, ...]]]:
     """Pairwise combinations that must train, with the overrides that say so; all losses are among them."""
     values = {factor: tuple(options) for factor, options in FACTORS.items()}
-    rules = [where for where, _ in (*RULES, *LATER, *OF_RANKS)]
-    if on_ranks:
-        values = {"strategy": tuple(STRATEGIES), **values}
+    rules = [where for where, _ in (*RULES, *LATER)]
     turns = {family: count() for family in LOSSES}
     found = pairwise(values, rules)
     runs = [(each, overrides_of(each, turn=next(turns[each["loss"]]))) for each in found]
-    if not on_ranks:  # losses whose turn has not come
-        for family, members in LOSSES.items():
-            plain = whole({"loss": family})
-            runs += [(plain, overrides_of(plain, turn=n)) for n in range(next(turns[family]), len(members))]
+    for family, members in LOSSES.items():  # losses whose turn has not come
+        plain = whole({"loss": family})
+        runs += [(plain, overrides_of(plain, turn=n)) for n in range(next(turns[family]), len(members))]
     return runs
 
 
@@ -202,7 +190,7 @@ def overrides_of(combination: Combination, *, turn: int = 0) -> tuple[str, ...]:
     members = LOSSES[combination["loss"]]
     chosen: list[str] = [f"loss={members[turn % len(members)]}", "loss.beta=0.5"]
     for factor, value in combination.items():
-        chosen += {**FACTORS, "strategy": STRATEGIES}[factor][value]
+        chosen += FACTORS[factor][value]
     return (*COMMON, *chosen)
 
 
