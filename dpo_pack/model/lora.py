@@ -154,6 +154,17 @@ def read_adapter(directory: Path, key: str) -> SavedAdapter:
     return SavedAdapter(directory=directory, base=base, base_revision=config.revision, rank=config.r)
 
 
+def plain_name(name: str) -> str | None:
+    """Returns a tensor's name in the model without its adapter; None if the adapter has or replaces it."""
+    parts = name.split(".")
+    if any(part.startswith("lora_") for part in parts) or "original_module" in parts:
+        return None
+    if "modules_to_save" in parts:
+        place = parts.index("modules_to_save")
+        del parts[place : place + 2]  # and the adapter's name, which follows
+    return ".".join(part for part in parts if part != "base_layer")
+
+
 def attach_adapter(
     model: PreTrainedModel,
     adapter: LoraSettings | Path,

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from dpo_pack.model.lora import plain_name
+
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -47,17 +49,6 @@ def _merged_state(
             for name, tensor in named
             if (plain := plain_name(name) if has_adapter else name) is not None
         }
-
-
-def plain_name(name: str) -> str | None:
-    """Returns a tensor's name in the model without its adapter; None if the adapter has or replaces it."""
-    parts = name.split(".")
-    if any(part.startswith("lora_") for part in parts) or "original_module" in parts:
-        return None
-    if "modules_to_save" in parts:
-        place = parts.index("modules_to_save")
-        del parts[place : place + 2]  # and the adapter's name, which follows
-    return ".".join(part for part in parts if part != "base_layer")
 
 
 def _layer_of(name: str) -> str:

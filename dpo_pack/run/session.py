@@ -273,7 +273,7 @@ def begin_online(prepared: Prepared, objective: Objective, run: RunDir) -> Begin
 def _new_state(recipe: Recipe, beginning: Beginning) -> TrainState:
     settings, policy, num_steps = recipe.optim, beginning.policy.scorer, beginning.source.num_steps
     if beginning.reference.moving is not None:
-        check_followable(policy)
+        check_followable(policy, beginning.reference.moving)
     optimizer = build_optimizer(
         settings.name,
         policy,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dpo_pack.data.store import PairTable
+from dpo_pack.model.lora import plain_name
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.reference.frozen import FrozenReference, PairReference
 from dpo_pack.system.errors import ModelError
@@ -126,33 +127,54 @@ class LiveReference:
         if self.sync is None or step % self.sync.every_steps:
             return
         weights = dict(self.model.scorer.model.named_parameters())
-        for name, trained in trained_weights(policy):
-            weights[name].lerp_(trained.to(weights[name].dtype), self.sync.mixup)
+        for name, weight in merged_weights(policy):
+            weights[name].lerp_(weight.to(weights[name].dtype), self.sync.mixup)
 
 
-def trained_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
-    """Yields all weights that training changes, with names and values for a model without an adapter."""
+def merged_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
+    """Yields all weights, with names and values for a model without an adapter.
+
+    These include the weights that an adapter leaves as they are: a reference from `reference.path` may have
+    others.
+    """
     if policy.adapter is None:
         yield from policy.model.named_parameters()
         return
     from peft.tuners.lora import LoraLayer
-    from peft.utils import ModulesToSaveWrapper
 
-    for name, module in policy.model.named_modules():
-        if isinstance(module, LoraLayer):
-            (adapter,) = module.active_adapters
+    layers = {
+        f"{name}.weight": module
+        for name, module in policy.model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    for name, parameter in policy.model.named_parameters():
+        plain = plain_name(name)
+        if plain in layers:
+            (adapter,) = layers[plain].active_adapters
             # Each subclass has `get_delta_weight`, but the common base class does not declare it.
-            yield f"{name}.weight", module.get_base_layer().weight + module.get_delta_weight(adapter)  # type: ignore[attr-defined]
-        elif isinstance(module, ModulesToSaveWrapper):
-            (adapter,) = module.active_adapters
-            for parameter, value in module.modules_to_save[adapter].named_parameters():
-                yield f"{name}.{parameter}", value
+            yield plain, parameter + layers[plain].get_delta_weight(adapter)  # type: ignore[attr-defined]
+        elif plain is not None:
+            yield plain, parameter
 
 
-def check_followable(policy: CompletionLogps) -> None:
-    """Raises ModelError when training changes something that `trained_weights` does not yield."""
-    if policy.adapter is None:
-        return
+def check_followable(policy: CompletionLogps, reference: CompletionLogps) -> None:
+    """Raises ModelError when `merged_weights` does not yield all that training changes, or not the weights
+    that the reference has."""
+    if policy.adapter is not None:
+        _check_adapter(policy)
+    weights = policy.model.named_parameters()
+    named = [(name if policy.adapter is None else plain_name(name), weight) for name, weight in weights]
+    ours = {name: weight.shape for name, weight in named if name is not None}
+    theirs = {name: weight.shape for name, weight in reference.model.named_parameters()}
+    if unlike := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+        raise ModelError(
+            "reference.sync: a reference can follow only a policy of its own architecture, and the two "
+            f"models differ in the shape of {unlike[0]}; leave reference.path or reference.sync out"
+        )
+
+
+def _check_adapter(policy: CompletionLogps) -> None:
+    """Raises ModelError when the adapter trains more than `merged_weights` yields."""
     from peft.tuners.lora import Embedding, Linear
 
     # A variant (DoRA) adds more than B A; other layers (of quantised weights, of experts) have other bases.

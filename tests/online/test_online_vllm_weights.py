@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dpo_pack.model.loading import load_model
+from dpo_pack.model.lora import plain_name
 from dpo_pack.model.scorer import LoadedModel, Precision
-from dpo_pack.online.vllm_weights import checkpoint_tensors, plain_name
+from dpo_pack.online.vllm_weights import checkpoint_tensors
 
 # peft reads an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

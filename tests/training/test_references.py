@@ -24,6 +24,7 @@ from dpo_pack.model.attention.select import BackendChoice
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
+from dpo_pack.system.errors import ModelError
 from dpo_pack.train import train
 from dpo_pack.training.references import LiveReference, Sync
 
@@ -280,3 +281,48 @@ def test_adapters_of_low_rank_and_modules_saved_whole_are_followed(
                   "train.epochs=2", "optim.lr=1e-2")  # fmt: skip
     train(recipe, console)
     assert losses(recipe.output_dir)[1:] == pytest.approx([log(2)] * 3, abs=1e-5)
+
+
+@pytest.mark.parametrize("adapter", [{"target_modules": ["q_proj"]}, {"modules_to_save": ["lm_head"]}])
+def test_a_reference_of_other_weights_becomes_the_policy_with_its_adapter(
+    adapter: dict[str, Any], make: Make, console: Console, tmp_path: Path
+) -> None:
+    """All weights are mixed, those too that the adapter leaves as they are."""
+    pytest.importorskip("peft")
+    from support.tiny_adapters import saved_adapter
+
+    base, other = Path(make("run", "{}").model.path), tmp_path / "other"
+    tokenizer = prepare_tokenizer(make("run", "{}"))
+    tiny_model("llama", seed=1, vocab_size=len(tokenizer)).save_pretrained(other)
+    path = saved_adapter(tmp_path / "adapter", base, **adapter)
+    recipe = make("run", "{every_steps: 1, mixup: 1.0}", f"model.path={path}", f"reference.path={other}",
+                  "train.epochs=2", "optim.lr=1e-2")  # fmt: skip
+    train(recipe, console)
+    first, *later = losses(recipe.output_dir)
+    assert first != pytest.approx(log(2), abs=1e-2)
+    assert later == pytest.approx([log(2)] * 3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "unlike"),
+    [
+        ("llama", {"intermediate_size": 64}, "model.layers.0.mlp.gate_proj.weight"),
+        ("gpt2", {}, "model.embed_tokens.weight"),
+        ("llama", {"tie_word_embeddings": True}, "lm_head.weight"),
+        ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight"),
+    ],
+    ids=["wider", "gpt2", "tied", "deeper"],
+)
+def test_a_reference_of_another_architecture_is_refused(
+    family: str, changes: dict[str, Any], unlike: str, make: Make, console: Console, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    vocabulary = len(prepare_tokenizer(make("run", "{}")))
+    tiny_model(family, vocab_size=vocabulary, **changes).save_pretrained(other)
+    with pytest.raises(ModelError) as refused:
+        train(make("run", "{}", f"reference.path={other}"), console)
+    assert str(refused.value) == (
+        "reference.sync: a reference can follow only a policy of its own architecture, and the two models "
+        f"differ in the shape of {unlike}; leave reference.path or reference.sync out"
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

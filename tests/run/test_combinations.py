@@ -1,0 +1,131 @@
+"""What a recipe can combine, two by two: each run equals a plain loop in float64, or is refused in one line.
+
+support/combinations.py has the factors and the rules, support/plain_steps.py the loop. Not among the factors:
+dropout of adapters, which draws numbers that no other code draws; what needs CUDA (liger, flash_attn,
+adamw_8bit); `model.compile`, which takes a minute a run (tests/model/test_compiling.py).
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+from support.combinations import (
+    FACTORS,
+    LATER,
+    LOSSES,
+    RULES,
+    assert_plain_steps,
+    make_assets,
+    overrides_of,
+    plan,
+    recipe_of,
+    refusal_of,
+    train_and_watch,
+    whole,
+)
+from support.pairwise import Combination, pairwise
+
+from dpo_pack.recipe.loss import LOSS_DECLARATIONS
+from dpo_pack.recipe.machine import check_environment
+from dpo_pack.system.errors import DpoPackError, RecipeError
+
+pytest.importorskip("peft")
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+PLAN = plan()
+PAIRS = [
+    {one: a, other: b}
+    for one, other in combinations(FACTORS, 2)
+    for a, b in product(FACTORS[one], FACTORS[other])
+]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_assets(tmp_path_factory.mktemp("combinations"))
+
+
+def name_of(combination: Combination) -> str:
+    """What differs from the first value of each factor."""
+    values = [
+        value for factor, value in combination.items() if value != next(iter(FACTORS.get(factor, ("",))))
+    ]
+    return ", ".join(values) or "plain"
+
+
+def refusal(assets: Path, run: Path, combination: Combination) -> str | None:
+    """The message of the recipe and its environment; None if they refuse nothing."""
+    try:
+        check_environment(recipe_of(assets, run, overrides_of(combination)))
+    except RecipeError as error:
+        assert str(error).isprintable()
+        return str(error)
+    return None
+
+
+def test_a_pairwise_plan_has_each_two_values_that_no_rule_forbids() -> None:
+    factors = {"a": "01", "b": "012", "c": "01"}
+    found = pairwise(factors, [{"a": ("0",), "b": ("1", "2")}, {"b": ("2",), "c": ("1",)}])
+    met = {(x, y) for each in found for x, y in combinations(each.items(), 2)}
+    assert len(found) == 6
+    assert met == {
+        ((one, x), (other, y))
+        for one, other in combinations(factors, 2)
+        for x, y in product(factors[one], factors[other])
+        if (one, x, other, y) not in (("a", "0", "b", "1"), ("a", "0", "b", "2"), ("b", "2", "c", "1"))
+    }
+
+
+def test_each_two_values_meet_in_a_run_or_are_refused() -> None:
+    forbidden = [pair for pair in PAIRS if not any(pair.items() <= each.items() for each, _ in PLAN)]
+    later = [pair for pair in forbidden if refusal_of(whole(pair)) is None]
+    assert later == [{"reference": "copied", "adapter": "saved"}]
+    assert len(PLAN) <= 40
+
+
+def test_every_loss_is_trained_in_some_combination() -> None:
+    chosen = [
+        option.removeprefix("loss=") for _, overrides in PLAN for option in overrides if option[:5] == "loss="
+    ]
+    assert set(chosen) == {loss for family in LOSSES.values() for loss in family}
+    assert all(re.search(rf"\b{name}\b", " ".join(chosen)) for name in LOSS_DECLARATIONS)
+
+
+def test_of_all_pairs_of_values_recipes_refuse_those_of_the_rules_and_no_others(
+    assets: Path, tmp_path: Path
+) -> None:
+    for pair in PAIRS:
+        words, message = refusal_of(whole(pair)), refusal(assets, tmp_path / "run", whole(pair))
+        assert (message is None) == (words is None), f"{pair}: {message}"
+        assert words is None or re.search(words, str(message)), f"{pair}: {message}"
+
+
+def test_every_rule_refuses_all_that_it_names_in_its_words(assets: Path, tmp_path: Path) -> None:
+    for where, words in RULES:
+        for values in product(*where.values()):
+            message = refusal(assets, tmp_path / "run", whole(dict(zip(where, values, strict=True))))
+            assert re.search(words, str(message)), f"{values}: {message}"
+
+
+@pytest.mark.parametrize(("where", "words"), LATER)
+def test_what_only_the_files_show_is_refused_before_the_first_step(
+    where: dict[str, tuple[str, ...]], words: str, assets: Path, tmp_path: Path
+) -> None:
+    for values in product(*where.values()):
+        combination = whole(dict(zip(where, values, strict=True)))
+        with pytest.raises(DpoPackError, match=words) as refused:
+            train_and_watch(recipe_of(assets, tmp_path / "run", overrides_of(combination)))
+        assert str(refused.value).isprintable()
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("combination", "overrides"), PLAN, ids=[name_of(each) for each, _ in PLAN])
+def test_a_combination_takes_the_steps_of_a_plain_loop(
+    combination: Combination, overrides: tuple[str, ...], assets: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of(assets, tmp_path / "run", overrides)
+    assert_plain_steps(recipe, train_and_watch(recipe), combination["precision"])
