@@ -148,6 +148,8 @@ def test_a_deep_network_whose_rounding_exceeds_the_bound_of_float32_is_measured_
 
 # The first sabotage of each proof.
 FIRST = {sabotage.proof: name for name, sabotage in reversed(SABOTAGES.items())}
+# What the quick tests break in bf16, so that a bound which is a multiple of rounding cannot grow unnoticed.
+IN_BFLOAT16 = [("no gather", "bfloat16"), ("shifted learned position", "bfloat16")]
 
 
 @pytest.fixture
@@ -160,7 +162,11 @@ def _seam_restored() -> Any:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(name, precision, marks=[] if precision == "float32" else pytest.mark.slow)
+        pytest.param(
+            name,
+            precision,
+            marks=[] if (name, precision) in IN_BFLOAT16 or precision == "float32" else pytest.mark.slow,
+        )
         for name, sabotage in SABOTAGES.items()
         for precision in ("float32", *LOW)
         # What shows under autocast in bf16 shows in fp16, which rounds to an eighth: one sabotage a proof.
