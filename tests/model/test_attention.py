@@ -91,7 +91,7 @@ def plain_attention(
 
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
 @pytest.mark.parametrize("special", ["", "softcap", "sinks", "narrow values"])
-def test_sdpa_equals_a_softmax_written_out(window: int | None, special: str) -> None:
+def test_attention_by_sdpa_equals_a_softmax_written_out(window: int | None, special: str) -> None:
     generator = torch.Generator().manual_seed(0)
     segments = make_segments(CPU)
     tokens, keys = sum(segments.query_lengths), sum(segments.key_lengths)

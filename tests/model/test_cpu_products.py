@@ -37,7 +37,7 @@ def errors(exact: list[Tensor], computed: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(7,), (1, 33), (3, 5)])
 @pytest.mark.parametrize("frozen", ["nothing", "weight", "features"])
-def test_a_layer_gives_the_values_and_gradients_of_float64(
+def test_a_linear_layer_by_onednn_gives_the_values_and_gradients_of_float64(
     bias: bool, shape: tuple[int, ...], frozen: str
 ) -> None:
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def test_a_layer_gives_the_values_and_gradients_of_float64(
 
 
 @needs_kernel
-def test_a_product_takes_views_as_they_lie() -> None:
+def test_a_product_by_onednn_takes_views_as_they_lie() -> None:
     torch.manual_seed(0)
     grad, weight = torch.randn(2, 9, 40), torch.randn(40, 24)
     torch.testing.assert_close(times_transposed(grad, weight.T), grad @ weight)
@@ -68,7 +68,7 @@ def test_a_product_takes_views_as_they_lie() -> None:
 
 
 @needs_kernel
-def test_nothing_changes_under_autocast_or_in_another_dtype() -> None:
+def test_linear_layers_are_as_before_under_autocast_and_in_another_dtype() -> None:
     torch.manual_seed(0)
     plain, sped_up = nn.Linear(24, 40), nn.Linear(24, 40)
     sped_up.load_state_dict(plain.state_dict())
@@ -80,7 +80,7 @@ def test_nothing_changes_under_autocast_or_in_another_dtype() -> None:
     assert torch.equal(plain.double()(doubled), sped_up.double()(doubled))
 
 
-def test_without_the_kernel_a_model_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onednn_s_kernel_a_model_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_onednn_product", lambda: None)
     model = nn.Sequential(nn.Linear(3, 4))
     speed_up_linears(model)

@@ -67,7 +67,7 @@ MANY = ((5, 9, 4), (12, 1, 30), (20, 6, 6), (3, 17, 2), (8, 8, 8))
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("kv_heads", [NUM_HEADS, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_it_equals_the_public_call_in_values_and_gradients(
+def test_attention_by_segments_on_a_cpu_equals_torch_s_public_call_in_values_and_gradients(
     monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int, dtype: torch.dtype
 ) -> None:
     segments = make_segments(*MANY)
@@ -131,7 +131,7 @@ def test_a_forked_process_starts_threads_of_its_own(num_threads: None) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_under_autocast_it_computes_in_autocast_s_dtype() -> None:
+def test_attention_by_segments_under_autocast_computes_in_autocast_s_dtype() -> None:
     segments = make_segments(*MANY)
     inputs = states(segments)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -90,7 +90,7 @@ def test_waiting_for_the_device_is_noticed() -> None:
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("family", [*FAMILIES, *WITH_WINDOWS])
-def test_log_probs_of_a_row_wait_for_nothing(
+def test_log_probs_of_a_row_wait_for_no_device(
     family: str, trains: bool, autocast: torch.dtype | None, kernel_calls: list[torch.dtype]
 ) -> None:
     if family in WITH_WINDOWS and not supports_window_and_scale():

@@ -24,6 +24,7 @@ from support.family_errors import (
     table_cells,
 )
 from support.oracle import completion_logps_one_by_one
+from support.ten_families import TEN, slow_but_ten
 from support.tiny_models import tiny_config, tiny_model
 from transformers import Gemma2ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -55,8 +56,8 @@ def test_every_family_has_a_tiny_model_and_is_a_causal_lm_of_transformers() -> N
     assert all((family.reason is None) == family.packs for family in FAMILIES.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logps_and_gradients_equal_each_sequence_alone(
+@pytest.mark.parametrize("family", slow_but_ten(FAMILIES))
+def test_log_probs_and_gradients_of_a_family_equal_those_of_each_sequence_alone(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     errors, noise = measure(family, tmp_path)
@@ -80,7 +81,7 @@ def test_a_softcap_is_not_lost_where_transformers_takes_sdpa_for_it(
     assert loaded.attention.name == ("sdpa" if packed else "model's own, eager")
 
 
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", slow_but_ten(PACKED))
 def test_every_packed_family_passes_the_proofs_under_bfloat16_autocast(
     family: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -133,7 +134,13 @@ WITHOUT: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "change"), WITHOUT, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        pytest.param(family, change, marks=[] if family in TEN else pytest.mark.slow, id=f"{family}-{change}")
+        for family, change in WITHOUT
+    ],
+)
 def test_what_is_special_about_a_family_shows_in_its_tiny_model(family: str, change: dict[str, Any]) -> None:
     """Or the test above would not see it missing."""
     with torch.no_grad():
@@ -149,7 +156,7 @@ def seam_calls(family: str) -> list[SeamCall]:
     return prove_wiring(scorer, proof_groups(tiny_models.VOCABULARY), CPU)[0]
 
 
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", slow_but_ten(PACKED))
 def test_what_a_config_says_of_attention_is_what_its_layers_ask_for(family: str) -> None:
     needs, calls = attention_needs(tiny_config(family)), seam_calls(family)
     assert needs.head_dim == max(call.head_dim for call in calls)

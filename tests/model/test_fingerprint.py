@@ -130,7 +130,7 @@ def test_a_config_field_that_may_change_outputs_is_part_of_the_namespace(
     assert digest(model) != before
 
 
-def test_config_fields_that_change_no_output_are_not(model: Path) -> None:
+def test_config_fields_that_change_no_output_are_no_part_of_the_namespace(model: Path) -> None:
     before = digest(model)
     change_config(model, attention_dropout=0.1, use_cache=False, pad_token_id=3, dtype="float16")
     change_config(model, transformers_version="4.0.0", architectures=["Another"], _name_or_path="elsewhere")
@@ -179,7 +179,7 @@ def mend_upstream(module_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "__file__", str(changed))
 
 
-def test_the_code_that_makes_masks_counts_as_well(
+def test_the_code_that_makes_masks_is_part_of_the_namespace(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = digest(model)
@@ -259,7 +259,7 @@ def remote_source(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("name", REMOTE)
-def test_every_file_that_remote_code_imports_counts(name: str, remote: Path) -> None:
+def test_every_file_that_remote_code_imports_is_part_of_the_namespace(name: str, remote: Path) -> None:
     before = remote_source(remote)
     assert remote_source(remote) == before
     (remote / name).write_text(REMOTE[name] + "# a fix upstream\n")
@@ -466,7 +466,9 @@ def test_an_index_left_behind_by_an_earlier_save_is_not_followed(model: Path) ->
     assert digest(model) == before
 
 
-def test_the_second_call_hashes_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_was_hashed_before_is_not_hashed_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hashed: list[tuple[int, ...]] = []
     tensor_digest = fingerprint._tensor_digest
 

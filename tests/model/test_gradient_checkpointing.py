@@ -58,8 +58,15 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # the second with a sliding window
+@pytest.mark.parametrize(
+    ("family", "packed"),
+    [
+        ("gemma3_text", True),  # with a sliding window
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", False, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_the_same_with_and_without_checkpointing(
     family: str, packed: bool, adapter: str, tmp_path: Path
 ) -> None:

@@ -55,7 +55,9 @@ def scorer_of(family: str, *, trims: bool) -> CompletionLogps:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe", "phi", "olmo2"])
 @pytest.mark.parametrize("share_prompt", [False, True])
-def test_log_probs_and_gradients_are_those_of_the_whole_layer(family: str, share_prompt: bool) -> None:
+def test_log_probs_and_gradients_of_a_trimmed_last_layer_are_those_of_the_whole_layer(
+    family: str, share_prompt: bool
+) -> None:
     row = packed_row(layout_row(GROUPS, share_prompt=share_prompt), torch.device("cpu"))
     sums, grads = gradients(scorer_of(family, trims=False), row)
     trimmed_sums, trimmed = gradients(scorer_of(family, trims=True), row)
@@ -65,7 +67,7 @@ def test_log_probs_and_gradients_are_those_of_the_whole_layer(family: str, share
         assert float((ours - theirs).norm()) <= 1e-5 * max(1.0, float(theirs.norm()))
 
 
-def test_the_block_sees_each_read_position_once() -> None:
+def test_the_last_feed_forward_block_sees_each_read_position_once() -> None:
     scorer = scorer_of("llama", trims=False)
     block = last_feed_forward(scorer.model)
     assert block is not None
@@ -87,7 +89,7 @@ def test_the_block_sees_each_read_position_once() -> None:
     assert seen[1:] == [3]
 
 
-def test_flops_count_what_is_computed() -> None:
+def test_flops_of_the_last_layer_count_what_is_computed() -> None:
     scorer, shape = scorer_of("llama", trims=True), model_shape(without_weights(tiny_config("llama")))
     lengths = PairLengths(
         prompt=np.array([6, 2]), chosen=np.array([3, 1]), rejected=np.array([2, 4]), shared=np.array([7, 2])

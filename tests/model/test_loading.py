@@ -18,7 +18,7 @@ from dpo_pack.model.shape import without_weights
 from dpo_pack.system.errors import ModelError
 
 
-def test_a_model_that_does_not_fit_is_no_wrong_path() -> None:
+def test_a_model_that_does_not_fit_into_memory_is_not_called_a_wrong_path() -> None:
     with pytest.raises(ModelError) as caught, load_errors("org/model", "reference.path"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it")
     message = str(caught.value)

@@ -93,7 +93,12 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("head", "packed"), [*((head, True) for head in HEADS), ("plain", False), ("low rank", False)]
+    ("head", "packed"),
+    [
+        *((head, True) for head in HEADS if head != "plain"),
+        ("low rank", False),
+        *(pytest.param("plain", packed, marks=pytest.mark.slow) for packed in (True, False)),
+    ],
 )
 def test_log_probs_and_gradients_of_an_adapter_are_those_of_plain_peft(
     head: str, packed: bool, bases: Callable[[str], Path], tmp_path: Path
@@ -135,7 +140,9 @@ def plain_sum(model: Any, group: Group, side: int) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "qwen3_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma2"))]
+)
 def test_the_proofs_hold_for_a_new_adapter(family: str, bases: Callable[[str], Path]) -> None:
     loaded = load(bases(family), settings())
     assert any(parameter.requires_grad for parameter in loaded.scorer.parameters())

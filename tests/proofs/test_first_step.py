@@ -42,8 +42,8 @@ def load(job: Path, *overrides: str) -> Recipe:
         (),
         ("model.autocast=bfloat16",),
         ("packing.mode=padded",),
-        ("reference.token_budget=4096",),
-        ("packing.share_prompt=false",),
+        pytest.param(("reference.token_budget=4096",), marks=pytest.mark.slow),
+        pytest.param(("packing.share_prompt=false",), marks=pytest.mark.slow),
     ],
 )
 def test_the_policy_as_it_starts_is_its_reference(
@@ -53,7 +53,7 @@ def test_the_policy_as_it_starts_is_its_reference(
         start(job, tmp_path / "cache", console, *overrides)
 
 
-@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+@pytest.mark.parametrize("autocast", [pytest.param("none", marks=pytest.mark.slow), "bfloat16"])
 def test_experts_at_near_ties_are_no_failure(
     autocast: str, job: Path, tmp_path: Path, console: Console
 ) -> None:

@@ -35,7 +35,7 @@ CALLS = {
     "narrower values": replace(LLAMA, head_dim=12, value_head_dim=6),
     "wide heads": replace(LLAMA, head_dim=128, value_head_dim=128, scale=128**-0.5),
 }
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 
 def ratios(attention: Any, call: SeamCall, dtype: torch.dtype) -> list[float]:

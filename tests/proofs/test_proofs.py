@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.family_errors import CPU, GROUPS, make_row
 from support.flash_stand_ins import use_stand_ins
-from support.sabotages import SABOTAGES
-from support.tiny_models import tiny_model
+from support.sabotages import LOW, SABOTAGES
+from support.tiny_models import VOCABULARY, tiny_model
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
@@ -18,8 +18,8 @@ from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.proofs.rows import Proof
-from dpo_pack.proofs.start_up import FLOAT32_BOUND, prove
+from dpo_pack.proofs.rows import Proof, proof_groups
+from dpo_pack.proofs.start_up import FLOAT32_BOUND, prove, prove_equivalence
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "float32": (torch.float32, None),
@@ -27,6 +27,12 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "float16 autocast": (torch.float32, torch.float16),
     "bfloat16": (torch.bfloat16, None),
 }
+# The quick tests have one precision: fp32, where every sabotage shows. What is hard only where rounding is
+# large has autocast instead. Honest families under autocast are in tests/model/test_families.py.
+IN_FLOAT32 = [p if p == "float32" else pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS]
+UNDER_AUTOCAST = [
+    p if p == "bfloat16 autocast" else pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS
+]
 NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence", "head"]
 
 
@@ -44,7 +50,7 @@ def failures(scorer: CompletionLogps) -> set[str]:
     return {proof.name for proof in prove(scorer, CPU) if not proof.passed}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", IN_FLOAT32)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt_oss", "qwen3_moe", "deepseek_v3"])
 def test_an_honest_model_passes_every_proof(family: str, precision: str) -> None:
     scorer = make_scorer(family, precision=precision)
@@ -58,8 +64,22 @@ def test_an_honest_model_passes_every_proof(family: str, precision: str) -> None
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
-@pytest.mark.parametrize("precision", ["bfloat16 autocast", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("llama", "bfloat16 autocast"),
+        ("mistral", "bfloat16"),
+        *(
+            pytest.param(family, precision, marks=pytest.mark.slow)
+            for family, precision in [
+                ("llama", "bfloat16"),
+                ("mistral", "bfloat16 autocast"),
+                ("qwen3", "bfloat16 autocast"),  # its norms of queries and keys leave them in fp32
+                ("gpt2", "bfloat16 autocast"),
+            ]
+        ),
+    ],
+)
 def test_a_kernel_that_takes_one_low_precision_and_no_fp32_passes_as_well(
     family: str, precision: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +92,9 @@ def test_a_kernel_that_takes_one_low_precision_and_no_fp32_passes_as_well(
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
-def test_its_gradients_under_autocast_are_those_of_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradients_of_such_a_kernel_under_autocast_are_those_of_sdpa(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_stand_ins(monkeypatch)
     row, gradients = make_row(GROUPS, "shared"), []
     for backend in ("sdpa", name):
@@ -84,15 +106,15 @@ def test_its_gradients_under_autocast_are_those_of_sdpa(name: str, monkeypatch: 
     assert (gradients[1] - gradients[0]).norm() <= 0.02 * gradients[0].norm()
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16 autocast"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16 autocast", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "mamba", "rwkv", "bloom"])
-def test_padded_batches_are_proved_too(family: str, precision: str) -> None:
+def test_honest_padded_batches_pass_the_three_proofs_that_they_have(family: str, precision: str) -> None:
     proofs = prove(make_scorer(family, precision=precision, packed=False), CPU)
     assert [proof.name for proof in proofs] == ["causality", "equivalence", "head"]
     assert all(proof.passed for proof in proofs), proofs
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", IN_FLOAT32)
 def test_a_model_that_looks_ahead_is_no_causal_one_however_it_is_padded(precision: str) -> None:
     changes = {"use_bidirectional_attention": True}
     assert failures(make_scorer("gemma3_text", precision=precision, packed=False, **changes)) == {"causality"}
@@ -104,13 +126,14 @@ def test_a_model_that_looks_ahead_is_refused_in_rows() -> None:
 
 
 def test_proving_again_measures_the_same_and_leaves_the_model_as_it_was() -> None:
-    scorer = make_scorer("gemma2", precision="bfloat16 autocast")
+    scorer = make_scorer("llama", precision="bfloat16 autocast")
     assert prove(scorer, CPU) == prove(scorer, CPU)
     assert (scorer.backend, scorer.autocast) == (sdpa_attention, torch.bfloat16)
 
 
 def equivalence(scorer: CompletionLogps) -> Proof:
-    return next(proof for proof in prove(scorer, CPU) if proof.name == "equivalence")
+    torch.manual_seed(0)
+    return prove_equivalence(scorer, proof_groups(VOCABULARY), CPU)
 
 
 def test_a_deep_network_whose_rounding_exceeds_the_bound_of_float32_is_measured_by_its_rounding() -> None:
@@ -123,6 +146,12 @@ def test_a_deep_network_whose_rounding_exceeds_the_bound_of_float32_is_measured_
         assert not equivalence(scorer).passed
 
 
+# The first sabotage of each proof.
+FIRST = {sabotage.proof: name for name, sabotage in reversed(SABOTAGES.items())}
+# What the quick tests break in bf16, so that a bound which is a multiple of rounding cannot grow unnoticed.
+IN_BFLOAT16 = [("no gather", "bfloat16"), ("shifted learned position", "bfloat16")]
+
+
 @pytest.fixture
 def _seam_restored() -> Any:
     yield
@@ -132,7 +161,17 @@ def _seam_restored() -> Any:
 @pytest.mark.usefixtures("_seam_restored")
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [(name, p) for name, sabotage in SABOTAGES.items() for p in PRECISIONS if p not in sabotage.hidden_in],
+    [
+        pytest.param(
+            name,
+            precision,
+            marks=[] if (name, precision) in IN_BFLOAT16 or precision == "float32" else pytest.mark.slow,
+        )
+        for name, sabotage in SABOTAGES.items()
+        for precision in ("float32", *LOW)
+        # What shows under autocast in bf16 shows in fp16, which rounds to an eighth: one sabotage a proof.
+        if precision not in sabotage.hidden_in and (precision != "float16 autocast" or name in FIRST.values())
+    ],
 )
 def test_each_sabotage_makes_its_proof_fail(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
@@ -146,7 +185,14 @@ def test_each_sabotage_makes_its_proof_fail(
 @pytest.mark.usefixtures("_seam_restored")
 @pytest.mark.parametrize(
     "name",
-    ["no gather", "wrong gather", "shifted rotary position", "row's metadata ignored", "swapped tails"],
+    [
+        "wrong gather",
+        "shifted rotary position",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("no gather", "row's metadata ignored", "swapped tails")
+        ),
+    ],
 )
 def test_sabotage_shows_in_a_mixture_of_experts_under_autocast(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +203,7 @@ def test_sabotage_shows_in_a_mixture_of_experts_under_autocast(
     assert "equivalence" in failures(scorer)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", UNDER_AUTOCAST)
 def test_the_noise_of_a_mixture_of_experts_hides_no_leak(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,8 +212,8 @@ def test_the_noise_of_a_mixture_of_experts_hides_no_leak(
     assert "isolation" in failures(scorer)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_nor_a_mixture_that_looks_ahead(precision: str) -> None:
+@pytest.mark.parametrize("precision", UNDER_AUTOCAST)
+def test_the_noise_of_a_mixture_of_experts_hides_no_look_ahead(precision: str) -> None:
     scorer = make_scorer("qwen3_moe", precision=precision, packed=False, is_causal=False)
     assert failures(scorer) == {"causality"}
 

@@ -1,0 +1,27 @@
+"""The ten families of the quick tests. The slow tests take every family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+# What each has that the others lack.
+TEN = {
+    "llama": "what most families have: rotary positions, grouped heads",
+    "gpt2": "learned positions, one projection for queries, keys and values, tied embeddings",
+    "mistral": "a window in every layer",
+    "gemma2": "softcaps of scores and logits, a window in every second layer",
+    "granite": "multipliers of embeddings, scores, residuals and logits",
+    "gpt_oss": "sinks",
+    "qwen3_moe": "a mixture of experts, norms of queries and keys",
+    "deepseek_v3": "values narrower than keys; experts in groups, one of them shared",
+    "qwen3_next": "layers of linear attention beside others: padded batches only",
+    "mamba": "a state space and no attention: padded batches only",
+}
+
+
+def slow_but_ten(families: Iterable[str]) -> list[Any]:
+    """The families as parameters of a test, slow but for the ten."""
+    return [family if family in TEN else pytest.param(family, marks=pytest.mark.slow) for family in families]
