@@ -15,12 +15,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support import launched
+from support.forked_ranks import fork_ranks
 from support.old_releases import without_gloo
 from support.tiny_recipe import load, message_of
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
 
 from dpo_pack.commands import launch
+from dpo_pack.commands import main as cli
 from dpo_pack.commands.launch import wanted_processes
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.prepare import prepare
@@ -184,11 +187,39 @@ def probe(recipe: Path, what: str, start: Start) -> subprocess.Popen[str]:
     return process
 
 
+# Ranks are forks of this process.
+
+
+@pytest.fixture
+def run_probe(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[[str], tuple[int, str, str]]:
+    """Runs the command of launched.py on two ranks: its exit status, stdout and stderr."""
+
+    def run(what: str) -> tuple[int, str, str]:
+        fork_ranks(monkeypatch, cli.main)
+        monkeypatch.setattr(cli.app, "registered_commands", [*cli.app.registered_commands])
+        launched.add_commands()
+        monkeypatch.setattr(launch, "_own_command", lambda: ["python", *sys.argv])
+        monkeypatch.setattr(sys, "argv", ["launched.py", "probe", str(recipe), what, TWO])
+        monkeypatch.setattr(sys, "stdout", sys.stdout)  # commands put their own in its place
+        monkeypatch.setattr(sys, "stderr", sys.stderr)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        assert not alive(rank_pids(recipe.parent))
+        assert isinstance(leaving.value.code, int)
+        return leaving.value.code, *capfd.readouterr()
+
+    return run
+
+
 @pytest.mark.multiprocess
-def test_a_mistake_of_one_rank_ends_both_with_its_one_line(recipe: Path, start: Start) -> None:
-    process = start([*PROBE, recipe, "one-mistake", TWO])
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 2
+def test_a_mistake_of_one_rank_ends_both_with_its_one_line(
+    run_probe: Callable[[str], tuple[int, str, str]],
+) -> None:
+    status, out, err = run_probe("one-mistake")
+    assert status == 2
     assert without_gloo(out) == "2 ranks, 1 threads each\n", "rank 0 alone prints"
     assert err.startswith("rank 1 (")
     assert err.endswith("): error: pairs.jsonl, row 7: no chosen completion\n") and err.count("\n") == 1
@@ -202,17 +233,30 @@ ENDS: dict[str, tuple[int, str, str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("what", ENDS)
-def test_however_ranks_fail_the_user_reads_it_once(what: str, recipe: Path, start: Start) -> None:
-    status, begin, end = ENDS[what]
-    process = start([*PROBE, recipe, what, TWO])
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == status
+def test_however_ranks_fail_the_user_reads_it_once(
+    what: str, run_probe: Callable[[str], tuple[int, str, str]]
+) -> None:
+    expected, begin, end = ENDS[what]
+    status, _, err = run_probe(what)
+    assert status == expected
     assert err.startswith(begin) and err.endswith(end)
     assert err.count("\n") == 1 or what == "bug"
     assert err.count("Traceback") == (what == "bug")
+
+
+# Ranks are processes of their own, as users start them.
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_mistake_of_one_new_process_ends_both_with_its_one_line(recipe: Path, start: Start) -> None:
+    process = start([*PROBE, recipe, "one-mistake", TWO])
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert without_gloo(out) == "2 ranks, 1 threads each\n"
+    assert err.endswith("): error: pairs.jsonl, row 7: no chosen completion\n") and err.count("\n") == 1
 
 
 @pytest.mark.slow
