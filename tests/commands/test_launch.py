@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -133,6 +134,7 @@ def test_the_ranks_get_the_command_line_and_find_the_modules_that_this_process_f
 
 # --------------------------------------------------------------------------------------- real processes
 
+RunProbe = Callable[[str], tuple[int, str, str]]
 Start = Callable[[Sequence[str | Path]], "subprocess.Popen[str]"]
 
 
@@ -191,9 +193,7 @@ def probe(recipe: Path, what: str, start: Start) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def run_probe(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[[str], tuple[int, str, str]]:
+def run_probe(recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunProbe:
     """Runs the command of launched.py on two ranks: its exit status, stdout and stderr."""
 
     def run(what: str) -> tuple[int, str, str]:
@@ -216,7 +216,7 @@ def run_probe(
 
 @pytest.mark.multiprocess
 def test_a_mistake_of_one_rank_ends_both_with_its_one_line(
-    run_probe: Callable[[str], tuple[int, str, str]],
+    run_probe: RunProbe,
 ) -> None:
     status, out, err = run_probe("one-mistake")
     assert status == 2
@@ -235,15 +235,36 @@ ENDS: dict[str, tuple[int, str, str]] = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("what", ENDS)
-def test_however_ranks_fail_the_user_reads_it_once(
-    what: str, run_probe: Callable[[str], tuple[int, str, str]]
-) -> None:
+def test_however_ranks_fail_the_user_reads_it_once(what: str, run_probe: RunProbe) -> None:
     expected, begin, end = ENDS[what]
     status, _, err = run_probe(what)
     assert status == expected
     assert err.startswith(begin) and err.endswith(end)
     assert err.count("\n") == 1 or what == "bug"
     assert err.count("Traceback") == (what == "bug")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
+)
+def test_a_signal_is_waited_for_until_all_ranks_have_saved(
+    signum: int, status: int, recipe: Path, run_probe: RunProbe
+) -> None:
+    def send() -> None:
+        wait_until(lambda: len(rank_pids(recipe.parent)) == 2 and all(rank_pids(recipe.parent)), 60)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signum)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    ended, _, err = run_probe("wait")
+    thread.join()
+    assert ended == status
+    name = signal.Signals(signum).name
+    assert err == f"stopped by {name}; the same command goes on from what is done\n"
+    assert len(list(recipe.parent.glob("rank-*.saved"))) == 2
 
 
 # Ranks are processes of their own, as users start them.
@@ -257,22 +278,6 @@ def test_a_mistake_of_one_new_process_ends_both_with_its_one_line(recipe: Path, 
     assert process.returncode == 2
     assert without_gloo(out) == "2 ranks, 1 threads each\n"
     assert err.endswith("): error: pairs.jsonl, row 7: no chosen completion\n") and err.count("\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
-def test_a_signal_is_waited_for_until_all_ranks_have_saved(
-    signum: int, status: int, recipe: Path, start: Start
-) -> None:
-    process = probe(recipe, "wait", start)
-    wait_until(lambda: len(list(recipe.parent.glob("rank-*.waits"))) == 2, 120)
-    process.send_signal(signum)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == status
-    name = signal.Signals(signum).name
-    assert err == f"stopped by {name}; the same command goes on from what is done\n"
-    assert len(list(recipe.parent.glob("rank-*.saved"))) == 2
 
 
 @pytest.mark.slow

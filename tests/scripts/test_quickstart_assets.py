@@ -69,6 +69,7 @@ def town(row: dict[str, Any]) -> str:
     return str(name)
 
 
+@pytest.mark.slow
 def test_the_same_bytes_are_made_every_time(root: Path, tmp_path: Path) -> None:
     """The second time in a process of its own: another hash seed, another number of threads."""
     command = [sys.executable, str(SCRIPTS / "make_quickstart.py"), str(tmp_path)]

@@ -87,9 +87,7 @@ def traced(
     `decide` is called before each operation on a file below one of the directories; None lets it happen. The
     caller must have no other child processes.
     """
-    pid = os.fork()
-    if pid == 0:
-        _leave_after(lambda: _let_trace(work))
+    pid = fork(lambda: _let_trace(work))
     os.waitpid(pid, 0)
     options = _SYSGOOD | _FORK | _VFORK | _CLONE | _EXEC | _SECCOMP | _EXITKILL
     _ptrace(_SETOPTIONS, pid, 0, options)
@@ -111,6 +109,26 @@ def traced(
         _continue(stopped, 0 if event or is_first_stop else number)
 
 
+def fork(work: Callable[[], int]) -> int:
+    """Starts `work` in a fork of this process, and returns the fork's id.
+
+    The fork ends with the status that `work` returns (1 after an exception), without what Python does at its
+    end.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of threads; only this one goes on in the fork
+        pid = os.fork()
+    if pid != 0:
+        return pid
+    status = 1
+    try:
+        status = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 def in_forks(functions: Sequence[Callable[[], Value]]) -> list[Value]:
     """Returns what each function returns in a fork of this process; the forks run side by side.
 
@@ -119,14 +137,8 @@ def in_forks(functions: Sequence[Callable[[], Value]]) -> list[Value]:
     pids, pipes = [], []
     for function in functions:
         read_end, write_end = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 warns of threads; only this one goes on in the fork
-            pid = os.fork()
-        if pid == 0:
-            os.close(read_end)
-            _leave_after(functools.partial(_send, function, write_end))
+        pids.append(fork(functools.partial(_send, function, write_end)))
         os.close(write_end)
-        pids.append(pid)
         pipes.append(read_end)
     values: list[Value] = []
     failures = []
@@ -151,17 +163,6 @@ def _send(function: Callable[[], Any], write_end: int) -> int:
     with os.fdopen(write_end, "wb") as pipe:
         pickle.dump(outcome, pipe)
     return 0
-
-
-def _leave_after(work: Callable[[], int]) -> None:
-    """Ends this process, a fork, without what Python does at its end."""
-    status = 1
-    try:
-        status = work()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def _let_trace(work: Callable[[], int]) -> int:

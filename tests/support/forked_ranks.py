@@ -8,16 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from accelerate.state import PartialState
 
 from dpo_pack.system import process_starter
 from dpo_pack.system.interrupts import STOP_SIGNALS
+from support.file_operations import fork
 
 
 def fork_ranks(monkeypatch: pytest.MonkeyPatch, main: Callable[[], object]) -> None:
@@ -44,9 +43,7 @@ class _Fork:
         self._status: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _leave(main, command, env, pass_fds)
+        self.pid = fork(functools.partial(_rank, main, command, env, pass_fds))
 
     def poll(self) -> int | None:
         if self._status is None:
@@ -67,32 +64,28 @@ class _Fork:
             self._status = os.waitstatus_to_exitcode(status)
 
 
-def _leave(
+def _rank(
     main: Callable[[], object], command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]
-) -> None:
-    """Does what the rank does and ends this process: handlers, descriptors and output are as after exec."""
-    status: Any = 0
+) -> int:
+    """Does what the rank does, and returns its exit status; handlers and descriptors are as after exec."""
+    os.setsid()
+    for number in STOP_SIGNALS:
+        is_interrupt = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    for descriptor in range(3, 256):
+        if descriptor not in pass_fds:
+            with contextlib.suppress(OSError):  # it is not open
+                os.close(descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = list(command[1:])
+    PartialState._reset_state()  # the parent's says that there is one process
     try:
-        os.setsid()
-        for number in STOP_SIGNALS:
-            is_interrupt = number == signal.SIGINT
-            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
-        for descriptor in range(3, 256):
-            if descriptor not in pass_fds:
-                with contextlib.suppress(OSError):  # it is not open
-                    os.close(descriptor)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        os.environ.clear()
-        os.environ.update(env)
-        sys.argv = list(command[1:])
-        PartialState._reset_state()  # the parent's says that there is one process
         main()
     except SystemExit as leaving:
-        status = leaving.code
-    except BaseException:
-        traceback.print_exc()
-        status = 1
+        return int(leaving.code or 0)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status or 0)
+    return 0
