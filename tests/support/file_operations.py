@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import pickle
 import platform
@@ -120,6 +121,7 @@ def fork(work: Callable[[], int]) -> int:
         pid = os.fork()
     if pid != 0:
         return pid
+    gc.freeze()  # the end of an inherited object may wait for a thread that only the parent has
     status = 1
     try:
         status = work()
