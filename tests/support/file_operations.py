@@ -148,6 +148,7 @@ def in_forks(functions: Sequence[Callable[[], Value]]) -> list[Value]:
         with os.fdopen(read_end, "rb") as pipe:
             content = pipe.read()
         os.waitpid(pid, 0)
+        value: Any
         value, failure = pickle.loads(content) if content else (None, "the fork ended without a word")
         if failure is not None:
             failures.append(failure)
