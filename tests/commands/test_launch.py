@@ -253,8 +253,7 @@ def test_a_signal_is_waited_for_until_all_ranks_have_saved(
     signum: int, status: int, recipe: Path, run_probe: RunProbe
 ) -> None:
     def send() -> None:
-        wait_until(lambda: len(rank_pids(recipe.parent)) == 2 and all(rank_pids(recipe.parent)), 60)
-        time.sleep(0.5)
+        wait_until(lambda: len(list(recipe.parent.glob("rank-*.waits"))) == 2, 120)
         os.kill(os.getpid(), signum)
 
     thread = threading.Thread(target=send, daemon=True)

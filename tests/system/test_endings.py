@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
-from dpo_pack.system import endings
 from dpo_pack.system.endings import ending_of, settle_failure
 from dpo_pack.system.errors import DataError
 from dpo_pack.system.interrupts import Interrupted

@@ -79,6 +79,7 @@ def test_a_run_imports_nothing_heavy_that_it_does_not_use(second_run: tuple[set[
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_first_step_is_reached_in_seconds(second_run: tuple[set[str], float]) -> None:
     _, cpu_seconds = second_run
     assert cpu_seconds < MOST_CPU_SECONDS
