@@ -24,6 +24,9 @@ if ! "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_availa
     device=""
 fi
 
+# Compiled files are kept: else every process, and tests start many, compiles the package and the tests anew.
+unset PYTHONDONTWRITEBYTECODE
+
 # pytest's status 5: no test of that kind among those asked for.
 run_pytest() {
     "$venv/bin/python" -m pytest "$@" || [[ $? == 5 ]]

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import itertools
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from hypothesis import settings
-from rich.console import Console
-from support.family_errors import BFLOAT16_COLUMNS, TABLE_COLUMNS
-from support.tiny_models import FAMILIES, tiny_model
-from support.tiny_run import tiny_run
-from support.whole_runs import whole_run
-from transformers import __version__ as transformers_version
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dpo_pack.train import train
+if TYPE_CHECKING:
+    from rich.console import Console
 
-settings.register_profile("default", deadline=None)  # shared machines stall
-settings.load_profile("default")
+# Heavy packages are imported in functions: the process that only hands tests out needs none of them.
 
 # Scripts that tests start find tests/support as tests do.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# Tests run tiny models: more threads only wait for each other.
-torch.set_num_threads(1)
+_cache_numbers = itertools.count()
+
+_FAMILY_COLUMNS = (
+    "family",
+    "log-probs: max",
+    "mean",
+    "gradients: max",
+    "norm",
+    "padded log-probs: max",
+    "gradients: norm",
+    "noise: log-probs",
+    "gradients",
+)
+_BFLOAT16_COLUMNS = ("family", "packed against each sequence alone", "rounding of each sequence alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # the process that hands tests out
+    import torch
+    from hypothesis import settings
+
+    settings.register_profile("default", deadline=None)  # shared machines stall
+    settings.load_profile("default")
+    torch.set_num_threads(1)  # tests run tiny models: more threads only wait for each other
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +60,8 @@ def shared_dir() -> Path:
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a tiny random Llama, without a tokenizer. Nobody may write there."""
+    from support.tiny_models import tiny_model
+
     path = tmp_path_factory.mktemp("model")
     tiny_model("llama").save_pretrained(path)
     return path
@@ -51,12 +70,19 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, its data and a recipe. Nobody may write there."""
+    from support.tiny_run import tiny_run
+
     return tiny_run(tmp_path_factory.mktemp("assets")).parent
 
 
 @pytest.fixture(scope="session")
 def straight(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing interrupted. Nobody may write there."""
+    from rich.console import Console
+    from support.whole_runs import whole_run
+
+    from dpo_pack.train import train
+
     run = tmp_path_factory.mktemp("straight") / "run"
     train(whole_run(assets, run), Console(quiet=True))
     return run
@@ -65,18 +91,26 @@ def straight(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def console() -> Console:
     """A console whose text a test can read with `console.file.getvalue()`."""
+    from rich.console import Console
+
     return Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True, markup=False)
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never the user's cache, and never the network."""
-    monkeypatch.setenv("DPO_PACK_CACHE", str(tmp_path_factory.mktemp("cache")))
+    cache = tmp_path_factory.getbasetemp() / "caches" / str(next(_cache_numbers))
+    monkeypatch.setenv("DPO_PACK_CACHE", str(cache))  # made by those that write there
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # which was read before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+    from support.tiny_models import FAMILIES
+    from transformers import __version__ as transformers_version
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -86,12 +120,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"transformers {transformers_version} has no {family}"))
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not look through it again, and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The tables of families, of those that ran."""
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
     recorded = [entry for report in reports for entry in report.user_properties]
-    measured = [TABLE_COLUMNS, *(values for name, values in recorded if name == "family")]
-    proved = [BFLOAT16_COLUMNS, *(values for name, values in recorded if name == "bfloat16")]
+    measured = [_FAMILY_COLUMNS, *(values for name, values in recorded if name == "family")]
+    proved = [_BFLOAT16_COLUMNS, *(values for name, values in recorded if name == "bfloat16")]
     _write_table(
         terminalreporter, "families: errors against each sequence alone, nats and relative", measured
     )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,12 +16,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support import launched
+from support.forked_ranks import fork_ranks
 from support.old_releases import without_gloo
 from support.tiny_recipe import load, message_of
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
 
 from dpo_pack.commands import launch
+from dpo_pack.commands import main as cli
 from dpo_pack.commands.launch import wanted_processes
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.prepare import prepare
@@ -130,6 +134,7 @@ def test_the_ranks_get_the_command_line_and_find_the_modules_that_this_process_f
 
 # --------------------------------------------------------------------------------------- real processes
 
+RunProbe = Callable[[str], tuple[int, str, str]]
 Start = Callable[[Sequence[str | Path]], "subprocess.Popen[str]"]
 
 
@@ -184,11 +189,37 @@ def probe(recipe: Path, what: str, start: Start) -> subprocess.Popen[str]:
     return process
 
 
+# Ranks are forks of this process.
+
+
+@pytest.fixture
+def run_probe(recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunProbe:
+    """Runs the command of launched.py on two ranks: its exit status, stdout and stderr."""
+
+    def run(what: str) -> tuple[int, str, str]:
+        fork_ranks(monkeypatch, cli.main)
+        monkeypatch.setattr(cli.app, "registered_commands", [*cli.app.registered_commands])
+        launched.add_commands()
+        monkeypatch.setattr(launch, "_own_command", lambda: ["python", *sys.argv])
+        monkeypatch.setattr(sys, "argv", ["launched.py", "probe", str(recipe), what, TWO])
+        monkeypatch.setattr(sys, "stdout", sys.stdout)  # commands put their own in its place
+        monkeypatch.setattr(sys, "stderr", sys.stderr)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        assert not alive(rank_pids(recipe.parent))
+        assert isinstance(leaving.value.code, int)
+        return leaving.value.code, *capfd.readouterr()
+
+    return run
+
+
 @pytest.mark.multiprocess
-def test_a_mistake_of_one_rank_ends_both_with_its_one_line(recipe: Path, start: Start) -> None:
-    process = start([*PROBE, recipe, "one-mistake", TWO])
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 2
+def test_a_mistake_of_one_rank_ends_both_with_its_one_line(
+    run_probe: RunProbe,
+) -> None:
+    status, out, err = run_probe("one-mistake")
+    assert status == 2
     assert without_gloo(out) == "2 ranks, 1 threads each\n", "rank 0 alone prints"
     assert err.startswith("rank 1 (")
     assert err.endswith("): error: pairs.jsonl, row 7: no chosen completion\n") and err.count("\n") == 1
@@ -202,14 +233,12 @@ ENDS: dict[str, tuple[int, str, str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("what", ENDS)
-def test_however_ranks_fail_the_user_reads_it_once(what: str, recipe: Path, start: Start) -> None:
-    status, begin, end = ENDS[what]
-    process = start([*PROBE, recipe, what, TWO])
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == status
+def test_however_ranks_fail_the_user_reads_it_once(what: str, run_probe: RunProbe) -> None:
+    expected, begin, end = ENDS[what]
+    status, _, err = run_probe(what)
+    assert status == expected
     assert err.startswith(begin) and err.endswith(end)
     assert err.count("\n") == 1 or what == "bug"
     assert err.count("Traceback") == (what == "bug")
@@ -217,18 +246,37 @@ def test_however_ranks_fail_the_user_reads_it_once(what: str, recipe: Path, star
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
+)
 def test_a_signal_is_waited_for_until_all_ranks_have_saved(
-    signum: int, status: int, recipe: Path, start: Start
+    signum: int, status: int, recipe: Path, run_probe: RunProbe
 ) -> None:
-    process = probe(recipe, "wait", start)
-    wait_until(lambda: len(list(recipe.parent.glob("rank-*.waits"))) == 2, 120)
-    process.send_signal(signum)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == status
+    def send() -> None:
+        wait_until(lambda: len(list(recipe.parent.glob("rank-*.waits"))) == 2, 120)
+        os.kill(os.getpid(), signum)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    ended, _, err = run_probe("wait")
+    thread.join()
+    assert ended == status
     name = signal.Signals(signum).name
     assert err == f"stopped by {name}; the same command goes on from what is done\n"
     assert len(list(recipe.parent.glob("rank-*.saved"))) == 2
+
+
+# Ranks are processes of their own, as users start them.
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_mistake_of_one_new_process_ends_both_with_its_one_line(recipe: Path, start: Start) -> None:
+    process = start([*PROBE, recipe, "one-mistake", TWO])
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert without_gloo(out) == "2 ranks, 1 threads each\n"
+    assert err.endswith("): error: pairs.jsonl, row 7: no chosen completion\n") and err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_model
 from support.tiny_run import NUM_PAIRS, tiny_run, write_rows
@@ -27,6 +28,7 @@ import dpo_pack
 from dpo_pack.commands.main import _let_segments_grow, main
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.export import export_model
+from dpo_pack.train import train
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +71,23 @@ def recipe(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "job")) / "recipe.yaml"
 
 
+@pytest.fixture(scope="session")
+def finished(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that is finished; tests work on copies."""
+    job = Path(shutil.copytree(pristine, tmp_path_factory.mktemp("finished") / "job"))
+    train(load_recipe(job / "recipe.yaml"), Console(quiet=True))
+    return job
+
+
 @pytest.fixture
-def trained(recipe: Path, dpopack: Dpopack) -> Path:
+def trained(finished: Path, tmp_path: Path) -> Path:
     """A recipe whose run is finished."""
+    return Path(shutil.copytree(finished, tmp_path / "job")) / "recipe.yaml"
+
+
+@pytest.fixture
+def trained_in_place(recipe: Path, dpopack: Dpopack) -> Path:
+    """A recipe whose run is finished, and was where it is now."""
     assert dpopack("train", recipe).status == 0
     return recipe
 
@@ -261,21 +277,21 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_half_written(
 
 
 def test_another_run_in_output_dir_is_left_alone_and_both_ways_out_are_named(
-    trained: Path, dpopack: Dpopack
+    trained_in_place: Path, dpopack: Dpopack
 ) -> None:
-    before = snapshot(trained.parent)
-    again = dpopack("train", trained)
+    before = snapshot(trained_in_place.parent)
+    again = dpopack("train", trained_in_place)
     assert again.status == 0 and "finished" in again.out and "nothing to do" in again.out
     ways_out = r"checkpoint\.resume=never and --overwrite, or use another output_dir"
-    changed = dpopack("train", trained, "optim.lr=0.5")
+    changed = dpopack("train", trained_in_place, "optim.lr=0.5")
     assert_refused(
         changed,
         rf"output_dir: .*/run holds a run with another optim\.lr \(0\.001 then, 0\.5 now\); .*{ways_out}",
     )
     assert_refused(
-        dpopack("train", trained, "checkpoint.resume=never"), rf"output_dir: .*finished.*{ways_out}"
+        dpopack("train", trained_in_place, "checkpoint.resume=never"), rf"output_dir: .*finished.*{ways_out}"
     )
-    assert snapshot(trained.parent) == before
+    assert snapshot(trained_in_place.parent) == before
 
 
 def test_both_ways_out_work(trained: Path, dpopack: Dpopack) -> None:
@@ -372,11 +388,13 @@ def test_control_characters_in_names_never_reach_the_terminal(
 # --------------------------------------------------------------------------------- bugs, memory, interruption
 
 
-def _raise_in_training(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def _raise_in_training(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, where: str = "accumulate_gradients"
+) -> None:
     def fail(*arguments: Any, **settings: Any) -> None:
         raise error
 
-    monkeypatch.setattr("dpo_pack.train.accumulate_gradients", fail)
+    monkeypatch.setattr(f"dpo_pack.train.{where}", fail)
 
 
 def test_running_out_of_device_memory_names_the_keys_that_need_less(
@@ -409,7 +427,7 @@ def test_running_out_of_device_memory_names_the_keys_that_need_less(
 def test_a_lack_of_memory_has_many_words_and_each_gets_one_line_and_the_remedy(
     message: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _raise_in_training(monkeypatch, RuntimeError(message))
+    _raise_in_training(monkeypatch, RuntimeError(message), where="train")
     first_words = re.escape(message.splitlines()[0][:20])
     assert_refused(dpopack("train", recipe), rf"error: {first_words}.*; lower packing\.token_budget")
 
@@ -418,7 +436,7 @@ def test_an_error_of_ours_is_not_hidden(
     recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for bug in (ZeroDivisionError("a bug"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
-        _raise_in_training(monkeypatch, bug)
+        _raise_in_training(monkeypatch, bug, where="train")
         with pytest.raises(type(bug)):
             dpopack("train", recipe)
 
@@ -650,20 +668,25 @@ def test_evaluate_of_the_reference_itself_prefers_nothing(recipe: Path, dpopack:
 
 
 def test_inspect_packing_needs_no_weights_and_gives_the_report_a_run_leaves(
-    trained: Path, dpopack: Dpopack
+    trained_in_place: Path, dpopack: Dpopack
 ) -> None:
-    (trained.parent / "model" / "model.safetensors").unlink()
-    printed = dpopack("inspect-packing", trained, "--json", "-")
+    (trained_in_place.parent / "model" / "model.safetensors").unlink()
+    printed = dpopack("inspect-packing", trained_in_place, "--json", "-")
     assert (printed.status, printed.err) == (0, "")
     report = json.loads(printed.out)
-    assert report == json.loads((trained.parent / "run" / "packing_report.json").read_text())
-    files = ("--json", trained.parent / "report.json", "--html", trained.parent / "report.html")
-    shown = dpopack("inspect-packing", trained, "--ranks", "1,2,4", "--budgets", "64,256", *files)
+    assert report == json.loads((trained_in_place.parent / "run" / "packing_report.json").read_text())
+    files = (
+        "--json",
+        trained_in_place.parent / "report.json",
+        "--html",
+        trained_in_place.parent / "report.html",
+    )
+    shown = dpopack("inspect-packing", trained_in_place, "--ranks", "1,2,4", "--budgets", "64,256", *files)
     assert (shown.status, shown.err) == (0, "") and "Recommended: packing.token_budget=" in shown.out
-    assert (trained.parent / "report.html").read_text().startswith("<!doctype html>")
-    sweep = json.loads((trained.parent / "report.json").read_text())["sweep"]
+    assert (trained_in_place.parent / "report.html").read_text().startswith("<!doctype html>")
+    sweep = json.loads((trained_in_place.parent / "report.json").read_text())["sweep"]
     assert [outcome["token_budget"] for outcome in sweep] == [64, 128, 256]
-    balance = json.loads((trained.parent / "report.json").read_text())["balance"]
+    balance = json.loads((trained_in_place.parent / "report.json").read_text())["balance"]
     assert [entry["num_ranks"] for entry in balance] == [1, 2, 4]
 
 

@@ -115,12 +115,12 @@ def test_what_may_pass_is_asked_again_and_nothing_is_lost(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["stall", "trickle", "headers"])
 def test_a_stalled_answer_counts_as_failed_after_the_timeout(fault: str) -> None:
-    with serving(Stub(completions(words), faults=[fault], stall_seconds=90.0)) as stub:
+    with serving(Stub(completions(words), faults=[fault], stall_seconds=40.0)) as stub:
         begun = time.monotonic()
         results = generator(stub, timeout_seconds=1.0).generate(DRAWS[:1])
         assert None not in texts(results) and len(stub.requests) == 2
         while threads_that_ask():
-            assert time.monotonic() - begun < SOONER  # the connection was ended, not only forgotten
+            assert time.monotonic() - begun < 20.0  # the connection was ended, not only forgotten
             time.sleep(0.01)
 
 
@@ -131,14 +131,13 @@ def threads_that_ask() -> list[threading.Thread]:
 def test_a_host_name_that_nobody_resolves_takes_no_longer_than_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    released = threading.Event()
-    monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **options: released.wait(90.0))
+    released, waited = threading.Event(), list[bool]()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: waited.append(released.wait(20.0)))
     with serving(Stub(completions(words))) as stub:
-        begun = time.monotonic()
         (result,) = generator(stub, timeout_seconds=0.1, retries=0).generate(DRAWS[:1])
-        took = time.monotonic() - begun
+        assert not waited, "the host name was waited for"
         released.set()
-    assert isinstance(result, Failure) and "no whole answer in 0.1 s" in result.reason and took < SOONER
+    assert isinstance(result, Failure) and "no whole answer in 0.1 s" in result.reason
 
 
 def test_an_answer_of_too_many_bytes_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +261,7 @@ def test_what_no_header_takes_is_refused_as_a_key_and_not_shown(
 
 @contextmanager
 def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
-    """A signal comes when `condition` holds, and ends what is inside long before a server answers."""
+    """A signal comes when `condition` holds, and ends what is inside, which would last 30 seconds or more."""
     sent: list[float] = []
     main = threading.get_ident()
 
@@ -275,7 +274,7 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
     threading.Thread(target=send, daemon=True).start()
     with pytest.raises(Interrupted), interruptible():
         yield
-    assert time.monotonic() - sent[0] < SOONER
+    assert time.monotonic() - sent[0] < 15.0
 
 
 def asking_threads() -> list[threading.Thread]:

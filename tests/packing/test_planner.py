@@ -397,7 +397,7 @@ def test_an_empty_window_has_no_rows_and_an_empty_epoch_no_steps() -> None:
 # ---- What the planner must reach on real lengths
 
 
-@pytest.fixture(scope="module", params=["drawn", "real"])
+@pytest.fixture(scope="module", params=["drawn", pytest.param("real", marks=pytest.mark.slow)])
 def hh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PairLengths:
     """Lengths of HH-RLHF: drawn like them, and the real ones where somebody has put them."""
     if request.param == "drawn":

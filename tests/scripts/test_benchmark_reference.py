@@ -48,6 +48,7 @@ def test_the_report_has_medians_and_ratios_run_by_run(benchmark: ModuleType) -> 
     assert "2.0e-04 nats" in text
 
 
+@pytest.mark.slow
 def test_our_side_measures_the_log_probs_of_each_sequence(benchmark: ModuleType, tmp_path: Path) -> None:
     setting = benchmark.make_setting(tmp_path, None, num_pairs=3, model="tiny")
     (tmp_path / "run").mkdir()

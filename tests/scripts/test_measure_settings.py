@@ -14,14 +14,16 @@ from typer.testing import CliRunner
     [
         (["products"], r"\| 8 x 4 x 6 \| grad\.T @ features \| \d+ \| \d+ \| \d+ \|"),
         (["head-chunks", "--num-tokens", "8", "--repeats", "1"], r"\| 4 x 16 (\| \d+ ){5}\|"),
-        (
+        pytest.param(
             ["head-passes", "--num-tokens", "8", "--repeats", "1", "--backend", "aot_eager"],
             r"\| 4 x 16 \| bfloat16 \| \d+ \| \d+ \| \d+\.\d\d \(",
+            marks=pytest.mark.slow,
         ),
         (["gradient-sums", "--num-rows", "1"], r"\| 1 (\| \d\.\d\d% ){3}\|"),
-        (
+        pytest.param(
             ["checkpoints", "--num-parameters", "2400", "--repeats", "1"],
             r"asynchronous: True: training waits \d+\.\d\d s, next three steps \d+\.\d\d s each",
+            marks=pytest.mark.slow,
         ),
     ],
 )

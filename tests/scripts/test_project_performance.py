@@ -36,6 +36,7 @@ def pairs(*triples: tuple[int, int, int]) -> PairLengths:
     return PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=prompt)
 
 
+@pytest.mark.slow
 def test_the_page_in_docs_is_what_the_script_writes() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(Cluster()), "run scripts/project_performance.py"
 

@@ -69,6 +69,7 @@ def town(row: dict[str, Any]) -> str:
     return str(name)
 
 
+@pytest.mark.slow
 def test_the_same_bytes_are_made_every_time(root: Path, tmp_path: Path) -> None:
     """The second time in a process of its own: another hash seed, another number of threads."""
     command = [sys.executable, str(SCRIPTS / "make_quickstart.py"), str(tmp_path)]
@@ -81,6 +82,7 @@ def test_the_same_bytes_are_made_every_time(root: Path, tmp_path: Path) -> None:
         assert (root / "assets" / path).read_bytes() == (tmp_path / path).read_bytes(), path
 
 
+@pytest.mark.slow
 def test_rows_are_conversational_pairs_of_both_kinds(rows: Rows) -> None:
     assert {name: Counter(row["kind"] for row in rows[name]) for name in FILES} == {
         "train": {"tone": 2000, "topic": 2000},
@@ -94,6 +96,7 @@ def test_rows_are_conversational_pairs_of_both_kinds(rows: Rows) -> None:
         assert row["prompt"][-1]["role"] == "user"
 
 
+@pytest.mark.slow
 def test_chosen_answers_the_question_and_rejected_does_so_only_in_tone_pairs(
     make_quickstart: ModuleType, rows: Rows
 ) -> None:
@@ -106,6 +109,7 @@ def test_chosen_answers_the_question_and_rejected_does_so_only_in_tone_pairs(
         assert (rejected == asked) == (row["kind"] == "tone"), row
 
 
+@pytest.mark.slow
 def test_length_does_not_tell_chosen_from_rejected(rows: Rows, tokenizer: Any) -> None:
     for kind in ("tone", "topic"):
         pairs = [row for row in rows["train"] if row["kind"] == kind]
@@ -121,6 +125,7 @@ def test_length_does_not_tell_chosen_from_rejected(rows: Rows, tokenizer: Any) -
         assert max(abs(np.mean(chosen < t) - np.mean(rejected < t)) for t in thresholds) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "at_most"), [("tone", 0.75), ("topic", 0.53)])
 def test_no_single_word_tells_chosen_from_rejected(rows: Rows, kind: str, at_most: float) -> None:
     """Accuracy of calling answers chosen for having the word; in topic pairs no word has anything to say."""
@@ -134,6 +139,7 @@ def test_no_single_word_tells_chosen_from_rejected(rows: Rows, kind: str, at_mos
     assert max(accuracy.values()) < at_most, Counter(accuracy).most_common(3)
 
 
+@pytest.mark.slow
 def test_towns_of_the_heldout_pairs_are_never_named_in_training(rows: Rows) -> None:
     train_text = json.dumps(rows["train"])
     heldout = {town(row) for name in FILES[1:] for row in rows[name]}
@@ -143,12 +149,14 @@ def test_towns_of_the_heldout_pairs_are_never_named_in_training(rows: Rows) -> N
     assert not [row for name in FILES[1:] for row in rows[name] if json.dumps(row["prompt"]) in train_prompts]
 
 
+@pytest.mark.slow
 def test_the_tokenizer_gives_back_any_text(rows: Rows, tokenizer: Any) -> None:
     texts = [question(row) for row in rows["heldout_tone"][:20]]
     for text in [*texts, "naïve café, 東京 🙂", "  two  spaces\nand a line\t"]:
         assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
+@pytest.mark.slow
 def test_the_chat_template_puts_answer_and_eos_after_the_prompt(rows: Rows, tokenizer: Any) -> None:
     for row in rows["heldout_topic"][:20]:
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
@@ -158,6 +166,7 @@ def test_the_chat_template_puts_answer_and_eos_after_the_prompt(rows: Rows, toke
         assert tokenizer.decode(whole[len(prompt) :]) == row["chosen"][0]["content"] + tokenizer.eos_token
 
 
+@pytest.mark.slow
 def test_the_model_loads_and_knows_nothing_yet(root: Path, tokenizer: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(root / "assets" / "model")
     assert model.config.vocab_size == len(tokenizer)
@@ -192,8 +201,11 @@ def test_dpo_learns_both_preferences_and_the_summary_says_so(
     assert re.search(r"topic: 0\.50 before, (1\.00|0\.9\d) after", summary.stdout)
 
 
-def test_the_summary_fails_when_too_little_was_learned(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "assets").symlink_to(root / "assets")
+def test_the_summary_fails_when_too_little_was_learned(tmp_path: Path) -> None:
+    (tmp_path / "assets").mkdir()
+    row = {side: [{"role": "user", "content": "text"}] for side in ("prompt", "chosen", "rejected")}
+    for name in FILES[1:]:
+        (tmp_path / "assets" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     write_run(tmp_path / "run", {"tone": (0.5, 1.0), "topic": (0.5, 0.6)})
     summary = show_quickstart(tmp_path)
     assert summary.returncode == 1

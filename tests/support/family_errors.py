@@ -140,22 +140,6 @@ def _errors(ours: tuple[Tensor, dict[str, Tensor]], truth: tuple[Tensor, dict[st
     )
 
 
-TABLE_COLUMNS = (
-    "family",
-    "log-probs: max",
-    "mean",
-    "gradients: max",
-    "norm",
-    "padded log-probs: max",
-    "gradients: norm",
-    "noise: log-probs",
-    "gradients",
-)
-
-
-BFLOAT16_COLUMNS = ("family", "packed against each sequence alone", "rounding of each sequence alone")
-
-
 def table_cells(family: str, errors: dict[str, Errors], noise: Errors) -> tuple[str, ...]:
     """What the table says of a family: of packing the worse of shared and unshared, or nothing."""
     packed = [errors[mode] for mode in ("shared", "unshared") if mode in errors]

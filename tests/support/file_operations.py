@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import pickle
 import platform
@@ -87,9 +88,7 @@ def traced(
     `decide` is called before each operation on a file below one of the directories; None lets it happen. The
     caller must have no other child processes.
     """
-    pid = os.fork()
-    if pid == 0:
-        _leave_after(lambda: _let_trace(work))
+    pid = fork(lambda: _let_trace(work))
     os.waitpid(pid, 0)
     options = _SYSGOOD | _FORK | _VFORK | _CLONE | _EXEC | _SECCOMP | _EXITKILL
     _ptrace(_SETOPTIONS, pid, 0, options)
@@ -111,6 +110,27 @@ def traced(
         _continue(stopped, 0 if event or is_first_stop else number)
 
 
+def fork(work: Callable[[], int]) -> int:
+    """Starts `work` in a fork of this process, and returns the fork's id.
+
+    The fork ends with the status that `work` returns (1 after an exception), without what Python does at its
+    end.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of threads; only this one goes on in the fork
+        pid = os.fork()
+    if pid != 0:
+        return pid
+    gc.freeze()  # the end of an inherited object may wait for a thread that only the parent has
+    status = 1
+    try:
+        status = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 def in_forks(functions: Sequence[Callable[[], Value]]) -> list[Value]:
     """Returns what each function returns in a fork of this process; the forks run side by side.
 
@@ -119,14 +139,8 @@ def in_forks(functions: Sequence[Callable[[], Value]]) -> list[Value]:
     pids, pipes = [], []
     for function in functions:
         read_end, write_end = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 warns of threads; only this one goes on in the fork
-            pid = os.fork()
-        if pid == 0:
-            os.close(read_end)
-            _leave_after(functools.partial(_send, function, write_end))
+        pids.append(fork(functools.partial(_send, function, write_end)))
         os.close(write_end)
-        pids.append(pid)
         pipes.append(read_end)
     values: list[Value] = []
     failures = []
@@ -134,6 +148,7 @@ def in_forks(functions: Sequence[Callable[[], Value]]) -> list[Value]:
         with os.fdopen(read_end, "rb") as pipe:
             content = pipe.read()
         os.waitpid(pid, 0)
+        value: Any
         value, failure = pickle.loads(content) if content else (None, "the fork ended without a word")
         if failure is not None:
             failures.append(failure)
@@ -151,17 +166,6 @@ def _send(function: Callable[[], Any], write_end: int) -> int:
     with os.fdopen(write_end, "wb") as pipe:
         pickle.dump(outcome, pipe)
     return 0
-
-
-def _leave_after(work: Callable[[], int]) -> None:
-    """Ends this process, a fork, without what Python does at its end."""
-    status = 1
-    try:
-        status = work()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def _let_trace(work: Callable[[], int]) -> int:

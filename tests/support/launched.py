@@ -19,7 +19,6 @@ from dpo_pack.system.errors import DataError
 from dpo_pack.system.interrupts import Interrupted, interruptible
 
 
-@cli.app.command()
 def probe(recipe: Path, what: str, overrides: list[str]) -> None:
     """Leaves `rank-N.pid` beside the recipe."""
     if what == "disagree" and os.environ.get("RANK") == "1":
@@ -31,7 +30,6 @@ def probe(recipe: Path, what: str, overrides: list[str]) -> None:
         _do(what, recipe.parent)
 
 
-@cli.app.command()
 def killed_train(recipe: Path, overrides: list[str]) -> None:
     """Trains; in torchrun's first attempt rank 1 is killed after step 3."""
     import dpo_pack.train as train_module  # and with it transformers, which no other command here needs
@@ -78,6 +76,12 @@ def _wait_for_a_signal(directory: Path) -> None:
         raise Interrupted(interruption.signum)
 
 
+def add_commands() -> None:
+    cli.app.command()(probe)
+    cli.app.command()(killed_train)
+
+
 if __name__ == "__main__":
+    add_commands()
     launch._own_command = lambda: [sys.executable, *sys.argv]
     cli.main()

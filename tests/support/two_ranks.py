@@ -20,8 +20,8 @@ from support.file_operations import in_forks
 def run_on_ranks(function: Callable[..., Any], *arguments: Any, num_ranks: int = 2) -> list[Any]:
     """What `function(*arguments)` returns on each rank, side by side; what it returns must be picklable.
 
-    Ranks are forks of this process: they have its imports, and what a test has replaced. A failure on any rank
-    fails with the tracebacks of all that failed.
+    Ranks are forks of this process: they have its imports, and what a test has replaced. An exception on any
+    rank is an AssertionError here, with the tracebacks of all ranks that failed.
     """
     with tempfile.TemporaryDirectory() as directory:
         meeting = Path(directory) / "meeting"

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
-from dpo_pack.system import endings
 from dpo_pack.system.endings import ending_of, settle_failure
 from dpo_pack.system.errors import DataError
 from dpo_pack.system.interrupts import Interrupted
@@ -47,10 +46,8 @@ def test_the_same_mistake_on_all_ranks_is_told_once(capsys: pytest.CaptureFixtur
 
 
 def test_a_mistake_of_one_rank_is_told_with_its_number(capsys: pytest.CaptureFixture[str]) -> None:
-    begun = time.monotonic()
     assert settle_all({3: DataError("no such file")}, num_ranks=4) == {3: 2}
     assert capsys.readouterr().err == f"rank 3 ({HOST}): error: no such file\n"
-    assert time.monotonic() - begun < 60
 
 
 def test_what_fails_because_of_it_is_silent_and_ends_alike(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,10 +73,9 @@ def test_a_bug_is_told_with_the_traceback_of_its_rank(capsys: pytest.CaptureFixt
 def test_an_interruption_is_told_once_at_once_and_by_nobody_in_particular(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endings, "_SECONDS_FOR_THE_OTHERS", 90.0)
-    begun = time.monotonic()
-    assert settle_all({1: Interrupted(15)}, num_ranks=2) == {1: 143}
-    assert time.monotonic() - begun < 60
+    with monkeypatch.context() as patch:
+        patch.setattr("dpo_pack.system.endings._wait_until", lambda *_: pytest.fail("waited for the others"))
+        assert settle_all({1: Interrupted(15)}, num_ranks=2) == {1: 143}
     errors = {1: Interrupted(2), 0: RuntimeError("Connection closed by peer")}
     assert settle_all(errors, num_ranks=2) == {0: 130, 1: 130}
     expected = [

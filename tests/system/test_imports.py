@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import json
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.tiny_run import tiny_run
 
+import dpo_pack
 from dpo_pack.system.imports import many_imports
 
 # What the libraries we use import where they can, and a run on a file of JSON lines does not need.
@@ -22,13 +23,7 @@ HEAVY = {"datasets", "IPython", "matplotlib", "pandas", "scipy", "sklearn", "ten
 MOST_CPU_SECONDS = 12.0
 
 
-@pytest.fixture
-def _thaws() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-
-
-def test_nothing_is_collected_during_the_first_imports(_thaws: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_collected_during_the_first_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformers")
     before = gc.get_freeze_count()
     with many_imports():
@@ -36,7 +31,7 @@ def test_nothing_is_collected_during_the_first_imports(_thaws: None, monkeypatch
     assert gc.isenabled() and gc.get_freeze_count() > before
 
 
-def test_collections_go_on_after_an_import_that_fails(_thaws: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collections_go_on_after_an_import_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformers")
     with pytest.raises(ImportError), many_imports():
         raise ImportError("no such module")
@@ -65,18 +60,35 @@ def dry_run(recipe: Path) -> set[str]:
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 
-def test_a_run_imports_nothing_heavy_that_it_does_not_use(tmp_path: Path) -> None:
-    imported = dry_run(tiny_run(tmp_path))
+@pytest.fixture(scope="module")
+def second_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], float]:
+    """A dry run that finds the reference and the proofs of another one: what it imported, its CPU seconds."""
+    recipe = tiny_run(tmp_path_factory.mktemp("started"))
+    dry_run(recipe)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    imported = dry_run(recipe)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return imported, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.slow
+def test_a_run_imports_nothing_heavy_that_it_does_not_use(second_run: tuple[set[str], float]) -> None:
+    imported, _ = second_run
     assert {"torch", "transformers", "accelerate"} <= imported
     assert not imported & HEAVY
 
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_the_first_step_is_reached_in_seconds(tmp_path: Path) -> None:
-    recipe = tiny_run(tmp_path)
-    dry_run(recipe)  # the reference pass and the proofs are not start-up
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    dry_run(recipe)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MOST_CPU_SECONDS
+def test_the_first_step_is_reached_in_seconds(second_run: tuple[set[str], float]) -> None:
+    _, cpu_seconds = second_run
+    assert cpu_seconds < MOST_CPU_SECONDS
+
+
+def test_no_file_of_the_package_imports_heavy_packages_before_they_are_used() -> None:
+    """What others import is seen by the slow test of a whole run."""
+    for path in sorted(Path(dpo_pack.__file__).parent.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.partition(".")[0] for name in names} & HEAVY, f"{path}, line {node.lineno}"

@@ -64,7 +64,9 @@ def test_doctor_tells_of_it(
 
 
 @pytest.mark.parametrize(("autocast", "instructions", "warns"), [
-    ("bfloat16", (), True), ("bfloat16", ("AMX",), False), ("bfloat16", None, False), ("none", (), False)
+    ("bfloat16", (), True), ("bfloat16", ("AMX",), False),
+    pytest.param("bfloat16", None, False, marks=pytest.mark.slow),
+    pytest.param("none", (), False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_run_says_when_bfloat16_is_the_slower_choice(
     autocast: str,
