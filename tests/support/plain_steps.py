@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
@@ -204,7 +204,7 @@ def _loss(name: str, policy: Logps, reference: Logps, weights: Tensor, loss: Any
     per_token = a / policy.chosen_tokens - b / policy.rejected_tokens
     target = 1 / (2 * beta)
     s = torch.sigmoid
-    values = {
+    terms: dict[str, Callable[[], Tensor]] = {
         "sigmoid": lambda: _logistic(margin, swapped),
         "robust": lambda: (
             (1 - swapped) * softplus(-margin) - swapped * softplus(margin)
@@ -222,8 +222,8 @@ def _loss(name: str, policy: Logps, reference: Logps, weights: Tensor, loss: Any
         + s(margin / loss.discopop_tau) * torch.exp(-margin),
         "sigmoid_norm": lambda: softplus(-beta * per_token),
         "support.combinations:own_loss": lambda: (beta * (chosen - rejected) - 1) ** 2,
-    }[name]()  # fmt: skip
-    return (weights * values).sum()
+    }
+    return (weights * terms[name]()).sum()
 
 
 def _logistic(logits: Tensor, swapped: float) -> Tensor:
@@ -232,9 +232,10 @@ def _logistic(logits: Tensor, swapped: float) -> Tensor:
 
 def _score(logratio: Tensor, loss: Any) -> Tensor:
     ratio, alpha = logratio.exp(), loss.f_alpha
-    return {
+    scores: dict[str, Callable[[], Tensor]] = {
         "reverse_kl": lambda: logratio,
         "forward_kl": lambda: 1 - 1 / ratio,
         "js_divergence": lambda: torch.log(2 * ratio / (1 + ratio)),
         "alpha_divergence": lambda: (ratio ** (alpha - 1) - 1) / (alpha - 1),
-    }[loss.f_divergence]()
+    }
+    return scores[loss.f_divergence]()
