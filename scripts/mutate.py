@@ -7,11 +7,12 @@ whose tests all pass has *survived*: no test keeps what that line promises. With
 drawn from every module of the package, and every quick test file is used. For named modules, only the test
 files that import one of them are used, or those of `--tests`; other tests may notice what survives them.
 
-First each test file runs once, unchanged. That shows which lines each test executes, and how long it
-takes. A mutant is then shown the tests that execute its line, near and fast ones first, until one fails. If no test
-executes the line, it is shown tests of the same module. Tests that fail unchanged are not used, and are named.
-Each run is a fork of this process, which has already imported torch and transformers. `--state` keeps what is
-known: the same command goes on where it was stopped. What depends on a changed file is done again.
+First each test file runs once, unchanged. That shows which lines each test executes, and how long it takes.
+A mutant is then shown the tests that execute its line, near and fast ones first, until one fails. If no test
+executes the line, it is shown tests of the same module and of those that import it. Tests that fail unchanged
+are not used, and are named. Each run is a fork of this process, which has already imported torch and
+transformers. `--state` keeps what is known: the same command goes on where it was stopped. What depends on a
+changed file is done again.
 
 Some changes cannot be noticed, because the program means the same. docs/dev/equivalent_mutants.txt lists them
 with the reason; they do not count. Exit status 1 if fewer than 95 of 100 mutants were noticed.
@@ -27,6 +28,7 @@ import hashlib
 import importlib.machinery
 import json
 import mmap
+import operator
 import os
 import platform
 import resource
@@ -62,6 +64,7 @@ LIBRARIES = (
 # Seconds that a mutant's tests take unchanged: those of the first run, of all runs, and of tests that do
 # not execute its line.
 FIRST_SECONDS, ALL_SECONDS, BLIND_SECONDS = 4.0, 60.0, 15.0
+SLACK = 60.0  # seconds: a mutant may also take so much longer than six times its tests, on a busy machine
 MEMORY = 8 << 30  # bytes: a mutant may allocate without end
 PYTEST = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are imported already
@@ -283,12 +286,19 @@ class Lines:
         self._seen[:] = bytes(self.total)
         return int(bits, 2)
 
-    def span(self, mutant: Mutant) -> tuple[int, int]:
-        """Returns the bits of the mutant's statement, and of its module."""
-        file = str(ROOT / mutant.file)
-        base, (first, last) = self.base[file], mutant.statement
+    def masks(self, mutant: Mutant) -> list[int]:
+        """Returns the bits of the mutant's statement, of its module, and of the modules that import it."""
+        base, (first, last) = self.base[str(ROOT / mutant.file)], mutant.statement
+        importers = [file for file in self.base if _module(mutant.file) in _imports(Path(file))]
+        return [
+            ((1 << (last - first + 1)) - 1) << (base + first),
+            self._module(str(ROOT / mutant.file)),
+            functools.reduce(operator.or_, map(self._module, importers), 0),
+        ]
+
+    def _module(self, file: str) -> int:
         count = len(Path(file).read_bytes().splitlines()) + 1
-        return ((1 << (last - first + 1)) - 1) << (base + first), ((1 << count) - 1) << base
+        return ((1 << count) - 1) << self.base[file]
 
 
 _DIGITS = bytes([ord("0"), ord("1")] + [ord("1")] * 254)
@@ -557,13 +567,13 @@ class Tests:
 
     def of(self, mutant: Mutant) -> list[list[str]]:
         """Returns the tests to show it, in runs: near and fast ones first."""
-        statement, module = self.lines.span(mutant)
+        masks = self.lines.masks(mutant)
         name, ranked = _module(mutant.file), []
         for test, known in self.known.items():
             file = Path(test.split("::")[0])
             imports = name in _imports(ROOT / file)
-            reach = 0 if known.lines & statement else 1 if known.lines & module else 2
-            if reach < 2 or imports:
+            reach = next((n for n, mask in enumerate(masks) if known.lines & mask), 3)
+            if reach < 3 or imports:
                 distance = 1 if mutant.file.stem in file.stem else 2 if imports else 4
                 ranked.append((reach, (known.seconds + 0.02) * distance, known.seconds + 0.01, test))
         runs: list[list[str]] = [[], []]
@@ -629,7 +639,7 @@ class Results:
                 _serve(mutant)
             return _pytest(tests, directory, Chosen(tests), stop=mutant is not None)
 
-        return Job(work, 60.0 + 6 * self.tests.seconds(tests))
+        return Job(work, SLACK + 6 * self.tests.seconds(tests))
 
 
 def equivalent_mutants() -> dict[str, str]:
