@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -101,7 +102,6 @@ def test_a_noticed_mutant_is_counted_and_a_survivor_is_named(root: Path) -> None
     assert ended.returncode == 1, ended.stdout + ended.stderr
     said = ended.stdout.splitlines()
     assert "fails unchanged, and is not used: tests/test_module.py::test_fails_unchanged" in said
-    # The limit is kept only by a test whose fixture calls the function; the test itself does not.
     assert [line for line in said if line.startswith("survived")] == [
         "survived: planted/module.py:14: 5 to 6: def added(number, by=5):",
     ]
@@ -110,6 +110,13 @@ def test_a_noticed_mutant_is_counted_and_a_survivor_is_named(root: Path) -> None
     assert "- `planted/module.py`, line 14, 5 to 6: `def added(number, by=5):`" in page
     assert "**5 of 6 noticed, 83.3%**; 0 of them because the tests did not end." in page
     assert "1 more\nmean the same" in page
+
+    # Both tests get the lines that the fixture executes in the first of them.
+    lines = json.loads((root / "build/mutations.jsonl").read_text().splitlines()[0])[1]["tests"]
+    name = "tests/test_module.py::test_of_the_fixture_"
+    assert (
+        lines[f"{name}first"][1] == lines[f"{name}later"][1] != lines["tests/test_module.py::test_total"][1]
+    )
 
     again = mutated(root)  # everything is known
     assert again.stdout.splitlines()[-2:] == said[-2:] and (root / "page.md").read_text() == page
