@@ -63,7 +63,7 @@ LIBRARIES = (
 )
 # Seconds that a mutant's tests take unchanged: those of the first run, of all runs, and of tests that do
 # not execute its line.
-FIRST_SECONDS, ALL_SECONDS, BLIND_SECONDS = 4.0, 60.0, 15.0
+FIRST_SECONDS, ALL_SECONDS, BLIND_SECONDS = 4.0, 40.0, 15.0
 SLACK = 60.0  # seconds: a mutant may also take so much longer than six times its tests, on a busy machine
 MEMORY = 8 << 30  # bytes: a mutant may allocate without end
 PYTEST = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
@@ -527,7 +527,8 @@ class Tests:
         files |= {ROOT / path for path in paths if path.is_file()}
         names = {_module(file) for file in named}
         used = [path for path in files if paths or not names or names & _imports(path)]
-        in_forks((self._learn(path.relative_to(ROOT), package) for path in sorted(used)), jobs)
+        used.sort(key=lambda path: (-path.stat().st_size, path))  # the long ones first
+        in_forks((self._learn(path.relative_to(ROOT), package) for path in used), jobs)
 
     def _learn(self, file: Path, package: str) -> Work:
         key = f"{package} {_hash([ROOT / file])} {file}"
