@@ -1,37 +1,55 @@
-"""Changes the package's code in small ways, one at a time, and asks whether a test notices.
+"""Changes the package's code in small ways, one at a time, and asks whether a quick test notices.
 
-    python scripts/mutate.py [--per-module 8] [--seed 0] [--report FILE] [dpo_pack/packing/plan.py ...]
+    python scripts/mutate.py [--per-module 3] [--seed 0] [--jobs 2] [--report FILE] [dpo_pack/losses ...]
 
 A *mutant* is one module with one change: `<` becomes `<=`, `+` becomes `-`, a statement is left out. A mutant
-whose tests all pass has *survived*: no test keeps what that line promises. Without arguments every module of
-the package is sampled. A module's tests are the test files that import it; what they do not notice goes to
-the test files that import a module which imports it. Each mutant runs in a fork of this process, which has
-already imported torch and transformers.
+whose tests all pass has *survived*: no test keeps what that line promises. Without arguments, mutants are
+drawn from every module of the package, and every quick test file is used. For named modules, only the test
+files that import one of them are used, or those of `--tests`; other tests may notice what survives them.
 
-Some changes cannot be noticed, because the program means the same. docs/dev/equivalent_mutants.txt lists
-them with the reason; they do not count. Exit status 1 if fewer than 95 of 100 mutants were noticed.
+First each test file runs once, unchanged. That shows which lines each test executes, and how long it takes.
+A mutant is then shown the tests that execute its line, near and fast ones first, until one fails. If no test
+executes the line, it is shown tests of the same module and of those that import it. Tests that fail unchanged
+are not used, and are named. Each run is a fork of this process, which has already imported torch and
+transformers. `--state` keeps what is known: the same command goes on where it was stopped. What depends on a
+changed file is done again.
+
+Some changes cannot be noticed, because the program means the same. docs/dev/equivalent_mutants.txt lists them
+with the reason; they do not count. Exit status 1 if fewer than 95 of 100 mutants were noticed.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import copy
+import contextlib
 import functools
+import hashlib
 import importlib.machinery
+import json
+import mmap
+import operator
 import os
-import random
+import platform
+import resource
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-EQUIVALENT = ROOT / "docs/dev/equivalent_mutants.txt"
+PACKAGE = "dpo_pack"
+EQUIVALENT = "docs/dev/equivalent_mutants.txt"
 LEAST_RATE = 0.95
 LIBRARIES = (
     "torch",
@@ -43,6 +61,14 @@ LIBRARIES = (
     "hypothesis",
     "pyarrow.parquet",
 )
+# Seconds that a mutant's tests take unchanged: those of the first run, of all runs, and of tests that do
+# not execute its line.
+FIRST_SECONDS, ALL_SECONDS, BLIND_SECONDS = 4.0, 40.0, 15.0
+SLACK = 60.0  # seconds: a mutant may also take so much longer than six times its tests, on a busy machine
+MEMORY = 8 << 30  # bytes: a mutant may allocate without end
+PYTEST = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are imported already
+
 _OPERATORS: dict[type[ast.AST], tuple[type[ast.AST], str]] = {
     ast.Lt: (ast.LtE, "< to <="),
     ast.LtE: (ast.Lt, "<= to <"),
@@ -74,7 +100,9 @@ class Mutant:
     file: Path
     line: int
     change: str
-    code: CodeType
+    node: int  # the place of the changed node among the nodes of the module
+    option: int  # the place of the change among those of the node
+    statement: tuple[int, int]  # its first and last line; of an `if` or a loop only the head
 
     @property
     def source(self) -> str:
@@ -84,6 +112,17 @@ class Mutant:
     def name(self) -> str:
         """The name in the list of equivalent mutants. It has no line number, which other changes move."""
         return f"{self.file} | {self.change} | {self.source}"
+
+    def compiled(self) -> CodeType:
+        tree = ast.parse((ROOT / self.file).read_text(encoding="utf-8"))
+        target = next(node for place, (node, _) in enumerate(_nodes(tree, tree)) if place == self.node)
+        change = list(_changes(target))[self.option][1]
+        if change is None:
+            _leave_out(tree, target)
+        else:
+            change(target)
+        ast.fix_missing_locations(tree)
+        return compile(tree, str(ROOT / self.file), "exec")
 
 
 def _is_skipped(node: ast.AST) -> bool:
@@ -99,19 +138,21 @@ def _is_skipped(node: ast.AST) -> bool:
     return False
 
 
-def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes that may be changed: no annotations, no decorators, no texts."""
+def _nodes(node: ast.AST, statement: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Yields (node that may be changed, its statement): no annotations, no decorators, no texts."""
+    if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+        statement = node
     if _is_skipped(node):
         if isinstance(node, ast.Raise):
-            yield node
+            yield node, statement
         return
-    yield node
-    for field, value in ast.iter_fields(node):
-        if field in ("annotation", "returns", "decorator_list", "type_params"):
+    yield node, statement
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _nodes(child)
+                yield from _nodes(child, statement)
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -155,21 +196,21 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
 
 def mutants_of(file: Path) -> list[Mutant]:
     """Returns every mutant of a module; `file` is relative to the repository."""
-    text = (ROOT / file).read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     found = []
-    for number, node in enumerate(_nodes(tree)):
-        for what, change in _changes(node):
-            mutated = copy.deepcopy(tree)
-            target = next(n for i, n in enumerate(_nodes(mutated)) if i == number)
-            if change is None:
-                _leave_out(mutated, target)
-            else:
-                change(target)
-            ast.fix_missing_locations(mutated)
-            code = compile(mutated, str(ROOT / file), "exec")
-            found.append(Mutant(file, getattr(node, "lineno", 1), what, code))
+    for place, (node, statement) in enumerate(_nodes(tree, tree)):
+        for option, (what, _) in enumerate(_changes(node)):
+            line = getattr(node, "lineno", 1)
+            found.append(Mutant(file, line, what, place, option, _lines(statement, line)))
     return found
+
+
+def _lines(statement: ast.AST, line: int) -> tuple[int, int]:
+    first, last = getattr(statement, "lineno", line), getattr(statement, "end_lineno", line)
+    body = getattr(statement, "body", None)
+    if body and not isinstance(statement, ast.Module):
+        last = max(first, body[0].lineno - 1)
+    return min(first, line), max(last, line)
 
 
 def _leave_out(tree: ast.AST, statement: ast.AST) -> None:
@@ -179,19 +220,251 @@ def _leave_out(tree: ast.AST, statement: ast.AST) -> None:
                 value[value.index(statement)] = ast.copy_location(ast.Pass(), statement)
 
 
-def tests_of(file: Path) -> tuple[list[str], list[str]]:
-    """Returns the test files that import a module, those named after it first, and those one step further."""
-    module = _module(file)
-    importers = {_module(path) for path in Path("dpo_pack").rglob("*.py") if module in _imports(path)}
-    near, far = [], []
-    for test in sorted(Path("tests").rglob("test_*.py"), key=lambda test: test.stat().st_size):
-        imported = _imports(test)
-        if module in imported:
-            near.append(test)
-        elif importers & imported:
-            far.append(test)
-    near.sort(key=lambda test: file.stem not in test.stem)
-    return [str(test) for test in near], [str(test) for test in far]
+def drawn(file: Path, number: int, seed: int, equivalent: set[str]) -> tuple[list[Mutant], int]:
+    """Returns `number` mutants of a module, and how many equivalent ones were drawn beside them.
+
+    A mutant's place in the draw depends on its own text alone, so a change elsewhere in the module leaves it.
+    """
+    seen: Counter[str] = Counter()
+    order = []
+    for mutant in mutants_of(file):
+        seen[mutant.name] += 1
+        key = hashlib.sha256(f"{seed} {mutant.name} {seen[mutant.name]}".encode()).hexdigest()
+        order.append((key, mutant))
+    chosen: list[Mutant] = []
+    left_out = 0
+    for _, mutant in sorted(order, key=lambda pair: pair[0]):
+        if len(chosen) == number:
+            break
+        if mutant.name in equivalent:
+            left_out += 1
+        else:
+            chosen.append(mutant)
+    return chosen, left_out
+
+
+@dataclass(slots=True)
+class KnownTest:
+    """What a test does unchanged."""
+
+    seconds: float
+    lines: int  # bit n is set if the test executes line n of all the package's lines
+
+
+class Lines:
+    """Numbers all lines of the package, and notes which of them this process and its forks execute."""
+
+    def __init__(self) -> None:
+        self.base: dict[str, int] = {}
+        total = 0
+        for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+            self.base[str(path)] = total
+            total += len(path.read_bytes().splitlines()) + 2
+        self.total = total
+        self._seen = mmap.mmap(-1, total)  # shared with forks
+        self._tracers: dict[str, Callable[..., Any]] = {
+            name: self._tracer(b) for name, b in self.base.items()
+        }
+
+    def _tracer(self, base: int) -> Callable[..., Any]:
+        seen = self._seen
+
+        def trace(frame: Any, event: str, argument: object) -> Any:
+            seen[base + frame.f_lineno] = 1
+            return trace
+
+        return trace
+
+    def trace(self, frame: Any, event: str, argument: object) -> Any:
+        """The function for `sys.settrace`."""
+        tracer = self._tracers.get(frame.f_code.co_filename)
+        return tracer and tracer(frame, event, argument)
+
+    def take(self) -> int:
+        """Returns the lines executed since the last call, one bit each."""
+        bits = bytes(self._seen).translate(_DIGITS)[::-1]
+        self._seen[:] = bytes(self.total)
+        return int(bits, 2)
+
+    def masks(self, mutant: Mutant) -> list[int]:
+        """Returns the bits of the mutant's statement, of its module, and of the modules that import it."""
+        base, (first, last) = self.base[str(ROOT / mutant.file)], mutant.statement
+        importers = [file for file in self.base if _module(mutant.file) in _imports(Path(file))]
+        return [
+            ((1 << (last - first + 1)) - 1) << (base + first),
+            self._module(str(ROOT / mutant.file)),
+            functools.reduce(operator.or_, map(self._module, importers), 0),
+        ]
+
+    def _module(self, file: str) -> int:
+        count = len(Path(file).read_bytes().splitlines()) + 1
+        return ((1 << count) - 1) << self.base[file]
+
+
+_DIGITS = bytes([ord("0"), ord("1")] + [ord("1")] * 254)
+
+
+class Watch:
+    """A pytest plugin that notes what each test of one file executes."""
+
+    def __init__(self, lines: Lines, traced: bool) -> None:
+        self.lines, self.traced = lines, traced
+        self.tests: dict[str, KnownTest] = {}
+        self.failed: set[str] = set()
+        self._of_fixtures: Counter[tuple[str, str]] = Counter()
+        self._fixtures: dict[str, list[tuple[str, str]]] = {}
+
+    def result(self) -> dict[str, Any]:
+        for test, known in self.tests.items():
+            for fixture in self._fixtures[test]:
+                known.lines |= self._of_fixtures[fixture]
+        return {
+            "tests": {
+                name: [round(known.seconds, 3), zlib.compress(f"{known.lines:x}".encode()).hex()]
+                for name, known in self.tests.items()
+            },
+            "failed": sorted(self.failed),
+        }
+
+
+def _watch_hooks() -> type[Watch]:
+    """Returns Watch with its hooks, for which pytest is imported."""
+    import threading
+
+    import pytest
+
+    class Watching(Watch):
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_protocol(self, item: Any) -> Generator[None, object, object]:
+            self.lines.take()
+            self._fixtures[item.nodeid] = [
+                (name, definition.baseid)
+                for name in item.fixturenames
+                for definition in item._fixtureinfo.name2fixturedefs.get(name, ())
+            ]
+            begun = time.perf_counter()
+            if self.traced:
+                threading.settrace(self.lines.trace)
+                sys.settrace(self.lines.trace)
+            try:
+                return (yield)
+            finally:
+                sys.settrace(None)
+                threading.settrace(None)
+                seconds = time.perf_counter() - begun
+                self.tests[item.nodeid] = KnownTest(seconds, self.lines.take() | self._of_fixtures["", ""])
+                self._of_fixtures["", ""] = 0
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_fixture_setup(self, fixturedef: Any, request: object) -> Generator[None, object, object]:
+            """What a fixture of several tests executes, all of them execute."""
+            if fixturedef.scope == "function":
+                return (yield)
+            before = self.lines.take()
+            try:
+                return (yield)
+            finally:
+                inside = self.lines.take()
+                self._of_fixtures[fixturedef.argname, fixturedef.baseid] |= inside
+                self._of_fixtures["", ""] |= before | inside  # of the test that runs
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.failed:
+                self.failed.add(report.nodeid)
+
+    return Watching
+
+
+class Chosen:
+    """A pytest plugin that runs these tests in this order."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self.place = {test: place for place, test in enumerate(tests)}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self.place), key=lambda item: self.place[item.nodeid]
+        )
+
+
+@dataclass(slots=True)
+class Job:
+    """What a fork does: returns its exit status within `seconds`."""
+
+    work: Callable[[str], int]  # gets an empty directory
+    seconds: float
+
+
+Work = Generator[Job, int | None, None]  # gets each job's exit status; None: it was out of time
+
+
+def in_forks(works: Iterable[Work], jobs: int) -> None:
+    """Runs the jobs of each work one after the other, and `jobs` works beside each other."""
+    waiting = iter(works)
+    running: dict[int, tuple[Work, float, str]] = {}
+
+    def advance(work: Work, status: int | None, first: bool = False) -> None:
+        try:
+            job = next(work) if first else work.send(status)
+        except StopIteration:
+            return
+        directory = tempfile.mkdtemp(prefix="mutate-")
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            _child(job, directory)
+        running[pid] = work, time.monotonic() + job.seconds, directory
+
+    while True:
+        while len(running) < jobs and (work := next(waiting, None)) is not None:
+            advance(work, None, first=True)
+        if not running:
+            return
+        for pid, (work, end, directory) in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            in_time = bool(ended)
+            if not in_time and time.monotonic() < end:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # and what it has left running
+            if not in_time:
+                os.waitpid(pid, 0)
+            shutil.rmtree(directory, ignore_errors=True)
+            del running[pid]
+            advance(work, os.waitstatus_to_exitcode(status) if in_time else None)
+        time.sleep(0.01)
+
+
+def _child(job: Job, directory: str) -> None:
+    status = 99
+    try:
+        output = os.open(os.environ.get("MUTATE_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.dont_write_bytecode = True
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        status = job.work(directory)
+    finally:
+        os._exit(status)
+
+
+def _pytest(tests: list[str], directory: str, *plugins: object, stop: bool = False) -> int:
+    import pytest
+
+    files = list(dict.fromkeys(test.split("::")[0] for test in tests))
+    options = [*PYTEST, f"--rootdir={ROOT}", f"--basetemp={directory}/pytest", *(["-x"] if stop else [])]
+    return int(pytest.main([*options, *files], plugins=list(plugins)))
+
+
+def _serve(mutant: Mutant) -> None:
+    """Makes this process import the mutant in place of its module."""
+    loader: Any = importlib.machinery.SourceFileLoader
+    original, code = loader.get_code, mutant.compiled()
+
+    def get_code(self: Any, fullname: str) -> Any:
+        return code if self.path == str(ROOT / mutant.file) else original(self, fullname)
+
+    loader.get_code = get_code
 
 
 def _module(file: Path) -> str:
@@ -209,100 +482,271 @@ def _imports(file: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def run_tests(tests: list[str], mutant: Mutant | None, seconds: float) -> tuple[int | None, float]:
-    """Runs test files in a fork; returns pytest's exit status (None: out of time) and the seconds."""
-    begun = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        _child(tests, mutant)
-    while time.monotonic() - begun < seconds:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status), time.monotonic() - begun
-        time.sleep(0.02)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None, time.monotonic() - begun
+def _hash(paths: Iterable[Path]) -> str:
+    state = hashlib.sha256()
+    for path in sorted(paths):
+        state.update(str(path).encode() + b"\0" + path.read_bytes() + b"\0")
+    return state.hexdigest()
 
 
-def _child(tests: list[str], mutant: Mutant | None) -> None:
-    import pytest
+class State:
+    """What is known already: a JSON line each, under a key that changes with what it depends on."""
 
-    status = 99
-    try:
-        output = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.dont_write_bytecode = True
-        if mutant is not None:
-            _serve(mutant)
-        chosen = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-        chosen += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are imported already
-        status = int(pytest.main([*chosen, *tests]))
-    finally:
-        os._exit(status)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._known: dict[str, Any] = {}
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                if line.endswith("]"):  # a killed process may leave a part of a line
+                    key, value = json.loads(line)
+                    self._known[key] = value
+
+    def get(self, key: str) -> Any:
+        return self._known.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        self._known[key] = value
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([key, value]) + "\n")
 
 
-def _serve(mutant: Mutant) -> None:
-    """Makes this process import the mutant in place of its module."""
-    loader: Any = importlib.machinery.SourceFileLoader
-    original = loader.get_code
+@dataclass(slots=True)
+class Tests:
+    """Runs every quick test file once, unchanged, and chooses the tests of a mutant."""
 
-    def get_code(self: Any, fullname: str) -> Any:
-        return mutant.code if self.path == str(ROOT / mutant.file) else original(self, fullname)
+    state: State
+    lines: Lines
+    known: dict[str, KnownTest] = field(default_factory=dict)
+    failing: list[str] = field(default_factory=list)
 
-    loader.get_code = get_code
+    def learn(self, jobs: int, named: list[Path], paths: list[Path]) -> None:
+        """Uses the test files below `paths`, or those that import one of the named modules, or all."""
+        package = _hash([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "tests/support").rglob("*.py")])
+        files = {file for path in paths or [Path("tests")] for file in (ROOT / path).rglob("test_*.py")}
+        files |= {ROOT / path for path in paths if path.is_file()}
+        names = {_module(file) for file in named}
+        used = [path for path in files if paths or not names or names & _imports(path)]
+        used.sort(key=lambda path: (-path.stat().st_size, path))  # the long ones first
+        in_forks((self._learn(path.relative_to(ROOT), package) for path in used), jobs)
+
+    def _learn(self, file: Path, package: str) -> Work:
+        key = f"{package} {_hash([ROOT / file])} {file}"
+        found = self.state.get(key)
+        if found is None:
+            result = Path(tempfile.mkdtemp(prefix="mutate-")) / "result.json"
+
+            def watched(tests: list[str], traced: bool) -> Callable[[str], int]:
+                def work(directory: str) -> int:
+                    watch = _watch_hooks()(self.lines, traced)
+                    plugins = [watch] if traced else [watch, Chosen(tests)]
+                    _pytest(tests, directory, *plugins)
+                    result.write_text(json.dumps(watch.result()), encoding="utf-8")
+                    return 0
+
+                return work
+
+            status = yield Job(watched([str(file)], True), 3600.0)
+            found = (
+                json.loads(result.read_text(encoding="utf-8"))
+                if status == 0
+                else {"tests": {}, "failed": [str(file)]}
+            )
+            if status == 0 and found["failed"]:  # the tracing may disturb it
+                status = yield Job(watched(found["failed"], False), 3600.0)
+                if status == 0:
+                    found["failed"] = json.loads(result.read_text(encoding="utf-8"))["failed"]
+            shutil.rmtree(result.parent)
+            self.state.put(key, found)
+            print(f"{file}: {len(found['tests'])} tests", flush=True)
+        for test in found["failed"]:
+            print(f"fails unchanged, and is not used: {test}", flush=True)
+        self.failing += found["failed"]
+        for test, (seconds, lines) in found["tests"].items():
+            if test not in found["failed"]:
+                self.known[test] = KnownTest(seconds, int(zlib.decompress(bytes.fromhex(lines)), 16))
+
+    def of(self, mutant: Mutant) -> list[list[str]]:
+        """Returns the tests to show it, in runs: near and fast ones first."""
+        masks = self.lines.masks(mutant)
+        name, ranked = _module(mutant.file), []
+        for test, known in self.known.items():
+            file = Path(test.split("::")[0])
+            imports = name in _imports(ROOT / file)
+            reach = next((n for n, mask in enumerate(masks) if known.lines & mask), 3)
+            if reach < 3 or imports:
+                distance = 1 if mutant.file.stem in file.stem else 2 if imports else 4
+                ranked.append((reach, (known.seconds + 0.02) * distance, known.seconds + 0.01, test))
+        runs: list[list[str]] = [[], []]
+        used = blind = 0.0
+        for reach, _, seconds, test in sorted(ranked):
+            if (reach and (blind := blind + seconds) > BLIND_SECONDS) or used + seconds > ALL_SECONDS:
+                continue
+            used += seconds
+            runs[used > FIRST_SECONDS and bool(runs[0])].append(test)
+        return [_by_file(run) for run in runs if run]
+
+    def seconds(self, tests: list[str]) -> float:
+        return sum(self.known[test].seconds for test in tests)
+
+
+def _by_file(tests: list[str]) -> list[str]:
+    """Keeps the tests of a file together, so that its fixtures are made once."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for test in tests:
+        files[test.split("::")[0]].append(test)
+    return [test for group in files.values() for test in group]
+
+
+@dataclass(slots=True)
+class Results:
+    """How each mutant ended: `noticed`, `out of time` or `survived`."""
+
+    state: State
+    tests: Tests
+    key: str
+    endings: dict[Mutant, str] = field(default_factory=dict)
+    unfit: list[str] = field(default_factory=list)  # modules whose tests fail unchanged in this order
+
+    def judge(self, file: Path, mutants: list[Mutant]) -> Work:
+        """Judges the mutants of a module, after a look whether its tests pass unchanged."""
+        for number, mutant in enumerate(mutants):
+            key = f"{self.key} {mutant.file} {mutant.node} {mutant.option}"
+            ending = self.state.get(key)
+            runs = self.tests.of(mutant)
+            if ending is None and number == 0 and runs:
+                status = yield self._job(None, runs[0])
+                if status != 0:
+                    print(f"{file}: its tests fail unchanged, status {status}", flush=True)
+                    self.unfit.append(str(file))
+                    return
+            if ending is None:
+                ending = "survived"
+                for run in runs:
+                    status = yield self._job(mutant, run)
+                    if status != 0:
+                        ending = "out of time" if status is None else "noticed"
+                        break
+                self.state.put(key, ending)
+            self.endings[mutant] = ending
+            if ending == "survived":
+                print(f"survived: {mutant.file}:{mutant.line}: {mutant.change}: {mutant.source}", flush=True)
+        endings = [self.endings[mutant] for mutant in mutants]
+        print(f"{file}: {len(mutants) - endings.count('survived')} of {len(mutants)} noticed", flush=True)
+
+    def _job(self, mutant: Mutant | None, tests: list[str]) -> Job:
+        def work(directory: str) -> int:
+            if mutant is not None:
+                _serve(mutant)
+            return _pytest(tests, directory, Chosen(tests), stop=mutant is not None)
+
+        return Job(work, SLACK + 6 * self.tests.seconds(tests))
 
 
 def equivalent_mutants() -> dict[str, str]:
-    """Returns the mutants that mean the same as the program, with the reason."""
-    if not EQUIVALENT.is_file():
+    """Returns the mutants that mean the same as the program, with the reason.
+
+    A line of the file is `file | change | source || reason`.
+    """
+    path = ROOT / EQUIVALENT
+    if not path.is_file():
         return {}
-    lines = [line for line in EQUIVALENT.read_text(encoding="utf-8").splitlines() if " || " in line]
-    return dict(line.split(" || ", 1) for line in lines)
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if " || " in line]
+    return dict(line.rsplit(" || ", 1) for line in lines)
+
+
+def modules(names: list[str]) -> list[Path]:
+    """Returns the modules of these files and directories, relative to the repository; of none, all."""
+    paths = [ROOT / name for name in names or [PACKAGE]]
+    found = {file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
+    return sorted(file.relative_to(ROOT) for file in found)
+
+
+def page(results: Results, left_out: int, command: str) -> str:
+    """Returns the result as a page of Markdown."""
+    rooms: dict[str, Counter[str]] = defaultdict(Counter)
+    for mutant, ending in results.endings.items():
+        rooms["/".join(mutant.file.parts[1:2])][ending] += 1
+    total = sum(rooms.values(), Counter())
+    survivors = [mutant for mutant, ending in results.endings.items() if ending == "survived"]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("torch", "transformers", "pytest") if name in LIBRARIES
+    )
+    lines = [
+        "# Mutations",
+        "",
+        "<!-- Written by scripts/mutate.py; edit the script instead. -->",
+        "",
+        f"`{command}`",
+        f"at commit {commit.stdout.strip() or 'unknown'}, Python {platform.python_version()}, {versions}.",
+        "",
+        "A mutant is one module with one small change. It is noticed when a quick test fails, or does not",
+        f"end. The mutants were drawn from {len({m.file for m in results.endings})} modules. {left_out} more",
+        f"mean the same as the program ([list]({Path(EQUIVALENT).name})); they do not count.",
+        "",
+        f"**{sum(total.values()) - total['survived']} of {sum(total.values())} noticed, {_rate(total):.1%}**;"
+        f" {total['out of time']} of them because the tests did not end.",
+        "",
+        "| room | mutants | noticed | rate |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {room} | {sum(c.values())} | {sum(c.values()) - c['survived']} | {_rate(c):.0%} |"
+        for room, c in sorted(rooms.items())
+    ]
+    lines += ["", "## Survivors", ""] if survivors else ["", "No mutant survived."]
+    lines += [f"- `{m.file}`, line {m.line}, {m.change}: `{m.source}`" for m in survivors]
+    for title, names in (
+        ("Tests that fail unchanged, and were not used", results.tests.failing),
+        ("Modules whose tests fail unchanged, and were not changed", results.unfit),
+    ):
+        if names:
+            lines += ["", f"## {title}", "", *(f"- `{name}`" for name in names)]
+    return "\n".join(lines) + "\n"
+
+
+def _rate(endings: Counter[str]) -> float:
+    return 1 - endings["survived"] / max(sum(endings.values()), 1)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="files of dpo_pack/; none: all of them")
-    parser.add_argument("--per-module", type=int, default=8, help="mutants drawn from each module")
+    parser.add_argument("modules", nargs="*", help=f"files or directories of {PACKAGE}/; none: all modules")
+    parser.add_argument("--tests", nargs="+", type=Path, default=[], help="test files or directories to use")
+    parser.add_argument("--per-module", type=int, default=3, help="mutants drawn from each module")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--report", type=Path, help="also write the result here")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes beside each other")
+    parser.add_argument(
+        "--state", type=Path, default=Path("build/mutations.jsonl"), help="what is known already"
+    )
+    parser.add_argument("--report", type=Path, help="write the result here, as Markdown")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT)]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in LIBRARIES:
         __import__(name)
-    equivalent, lines = equivalent_mutants(), []
-    killed = total = 0
-    files = [Path(name) for name in arguments.modules]
-    for file in files or sorted(path.relative_to(ROOT) for path in (ROOT / "dpo_pack").rglob("*.py")):
-        found = [mutant for mutant in mutants_of(file) if mutant.name not in equivalent]
-        drawn = random.Random(f"{arguments.seed} {file}").sample(found, min(arguments.per_module, len(found)))
-        survivors = drawn
-        for tests in filter(None, tests_of(file)):
-            if not survivors:
-                break
-            status, seconds = run_tests(tests, None, 3600.0)
-            if status != 0:
-                print(f"{file}: tests fail unchanged, status {status}: {' '.join(tests)}", flush=True)
-                return 2
-            survivors = [
-                mutant for mutant in survivors if run_tests(tests, mutant, 60.0 + 4 * seconds)[0] == 0
-            ]
-        if not drawn:
-            continue
-        killed, total = killed + len(drawn) - len(survivors), total + len(drawn)
-        lines += [f"{file}: {len(drawn) - len(survivors)} of {len(drawn)} noticed"]
-        lines += [f"    survived, line {m.line}: {m.change}: {m.source}" for m in survivors]
-        print("\n".join(lines[-len(survivors) - 1 :]), flush=True)
-    rate = killed / max(total, 1)
-    lines.append(f"{killed} of {total} mutants noticed, {rate:.1%}; seed {arguments.seed}")
-    print(lines[-1])
+    named = modules(arguments.modules) if arguments.modules else []
+    state = State(arguments.state)
+    tests = Tests(state, Lines())
+    tests.learn(arguments.jobs, named, arguments.tests)
+    everything = _hash([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
+    results = Results(state, tests, everything)
+    equivalent = set(equivalent_mutants())
+    draws = {
+        file: drawn(file, arguments.per_module, arguments.seed, equivalent)
+        for file in modules(arguments.modules)
+    }
+    in_forks((results.judge(file, found) for file, (found, _) in draws.items() if found), arguments.jobs)
+    total = Counter(results.endings.values())
+    rate = _rate(total)
+    print(f"{sum(total.values()) - total['survived']} of {sum(total.values())} mutants noticed, {rate:.1%}")
     if arguments.report:
-        arguments.report.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return int(rate < LEAST_RATE)
+        command = " ".join(["python scripts/mutate.py", *sys.argv[1:]])
+        left_out = sum(number for _, number in draws.values())
+        arguments.report.write_text(page(results, left_out, command), encoding="utf-8")
+    return 2 if results.unfit else int(rate < LEAST_RATE)
 
 
 if __name__ == "__main__":

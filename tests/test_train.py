@@ -454,7 +454,11 @@ def test_a_line_has_seconds_by_phase_that_add_up_and_the_part_of_the_peak(straig
         assert 0.5 * line["seconds"] < phases <= line["seconds"]
         assert 0 < line["mfu"] < 1
         assert line["rewards/margins_p10"] <= line["rewards/margins_p50"] <= line["rewards/margins_p90"]
-    assert 0 < read_json(straight / "run.json")["totals"]["mfu"] < 1
+    totals = read_json(straight / "run.json")["totals"]
+    assert 0 < totals["mfu"] < 1
+    # Each second is counted once: a step's time has no evaluation in it, and no other step.
+    parts = totals["startup_seconds"] + totals["train_seconds"] + totals["eval_seconds"]
+    assert parts <= totals["seconds"]
 
 
 def test_docs_define_every_number_of_metrics_jsonl(straight: Path) -> None:

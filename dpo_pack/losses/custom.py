@@ -36,7 +36,7 @@ def load_custom_loss(name: str, options: LossOptions) -> Loss:
         ) from error
     if required is not None:
         raise RecipeError(f"loss.type: {name} must return {required}")
-    return Loss(function=function)
+    return Loss(function=function, needs_reference=True)
 
 
 def _unmet_requirement(function: Callable[..., Any], options: LossOptions) -> str | None:
@@ -50,7 +50,7 @@ def _unmet_requirement(function: Callable[..., Any], options: LossOptions) -> st
         return f"one value a pair, shape (3,) for three pairs, not {shape}"
     if not values.is_floating_point() or not values.requires_grad:
         return "values that are differentiable in policy.chosen and policy.rejected"
-    alone = [function(_pick(policy, pair), _pick(reference, pair), options) for pair in range(3)]
+    alone = [function(_pick(policy, pair), _pick(reference, pair), options) for pair in range(len(values))]
     if not torch.allclose(torch.cat(alone), values, equal_nan=True):
         return "for each pair a value that does not depend on the other pairs, which the packer chooses"
     return None

@@ -59,7 +59,7 @@ class Loss:
     """A loss without coupling between pairs: (policy, reference, options) -> [P], one value for each pair."""
 
     function: Callable[[PairLogps, PairLogps, LossOptions], Tensor]
-    needs_reference: bool = True  # False: the reference log-probs are zeros, and no model computes them
+    needs_reference: bool  # False: the reference log-probs are zeros, and no model computes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,4 +72,4 @@ class CoupledLoss:
     """
 
     function: Callable[[PairLogps, PairLogps, LossOptions, Tensor], Tensor]
-    needs_reference: bool = True
+    needs_reference: bool

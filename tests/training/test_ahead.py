@@ -85,6 +85,13 @@ def test_batches_made_ahead_are_those_made_when_asked_for() -> None:
     assert ahead == asked_for and len(ahead) == source.num_steps == 8
 
 
+def test_each_epoch_takes_every_pair_once_in_an_order_of_its_own() -> None:
+    batches = [pairs_of(batch) for batch in make_source()]
+    first, second = batches[:4], batches[4:]
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(14))
+    assert first != second
+
+
 def test_the_batch_made_ahead_does_not_count_as_handed_out() -> None:
     source = make_source()
     batches = iter(source)
