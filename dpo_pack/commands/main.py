@@ -49,6 +49,9 @@ Verbose = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write JSON into a file ('-': print it).")
 ]
+HtmlFile = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write the report as one page for a browser.")
+]
 
 
 def main() -> None:
@@ -165,12 +168,11 @@ def inspect_packing(
         str, typer.Option(help="Compare token budgets; the best is named, for the first number of --ranks.")
     ] = "4096,8192,16384",
     json_file: JsonFile = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as one page with charts.")
-    ] = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """Preview rows, fill and savings, without model weights."""
-    from dpo_pack.reports.packing_tables import parse_numbers, render_packing
+    from dpo_pack.reports.packing_tables import render_packing
+    from dpo_pack.reports.tables import parse_numbers
 
     loaded = _load(recipe, overrides)
     rank_numbers = parse_numbers(ranks, option="--ranks", instance="1,8,64")
@@ -192,6 +194,55 @@ def inspect_packing(
         from dpo_pack.reports.pages import packing_page
 
         write_text_atomically(html_file, packing_page(report))
+        console.print(f"Page: {html_file}")
+
+
+@app.command()
+def show(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    pair: Annotated[
+        list[str] | None,
+        typer.Option("--pair", metavar="N", help="Show the pair in row N, with token ids; repeatable."),
+    ] = None,
+    dropped: Annotated[
+        bool, typer.Option("--dropped", help="Read all rows; list those that are left out, by reason.")
+    ] = False,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Show pairs as the model will meet them, and common faults.
+
+    Shows each token: where the prompt ends, what chosen and rejected share, what is scored, EOS, what was
+    cut. Shows rows that are left out, and one packed row. Reads the first rows only, and no model weights.
+    """
+    from dpo_pack.reports.tables import parse_numbers
+
+    # `--pair 3 8` gives 8 as an override.
+    more = [text for text in overrides or () if pair and text.isdecimal()]
+    asked = {
+        number
+        for text in (*(pair or ()), *more)
+        for number in parse_numbers(text, option="--pair", instance="3,8")
+    }
+    loaded = _load(recipe, [text for text in overrides or () if text not in more])
+    with many_imports():
+        from dpo_pack.reports.pair_views import render_pairs
+        from dpo_pack.run.show import show_recipe, to_json
+        from dpo_pack.system.console import make_console
+        from dpo_pack.system.files import write_text_atomically
+
+    console = make_console(quiet=json_file == Path("-"))
+    shown = show_recipe(loaded, console, asked_rows=asked, reads_all=dropped)
+    render_pairs(shown, console, lists_dropped=dropped)
+    if json_file == Path("-"):
+        print(to_json(shown), end="")
+    elif json_file is not None:
+        write_text_atomically(json_file, to_json(shown))
+    if html_file is not None:
+        from dpo_pack.reports.pages import pairs_page
+
+        write_text_atomically(html_file, pairs_page(shown))
         console.print(f"Page: {html_file}")
 
 

@@ -60,10 +60,11 @@ class BadRow(Exception):
     Reports count rows by `reason`, a snake_case word. Error messages quote `detail`, a clause.
     """
 
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
+    def __init__(self, reason: str, detail: str, content: Any = None) -> None:
+        super().__init__(reason, detail, content)
         self.reason = reason
         self.detail = detail
+        self.content = content  # the row as a reader found it, if the reader refused it
 
 
 def preference(row: Row) -> Pair:

@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int | None], None]  # task, rows done, rows in al
 
 # data.truncation decides about rows with these reasons; data.on_bad_row decides about all other bad rows.
 _TRUNCATION_REASONS = ("too_long", "prompt_too_long", "identical_after_truncation")
-_LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
+LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
 _NAMED_COLUMNS = 20  # in an error message
 _CHECKED_ROWS = 100  # `check_source` reads so many rows
 _DETECTION_ROWS = 1000  # `format: auto` looks for a readable row in so many rows
@@ -72,7 +72,7 @@ def load_source(
     Raises DataError if the source has an error, ModelError if the tokenizer lacks a feature that it needs.
     """
     located = locate_source(source, key, cache_dir / "file_hashes.json")
-    ingestion = _Ingestion(located=located, source=source, data=data, tokenizer=tokenizer)
+    ingestion = Ingestion(located=located, source=source, data=data, tokenizer=tokenizer)
     name = _store_key(located, source, data, tokenizer_key, ingestion.find_format())
     directory = cache_dir / "tokens" / name
     store, num_rows = open_store(directory), 0
@@ -96,7 +96,7 @@ def load_prompt_source(
 ) -> LoadedSource:
     """Returns a source's prompts, each with room for `max_new_tokens` tokens. Raises like `load_source`."""
     located = locate_source(source, key, cache_dir / "file_hashes.json", prompts_suffice=True)
-    ingestion = _Ingestion(
+    ingestion = Ingestion(
         located=located, source=source, data=data, tokenizer=tokenizer, completion_tokens=max_new_tokens
     )
     batches = list(ingestion.batches(lambda what, done, total: None))
@@ -127,7 +127,7 @@ def check_source(
 
         return replace(opened, rows=rows())
 
-    ingestion = _Ingestion(
+    ingestion = Ingestion(
         located=replace(located, open=open_first),
         source=source,
         data=data.model_copy(update={"num_workers": 0}),
@@ -159,7 +159,7 @@ def _store_key(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Ingestion:
+class Ingestion:
     """One pass over the rows of a source, with its counts of rows, pairs and dropped rows."""
 
     located: LocatedSource
@@ -186,29 +186,36 @@ class _Ingestion:
         """Returns the format of the rows. Raises DataError as `batches` does."""
         if self.source.format != "auto":
             return self.source.format
-        opened = self._open()
+        opened = self.open()
         with closing(opened.rows):
             return self._known_format(opened)[0]
 
     def batches(self, progress: Progress) -> Iterator[TokenizedBatch]:
         """Yields the rows as tokens. Raises DataError at a row that stops the run, and if no row is left."""
-        opened = self._open()
+        opened = self.open()
         with closing(opened.rows):
-            self.format, rows = self._known_format(opened)
-            rows = self._with_known_prompts(opened, rows)
-            settings = TokenizationSettings.of(self.data, self.source, self.format, self.completion_tokens)
-            check_tokenizer(self.tokenizer, settings, self.located.label)
+            rows, settings = self.start(opened)
             num_workers = 0 if self.data.num_workers == "auto" else self.data.num_workers
             batches = tokenize_rows(
                 rows, settings, self.tokenizer, num_workers=num_workers, max_pairs=self.source.max_pairs
             )
             with closing(batches):
                 for batch in batches:
-                    self._count(batch)
+                    self.count(batch)
+                    if self.num_kept == 0 and self.num_rows >= _DETECTION_ROWS:
+                        self._check_rows("the first ")  # the rest of a large file would take long
                     progress(f"Tokenizing {self.located.label}", self.num_rows, opened.num_rows)
                     yield batch
         self._check_rows()
         self._check_any_left()
+
+    def start(self, opened: OpenRows) -> tuple[Iterator[NumberedRow], TokenizationSettings]:
+        """Finds the format; returns all rows and how to tokenise them. Raises DataError and ModelError."""
+        self.format, rows = self._known_format(opened)
+        rows = self._with_known_prompts(opened, rows)
+        settings = TokenizationSettings.of(self.data, self.source, self.format, self.completion_tokens)
+        check_tokenizer(self.tokenizer, settings, self.located.label)
+        return rows, settings
 
     def summary(self) -> dict[str, Any]:
         """Returns the counts of the pass, for the manifest and the data report."""
@@ -225,7 +232,7 @@ class _Ingestion:
             **self.counts,
         }
 
-    def _open(self) -> OpenRows:
+    def open(self) -> OpenRows:
         opened = self.located.open()
         self.row_word, self.columns = opened.row_word, opened.columns
         return opened
@@ -304,20 +311,20 @@ class _Ingestion:
             return numbered
         return number, BadRow("missing_column", f"no column 'prompt', and {next(iter(texts))!r} may be it")
 
-    def _count(self, batch: TokenizedBatch) -> None:
+    def count(self, batch: TokenizedBatch) -> None:
+        """Adds the rows of a batch to the counts."""
         for number, bad in batch.dropped:
             self.first_dropped.setdefault(bad.reason, (number, bad))
             self.dropped_counts[bad.reason] += 1
             listed = self.dropped_rows.setdefault(bad.reason, [])
-            if len(listed) < _LISTED_ROWS:
+            if len(listed) < LISTED_ROWS:
                 listed.append(number)
         self.counts.update(batch.counts)
         self.num_rows += batch.num_rows
         self.num_kept += len(batch.pairs.records)
-        if self.num_kept == 0 and self.num_rows >= _DETECTION_ROWS:
-            self._check_rows("the first ")  # the rest of a large file would take long
 
-    def _stops_run(self, reason: str) -> bool:
+    def stops_run(self, reason: str) -> bool:
+        """Returns True if rows with this reason end a run."""
         if reason in _TRUNCATION_REASONS:
             return self.data.truncation == "error"
         if self.infers_prompts and reason == "no_common_prompt" and self._is_in_most_rows(reason):
@@ -329,11 +336,11 @@ class _Ingestion:
 
     def _check_rows(self, which: str = "") -> None:
         """Raises DataError if dropped rows stop the run: with the first one and the number of each kind."""
-        stopping = [reason for reason in self.first_dropped if self._stops_run(reason)]
+        stopping = [reason for reason in self.first_dropped if self.stops_run(reason)]
         if not stopping:
             return
         number, bad = self.first_dropped[stopping[0]]
-        remedy = self._remedy(bad) or "mend the rows"
+        remedy = self.remedy(bad) or "mend the rows"
         # Who skips most rows of a source does not see what is wrong with it.
         if bad.reason not in _TRUNCATION_REASONS and not self._is_in_most_rows(bad.reason):
             remedy += ", or set data.on_bad_row: skip"
@@ -343,7 +350,7 @@ class _Ingestion:
             f"{self.located.label} {self.row_word} {number}: {bad.detail}; {', '.join(kinds)}; {remedy}"
         )
 
-    def _remedy(self, bad: BadRow) -> str | None:
+    def remedy(self, bad: BadRow) -> str | None:
         """Returns the change of the recipe that keeps such rows; None if there is no such change."""
         shorter = "" if self.completion_tokens is None else ", lower online.max_new_tokens"
         if bad.reason == "no_common_prompt" and FORMATS[self.format].prompt_column is None:
@@ -361,7 +368,7 @@ class _Ingestion:
             raise DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
         if self.num_kept == 0:
             number, bad = next(iter(self.first_dropped.values()))
-            remedy = self._remedy(bad) or f"mend the rows, or remove {self.located.key}"
+            remedy = self.remedy(bad) or f"mend the rows, or remove {self.located.key}"
             reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped_counts.most_common())
             raise DataError(
                 f"{self.located.label}: no {self.kept_word} left of {self.num_rows} rows ({reasons}); "

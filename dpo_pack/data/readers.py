@@ -77,12 +77,13 @@ class ColumnNames:
             elif theirs not in row:
                 present = ", ".join(row) or "none"
                 detail = f"no column {theirs!r}, which {self.key}.columns.{ours} names (there are: {present})"
-                return BadRow("missing_column", detail)
+                return BadRow("missing_column", detail, row)
             else:
                 renamed[ours] = row[theirs]
         for column, value in row.items():
             if column not in self.mapping.values() and holds_media(column, value):
-                return BadRow("media", f"column {column!r} has images, video or audio, and only text is read")
+                detail = f"column {column!r} has images, video or audio, and only text is read"
+                return BadRow("media", detail, row)
         return renamed
 
     def select(self, columns: Columns) -> list[str]:
@@ -319,19 +320,21 @@ def _json_row(line: bytes) -> dict[str, Any] | BadRow:
     try:
         row = _JSON.decode(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
-        where = f"byte 0x{error.object[error.start]:02x} at position {error.start + 1}"
-        return BadRow("not_utf8", f"not UTF-8 ({where})")
+        reason = "not_utf8"
+        detail = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start + 1})"
     except json.JSONDecodeError as error:
-        return BadRow("invalid_json", f"invalid JSON ({_json_problem(error)} at column {error.colno})")
+        reason, detail = "invalid_json", f"invalid JSON ({_json_problem(error)} at column {error.colno})"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
-        return BadRow("invalid_json", f"invalid JSON ({first_line(error)})")
-    return _object_row(row)
+        reason, detail = "invalid_json", f"invalid JSON ({first_line(error)})"
+    else:
+        return _object_row(row)
+    return BadRow(reason, detail, line.decode(errors="backslashreplace").strip())
 
 
 def _object_row(row: object) -> dict[str, Any] | BadRow:
     if isinstance(row, dict | BadRow):
         return row
-    return BadRow("not_an_object", f"no JSON object but a {type(row).__name__}")
+    return BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
 
 
 def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRow:
@@ -340,7 +343,7 @@ def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRow:
     if len(values) == len(pairs):
         return values
     repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
-    return BadRow("repeated_key", f"a JSON object has the key {repeated!r} twice")
+    return BadRow("repeated_key", f"a JSON object has the key {repeated!r} twice", values)
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_json_object)
@@ -396,7 +399,7 @@ def _csv_rows(path: Path, header: list[str], columns: Sequence[str] | None) -> I
             number += 1
             if len(values) != len(header):
                 detail = f"{len(values)} fields for {len(header)} columns (it ends on line {line})"
-                yield number, BadRow("wrong_number_of_fields", detail)
+                yield number, BadRow("wrong_number_of_fields", detail, values)
                 continue
             row = dict(zip(header, values, strict=True))
             yield number, row if columns is None else {column: row[column] for column in columns}

@@ -104,12 +104,12 @@ def tokenize_batch(
 ) -> TokenizedBatch:
     """Returns the token ids of the rows that give a pair or a prompt, and the reasons of all other rows."""
     is_text = FORMATS[settings.format].content != "token_ids"
-    parsed: list[tuple[int, Pair, tuple[str, ...]]] = []  # for the texts see _render
+    parsed: list[tuple[int, Pair, tuple[str, ...]]] = []  # for the texts see render
     dropped: list[DroppedRow] = []
     for number, row in rows:
         try:
-            pair = _parse(row, settings, tokenizer)
-            parsed.append((number, pair, _render(pair, settings, tokenizer) if is_text else ()))
+            pair = parse_row(row, settings, tokenizer)
+            parsed.append((number, pair, render(pair, settings, tokenizer) if is_text else ()))
         except BadRow as bad:
             dropped.append((number, bad.with_traceback(None)))
     if is_text:
@@ -117,7 +117,7 @@ def tokenize_batch(
     else:
         ids = _given_ids([pair for _, pair, _ in parsed], settings)
     sequences_per_row = 3 if settings.completion_tokens is None else 1
-    ends, counts = _EndTokens.of(tokenizer, settings.format), Counter[str]()
+    ends, counts = EndTokens.of(tokenizer, settings.format), Counter[str]()
     kept: list[tuple[int, Pair, PairIds]] = []
     prompts: list[Prompt] = []
     for (number, pair, texts), *sequences in zip(parsed, *[ids] * sequences_per_row, strict=True):
@@ -173,7 +173,8 @@ def _whole_prompt_key(pair: Pair) -> bytes:
     return beginning_key(str(pair.prompt)) if pair.has_inferred_prompt else prompt_key(pair.prompt)
 
 
-def _parse(row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, tokenizer: Tokenizer) -> Pair:
+def parse_row(row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, tokenizer: Tokenizer) -> Pair:
+    """Returns the pair of a row, or its prompt alone if rows are prompts. Raises BadRow."""
     if isinstance(row, BadRow):
         raise row
     format = FORMATS[settings.format]
@@ -197,7 +198,7 @@ def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
                 raise BadRow("token_id_out_of_range", detail)
 
 
-def _render(pair: Pair, settings: TokenizationSettings, tokenizer: Tokenizer) -> tuple[str, ...]:
+def render(pair: Pair, settings: TokenizationSettings, tokenizer: Tokenizer) -> tuple[str, ...]:
     """Returns the text of the prompt and, for a pair, the texts prompt + chosen and prompt + rejected."""
     completions = () if settings.completion_tokens is not None else (pair.chosen, pair.rejected)
     texts: tuple[str, ...]
@@ -235,6 +236,14 @@ def _apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Toke
         raise
     except Exception as error:  # a template is a program that came with the model: it may raise any error
         raise BadRow("template_error", f"the chat template cannot render it ({first_line(error)})") from error
+
+
+def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
+    """Returns True if the chat template writes the beginning of an answer after the prompt of a pair."""
+    (with_opening,) = _apply_chat_template(pair, (), tokenizer)
+    options = {**pair.template_options, "tokenize": False}
+    prompt: Any = pair.prompt
+    return bool(with_opening != tokenizer.apply_chat_template(prompt, **options))
 
 
 def _encode(texts: list[str], settings: TokenizationSettings, tokenizer: Tokenizer) -> Iterator[TokenIds]:
@@ -293,26 +302,26 @@ def _fit_prompt(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _EndTokens:
+class EndTokens:
     """The tokens that end a completion: a completion has an end if its last `window` tokens contain one."""
 
     ids: frozenset[int]
     window: int
 
     @staticmethod
-    def of(tokenizer: Tokenizer, format: str) -> "_EndTokens":
+    def of(tokenizer: Tokenizer, format: str) -> "EndTokens":
         eos = frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
         if FORMATS[format].content != "messages":
-            return _EndTokens(ids=eos, window=1)
+            return EndTokens(ids=eos, window=1)
         # A template ends turns with EOS or with another special token (<end_of_turn>, <|eot_id|>).
         special = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
-        return _EndTokens(ids=eos | special, window=_TURN_END_TOKENS)
+        return EndTokens(ids=eos | special, window=_TURN_END_TOKENS)
 
     def end(self, completion: TokenIds) -> bool:
         return any(token in self.ids for token in completion[-self.window :].tolist())
 
 
-def _pair_notes(num_prompt_tokens: int, whole: PairIds, fitted: PairIds, ends: _EndTokens) -> Counter[str]:
+def _pair_notes(num_prompt_tokens: int, whole: PairIds, fitted: PairIds, ends: EndTokens) -> Counter[str]:
     """Returns the report's counts of a kept pair: two counts of pairs, then three of completions."""
     notes = Counter[str](
         prompt_boundary_moved=len(whole.prompt) < num_prompt_tokens,

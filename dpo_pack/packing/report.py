@@ -146,14 +146,15 @@ def inspect_packing(
         sweep=sweep,
         recommendation=recommend(sweep) if sweep else None,
         drawn_rows=tuple(
-            _draw(plan, lengths, row, share_prompt) for row in plan.pack_step(0)[0][:DRAWN_ROWS]
+            draw_row(plan, lengths, row, share_prompt) for row in plan.pack_step(0)[0][:DRAWN_ROWS]
         ),
         removed_pairs=removed_pairs,
         truncated=dict(truncated or {}),
     )
 
 
-def _draw(plan: PackingPlan, lengths: PairLengths, row: Row, share_prompt: bool) -> DrawnRow:
+def draw_row(plan: PackingPlan, lengths: PairLengths, row: Row, share_prompt: bool) -> DrawnRow:
+    """Returns the segments of a row of the plan."""
     segments: list[tuple[str, int]] = []
     for group in plan.sizes.groups_in(row):
         if len(group) > 1:

@@ -8,7 +8,6 @@ from rich.text import Text
 from dpo_pack.packing.report import DrawnRow, PackingReport
 from dpo_pack.packing.statistics import PackingStatistics
 from dpo_pack.reports.tables import Cells, cells_of, terminal_table
-from dpo_pack.system.errors import RecipeError
 
 _OVERSIZE_PAIRS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"
@@ -32,7 +31,8 @@ def render_packing(report: PackingReport, console: Console) -> None:
     console.print(Text.assemble((headline(report), "bold"), f"; {layout_sentence(report)}"))
     console.print(terminal_table("lengths in tokens", _lengths_cells(report, bars), no_wrap=True))
     console.print(terminal_table("rows on one rank", _rows_cells(ours)))
-    _draw_rows(report, console)
+    draw_rows("rows of the first step", report.drawn_rows, console)
+    console.print()
     title = f"{ours.computed_tokens:,} tokens an epoch, against padded training"
     console.print(terminal_table(title, _padded_cells(ours)))
     console.print(
@@ -211,9 +211,9 @@ def draw_bars(counts: Sequence[int], *, bars: str = _BARS) -> str:
     return "".join(bars[-(-count * len(bars) // tallest) - 1] if count else " " for count in counts)
 
 
-def drawn_kinds(report: PackingReport) -> list[tuple[str, str]]:
+def drawn_kinds(rows: Sequence[DrawnRow]) -> list[tuple[str, str]]:
     """Returns the kinds of segments in the drawn rows, with their full names."""
-    drawn = {segment.kind for row in report.drawn_rows for segment in row.segments}
+    drawn = {segment.kind for row in rows for segment in row.segments}
     return [(kind, name) for kind, (*_, name) in _KINDS.items() if kind in drawn]
 
 
@@ -222,16 +222,21 @@ def segments(row: DrawnRow) -> list[tuple[str, int]]:
     return [(segment.kind, segment.tokens) for segment in row.segments]
 
 
-def _draw_rows(report: PackingReport, console: Console) -> None:
-    """Prints the first rows as bars with one scale; a segment keeps its position in the row."""
-    rows = report.drawn_rows
+def draw_rows(
+    title: str, rows: Sequence[DrawnRow], console: Console, *, names: Sequence[str] | None = None
+) -> None:
+    """Prints rows as bars with one scale; a segment keeps its position in the row.
+
+    names: what stands beside each row; by default its number of pairs.
+    """
     symbol = 1 if console.options.ascii_only else 2
     cells = {kind: style[symbol] for kind, style in _KINDS.items()}
-    labels = [f" {row.tokens:,}, {count_pairs(row.num_pairs)}" for row in rows]
+    names = names or [count_pairs(row.num_pairs) for row in rows]
+    labels = [f" {row.tokens:,}, {name}" for row, name in zip(rows, names, strict=True)]
     width = max(min(console.width, 120) - max(map(len, labels)), 20)
     scale = max(row.tokens for row in rows) / width
-    legend = Text("rows of the first step: ", style="bold")
-    for kind, _ in drawn_kinds(report):
+    legend = Text(f"{title}: ", style="bold")
+    for kind, _ in drawn_kinds(rows):
         legend.append(f"{cells[kind]} {kind}  ", style=_KINDS[kind][0])
     console.print(legend)
     for row, label in zip(rows, labels, strict=True):
@@ -239,18 +244,4 @@ def _draw_rows(report: PackingReport, console: Console) -> None:
         for kind, tokens in segments(row):
             begin, position = round(position / scale), position + tokens
             bar.append(cells[kind] * (round(position / scale) - begin), style=_KINDS[kind][0])
-        console.print(bar, Text(label, style="dim"), sep="", crop=True, no_wrap=True)
-    console.print()
-
-
-def parse_numbers(text: str, *, option: str, instance: str) -> tuple[int, ...]:
-    """Reads the numbers of an option such as `--ranks 1,8,64`. Raises RecipeError."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise RecipeError(
-            f"{option} {text!r}: not positive whole numbers; write them as in {option} {instance}"
-        )
-    return numbers
+        console.print(bar, Text(label, style="dim"), sep="", soft_wrap=False, crop=True, no_wrap=True)

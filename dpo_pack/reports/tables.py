@@ -6,6 +6,8 @@ from typing import NamedTuple
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from dpo_pack.system.errors import RecipeError
+
 
 class Cells(NamedTuple):
     """A table of text cells. The first column is aligned to the left, the other columns to the right."""
@@ -30,3 +32,16 @@ def terminal_table(title: str, cells: Cells, *, no_wrap: bool = False) -> Table:
     for number, row in enumerate(cells.rows):
         table.add_row(*row, style="bold" if number == cells.picked else None)
     return table
+
+
+def parse_numbers(text: str, *, option: str, instance: str) -> tuple[int, ...]:
+    """Reads the numbers of an option such as `--ranks 1,8,64`. Raises RecipeError."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise RecipeError(
+            f"{option} {text!r}: not positive whole numbers; write them as in {option} {instance}"
+        )
+    return numbers

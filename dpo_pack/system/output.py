@@ -7,6 +7,7 @@ libraries, warnings and tracebacks print.
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from typing import Any
@@ -32,7 +33,13 @@ def complain(line: str) -> None:
 
 
 def guard_output() -> None:
-    """From now on, escapes control characters in all that Python code writes to stdout and stderr."""
+    """From now on, escapes control characters in all that Python code writes to stdout and stderr.
+
+    Also escapes characters that stdout's encoding lacks: data has any character, and a terminal may be ASCII.
+    """
+    stdout = unguarded(sys.stdout)
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = _guarded(sys.stdout), _guarded(sys.stderr)
 
 

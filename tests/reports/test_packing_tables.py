@@ -17,8 +17,9 @@ from dpo_pack.packing.flops import AttentionKind, ModelShape
 from dpo_pack.packing.lengths import PairLengths
 from dpo_pack.packing.report import PackingReport, to_json
 from dpo_pack.packing.statistics import MAX_BALANCE_STEPS, length_summary, rank_balance
-from dpo_pack.reports.packing_tables import draw_bars, format_flops, parse_numbers, render_packing
+from dpo_pack.reports.packing_tables import draw_bars, format_flops, render_packing
 from dpo_pack.reports.pages import packing_page
+from dpo_pack.reports.tables import parse_numbers
 from dpo_pack.system.errors import DataError, RecipeError
 
 

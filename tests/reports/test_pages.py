@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.inspected_lengths import LENGTHS, inspect
+from support.outline import Outline
 
 from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.lengths import PairLengths
@@ -18,7 +18,6 @@ from dpo_pack.packing.report import PackingReport
 from dpo_pack.reports.pages import packing_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
-VOID_ELEMENTS = {"meta", "br"}
 
 
 def full_report() -> PackingReport:
@@ -34,30 +33,6 @@ def full_report() -> PackingReport:
         removed_pairs={"too_long": 12},
         truncated={"eos_lost": 3},
     )
-
-
-class Outline(HTMLParser):
-    """Checks that elements close in the order they open, and collects what the page says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID_ELEMENTS:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.text.append(data)
 
 
 def outline(report: PackingReport) -> Outline:

@@ -1,0 +1,310 @@
+"""Common faults of preference data and chat templates, in words and with a remedy.
+
+A rule looks at one pair and returns what it found there, as a sentence; None if the pair is in order. To add
+a rule, write a function and a line in RULES, at the end of this file.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dpo_pack.data.formats import are_labels
+from dpo_pack.data.truncation import TokenIds
+from dpo_pack.data.view import LeftOutReason, Origin, SourceView, ViewedPair
+
+SIDES = ("chosen", "rejected")
+_QUOTED_CHARACTERS = 40
+_LEAST_PROMPT_CHARACTERS = 8  # a shorter prompt may be in an answer by chance
+_FEW = 0.1  # of the pairs or rows of a source: so few may be as they should be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault of some pairs of a source, or of rows that are left out."""
+
+    name: str  # a snake_case word
+    origin: Origin
+    sentence: str
+    remedy: str
+    num_rows: int  # that have the fault
+    of_rows: int
+    unit: Literal["pair", "row"]
+    rows: tuple[int, ...]  # numbers of rows that have the fault; of rows that are left out, the first ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a fault is found and described."""
+
+    find: Callable[[ViewedPair], str | None]
+    sentence: str
+    remedy: Callable[[Sequence[ViewedPair]], str]  # of the pairs that have the fault
+    least_share: float = 0.0  # of the source's pairs; fewer are no fault
+
+
+def find_faults(view: SourceView) -> list[Fault]:
+    """Returns the faults of a source: first those that most rows have."""
+    faults = []
+    for name, rule in RULES.items():
+        found = [pair for pair in view.pairs if rule.find(pair)]
+        if found and len(found) >= rule.least_share * len(view.pairs):
+            faults.append(_fault(view, name, rule.sentence, rule.remedy(found), found))
+    faults += [*_labels(view), *(_left_out(reason) for reason in view.left_out if _is_many(reason))]
+    return sorted(faults, key=lambda fault: -fault.num_rows)
+
+
+def notes_of(pair: ViewedPair, faults: Sequence[Fault]) -> list[str]:
+    """Returns what the rules found in a pair, for the faults that its source has."""
+    names = {fault.name for fault in faults if fault.origin == pair.origin}
+    found = (rule.find(pair) for name, rule in RULES.items() if name in names)
+    return [note for note in found if note]
+
+
+def _repeated_prompt(pair: ViewedPair) -> str | None:
+    prompt = _text_of(pair.pair.prompt).strip()
+    repeating = [
+        side for side in SIDES if _has_prompt(pair, side, prompt) and len(prompt) >= _LEAST_PROMPT_CHARACTERS
+    ]
+    if not repeating:
+        return None
+    verb = "contains" if len(repeating) == 1 else "contain"
+    return f"{' and '.join(repeating)} {verb} the prompt again: {quoted(prompt)}"
+
+
+def _has_prompt(pair: ViewedPair, side: str, prompt: str) -> bool:
+    return prompt in _text_of(pair.pair.chosen if side == "chosen" else pair.pair.rejected)
+
+
+def _mend_repeated_prompt(pairs: Sequence[ViewedPair]) -> str:
+    if isinstance(pairs[0].pair.prompt, str):
+        return (
+            f"wrong columns? chosen and rejected must be answers only. Name the columns of the answers in "
+            f"{pairs[0].origin.key}.columns; if chosen and rejected are prompt and answer together, set "
+            f"{pairs[0].origin.key}.columns: {{prompt: null}}"
+        )
+    key = pairs[0].origin.key
+    return f"remove the prompt from chosen and rejected, or name other columns in {key}.columns"
+
+
+def _scored_header(pair: ViewedPair) -> str | None:
+    header = _header(pair)
+    if header is None or pair.opens_turn:
+        return None
+    return (
+        f"the prompt ends before the header of the assistant's turn, so the completions begin with it: "
+        f"{quoted(header)}"
+    )
+
+
+def _header(pair: ViewedPair) -> str | None:
+    """Returns the text that the template wrote between the prompt and the first words of the answer."""
+    if not _is_chat(pair):
+        return None
+    answer = _text_of(pair.pair.chosen).strip()[:_QUOTED_CHARACTERS]
+    text = pair.text_of("chosen")
+    header = text[: max(text.find(answer), 0)]
+    return header if answer and header.strip() else None
+
+
+def _moved_boundary(pair: ViewedPair) -> str | None:
+    if len(pair.whole.prompt) == len(pair.alone):
+        return None
+    end = quoted(pair.text_after_boundary())
+    if _is_chat(pair):
+        return f"the prompt alone ends with {end}, which does not come before the completions"
+    return f"the end of the prompt, {end}, and the beginning of a completion become one token"
+
+
+def _mend_moved_boundary(pairs: Sequence[ViewedPair]) -> str:
+    if _is_chat(pairs[0]):
+        return (
+            "take a chat template that writes the same before an answer as it writes for a generation prompt "
+            "(tokenizer.chat_template), or set its options in the column chat_template_kwargs"
+        )
+    return (
+        "the usual cause is a space at the end of the prompt: remove it there and begin the completions with "
+        "it"
+    )
+
+
+def _no_end(pair: ViewedPair) -> str | None:
+    missing = [side for side in SIDES if not pair.ends.end(_whole(pair, side))]
+    if not missing:
+        return None
+    last = "; ".join(
+        f"{side} ends with {quoted(''.join(token.text for token in pair.tokens(side)[-3:]))}"
+        for side in missing
+    )
+    return f"EOS is missing: {last}"
+
+
+def _mend_no_end(pairs: Sequence[ViewedPair]) -> str:
+    tokenizer = pairs[0].tokenizer
+    eos = f"{tokenizer.eos_token} (id {tokenizer.eos_token_id})"
+    if _is_chat(pairs[0]):
+        return (
+            f"the chat template must write EOS, {eos}, after each answer: mend it and name the file in "
+            "tokenizer.chat_template"
+        )
+    return f"write EOS, {eos}, at the end of chosen_ids and rejected_ids"
+
+
+def _cut_prompt(pair: ViewedPair) -> str | None:
+    num_cut = len(pair.whole.prompt) - len(pair.fitted.prompt)
+    if not num_cut:
+        return None
+    return f"{num_cut:,} of the prompt's {len(pair.whole.prompt):,} tokens are cut, the oldest ones"
+
+
+def _mend_cut_prompt(pairs: Sequence[ViewedPair]) -> str:
+    limits = pairs[0].limits
+    longest = {
+        "data.max_length": max(pair.whole.longest_length for pair in pairs),
+        "data.max_prompt_length": max(len(pair.whole.prompt) for pair in pairs),
+    }
+    exceeded = {
+        "data.max_length": longest["data.max_length"] > limits.max_length,
+        "data.max_prompt_length": limits.max_prompt_length is not None
+        and longest["data.max_prompt_length"] > limits.max_prompt_length,
+    }
+    keys = " with ".join(f"{key}: {longest[key]}" for key, is_exceeded in exceeded.items() if is_exceeded)
+    return f"{keys} keeps these pairs whole; data.truncation: drop leaves them out"
+
+
+def _cut_completion(pair: ViewedPair) -> str | None:
+    cut = [
+        f"{len(whole) - len(fitted):,} tokens of {side}"
+        for side, whole, fitted in (
+            ("chosen", pair.whole.chosen, pair.fitted.chosen),
+            ("rejected", pair.whole.rejected, pair.fitted.rejected),
+        )
+        if len(fitted) < len(whole)
+    ]
+    return f"{' and '.join(cut)} are cut, and EOS with them" if cut else None
+
+
+def _mend_cut_completion(pairs: Sequence[ViewedPair]) -> str:
+    longest = max(pair.whole.longest_length for pair in pairs)
+    return f"data.max_length: {longest} keeps these pairs whole; data.truncation: drop leaves them out"
+
+
+def _labels(view: SourceView) -> list[Fault]:
+    """Returns a fault for each part of the pairs that holds ids or categories instead of texts."""
+    faults = []
+    for part in ("prompt", *SIDES):
+        texts = [_text_of(getattr(pair.pair, part)).strip() for pair in view.pairs]
+        if all(texts) and are_labels(texts):
+            sentence = f"{part} is an id or a category, no text: {', '.join(map(quoted, texts[:3]))}, ..."
+            remedy = f"wrong column? Name the column of the texts in {view.origin.key}.columns.{part}"
+            faults.append(_fault(view, f"{part}_is_a_label", sentence, remedy, view.pairs))
+    return faults
+
+
+def _fault(view: SourceView, name: str, sentence: str, remedy: str, pairs: Sequence[ViewedPair]) -> Fault:
+    return Fault(
+        name=name,
+        origin=view.origin,
+        sentence=sentence,
+        remedy=remedy,
+        num_rows=len(pairs),
+        of_rows=len(view.pairs),
+        unit="pair",
+        rows=tuple(pair.row_number for pair in pairs),
+    )
+
+
+def _is_many(reason: LeftOutReason) -> bool:
+    return reason.num_rows >= _FEW * reason.of_rows
+
+
+def _left_out(reason: LeftOutReason) -> Fault:
+    first, remedy = reason.rows[0], reason.remedy
+    if reason.reason in ("empty_completion", "identical_completions"):
+        remedy = f"wrong columns? Correct {reason.origin.key}.columns, or mend the rows"
+    consequence = "a run stops there" if reason.stops_run else "left out"
+    return Fault(
+        name=reason.reason,
+        origin=reason.origin,
+        sentence=(
+            f"no pair ({reason.reason}), {consequence}; {first.origin.row_word} {first.row_number:,}: "
+            f"{first.detail}"
+        ),
+        remedy=remedy,
+        num_rows=reason.num_rows,
+        of_rows=reason.of_rows,
+        unit="row",
+        rows=tuple(row.row_number for row in reason.rows),
+    )
+
+
+def _whole(pair: ViewedPair, side: str) -> TokenIds:
+    return pair.whole.chosen if side == "chosen" else pair.whole.rejected
+
+
+def _is_chat(pair: ViewedPair) -> bool:
+    return isinstance(pair.pair.prompt, list) and isinstance(pair.pair.prompt[0], dict)
+
+
+def _text_of(content: object) -> str:
+    """Returns a text, or what the last message says; "" for token ids and for messages without text."""
+    if isinstance(content, list):
+        content = content[-1].get("content") if content and isinstance(content[-1], dict) else ""
+    return content if isinstance(content, str) else ""
+
+
+def quoted(text: str) -> str:
+    """Returns the text in quotation marks, with escapes for line breaks, and without its middle if long."""
+    if len(text) > _QUOTED_CHARACTERS:
+        half = _QUOTED_CHARACTERS // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return '"' + text.replace("\n", "\\n") + '"'
+
+
+RULES: dict[str, Rule] = {
+    "prompt_in_completion": Rule(
+        find=_repeated_prompt,
+        sentence="the completions contain the prompt again, so the model learns to repeat it",
+        remedy=_mend_repeated_prompt,
+        least_share=_FEW,
+    ),
+    "no_generation_prompt": Rule(
+        find=_scored_header,
+        sentence=(
+            "the chat template has no generation prompt: the prompt ends before the header of the "
+            "assistant's turn, so this header is scored as a part of each answer"
+        ),
+        remedy=lambda pairs: (
+            f"the template must write {quoted(_header(pairs[0]) or '')} after the messages if "
+            "add_generation_prompt is true; mend it and name the file in tokenizer.chat_template"
+        ),
+    ),
+    "prompt_boundary_moved": Rule(
+        find=_moved_boundary,
+        sentence=(
+            "the completions begin before the end of the prompt, because its last tokens change when a "
+            "completion follows. A model in use gets other tokens than in training"
+        ),
+        remedy=_mend_moved_boundary,
+    ),
+    "no_eos": Rule(
+        find=_no_end,
+        sentence="a completion has no EOS at its end, so the model does not learn where to stop",
+        remedy=_mend_no_end,
+    ),
+    "prompt_cut": Rule(
+        find=_cut_prompt,
+        sentence=(
+            "the beginning of the prompt is cut off (data.truncation: prompt_left), so the model does not "
+            "see what was said first"
+        ),
+        remedy=_mend_cut_prompt,
+    ),
+    "completion_cut": Rule(
+        find=_cut_completion,
+        sentence=(
+            "the end of a completion is cut off with its EOS (data.truncation: completion_right), so the "
+            "model does not learn where to stop"
+        ),
+        remedy=_mend_cut_completion,
+    ),
+}

@@ -1,0 +1,339 @@
+"""Shows rows of a source as the model will meet them. It reads the first rows only, and writes nothing.
+
+Each row is tokenised as a run does it, and once more without limits of length: so what is cut is known.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from dpo_pack.data.formats import FORMATS, BadRow, Pair
+from dpo_pack.data.ingest import LISTED_ROWS, Ingestion, Progress
+from dpo_pack.data.locating import locate_source
+from dpo_pack.data.readers import NumberedRow
+from dpo_pack.data.store import PairTable, TokenizedPairs, TokenStore
+from dpo_pack.data.tokenization import (
+    EndTokens,
+    TokenizationSettings,
+    parse_row,
+    template_opens_turn,
+    tokenize_batch,
+)
+from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds
+from dpo_pack.data.workers import tokenize_rows
+from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
+from dpo_pack.system.errors import DataError
+
+FIRST_ROWS = 200  # so many rows of a source are looked at, and rows that are asked for
+_UNLIMITED = LengthLimits(max_length=1 << 31, max_prompt_length=None, truncation="drop")
+# A decoded character that is not whole yet: its other bytes are in the next tokens.
+_PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The source of rows."""
+
+    name: str  # as in reports
+    label: str  # for people: the name of the file
+    key: str  # "data.train.0"
+    row_word: str  # the unit of row numbers: "row" or "line"
+
+    def place(self, row_number: int) -> str:
+        return f"{self.label} {self.row_word} {row_number:,}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token of a sequence. The texts of all tokens of a sequence, joined, are the text of the sequence."""
+
+    id: int
+    text: str  # "" if the token is a part of a character; the last such token has the whole character
+    part: Literal["prompt", "completion"]
+    scored: bool | float
+    is_cut: bool  # truncation removes the token, so the model does not see it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ViewedPair:
+    """A pair, before and after it became tokens."""
+
+    origin: Origin
+    row_number: int
+    pair: Pair
+    alone: TokenIds  # the prompt, tokenised without a completion
+    whole: PairIds  # before truncation
+    fitted: PairIds  # the tokens that the model gets
+    limits: LengthLimits
+    opens_turn: bool  # False: the chat template writes nothing more if it is asked for a generation prompt
+    tokenizer: Tokenizer
+    ends: EndTokens
+
+    def end_of(self, side: str) -> str | None:
+        """Returns the token that ends the completion that the model gets: EOS, or a template's end of a turn.
+
+        Returns None if there is no such token.
+        """
+        last = _completion(self.fitted, side)[-self.ends.window :].tolist()
+        found = [token for token in last if token in self.ends.ids]
+        return _decode(found[-1:], self.tokenizer) if found else None
+
+    def tokens(self, side: str) -> list[Token]:
+        """Returns the prompt and one completion ("chosen" or "rejected"), also the tokens that were cut."""
+        prompt, completion = self.whole.prompt, _completion(self.whole, side)
+        texts = token_texts(np.concatenate([prompt, completion]), self.tokenizer)
+        kept = len(_completion(self.fitted, side))
+        begin, end = self._cut_prompt
+        cut = [begin <= position < end for position in range(len(prompt))]
+        cut += [position >= kept for position in range(len(completion))]
+        ids = [*prompt.tolist(), *completion.tolist()]
+        return [
+            Token(
+                id=id,
+                text=text,
+                part="prompt" if position < len(prompt) else "completion",
+                scored=position >= len(prompt) and not is_cut,
+                is_cut=is_cut,
+            )
+            for position, (id, text, is_cut) in enumerate(zip(ids, texts, cut, strict=True))
+        ]
+
+    @property
+    def _cut_prompt(self) -> tuple[int, int]:
+        """The positions of the prompt tokens that `prompt_left` cuts. BOS stays if there is room for it."""
+        whole, fitted = self.whole.prompt, self.fitted.prompt
+        keeps_first = len(fitted) > 1 and whole[0] == self.tokenizer.bos_token_id
+        return int(keeps_first), int(keeps_first) + len(whole) - len(fitted)
+
+    def text_of(self, side: str) -> str:
+        """Returns the text of a whole completion, special tokens included."""
+        return "".join(token.text for token in self.tokens(side) if token.part == "completion")
+
+    def text_after_boundary(self) -> str:
+        """Returns the end of the prompt that does not come before the completions; "" if there is none."""
+        return "".join(token_texts(self.alone, self.tokenizer)[len(self.whole.prompt) :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A row that does not become a pair."""
+
+    origin: Origin
+    row_number: int
+    reason: str
+    detail: str
+    content: Any  # the row, under our column names where a format could read it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOutReason:
+    """All rows of a source that are left out for one reason."""
+
+    origin: Origin
+    reason: str
+    num_rows: int
+    of_rows: int  # tokenised rows of the source
+    remedy: str
+    stops_run: bool
+    rows: tuple[LeftOut, ...]  # the first ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SourceView:
+    """The rows of a source that were looked at."""
+
+    origin: Origin
+    format: str
+    num_rows: int  # tokenised
+    num_kept: int
+    num_rows_of_source: int | None  # None: not known before its end, and the end was not reached
+    last_row: int  # the number of the last row that was read
+    pairs: tuple[ViewedPair, ...]  # of the first rows, and of the rows that were asked for
+    table: PairTable  # the same pairs
+    left_out: tuple[LeftOutReason, ...]
+
+
+def view_source(
+    source: SourceRecipe,
+    key: str,
+    data: DataRecipe,
+    tokenizer: Tokenizer,
+    *,
+    name: str,
+    label: str,
+    asked_rows: Collection[int] = (),
+    reads_all: bool = False,
+    progress: Progress,
+) -> SourceView:
+    """Reads the first rows of a source, and on to the last of `asked_rows`; all rows if `reads_all`.
+
+    Rows that would stop a run are left out like others. Raises DataError if the source cannot be read or has
+    no rows, ModelError if the tokenizer lacks a feature.
+    """
+    located = locate_source(source, key, None)
+    ingestion = Ingestion(located=located, source=source, data=data, tokenizer=tokenizer)
+    pairs: list[ViewedPair] = []
+    stores: list[TokenizedPairs] = []
+    left_out: dict[str, list[LeftOut]] = {}
+    opened = ingestion.open()
+    origin = Origin(name=name, label=label, key=key, row_word=opened.row_word)
+    with closing(opened.rows):
+        rows, settings = ingestion.start(opened)
+        selection = _Selection(rows=rows, asked_rows=asked_rows, reads_all=reads_all)
+        batches = tokenize_rows(
+            iter(selection), settings, tokenizer, num_workers=0, max_pairs=source.max_pairs
+        )
+        with closing(batches):
+            for batch in batches:
+                taken, shown = selection.take()
+                ingestion.count(batch)
+                progress(f"Reading {label}", ingestion.num_rows, opened.num_rows)
+                for number, bad in batch.dropped:
+                    listed = left_out.setdefault(bad.reason, [])
+                    if len(listed) < LISTED_ROWS:
+                        content = taken[number]
+                        listed.append(
+                            LeftOut(
+                                origin=origin,
+                                row_number=number,
+                                reason=bad.reason,
+                                detail=bad.detail,
+                                content=content.content if isinstance(content, BadRow) else content,
+                            )
+                        )
+                dropped = {number for number, _ in batch.dropped}
+                kept = [(number, taken[number]) for number in shown if number not in dropped]
+                viewed, store = _view(kept, origin, settings, tokenizer)
+                pairs += viewed
+                stores.append(store)
+    if ingestion.num_rows == 0:
+        raise DataError(f"{located.label} has no rows; correct or remove {key}")
+    store = TokenStore(
+        tokens=np.concatenate([store.tokens for store in stores]),
+        records=np.concatenate([store.records for store in stores]),
+    )
+    return SourceView(
+        origin=origin,
+        format=ingestion.format,
+        num_rows=ingestion.num_rows,
+        num_kept=ingestion.num_kept,
+        num_rows_of_source=selection.num_rows if selection.is_at_end else opened.num_rows,
+        last_row=selection.last_row,
+        pairs=tuple(pairs),
+        table=PairTable.of([store]),
+        left_out=tuple(
+            LeftOutReason(
+                origin=origin,
+                reason=reason,
+                num_rows=ingestion.dropped_counts[reason],
+                of_rows=ingestion.num_rows,
+                remedy=ingestion.remedy(bad) or "mend the rows",
+                stops_run=ingestion.stops_run(reason),
+                rows=tuple(left_out[reason]),
+            )
+            for reason, bad in ((reason, bad) for reason, (_, bad) in ingestion.first_dropped.items())
+        ),
+    )
+
+
+class _Selection:
+    """The rows of a source that are tokenised; keeps them until `take` is called after each batch."""
+
+    def __init__(self, *, rows: Iterator[NumberedRow], asked_rows: Collection[int], reads_all: bool) -> None:
+        self.rows, self.asked_rows, self.reads_all = rows, asked_rows, reads_all
+        self.num_rows = self.last_row = 0
+        self.is_at_end = False
+        self._taken: dict[int, Any] = {}
+        self._shown: list[int] = []
+
+    def __iter__(self) -> Iterator[NumberedRow]:
+        last_asked = max(self.asked_rows, default=0)
+        for number, row in self.rows:
+            if not self.reads_all and self.num_rows >= FIRST_ROWS and self.last_row >= last_asked:
+                return
+            self.num_rows, self.last_row = self.num_rows + 1, number
+            is_shown = self.num_rows <= FIRST_ROWS or number in self.asked_rows
+            if is_shown:
+                self._shown.append(number)
+            if is_shown or self.reads_all:
+                self._taken[number] = row
+                yield number, row
+        self.is_at_end = True
+
+    def take(self) -> tuple[dict[int, Any], list[int]]:
+        """Returns the rows since the last call by their numbers, and the numbers of those to show."""
+        taken, shown = self._taken, self._shown
+        self._taken, self._shown = {}, []
+        return taken, shown
+
+
+def _view(
+    rows: Sequence[NumberedRow],
+    origin: Origin,
+    settings: TokenizationSettings,
+    tokenizer: Tokenizer,
+) -> tuple[list[ViewedPair], TokenizedPairs]:
+    """Returns the pairs of rows, each of which gives a pair, and their tokens."""
+    unlimited = replace(settings, limits=_UNLIMITED)
+    fitted = tokenize_batch(rows, settings, tokenizer).pairs
+    whole = _pair_ids(tokenize_batch(rows, unlimited, tokenizer).pairs)
+    prompts = tokenize_batch(rows, replace(unlimited, completion_tokens=0), tokenizer).prompts
+    alone = {prompt.row_number: prompt.ids for prompt in prompts}
+    is_conversation = FORMATS[settings.format].content == "messages"
+    pairs = []
+    for (number, row), ids, whole_ids in zip(rows, _pair_ids(fitted), whole, strict=True):
+        pair = parse_row(row, settings, tokenizer)
+        pairs.append(
+            ViewedPair(
+                origin=origin,
+                row_number=number,
+                pair=pair,
+                alone=alone.get(number, whole_ids.prompt),
+                whole=whole_ids,
+                fitted=ids,
+                limits=settings.limits,
+                opens_turn=is_conversation and template_opens_turn(pair, tokenizer),
+                tokenizer=tokenizer,
+                ends=EndTokens.of(tokenizer, settings.format),
+            )
+        )
+    return pairs, fitted
+
+
+def _pair_ids(pairs: TokenizedPairs) -> list[PairIds]:
+    table = PairTable.of([TokenStore(tokens=pairs.tokens, records=pairs.records)])
+    return [
+        PairIds(prompt=table.prompt(i), chosen=table.chosen(i), rejected=table.rejected(i))
+        for i in range(table.num_pairs)
+    ]
+
+
+def _completion(ids: PairIds, side: str) -> TokenIds:
+    return ids.chosen if side == "chosen" else ids.rejected
+
+
+def token_texts(ids: TokenIds, tokenizer: Tokenizer) -> list[str]:
+    """Returns the text of each token; joined, they are the text of the sequence.
+
+    A token alone may decode to another text than inside its sequence (a space at its beginning, a part of a
+    character). So each token is decoded after the tokens that had the text before it.
+    """
+    texts: list[str] = []
+    values = ids.tolist()
+    begin = known = 0  # `values[begin:known]` gave the last text that is not empty
+    for end in range(1, len(values) + 1):
+        before = _decode(values[begin:known], tokenizer)
+        now = _decode(values[begin:end], tokenizer)
+        is_part = now.endswith(_PART_OF_A_CHARACTER) and end < len(values)
+        texts.append("" if is_part else now[len(before) :])
+        if not is_part:
+            begin, known = known, end
+    return texts
+
+
+def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
