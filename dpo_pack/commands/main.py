@@ -211,9 +211,9 @@ def show(
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
-    """Show pairs as the model will meet them, and common faults.
+    """Show pairs as the model will meet them.
 
-    Shows each token: where the prompt ends, what chosen and rejected share, what is scored, EOS, what was
+    Names common faults. Shows tokens: where the prompt ends, what both share, what is scored, EOS, what was
     cut. Shows rows that are left out, and one packed row. Reads the first rows only, and no model weights.
     """
     from dpo_pack.reports.tables import parse_numbers

@@ -212,7 +212,7 @@ def view_source(
                 stores.append(store)
     if ingestion.num_rows == 0:
         raise DataError(f"{located.label} has no rows; correct or remove {key}")
-    store = TokenStore(
+    joined = TokenStore(
         tokens=np.concatenate([store.tokens for store in stores]),
         records=np.concatenate([store.records for store in stores]),
     )
@@ -224,7 +224,7 @@ def view_source(
         num_rows_of_source=selection.num_rows if selection.is_at_end else opened.num_rows,
         last_row=selection.last_row,
         pairs=tuple(pairs),
-        table=PairTable.of([store]),
+        table=PairTable.of([joined]),
         left_out=tuple(
             LeftOutReason(
                 origin=origin,

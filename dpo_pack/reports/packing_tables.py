@@ -238,6 +238,7 @@ def draw_rows(
     legend = Text(f"{title}: ", style="bold")
     for kind, _ in drawn_kinds(rows):
         legend.append(f"{cells[kind]} {kind}  ", style=_KINDS[kind][0])
+    legend.rstrip()
     console.print(legend)
     for row, label in zip(rows, labels, strict=True):
         bar, position = Text(), 0

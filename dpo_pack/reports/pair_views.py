@@ -282,6 +282,7 @@ def _tokens(tokens: Sequence[Token], part: str, marks: _Marks, *, has_ids: bool,
     text, number = Text(), 0
     num_kept = len(_split_cut(tokens)[0])
     head, tail = _SHOWN_TOKENS["prompt" if part == "prompt" else "completion"]
+    is_short = num_kept <= 1.25 * (head + tail)
     follows_token = False  # the text ends with a token, and not with a mark or a line break
     for is_cut, group in groupby(tokens, lambda token: token.is_cut):
         if is_cut:
@@ -292,7 +293,7 @@ def _tokens(tokens: Sequence[Token], part: str, marks: _Marks, *, has_ids: bool,
             if num_shared and number == num_shared:
                 text.append(marks.differs, style="dim")
                 follows_token = False
-            if num_kept <= head + tail or number < head or number >= num_kept - tail:
+            if is_short or number < head or number >= num_kept - tail:
                 style = _COLOURS["prompt" if number < num_shared else part]
                 if not marks.between and number % 2:
                     style += " underline"

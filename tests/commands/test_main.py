@@ -547,6 +547,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "train": ("RECIPE", "KEY=VALUE", "--dry-run", "--overwrite"),
     "precompute-ref": ("RECIPE", "KEY=VALUE"),
     "inspect-packing": ("RECIPE", "KEY=VALUE", "--ranks", "--budgets", "--json", "--html"),
+    "show": ("RECIPE", "KEY=VALUE", "--pair", "--dropped", "--json", "--html"),
     "evaluate": ("RECIPE", "KEY=VALUE", "--model", "--compare", "--json"),
     "doctor": ("RECIPE", "--json"),
     "recipe": ("KEY=VALUE", "--defaults", "--schema", "--check"),
@@ -688,6 +689,55 @@ def test_inspect_packing_needs_no_weights_and_gives_the_report_a_run_leaves(
     assert [outcome["token_budget"] for outcome in sweep] == [64, 128, 256]
     balance = json.loads((trained_in_place.parent / "report.json").read_text())["balance"]
     assert [entry["num_ranks"] for entry in balance] == [1, 2, 4]
+
+
+def test_show_needs_no_weights_and_writes_what_it_shows_as_json_and_as_a_page(
+    recipe: Path, dpopack: Dpopack
+) -> None:
+    (recipe.parent / "model" / "model.safetensors").unlink()
+    before = sorted(recipe.parent.rglob("*"))
+    shown = dpopack("show", recipe)
+    assert (shown.status, shown.err) == (0, "") and "all 16 rows tokenised, 16 kept" in shown.out
+    assert sorted(recipe.parent.rglob("*")) == before
+    files = ("--json", recipe.parent / "pairs.json", "--html", recipe.parent / "pairs.html")
+    assert dpopack("show", recipe, *files).status == 0
+    assert (recipe.parent / "pairs.html").read_text().startswith("<!doctype html>")
+    rows = [pair["row"] for pair in json.loads((recipe.parent / "pairs.json").read_text())["pairs"]]
+    assert rows == [1, 2]
+    for asked in (["--pair", "3,8"], ["--pair", "3", "--pair", "8"], ["--pair", "3", "8"]):
+        printed = dpopack("show", recipe, *asked, "--json", "-")
+        assert (printed.status, printed.err) == (0, "")
+        assert [pair["row"] for pair in json.loads(printed.out)["pairs"]] == [3, 8]
+
+
+def test_show_refuses_bad_input_in_one_line_and_writes_nothing(recipe: Path, dpopack: Dpopack) -> None:
+    before = sorted(recipe.parent.rglob("*"))
+    page = ("--html", recipe.parent / "page.html")
+    for arguments, pattern in {
+        ("--pair", "17"): r"--pair 17: there is no such line; pairs\.jsonl has lines 1 to 16",
+        ("--pair", "0"): r"--pair '0': not positive whole numbers",
+        ("--pair", "x"): r"--pair 'x': not positive whole numbers",
+        ("3",): r"'3': write it as key=value",
+        ("data.train=absent.jsonl",): r"data\.train\.0\.path: no such file",
+        ("data=null",): r"data",
+    }.items():
+        assert_refused(dpopack("show", recipe, *arguments, *page), pattern)
+    assert sorted(recipe.parent.rglob("*")) == before
+    (recipe.parent / "file").touch()
+    for option in ("--json", "--html"):
+        below_a_file = (option, recipe.parent / "file" / "out")
+        assert_refused(dpopack("show", recipe, *below_a_file), r"cannot write .*file/out")
+
+
+def test_show_prints_any_character_on_a_terminal_that_is_ascii(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_rows(recipe.parent / "pairs.jsonl", [{"prompt": "ą 日", "chosen": " 👍", "rejected": " ö"}] * 2)
+    with (tmp_path / "out").open("w", encoding="ascii") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert dpopack("show", recipe).status == 0
+    text = (tmp_path / "out").read_text(encoding="ascii")
+    assert "\\u0105" in text and "\\U0001f44d" in text
 
 
 def test_recipe_prints_defaults_that_it_accepts(recipe: Path, dpopack: Dpopack) -> None:
