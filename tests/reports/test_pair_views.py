@@ -71,6 +71,7 @@ def shows(tmp_path: Path) -> Shows:
 
 def _console(width: int = 80, *, colour: bool = False) -> _Console:
     return _Console(
+        verbose=False,
         file=io.StringIO(),
         width=width,
         force_terminal=colour,
