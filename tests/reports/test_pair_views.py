@@ -76,9 +76,6 @@ def _console(width: int = 80, *, colour: bool = False) -> _Console:
         width=width,
         force_terminal=colour,
         color_system="standard" if colour else None,
-        soft_wrap=True,
-        markup=False,
-        highlight=False,
     )
 
 
