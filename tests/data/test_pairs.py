@@ -830,6 +830,7 @@ def test_progress_tells_rows_done_of_how_many(tmp_path: Path) -> None:
     assert told == [(f"Tokenizing {tmp_path / 'a.csv'}", done, None) for done in (512, 600)]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
     data = DataRecipe(train=(SourceRecipe(path="unused"),))
     peaks_bytes = []

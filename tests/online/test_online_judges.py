@@ -205,8 +205,18 @@ def alone(path: Path, texts: list[str], *, add_special_tokens: bool = True) -> l
         return [float(model(torch.tensor([sequence])).logits) for sequence in ids]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt2"])
-@pytest.mark.parametrize("token_budget", [1, 4096])
+@pytest.mark.parametrize(
+    ("token_budget", "family"),
+    [
+        (1, "llama"),
+        (4096, "gemma2"),
+        (4096, "gpt2"),
+        *(
+            pytest.param(budget, family, marks=pytest.mark.slow)
+            for budget, family in (*((1, f) for f in ("qwen3", "mistral", "gemma2")), (4096, "llama"))
+        ),
+    ],
+)
 def test_packed_scores_equal_each_sequence_alone(family: str, token_budget: int, tmp_path: Path) -> None:
     path = save_reward_model(tmp_path, family)
     scores = reward_model(path, token_budget=token_budget).score(ROLLOUTS)

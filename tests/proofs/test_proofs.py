@@ -136,6 +136,7 @@ def equivalence(scorer: CompletionLogps) -> Proof:
     return prove_equivalence(scorer, proof_groups(VOCABULARY), CPU)
 
 
+@pytest.mark.slow
 def test_a_deep_network_whose_rounding_exceeds_the_bound_of_float32_is_measured_by_its_rounding() -> None:
     deep: dict[str, Any] = {"num_hidden_layers": 24, "initializer_range": 0.2}
     honest = equivalence(make_scorer("llama", **deep))

@@ -123,7 +123,14 @@ def test_what_only_the_files_show_is_refused_before_the_first_step(
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(("combination", "overrides"), PLAN, ids=[name_of(each) for each, _ in PLAN])
+# The quick tests train every fourth run of the plan; only all of them have each two values together.
+@pytest.mark.parametrize(
+    ("combination", "overrides"),
+    [
+        pytest.param(*run, id=name_of(run[0]), marks=() if number % 4 == 0 else pytest.mark.slow)
+        for number, run in enumerate(PLAN)
+    ],
+)
 def test_a_combination_takes_the_steps_of_a_plain_loop(
     combination: Combination, overrides: tuple[str, ...], assets: Path, tmp_path: Path
 ) -> None:

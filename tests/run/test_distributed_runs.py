@@ -14,6 +14,7 @@ from support.run_files import records, weights
 from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
+from support.whole_runs import pair_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.recipe.load import Recipe, load_recipe
@@ -82,6 +83,9 @@ def check_runs(assets: Path, tmp_path: Path, runs: list[Run]) -> None:
             train(recipe_of(directory, alone.name, *VARIANTS[run[1]]), Console(quiet=True))
         ours = directory / f"run-{number}"
         assert_same_metrics(records(ours), records(alone), run)
+        for mine, theirs in zip(pair_lines(ours), pair_lines(alone), strict=True):
+            assert mine.pop("source") == theirs.pop("source")
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=2e-5), f"{run}: pairs.parquet"
         trained, expected = weights(ours), weights(alone)
         assert trained.keys() == expected.keys()
         for name, tensor in trained.items():

@@ -47,7 +47,7 @@ LAYOUTS = (
     "loss",
     [
         f"loss.type={MIXED}",
-        "loss.type=aot_unpaired",
+        pytest.param("loss.type=aot_unpaired", marks=pytest.mark.slow),
         # These two couple and average as the parts of MIXED do.
         pytest.param("loss.type=aot", marks=pytest.mark.slow),
         pytest.param("loss.type=cpo", marks=pytest.mark.slow),
@@ -184,7 +184,7 @@ def test_a_pair_of_weight_zero_changes_nothing(
     assert runs[0]["grad_norm"] == pytest.approx(runs[1]["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("modifier", ["weighting=wpo", "ld_alpha=0.25"])
+@pytest.mark.parametrize("modifier", [pytest.param("weighting=wpo", marks=pytest.mark.slow), "ld_alpha=0.25"])
 def test_modifiers_change_the_loss_and_not_with_the_packing(
     modifier: str, make: Make, console: Console
 ) -> None:

@@ -189,7 +189,8 @@ def _loss(name: str, policy: Logps, reference: Logps, weights: Tensor, loss: Any
         if name == "sft":
             return likelihood
         preference = _logistic(beta * (policy.chosen - policy.rejected), swapped)
-        return (weights * preference).sum() + loss.cpo_alpha * likelihood
+        both: Tensor = (weights * preference).sum() + loss.cpo_alpha * likelihood
+        return both
     if name in ("simpo", "orpo"):
         won, lost = policy.chosen / policy.chosen_tokens, policy.rejected / policy.rejected_tokens
         if name == "simpo":
@@ -207,19 +208,23 @@ def _loss(name: str, policy: Logps, reference: Logps, weights: Tensor, loss: Any
     terms: dict[str, Callable[[], Tensor]] = {
         "sigmoid": lambda: _logistic(margin, swapped),
         "robust": lambda: (
-            (1 - swapped) * softplus(-margin) - swapped * softplus(margin)
-        ) / (1 - 2 * swapped),
+            ((1 - swapped) * softplus(-margin) - swapped * softplus(margin)) / (1 - 2 * swapped)
+        ),
         "hinge": lambda: (1 - margin).clamp(min=0),
         "ipo": lambda: (per_token - target) ** 2,
-        "exo_pair": lambda: s(margin) * (logsigmoid(margin) - log(1 - swapped))
-        + s(-margin) * (logsigmoid(-margin) - log(swapped)),
+        "exo_pair": lambda: (
+            s(margin) * (logsigmoid(margin) - log(1 - swapped))
+            + s(-margin) * (logsigmoid(-margin) - log(swapped))
+        ),
         "nca_pair": lambda: softplus(-x) + softplus(x) / 2 + softplus(y) / 2,
         "bco_pair": lambda: softplus(-x) + softplus(y),
         "sppo_hard": lambda: (chosen - target) ** 2 + (rejected + target) ** 2,
         "apo_zero": lambda: 1 - s(x) + s(y),
         "apo_down": lambda: s(x) + 1 - s(x - y),
-        "discopop": lambda: (1 - s(margin / loss.discopop_tau)) * softplus(-margin)
-        + s(margin / loss.discopop_tau) * torch.exp(-margin),
+        "discopop": lambda: (
+            (1 - s(margin / loss.discopop_tau)) * softplus(-margin)
+            + s(margin / loss.discopop_tau) * torch.exp(-margin)
+        ),
         "sigmoid_norm": lambda: softplus(-beta * per_token),
         "support.combinations:own_loss": lambda: (beta * (chosen - rejected) - 1) ** 2,
     }

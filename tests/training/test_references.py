@@ -172,7 +172,7 @@ def test_a_reference_that_follows_at_once_is_the_policy_at_every_step(
 @pytest.mark.parametrize(
     ("loss", "lora"),
     [
-        ("sigmoid", ""),
+        pytest.param("sigmoid", "", marks=pytest.mark.slow),
         ("aot", "model.lora={r: 4, alpha: 8}"),
         pytest.param("aot", "", marks=pytest.mark.slow),
         pytest.param("sigmoid", "model.lora={r: 4, alpha: 8}", marks=pytest.mark.slow),
