@@ -83,8 +83,8 @@ def evaluate_pairs(
 
     A loss that couples pairs couples all pairs of the table. The pass has no gradients; `token_budget` limits
     the size of its rows. `score` puts the reference's log-probs into a row that was built without log-probs.
-    `progress` gets the number of pairs of each of this rank's rows. `between_rows` is called before each row,
-    equally often on every rank.
+    `progress` is called with the number of pairs of a row when this rank has computed the row. `between_rows`
+    is called before each row, equally often on every rank.
     """
     build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
     values = [PairValues.none(builder.device)]
@@ -95,7 +95,7 @@ def evaluate_pairs(
         row = score(builder.build(pairs))
         output = by_pair(policy(row.row), row)
         scored = score_pairs(objective, output, row)
-        if counts:  # the loss may need all pairs, so its column holds the weights for now
+        if counts:  # the loss can need all pairs, so the column of losses holds weights until then
             values.append(pair_values(output, scored.policy, scored.reference, scored.pair_weights))
             positions.append(pairs)
             progress(len(pairs))
@@ -184,7 +184,7 @@ def length_buckets(traits: PairTraits) -> dict[str, Positions]:
 
 
 def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str, Positions]:
-    """Returns the pairs of each non-empty group, by name. numbers: [P] each pair's group, from 0."""
+    """Returns the pairs of each non-empty group, by name. numbers: [P] positions of groups in `names`."""
     groups = {name: np.flatnonzero(numbers == number) for number, name in enumerate(names)}
     return {name: pairs for name, pairs in groups.items() if len(pairs)}
 
@@ -218,7 +218,7 @@ def length_preference(accuracies: Floats, traits: PairTraits) -> dict[str, float
 
 
 def mean_intervals(values: Floats, *, seed: int, num_resamples: int = NUM_RESAMPLES) -> Floats:
-    """Bounds means: [P, M] values of P pairs -> [M, 2], a 95 % interval (lower, upper) of each mean.
+    """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound.
 
     This is the bootstrap's percentile interval (Efron & Tibshirani 1993, An Introduction to the Bootstrap,
     chapter 13). A resample draws P pairs with replacement, the same pairs for all columns. The interval holds
