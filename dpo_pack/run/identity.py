@@ -34,7 +34,7 @@ def run_identity(
         "data": prepared.data.fingerprint,
         "plan": source.steps_fingerprint,
         "reference": reference_fingerprint,
-        # A checkpoint holds the weights, and the model's directory says what is computed with them.
+        # A checkpoint holds weights only. The model's config says what is computed with them.
         "model config": namespace_digest(relevant_config(prepared.policy_facts.config)),
     }
     words = {

@@ -90,7 +90,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """The objects that offline and online runs create in different ways."""
+    """The objects at the start of a run that offline and online runs create in different ways."""
 
     policy: LoadedModel
     source: BatchSource
@@ -247,7 +247,7 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir, source:
 
 
 def begin_online(prepared: Prepared, objective: Objective, run: RunDir) -> Beginning:
-    """Loads the policy, and builds the source of pairs from the policy's own completions, see online/."""
+    """Loads the policy, and builds the source of pairs, which are made from the policy's own completions."""
     check_generator(prepared)
     policy = load_policy(prepared)
     source, win_rate = build_online(prepared, policy, rollouts=run.rollouts)
@@ -338,14 +338,15 @@ def _recorder(
 
 
 def _place(run: RunDir, state: TrainState, identity: Identity, console: Console) -> Place:
-    """Returns the place where the run begins. If the run resumes, this loads its checkpoint into `state`."""
+    """Returns the place (step and file positions) where this process begins to train. If the run resumes, it
+    first loads the checkpoint into `state`."""
     if run.checkpoint is None:
         return Place(step=0, metrics_offset=0, source=state.source.state_dict())
     resumption = load_checkpoint(run.checkpoint, state, identity=identity)
     console.print(f"Going on after step {state.step} of {state.source.num_steps} ({run.checkpoint})")
     for note in resumption.notes:
         console.print(note)
-    # A run that goes on from another directory's checkpoint begins its own metrics.jsonl.
+    # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
     offset = resumption.metrics_offset if run.has_own_checkpoint else 0
     return Place(step=state.step, metrics_offset=offset, source=state.source.state_dict())
 
