@@ -73,7 +73,7 @@ class Recorder:
         return self.log.offset, self.log.crc32
 
     def begin_step(self) -> None:
-        """Starts the clock of the next step. The time to lay out the batch is part of the step."""
+        """Starts the clock of the next step. The time to build the step's rows counts too."""
         self.step_begun = time.monotonic()
         self.clock.restart()
 

@@ -124,7 +124,7 @@ class _Info:
 def only_run(root: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Makes this run the only one that writes in `root`, for the `with` block. Every rank must call it.
 
-    Rank 0 holds the lock. Raises RunError, which names the other process, if another run holds it.
+    Rank 0 holds a lock. If another run holds it, this raises RunError, which names that run's process.
     """
     with contextlib.ExitStack() as stack:
         ranks.first_does(lambda: stack.enter_context(locked(root / LOCK_FILE, f"output_dir: {root}", say)))

@@ -27,8 +27,8 @@ STATE_SHARE = 0.6
 def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) -> Strategy:
     """Returns the recipe's strategy for the ranks of this run. Every rank must call it. Raises RecipeError.
 
-    `auto` shards a model if a whole copy, its gradients and its optimizer state would leave too little of a
-    device's memory for activations.
+    `auto` shards a model if a whole copy, its gradients and its optimizer state would leave too little memory
+    on a device for activations.
     """
     settings = recipe.distributed
     if ranks.num_ranks() == 1:

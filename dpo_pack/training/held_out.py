@@ -1,4 +1,4 @@
-"""Evaluation on held-out pairs: a pass over all pairs, then means, 95 % intervals and groups of pairs.
+"""Evaluates on held-out pairs: a forward pass over all pairs, then means, 95 % intervals and groups of pairs.
 
 Preference data often prefers the longer completion, and a policy can raise its accuracy by learning only this
 preference. The accuracy is then high on pairs whose chosen completion is longer, and low on pairs whose
@@ -114,7 +114,7 @@ def rank_share(rows: Sequence[Positions], *, rank: int, num_ranks: int) -> list[
     """Returns this rank's rows, and whether each row counts; every row counts on exactly one rank.
 
     All ranks get equally many rows, because the ranks of a sharded model compute only together. A rank that
-    has no row left computes the final row of `rows` again, and this copy does not count. Neighbouring rows
+    has no row left computes the last row of `rows` again, and its result is not used. Neighbouring rows
     have similar sizes and go to different ranks.
     """
     num_rounds = -(-len(rows) // num_ranks)
@@ -190,7 +190,7 @@ def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str,
 
 
 def _means(metrics: Mapping[str, Floats], pairs: Positions, *, seed: int) -> dict[str, Any]:
-    """Returns the number of `pairs`, the metrics' means over these pairs, and the means' `intervals`."""
+    """Returns the number of `pairs`, the mean of each metric over these pairs, and its interval."""
     values = np.stack([column[pairs] for column in metrics.values()], axis=1)
     intervals = mean_intervals(values, seed=seed).tolist()
     means = dict(zip(metrics, values.mean(axis=0).tolist(), strict=True))
@@ -198,8 +198,8 @@ def _means(metrics: Mapping[str, Floats], pairs: Positions, *, seed: int) -> dic
 
 
 def length_preference(accuracies: Floats, traits: PairTraits) -> dict[str, float]:
-    """Measures whether data and policy prefer the longer completion. Pairs with two equal lengths are left
-    out.
+    """Measures whether data and policy prefer the longer completion of a pair. Pairs whose completions have
+    the same length are left out.
 
     `length/chosen_longer`: the part of pairs whose chosen completion is longer, by one token or more (the
     bucket `chosen_longer` begins at a ratio of 1.1). `length/prefers_longer`: the part of pairs whose longer

@@ -28,7 +28,7 @@ class MetricsLog:
     """Writes `metrics.jsonl`: one JSON object a line. Only the first rank writes.
 
     `offset` is the length of the file in bytes, `crc32` the CRC-32 of these bytes; a checkpoint holds both. A
-    resumed run opens the log at that offset. The lines that were written after the checkpoint are cut off.
+    resumed run opens the log at its checkpoint's offset; this removes the lines that were written later.
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:

@@ -53,7 +53,7 @@ class CheckpointContent:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, one at a time. Every rank makes the same calls.
+    """Writes a run's checkpoints, one at a time. Every rank must call its methods in the same order.
 
     torch's async_save ends when the tensors' files are written. The thread of this class calls torch's `save`
     and then also checks that every rank has written, computes the checksums and renames the directory. So the
@@ -101,13 +101,13 @@ class CheckpointWriter:
         return self._pending is not None
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is being written is on disk. Raises CacheError if it is not."""
+        """Waits until the checkpoint that is being written is on disk. Raises CacheError if this fails."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def _copy_on_host(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy in host memory. All copies use the same memory; it is pinned if there is a GPU."""
+        """Returns a copy in host memory. Each copy overwrites the previous one; on a GPU it is pinned."""
         if self._stager is None:
             has_gpu = torch.cuda.is_available()
             options = StagingOptions(
@@ -218,7 +218,7 @@ def _save_tensors(tensors: dict[str, Any], directory: Path, group: Any) -> None:
 
 
 def _on_every_rank(path: Path, group: Any, work: Callable[[], Value]) -> list[Value]:
-    """Returns the result of `work` on each rank. If one rank cannot write, all raise its CacheError."""
+    """Runs `work` on each rank; returns all results. If one rank cannot write, all raise its CacheError."""
 
     def work_or_refuse() -> Value:
         with writing(path):
