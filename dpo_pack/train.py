@@ -16,8 +16,8 @@ For DPO (`loss.type: sigmoid`, losses/contrastive.py), pi and ref are the summed
 
     l(pair) = -log sigmoid(beta * ((pi_chosen - ref_chosen) - (pi_rejected - ref_rejected)))
 
-model/scorer.py computes the policy's log-probs. The reference's log-probs come from the cache with the batch,
-or this process computes them with a model (training/references.py).
+model/scorer.py computes the policy's log-probs. The reference's log-probs were computed earlier and come with
+the batch, or a reference model computes them in each step (training/references.py).
 
 `learner.policy` runs the policy on all ranks; a forward pass that needs gradients uses it.
 `learner.state.policy` is the same module without the wrapper for several ranks: clipping and the optimizer
@@ -258,7 +258,7 @@ def poll_before_pass(learner: Learner, batch: GlobalBatch, number: int) -> None:
 def coupled_tangents(learner: Learner, batch: GlobalBatch) -> list[Tangent]:
     """Returns for each row its part ("tangent") of a loss that couples the pairs of a step (aot).
 
-    It runs a forward pass without gradients on every row. Only such a loss has this cost, see
+    It first runs a forward pass without gradients on every row; other losses do not need this pass. See
     training/coupling.py.
     """
     objective, scorer = learner.objective, learner.state.policy

@@ -1,4 +1,4 @@
-"""The identity of a run in its checkpoints: fingerprints that must not change, and values that may change."""
+"""Identifies a run in its checkpoints: hashes that must not change when it resumes, and values that can."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from dpo_pack.system.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferencePass:
-    """The result of a reference pass: the cache, numbers of sequences, and the time."""
+    """The result of a pass that computes reference log-probs: the cache, numbers of sequences, the time."""
 
     cache: ReferenceCache
     tables: Sequence[PairTable]  # the pairs whose log-probs the cache now has
@@ -44,8 +44,8 @@ class ReferencePass:
 def resume_reference(prepared: Prepared, frozen: Path) -> tuple[FrozenReference, float]:
     """Returns the reference log-probs of a resumed run, and the seconds of the reference pass.
 
-    `frozen` is the file that the run wrote when it began. Only new held-out pairs need a reference pass.
-    Raises CacheError if the file is missing or damaged.
+    `frozen` is the file of reference log-probs that the run wrote when it began. Only held-out pairs that the
+    file lacks need a reference pass. Raises CacheError if the file is missing or damaged.
     """
     per_token = prepared.recipe.loss.ld_alpha is not None
     reference = FrozenReference.load(frozen, per_token=per_token)

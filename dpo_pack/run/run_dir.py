@@ -211,7 +211,7 @@ def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -
 
 
 def _require_metrics(run: RunDir) -> None:
-    """Raises RunError if the lines of metrics.jsonl from before the run's checkpoint are gone or changed."""
+    """Raises RunError if lines of metrics.jsonl from before the run's checkpoint are lost or changed."""
     if not run.has_own_checkpoint:
         return
     assert run.checkpoint is not None
@@ -286,7 +286,7 @@ def _read_info(root: Path) -> dict[str, Any] | None:
 
 
 def _stopped_before_it_began(root: Path, info: dict[str, Any]) -> bool:
-    """Returns whether an earlier run failed and left no step, no checkpoint, no rollouts and no model."""
+    """Returns whether an earlier run failed before step 1 and left no checkpoint, rollouts or model."""
     kept = (root / "rollouts.parquet", root / "model")
     return (
         info["status"] == "failed"

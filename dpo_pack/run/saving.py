@@ -44,7 +44,7 @@ class Saver:
     saved: Place | None = None  # the place that the newest checkpoint holds
 
     def mark_place(self) -> None:
-        """Makes the present step the place from which the run can resume; every checkpoint is of a place."""
+        """Makes the present step the place. When a checkpoint of it is written, the run can resume there."""
         offset, crc32 = self.recorder.written
         self.place = Place(
             step=self.state.step,

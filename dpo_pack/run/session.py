@@ -97,7 +97,7 @@ class Beginning:
     reference: Reference
     sizes: PairSizes  # tokens and FLOPs of each pair; the meter adds them up
     peak_flops: float | None  # of this device, per second; None if no MFU is reported
-    frozen: FrozenReference | None = None  # log-probs to write into the run's directory
+    frozen: FrozenReference | None = None  # reference log-probs to write to `output_dir`
     reference_fingerprint: str = "none"  # identifies the reference in a checkpoint
     reference_seconds: float = 0.0
     win_rate: WinRate | None = None
@@ -106,7 +106,7 @@ class Beginning:
 def start_session(
     recipe: Recipe, run: RunDir, console: Console, interruption: Interruption, *, is_dry: bool
 ) -> Session:
-    """Prepares data, reference log-probs, policy and optimizer for the first step.
+    """Prepares data, reference log-probs, policy and optimizer for the first step, or loads a checkpoint.
 
     A dry run prints the memory that the run needs, and writes nothing into `output_dir`.
     """
@@ -191,7 +191,7 @@ def start_session(
 
 
 def _planned_pairs(prepared: Prepared) -> OfflineSource:
-    """Plans the first epoch of the recipe's pairs. The pairs have no reference log-probs yet."""
+    """Returns the source of the recipe's pairs, without reference log-probs. Its first epoch is planned."""
     return offline_source(
         prepared.recipe,
         prepared.data,

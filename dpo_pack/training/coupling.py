@@ -39,7 +39,7 @@ class Tangent:
 def row_tangents(
     objective: Objective, rows: Sequence[ScoredPairs], *, mean_chosen_tokens: float, device: torch.device
 ) -> list[Tangent]:
-    """Returns the tangent of each of this rank's rows. A rank without rows must call the function too."""
+    """Returns the tangent of each of this rank's rows. Every rank must call it, even a rank without rows."""
     pairs, own = _gather_pairs(rows, device)
     leaves = (pairs.policy.chosen.requires_grad_(), pairs.policy.rejected.requires_grad_())
     with torch.enable_grad():

@@ -30,7 +30,7 @@ from dpo_pack.training.batches import GlobalBatch, PairRow, by_pair
 
 
 class Reference(Protocol):
-    """The interface of a reference for the training loop and the evaluation."""
+    """What the training loop and the evaluation need of a reference, whatever its kind."""
 
     @property
     def moving(self) -> CompletionLogps | None:
@@ -51,7 +51,7 @@ class Reference(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedReference:
-    """Takes log-probs from the cache; the run computed or read them at its start."""
+    """A reference whose log-probs the run computed, or read from the cache, before its first step."""
 
     values: FrozenReference | None  # None: the loss needs no reference
 

@@ -1,6 +1,6 @@
 """The content of a checkpoint. A run can resume from it on any number of ranks and with any strategy.
 
-    step-000100/tensors/         weights, the optimizer's state and a moving reference, written by all ranks
+    step-000100/tensors/         weights, optimizer state, a reference that changes; written by all ranks
     step-000100/host.pt          state of the schedule, the source of batches and the optimizer's groups
     step-000100/checkpoint.json  counters, identity of the run, checksums of the other files
     step-000100/model/           the model for from_pretrained, if checkpoint.export is set

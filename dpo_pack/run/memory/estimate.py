@@ -130,7 +130,7 @@ class MemoryFacts:
     device: torch.device
     lora_rank: int | None = None  # rank of the policy's adapter; None if the whole model is trained
     bits: int | None = None  # bits of a parameter in the layers of a quantised base, 4 or 8; else None
-    has_second_model: bool = False  # whether a moving reference is loaded beside the policy
+    has_second_model: bool = False  # whether a reference that follows the policy is loaded too
     can_shard: bool = True  # false for quantised weights
     num_shards: int = 1
     num_gradients: int = 1  # copies of the gradient: 2 if rows add up outside DDP's buffers
