@@ -154,7 +154,7 @@ def _policy_generator(
 
 
 def _sampling(online: OnlineRecipe) -> SamplingSettings:
-    """Returns SamplingSettings with the keys of the same names in the `online` section."""
+    """Returns SamplingSettings with the values of the keys of the same names in the `online` section."""
     return SamplingSettings(**online.model_dump(include={field.name for field in fields(SamplingSettings)}))
 
 

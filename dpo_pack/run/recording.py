@@ -151,7 +151,7 @@ class Recorder:
 
 
 def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[str]) -> float | None:
-    """Returns the loss if policy and reference are equal; None if that loss depends on the log-probs."""
+    """Returns the loss of a policy that equals its reference; None if this loss depends on log-probs."""
     has_own_loss = any(":" in name for name in loss_names)
     if objective.weighting is not None or has_own_loss:
         return None

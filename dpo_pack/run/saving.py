@@ -54,7 +54,7 @@ class Saver:
         )
 
     def begin(self) -> None:
-        """Marks the first place: the start of the run, or the checkpoint from which the run resumes."""
+        """Marks the place where this process begins to train: step 0, or the checkpoint that it resumes."""
         self.mark_place()
         if self.run.has_own_checkpoint:
             self.saved = self.place

@@ -37,7 +37,7 @@ class Selection:
         return value < other - by if self.lower_is_better else value > other + by
 
     def stops(self, standing: Standing) -> bool:
-        """Returns whether early stopping ends the run after this standing."""
+        """Returns whether `patience` evaluations in `standing` had no improvement, so the run must end."""
         return self.patience is not None and standing.num_since_improvement >= self.patience
 
 

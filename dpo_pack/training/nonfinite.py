@@ -46,8 +46,8 @@ class CheckedStep:
 class NonfiniteGuard:
     """Decides for each step whether to skip its update, and later reports the steps that were not finite.
 
-    If `stops` is set, the first non-finite step also blocks all later updates. So when the host reads about
-    the step and stops the run, the parameters are still those from before the step.
+    If `stops` (`train.stop_on_nonfinite`) is set, the first non-finite step also blocks all later updates. So
+    when the host reads about this step and stops the run, the parameters are those from before the step.
     """
 
     def __init__(self, *, stops: bool, device: torch.device) -> None:

@@ -95,7 +95,7 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scales gradients down to the L2 norm `max_norm` if their norm is larger; returns the norm before, [].
+    """Scales gradients down to the L2 norm `max_norm` if their norm is larger; returns the earlier norm, [].
 
     The host does not wait. For sharded parameters, the norm is over all shards. The norm of bfloat16
     gradients is computed in fp32, because torch would compute it in bfloat16, which has three digits.

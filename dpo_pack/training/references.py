@@ -60,7 +60,7 @@ class CachedReference:
         return None
 
     def known(self, table: PairTable) -> PairReference | None:
-        """Raises CacheError when the cached log-probs are for other data."""
+        """Returns the log-probs of the table's pairs. Raises CacheError if `values` has none for a pair."""
         return None if self.values is None else self.values.of(table)
 
     def score(self, row: PairRow) -> PairRow:
@@ -83,7 +83,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveReference:
-    """A model that scores the rows of each step: a second model, or the policy without its new adapter.
+    """A model that computes log-probs in each step: a second model, or the policy without its new adapter.
 
     The policy trains on the same rows, so a policy that equals its reference has exactly the same log-probs
     as the reference.

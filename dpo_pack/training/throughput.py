@@ -70,7 +70,7 @@ class Meter:
     seconds: float = 0.0
 
     def add(self, rows: Iterable[IntArray], *, pairs: int, tokens: int, seconds: float) -> float:
-        """Counts a step. rows: the pairs of each row of all ranks; `pairs`, `tokens`: their numbers.
+        """Counts a step. rows: the pairs of each row of all ranks. `pairs`, `tokens`: how many the step has.
 
         Returns the step's FLOPs on one device, as a mean over devices.
         """

@@ -99,7 +99,7 @@ def _crc32_of(counters: dict[str, Any]) -> int:
 def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
     """Returns a text about the first damaged file, or None; each rank checks a part of the files.
 
-    Raises OSError if a file cannot be read: a disk that is not available for a moment is no damage.
+    Raises OSError if a file cannot be read: if a disk does not answer for a moment, this is no damage.
     """
     listed: _FileList | None = read_counters(path, _FileList)
     if listed is None:

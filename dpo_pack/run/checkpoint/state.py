@@ -89,7 +89,7 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A point from which the run can resume. If it resumes there, all later work is lost."""
+    """A point from which the run can resume. A run that resumes there must repeat all later work."""
 
     step: int  # the place is after this step
     metrics_offset: int  # length of metrics.jsonl, bytes
@@ -110,7 +110,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """The values that a resumed run needs besides its state."""
+    """What `load_checkpoint` returns: values that a resumed run needs and that are not in its TrainState."""
 
     metrics_offset: int
     notes: tuple[str, ...]  # messages to print about changes that are allowed
@@ -218,8 +218,9 @@ def _trained_parameters(policy: nn.Module) -> dict[str, Tensor]:
 def _new_optimizer_state(state: TrainState) -> dict[str, Any]:
     """Returns the state of a new optimizer: tensors with the right device and shards, to load into.
 
-    torch creates this state by an update of zero, but only if no parameter has a gradient. DDP's parameters
-    have gradients from the start (views of DDP's buffers), so this function removes and restores them.
+    torch creates this state by a step that changes nothing, but only if no parameter has a gradient. DDP's
+    parameters have gradients from the start (views of DDP's buffers), so this function removes and restores
+    the gradients.
     """
     gradients = [(parameter, parameter.grad) for parameter in state.policy.parameters()]
     state.optimizer.zero_grad(set_to_none=True)

@@ -57,11 +57,11 @@ class CheckpointWriter:
 
     torch's async_save ends when the tensors' files are written. The thread of this class calls torch's `save`
     and then also checks that every rank has written, computes the checksums and renames the directory. So the
-    checkpoint becomes complete without another call.
+    checkpoint becomes complete while training goes on, without another call.
     """
 
     def __init__(self, directory: Path, *, in_background: bool | Literal["auto"]) -> None:
-        """`in_background` auto: write in the background if the state is on a GPU and the host has room."""
+        """`in_background` "auto": write in the background if tensors are on a GPU and the RAM has room."""
         self.directory = directory
         self.in_background = in_background
         self._pending: Future[None] | None = None
@@ -107,7 +107,7 @@ class CheckpointWriter:
             pending.result()
 
     def _copy_on_host(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy in host memory. Each copy overwrites the previous one; on a GPU it is pinned."""
+        """Returns a copy in host memory (pinned if there is a GPU). It overwrites the previous copy."""
         if self._stager is None:
             has_gpu = torch.cuda.is_available()
             options = StagingOptions(
@@ -175,7 +175,10 @@ def _has_room_for_copy(tensors: Iterable[Tensor]) -> bool:
 
 
 def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) -> None:
-    """Fills `temporary` and renames it to `path`. Every rank must call it; if one rank fails, all fail."""
+    """Writes the checkpoint into `temporary` and renames it to `path`. Every rank must call it.
+
+    If one rank fails, all ranks raise its error.
+    """
     with _discarded_on_failure(temporary):
         _on_every_rank(path, group, lambda: _save_tensors(content.tensors, temporary / TENSORS, group))
         sums = _on_every_rank(path, group, lambda: _sums_of_this_rank(temporary / TENSORS))
@@ -192,7 +195,10 @@ def _sums_of_this_rank(directory: Path) -> dict[str, dict[str, int]]:
 def _complete(
     content: CheckpointContent, temporary: Path, path: Path, files: dict[str, dict[str, int]]
 ) -> None:
-    """Completes the checkpoint on rank 0; `files` are the checksums of all ranks' tensor files."""
+    """Rank 0 adds the values that are not tensors, renames the checkpoint and removes old checkpoints.
+
+    `files` are the checksums of all ranks' tensor files.
+    """
     if not ranks.is_first():
         return
     with (temporary / HOST_STATE).open("wb") as file:  # given a path, torch.save does not report a full disk

@@ -88,8 +88,8 @@ class MemoryShape:
 def memory_shape(config: PretrainedConfig, shape: ModelShape, num_parameters: int) -> MemoryShape:
     """Returns the memory shape of a model from its config, its `ModelShape` and its number of parameters.
 
-    A linear layer with hidden size and a width has hidden size x width weights. So the sum of the widths of
-    all linear layers is the number of their weights / hidden size.
+    A linear layer that reads or writes the hidden state has hidden size x width weights. So the sum of the
+    widths of all linear layers is the number of their weights / hidden size.
     """
     text = config.get_text_config()
     num_layers, hidden, values = text.num_hidden_layers, text.hidden_size, text.to_dict()

@@ -119,7 +119,10 @@ def _lora_rank(prepared: Prepared) -> int | None:
 
 
 def _unknown_row(prepared: Prepared) -> tuple[RowSize, int]:
-    """Returns the largest possible row and pair of an online run, because its pairs do not exist yet."""
+    """Returns the size of the largest possible row of an online run, and the tokens of its longest pair.
+
+    The pairs of an online run do not exist yet, so the real sizes are unknown.
+    """
     assert prepared.recipe.online is not None
     longest = 2 * (longest_sequence(prepared.tables) + prepared.recipe.online.max_new_tokens)
     tokens = max(prepared.recipe.packing.token_budget, longest)
