@@ -16,8 +16,8 @@ For DPO (`loss.type: sigmoid`, losses/contrastive.py), pi and ref are the summed
 
     l(pair) = -log sigmoid(beta * ((pi_chosen - ref_chosen) - (pi_rejected - ref_rejected)))
 
-model/scorer.py computes the policy's log-probs. The reference's log-probs come from the cache with the batch,
-or this process computes them with a model (training/references.py).
+model/scorer.py computes the policy's log-probs. The reference's log-probs were computed earlier and come with
+the batch, or a reference model computes them in each step (training/references.py).
 
 `learner.policy` runs the policy on all ranks; a forward pass that needs gradients uses it.
 `learner.state.policy` is the same module without the wrapper for several ranks: clipping and the optimizer
@@ -68,7 +68,7 @@ class StepOutcome:
     learning_rate: float
 
 
-AfterStep = Callable[[Learner], object]  # is called after each update, before its line of metrics.jsonl
+AfterStep = Callable[[Learner], object]  # called after each update, before the step's line in metrics.jsonl
 
 
 def train(
@@ -92,7 +92,7 @@ def train(
 def _train(
     recipe: Recipe, console: Console, *, overwrite: bool, dry_run: bool, after_step: AfterStep | None
 ) -> None:
-    """Trains as `train` says, while no other process trains in `output_dir`."""
+    """Does the work of `train`. The caller holds the lock on `output_dir`, except for a dry run."""
     run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
     if run.is_finished:
         console.print(f"This run is finished and {run.model} holds its model; nothing to do")
@@ -114,7 +114,8 @@ def _train(
 
 
 def run_steps(session: Session, after_step: AfterStep | None = None) -> None:
-    """Takes all steps of the run. After a stop signal or a RunError it saves the last step, if it can."""
+    """Takes all steps of the run. After a stop signal or a RunError, it saves the state after the last
+    complete step, if it can."""
     learner, recorder, saver = session.learner, session.recorder, session.saver
     with (
         recorder.writing(offset=saver.place.metrics_offset),
@@ -123,7 +124,7 @@ def run_steps(session: Session, after_step: AfterStep | None = None) -> None:
     ):
         saver.begin()
         try:
-            if session.state.owes_evaluation:  # before step 1, or left from a stopped run
+            if session.state.owes_evaluation:  # before step 1, or not done when the run was stopped
                 close_step(session)
             take_steps(session, after_step)
             if saver.recipe.checkpoint.load_best:
@@ -138,7 +139,7 @@ def run_steps(session: Session, after_step: AfterStep | None = None) -> None:
 
 
 def take_steps(session: Session, after_step: AfterStep | None) -> None:
-    """Runs the training loop."""
+    """Runs the training loop until no step is left or early stopping ends the run."""
     learner, recorder, state = session.learner, session.recorder, session.state
     batches = iter(state.source)
     recorder.begin_step()
@@ -146,13 +147,13 @@ def take_steps(session: Session, after_step: AfterStep | None) -> None:
         outcome = train_step(learner, batch)
         if after_step is not None:
             after_step(learner)
-        state.source.prepare_next()  # while the device computes the queued work
+        state.source.prepare_next()  # makes the next batch while the device computes
         learner.clock.lap("data")
         is_last = state.step == state.source.num_steps
         # The evaluation resets `owes_evaluation`. If the run is stopped before, it evaluates when it resumes.
         state.owes_evaluation = is_last or is_multiple(state.step, session.evaluator.every_steps)
         is_logged = is_multiple(state.step, recorder.every_steps)
-        if is_logged or state.owes_evaluation or session.saver.is_multiple:  # the host waits here in any case
+        if is_logged or state.owes_evaluation or session.saver.is_multiple:  # these wait in any case
             recorder.report_nonfinite()  # raises RunError if the recipe stops at such a step
         # `step_record` comes first: it waits for the device, and `end_step` must count that waiting time.
         record = step_record(learner, batch, outcome) if is_logged else None
@@ -170,7 +171,7 @@ def next_batch(session: Session, batches: Iterator[GlobalBatch]) -> GlobalBatch 
     if session.evaluator.ends_run(learner.state):
         return None
     learner.interruption.poll()
-    with learner.interruption.lifted():  # no step has begun, so a signal may end this at once
+    with learner.interruption.lifted():  # no step has begun, so a signal can end it at once
         batch = next(batches, None)
     seed_step(learner.seed, step=learner.state.step, rank=ranks.rank())
     learner.clock.lap("data")
@@ -247,7 +248,7 @@ def poll_before_pass(learner: Learner, batch: GlobalBatch, number: int) -> None:
     """Raises Interrupted before pass `number` (the first is 1) if a stop signal has come to any rank.
 
     `poll` needs all ranks, so it is called only before a pass that all ranks have. Before a later pass, other
-    ranks may already wait in a backward pass.
+    ranks can be waiting in a backward pass already, and `poll` would wait for them forever.
     """
     if batch.common_passes is None or number <= batch.common_passes:
         learner.interruption.poll()
@@ -255,9 +256,10 @@ def poll_before_pass(learner: Learner, batch: GlobalBatch, number: int) -> None:
 
 @torch.no_grad()
 def coupled_tangents(learner: Learner, batch: GlobalBatch) -> list[Tangent]:
-    """Returns the tangent of a coupled loss for each row, see training/coupling.py.
+    """Returns for each row its part ("tangent") of a loss that couples the pairs of a step (aot).
 
-    It first runs a forward pass without gradients on every row. Only a coupled loss has this cost.
+    It first runs a forward pass without gradients on every row; other losses do not need this pass. See
+    training/coupling.py.
     """
     objective, scorer = learner.objective, learner.state.policy
     rows = [
@@ -271,7 +273,7 @@ def coupled_tangents(learner: Learner, batch: GlobalBatch) -> list[Tangent]:
 
 
 def step_record(learner: Learner, batch: GlobalBatch, outcome: StepOutcome) -> dict[str, Any]:
-    """Returns the step's line of metrics.jsonl, without rates. Waits for the device."""
+    """Returns the step's line of metrics.jsonl, without pairs and tokens a second. Waits for the device."""
     objective = learner.objective
     return {
         "split": "train",

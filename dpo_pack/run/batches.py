@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def row_builder(prepared: Prepared, table: PairTable, reference: Reference | None = None) -> RowBuilder:
-    """Returns a builder of rows from the table's pairs, with the reference log-probs known so far."""
+    """Returns a builder of rows from the table's pairs, with the log-probs that `reference` has for them."""
     return RowBuilder(
         table=table,
         reference=None if reference is None else reference.known(table),
@@ -53,9 +53,9 @@ def offline_source(
     device: torch.device = CPU,
     equal_rows: bool = False,
 ) -> OfflineSource:
-    """Returns the source of global batches, with the first epoch planned and no reference log-probs yet.
+    """Returns the source of global batches. Its first epoch is planned; it has no reference log-probs yet.
 
-    `shape` is the policy's. With `equal_rows` all ranks compute the same number of rows.
+    `shape` is that of the policy. With `equal_rows` all ranks compute the same number of rows.
     """
     table, lengths = data.train, pair_lengths(data.train)
     if recipe.packing.mode == "padded":
@@ -116,7 +116,7 @@ def packing_report(
     num_ranks: Sequence[int] = INSPECTED_RANKS,
     budgets: Sequence[int] = INSPECTED_BUDGETS,
 ) -> PackingReport:
-    """Reports how the first epoch of `source` packs on each of `num_ranks`, and compares other `budgets`."""
+    """Reports how the first epoch of `source` fills rows, for each number of ranks and each token budget."""
     table, sources = data.train, data.report["train"]["sources"]
     names = [entry["name"] for entry in sources]
     removed, truncated = Counter[str](), Counter[str]()
@@ -147,7 +147,7 @@ def trained_pair_sizes(prepared: Prepared, source: OfflineSource, *, trains_adap
     share_prompt = prepared.is_packed and prepared.recipe.shares_prompts
     flops = pair_flops(shape, pair_lengths(table), share_prompt=share_prompt, passes=passes)
     merging = source.builder.merging
-    if merging is not None and trains_adapter:  # `merging` has the FLOPs of full training
+    if merging is not None and trains_adapter:  # `merging` counts the FLOPs of full training
         merging = prompt_merging(table, shape, passes=passes)
     return PairSizes(tokens=source.real_tokens, costs=flops, merging=merging)
 

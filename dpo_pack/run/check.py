@@ -26,8 +26,8 @@ from dpo_pack.training.optim import check_optimizer
 def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     """Returns a line for each thing that is in order, and a line for each thing that is wrong.
 
-    Reads configs, the tokenizer and the first rows of each source. Writes nothing but what the libraries of
-    the hub download.
+    Reads configs, the tokenizer and the first rows of each source. Writes nothing except the files that it
+    downloads from the hub.
     """
     found: list[str] = []
     wrong: list[str] = []

@@ -37,7 +37,7 @@ def describe_run(
     console.print(
         f"Policy: {recipe.model.path}, {size}, {precision} on {prepared.device}; attention: {attention.name}"
     )
-    # On a GPU a slower kernel costs the user money; elsewhere there is no other.
+    # On a GPU a slower attention backend costs money, so the reason is always printed there.
     say_why = console.print if prepared.device.type == "cuda" else functools.partial(print_detail, console)
     say_why(f"  attention is {attention.name}: {attention.reason}")
     console.print(

@@ -1,4 +1,4 @@
-"""Evaluates models on a recipe's held-out sets: in a run, by `dpopack evaluate`, and two models compared."""
+"""Evaluates models on a recipe's held-out sets, in a run and for `dpopack evaluate`; compares two models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def evaluate_sets(
     *,
     between_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[HeldOutResult]:
-    """Yields `policy`'s result on each held-out set. Collective; ranks call `between_rows` equally often."""
+    """Yields `policy`'s result on each held-out set. All ranks must take part.
+
+    `between_rows` is called before each row, equally often on every rank.
+    """
     recipe = prepared.recipe
     # If data.eval is a fraction, its pairs come from all training sources. Any other set has one source.
     sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
@@ -88,7 +91,7 @@ class Evaluator:
     prepared: Prepared
     reference: Reference
     objective: Objective
-    win_rate: WinRate | None  # None unless the run is online and has held-out prompts
+    win_rate: WinRate | None  # only for an online run with held-out prompts, else None
     selection: Selection | None  # None if nothing is held out
     interruption: Interruption
     every_steps: int | None
@@ -124,10 +127,10 @@ class Evaluator:
         recorder.seconds.evaluation += time.monotonic() - begun
 
     def _win_rates(self) -> list[tuple[str, dict[str, Any]]]:
-        """Returns name and win rate against the starting policy, for each set of held-out prompts."""
+        """Returns the name of each set of held-out prompts, with the win rate against the starting policy."""
         if self.win_rate is None:
             return []
-        with self.interruption.lifted():  # a signal may end it at once: the run repeats it when it resumes
+        with self.interruption.lifted():  # a signal ends it at once; a resumed run repeats it
             return list(self.win_rate.evaluate())
 
     def ends_run(self, state: TrainState) -> bool:
@@ -147,7 +150,7 @@ class Evaluator:
         )
 
     def failure_sentence(self, state: TrainState) -> str | None:
-        """Returns a warning if no evaluation is better than that before the first step, else None."""
+        """Returns a warning if no evaluation is better than the one before the first step, else None."""
         standing, selection = state.standing, self.selection
         if selection is None or standing.start is None or not standing.best:
             return None
@@ -187,7 +190,10 @@ def evaluate_models(
 
 
 def load_trained(prepared: Prepared, path: Path) -> LoadedModel:
-    """Loads an exported model with the recipe's settings and proves its rows exact. Raises ModelError."""
+    """Loads an exported model with the recipe's settings; proves that it computes packed rows exactly.
+
+    Raises ModelError.
+    """
     facts = resolve_model(prepared.recipe, prepared.precision, str(path), recipe_key="--model")
     check_model(prepared.recipe, facts, prepared.device)
     check_data(prepared, facts)
@@ -195,7 +201,7 @@ def load_trained(prepared: Prepared, path: Path) -> LoadedModel:
 
 
 def compare_models(recipe: Recipe, first: str, second: str, console: Console) -> dict[str, Comparison]:
-    """Compares two models on each held-out set, by its name. Raises the errors of `evaluate_models`."""
+    """Returns the comparison of two models by the name of each held-out set. Raises as `evaluate_models`."""
     ours, theirs = evaluate_models(recipe, [first, second], console)
     return {
         name: Comparison(

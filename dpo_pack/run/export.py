@@ -33,8 +33,8 @@ def export_model(
 ) -> None:
     """Writes weights, config, generation config, tokenizer and README.md; the directory is whole or absent.
 
-    `evaluation` maps the name of each held-out set to its latest metrics. Collective: all ranks call this and
-    rank 0 writes. If the model is sharded, rank 0 gathers the shards first.
+    `evaluation` maps the name of each held-out set to its latest metrics. All ranks must call this; rank 0
+    writes. If the model is sharded, rank 0 gathers the shards first.
     """
     state = None
     if is_sharded(loaded.model):

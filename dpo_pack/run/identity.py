@@ -1,4 +1,4 @@
-"""The identity of a run in its checkpoints: fingerprints that must not change, and values that may change."""
+"""Identifies a run in its checkpoints: hashes that must not change when it resumes, and values that can."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_identity(
         "data": prepared.data.fingerprint,
         "plan": source.steps_fingerprint,
         "reference": reference_fingerprint,
-        # A checkpoint holds the weights, and the model's directory says what is computed with them.
+        # A checkpoint holds weights only. The model's config says what is computed with them.
         "model config": namespace_digest(relevant_config(prepared.policy_facts.config)),
     }
     words = {

@@ -37,12 +37,12 @@ from dpo_pack.system.machine import cpu_name, package_versions
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelFacts:
-    """The facts of a model that need no weights.
+    """What is known about a model without loading its weights into memory.
 
-    The cached properties take time to compute. They are computed only if a command reads them.
+    The cached properties take time to compute, so they are computed only if a command reads them.
     """
 
-    path: str  # a hub id or a directory; if `adapter` is given, of the base model
+    path: str  # a hub id or a directory: of the base model, if `adapter` is given
     revision: str | None
     recipe_key: str  # the recipe key that error messages name
     adapter: Path | None  # the directory of a saved LoRA adapter; None also for a new adapter
@@ -76,7 +76,7 @@ class ModelFacts:
 
     @functools.cached_property
     def shape(self) -> ModelShape:
-        """The model's sizes from which the FLOPs of the run's rows follow."""
+        """The sizes of the model that are needed to compute the FLOPs of rows."""
         shape = model_shape(self.architecture)
         return shape if self.is_packed else replace(shape, last_block_weights=0.0)
 
@@ -84,7 +84,8 @@ class ModelFacts:
     def namespace(self) -> dict[str, Any]:
         """All facts besides token ids that the model's log-probs depend on, see model/fingerprint.py.
 
-        All ranks must read this together. Rank 0 hashes all weights and stores the hashes for other ranks.
+        All ranks must read this property together. Rank 0 hashes all weights and stores the hashes in a file
+        for the other ranks.
         """
         with ranks.first_goes_first():
             return reference_namespace(
@@ -142,7 +143,7 @@ def resolve_model(
 
 
 def cache_directory(recipe: Recipe) -> Path:
-    """Returns the cache directory: of the recipe, else of $DPO_PACK_CACHE, else in the home directory."""
+    """Returns the cache directory of the recipe; by default $DPO_PACK_CACHE or one in the home directory."""
     if recipe.reference.cache_dir is not None:
         return recipe.reference.cache_dir
     return default_cache_directory()
@@ -155,7 +156,7 @@ def new_adapter(recipe: Recipe) -> LoraSettings | None:
 
 
 def check_model(recipe: Recipe, model: ModelFacts, device: torch.device, *, is_trained: bool = False) -> None:
-    """Checks, before loading, that this machine can load, compute and (if `is_trained`) train the model.
+    """Checks, before loading, that this machine can load the model, run it and (if `is_trained`) train it.
 
     Raises ModelError, RecipeError, UnsupportedModelError.
     """
@@ -176,7 +177,7 @@ def check_model(recipe: Recipe, model: ModelFacts, device: torch.device, *, is_t
 
 
 def _check_quantised(model: ModelFacts, device: torch.device, *, is_trained: bool) -> None:
-    """Raises ModelError for quantised weights that cannot be used here, or that training would change."""
+    """Raises ModelError if weights are quantised and cannot be used on this machine, or would be trained."""
     if model.quantization is None:
         return
     method = model.quantization.get("quant_method", "an unknown method")
@@ -202,7 +203,7 @@ def load_weights(
 ) -> LoadedModel:
     """Loads the model on the device with the settings of `recipe.model`, and with a new `adapter` if given.
 
-    Collective if the strategy shards: rank 0 reads the weights and sends the other ranks their shards.
+    If the strategy shards, all ranks must call it: rank 0 reads the weights and sends each rank its shards.
     Raises ModelError, UnsupportedModelError.
     """
     weights_on = device
@@ -249,10 +250,10 @@ def load_and_prove(
     adapter: LoraSettings | None = None,
     again: bool = False,
 ) -> tuple[LoadedModel, ProofOutcome]:
-    """Loads the model with `load_weights`, and proves that its rows are exact. The proof may fail.
+    """Loads the model and proves, by a test, that it computes rows exactly; the caller checks the outcome.
 
-    A proof that has passed before with the same model, settings, device and code is read from the cache,
-    unless `again` is set. Either all ranks run the proof, or all ranks use the one that rank 0 has read.
+    If the proof has passed before with the same model, settings, device and code, its result is read from the
+    cache, unless `again` is set. Either all ranks run the proof, or all use the result that rank 0 has read.
     """
     loaded = load_weights(recipe, model, device=device, strategy=strategy, adapter=adapter)
     begun = time.monotonic()
@@ -284,7 +285,7 @@ def load_and_prove(
 
 @functools.cache
 def own_code() -> str:
-    """Returns the sha256 of this package's code: a proof is valid only for the code that ran it."""
+    """Returns the sha256 of this package's code, because a proof is valid only for the code that it ran."""
     files = sorted(Path(dpo_pack.__file__).parent.rglob("*.py"))
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     return hashlib.sha256("".join(digests).encode()).hexdigest()

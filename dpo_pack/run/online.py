@@ -1,4 +1,4 @@
-"""Builds the source of batches of an online run, with generator, judges and evaluation."""
+"""Builds the objects that only an online run has: source of batches, generator, judges, evaluation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dpo_pack.training.references import LiveReference
 def build_online(
     prepared: Prepared, policy: LoadedModel, *, rollouts: Path
 ) -> tuple[OnlineSource, WinRate | None]:
-    """Returns the source of batches, and the evaluation on the prompts of `data.eval` if there are any.
+    """Returns the source of batches, and the evaluation on the prompts of `data.eval` (None without prompts).
 
     The policy must have its starting weights. Raises RecipeError or ModelError if a generator or a judge
     cannot be created.
@@ -154,7 +154,7 @@ def _policy_generator(
 
 
 def _sampling(online: OnlineRecipe) -> SamplingSettings:
-    """Returns SamplingSettings with the keys of the same names in the `online` section."""
+    """Returns SamplingSettings with the values of the keys of the same names in the `online` section."""
     return SamplingSettings(**online.model_dump(include={field.name for field in fields(SamplingSettings)}))
 
 
@@ -206,7 +206,8 @@ def _endpoint(endpoint: EndpointRecipe, key: str) -> Endpoint:
 
 
 def live_reference(prepared: Prepared, policy: LoadedModel) -> LiveReference:
-    """Returns the frozen reference: the policy without its new adapter, or a second model."""
+    """Returns the reference, whose weights do not change: the policy without its new adapter, or a second
+    model."""
     recipe, online = prepared.recipe, _section(prepared)
     if recipe.reference.path is None and policy.adapter is not None and policy.adapter.is_new:
         if online.offload_reference:

@@ -1,6 +1,6 @@
-"""The first stage of every command: device, facts of the models, tokenizer, data; then models and the loss.
+"""The first stage of every command: finds device, facts of models, tokenizer and data; loads models.
 
-The next stages are in reference_stage.py and batches.py.
+The reference log-probs come next (reference_stage.py), then the batches (batches.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from dpo_pack.training.references import LiveReference, Sync
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A resolved recipe: all facts that are known before a model is loaded. `prepare` creates it."""
+    """A recipe with all that is known before the weights of a model are loaded. `prepare` creates it."""
 
     recipe: Recipe
     console: Console
@@ -81,9 +81,9 @@ class Prepared:
 
 
 def reference_token_budget(recipe: Recipe, device: torch.device) -> int:
-    """Returns the token budget of a row in the reference pass.
+    """Returns the most tokens of a row when reference log-probs are computed (`reference.token_budget`).
 
-    For `auto` on a device other than the CPU, the search for the largest budget starts at this value.
+    If the key is `auto` and the device is not a CPU, a search for a larger budget starts at this value.
     """
     if isinstance(recipe.reference.token_budget, int):
         return recipe.reference.token_budget
@@ -91,7 +91,10 @@ def reference_token_budget(recipe: Recipe, device: torch.device) -> int:
 
 
 def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Loads the recipe's tokenizer, or the base model's for an adapter without one. Raises ModelError."""
+    """Loads the recipe's tokenizer; for an adapter without a tokenizer, that of its base model.
+
+    Raises ModelError.
+    """
     path, revision, key = recipe.model.path, recipe.model.revision, "model.path"
     if recipe.tokenizer.path is not None:
         path, revision, key = recipe.tokenizer.path, None, "tokenizer.path"
@@ -133,7 +136,7 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Co
 
 
 def _print_notes(data: DataSplits, console: Console) -> None:
-    """Prints what a user may not expect: another split than by prompt, rows and columns that are left out."""
+    """Prints notes: whether the split is not by prompt, rows that are left out, columns that are not read."""
     shared = data.report["held_out_by"]
     if shared not in (None, "prompt"):
         console.print(
@@ -171,10 +174,10 @@ def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console:
 def prepare(
     recipe: Recipe, console: Console, read_data: DataReader = prepare_data, *, runs_models: bool = True
 ) -> Prepared:
-    """Finds device, facts of the models, tokenizer and data. Checks that fail quickly come first.
+    """Finds device, facts of the models, tokenizer and data. Checks that take little time come first.
 
-    It writes only into caches. If `runs_models` is false, the command is one process and ignores
-    `distributed.num_processes`.
+    It writes only into caches. If `runs_models` is false, the command loads no model: it runs in one process
+    and ignores `distributed.num_processes`.
     """
     wanted, num_ranks = recipe.distributed.num_processes, ranks.num_ranks()
     if runs_models and wanted not in ("auto", num_ranks):
@@ -224,7 +227,7 @@ def prepare(
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
-    """Creates accelerate's Accelerator; asserts that it has the same rank and number of ranks."""
+    """Creates accelerate's Accelerator; asserts that it counts ranks as this package does."""
     accelerator = Accelerator(
         # Only CUDA or the CPU. Otherwise accelerate would use a Mac's GPU, or one process on several ranks.
         cpu=not ranks.uses_cuda(),
@@ -236,7 +239,7 @@ def _accelerator(recipe: Recipe) -> Accelerator:
 
 
 def check_data(prepared: Prepared, model: ModelFacts) -> None:
-    """Checks that the model can read the longest sequence and all token ids and compute rows exactly.
+    """Checks that the model can read the longest sequence and all token ids, and compute the longest row.
 
     Raises ModelError, UnsupportedModelError.
     """
@@ -244,7 +247,8 @@ def check_data(prepared: Prepared, model: ModelFacts) -> None:
     longest = longest_sequence(prepared.tables) + (0 if online is None else online.max_new_tokens)
     check_positions(model.config, longest)
     if prepared.is_packed:
-        # A group above the budget gets its own row. That row has at most all sequences of the group.
+        # A prompt with its completions that exceeds the budget gets its own row. Without a shared prompt, the
+        # row repeats the prompt for each completion.
         most_sequences = 2 if online is None else online.completions_per_prompt
         budgets = (recipe.packing.token_budget, prepared.reference_token_budget)
         longest_row = max(*budgets, most_sequences * longest)
@@ -275,7 +279,7 @@ def _largest_token_id(tables: Sequence[PairTable]) -> int:
 
 
 def load_policy(prepared: Prepared) -> LoadedModel:
-    """Loads and proves the starting policy, with a new adapter if the recipe has one. Raises ModelError."""
+    """Loads the starting policy with `load_proved`, and a new adapter if the recipe has one."""
     return load_proved(prepared, prepared.policy_facts, new_adapter(prepared.recipe))
 
 
@@ -303,9 +307,9 @@ def load_moving_reference(prepared: Prepared) -> LiveReference:
 
 
 def load_proved(prepared: Prepared, model: ModelFacts, adapter: LoraSettings | None = None) -> LoadedModel:
-    """Loads a model with the run's settings (sharded, if the run shards), proves it and prints the proof.
+    """Loads a model with the run's settings (sharded, if the run shards), and prints the proof's result.
 
-    Raises ModelError if the proof fails.
+    The proof tests that the model computes packed rows exactly. Raises ModelError if it fails.
     """
     loaded, outcome = load_and_prove(
         prepared.recipe, model, device=prepared.device, strategy=prepared.strategy, adapter=adapter

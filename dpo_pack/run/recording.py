@@ -29,7 +29,7 @@ from dpo_pack.training.trackers import MetricsLog, end_trackers, track, tracked_
 
 @dataclass(slots=True, kw_only=True)
 class Seconds:
-    """The seconds that this process spent outside of steps."""
+    """The start time of this process, and the seconds that it spent outside of steps."""
 
     begun: float  # time.monotonic() at the start of the run
     startup: float = 0.0
@@ -73,12 +73,12 @@ class Recorder:
         return self.log.offset, self.log.crc32
 
     def begin_step(self) -> None:
-        """Starts the clock of the next step. The time to lay out the batch is part of the step."""
+        """Starts the clock of the next step. The time to build the step's rows counts too."""
         self.step_begun = time.monotonic()
         self.clock.restart()
 
     def end_step(self, state: TrainState, batch: GlobalBatch, values: PairValues) -> None:
-        """Adds the step's time and FLOPs to the totals, and the values of this rank's pairs to the log."""
+        """Adds the step's time and FLOPs to the totals, and the values of this rank's pairs to `pairs`."""
         seconds = time.monotonic() - self.step_begun
         state.train_seconds += seconds
         state.num_flops += self.meter.add(
@@ -99,7 +99,7 @@ class Recorder:
             self.console.print(f"  Warning: {warning}")
 
     def write_evaluation(self, step: int, name: str, result: Mapping[str, Any], sentence: str) -> None:
-        """Writes the result of one held-out set to the log, and prints `sentence`."""
+        """Writes the result of one held-out set to metrics.jsonl and trackers, and prints `sentence`."""
         self._write({"split": "eval", "source": name, "step": step, **result})
         self.console.print(f"  held out ({name}) after step {step}: {sentence}")
 
@@ -110,9 +110,10 @@ class Recorder:
         track(self.accelerator, record, prefix=prefix, breakdowns=self.tracks_breakdowns)
 
     def report_nonfinite(self) -> None:
-        """Prints which steps made no update; lists their pairs in the run's directory. Waits for the device.
+        """Prints each step that made no update because of a non-finite value; writes its pairs to a file.
 
-        Every rank must call it. Raises RunError for the first such step if the recipe stops at such a step.
+        Waits for the device; every rank must call it. With `train.stop_on_nonfinite` it does not print the
+        first such step, but raises RunError.
         """
         for message in self.guard.report(self.run.root, self.table, self.source_names):
             if self.stops_on_nonfinite:
@@ -120,7 +121,7 @@ class Recorder:
             self.console.print(f"  {message}")
 
     def totals(self, state: TrainState) -> dict[str, Any]:
-        """Returns run.json's totals. Only `train_seconds` and rates include earlier processes of the run."""
+        """Returns run.json's totals. All seconds except `train_seconds` are those of this process only."""
         train_seconds = max(state.train_seconds, 1e-9)
         peak = self.meter.peak_flops
         return {
@@ -139,7 +140,7 @@ class Recorder:
         }
 
     def flush_pairs(self) -> None:
-        """Writes what pairs.parquet lacks. Every rank must call it."""
+        """Writes the pairs in memory to pairs.parquet. Every rank must call it."""
         if self.pairs is not None:
             self.pairs.flush()
 
@@ -150,7 +151,7 @@ class Recorder:
 
 
 def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[str]) -> float | None:
-    """Returns the loss if policy and reference are equal; None if that loss depends on the log-probs."""
+    """Returns the loss of a policy that equals its reference; None if this loss depends on log-probs."""
     has_own_loss = any(":" in name for name in loss_names)
     if objective.weighting is not None or has_own_loss:
         return None

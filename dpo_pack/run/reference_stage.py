@@ -27,7 +27,7 @@ from dpo_pack.system.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferencePass:
-    """The result of a reference pass: the cache, numbers of sequences, and the time."""
+    """The result of a pass that computes reference log-probs: the cache, numbers of sequences, the time."""
 
     cache: ReferenceCache
     tables: Sequence[PairTable]  # the pairs whose log-probs the cache now has
@@ -44,8 +44,8 @@ class ReferencePass:
 def resume_reference(prepared: Prepared, frozen: Path) -> tuple[FrozenReference, float]:
     """Returns the reference log-probs of a resumed run, and the seconds of the reference pass.
 
-    `frozen` is the file that the run wrote when it began. Only new held-out pairs need a reference pass.
-    Raises CacheError if the file is missing or damaged.
+    `frozen` is the file of reference log-probs that the run wrote when it began. Only held-out pairs that the
+    file lacks need a reference pass. Raises CacheError if the file is missing or damaged.
     """
     per_token = prepared.recipe.loss.ld_alpha is not None
     reference = FrozenReference.load(frozen, per_token=per_token)
@@ -72,7 +72,7 @@ def prepare_reference(
     cache.note_use(facts.label)
     per_token = prepared.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
     work = find_work(cache, tables, per_token=per_token)
-    # All ranks use the list of rank 0: another rank may look later, when the cache already has more.
+    # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
     work = replace(work, missing=ranks.first_says(work.missing))
     todo = work.num_missing
     console.print(
@@ -87,7 +87,7 @@ def prepare_reference(
         search = _budget_search(prepared, facts)
         with loaded.as_reference():
             fill_cache(cache, work, loaded.scorer, facts.shape, settings, search=search, console=console)
-        for names in ranks.every_rank_says(cache.named_parts):  # this rank reads other ranks' parts next
+        for names in ranks.every_rank_says(cache.named_parts):  # all ranks' files are read next
             cache.named_parts |= names
     seconds = time.monotonic() - begun
     if todo:
@@ -123,10 +123,13 @@ def _pass_settings(prepared: Prepared, loaded: LoadedModel, *, per_token: bool) 
 
 
 def _budget_search(prepared: Prepared, model: ModelFacts) -> BudgetSearch | None:
-    """Returns the search for the token budget; None unless it is `auto`, on CUDA and without shards."""
+    """Returns the search for the largest token budget that fits into memory; None if nothing is searched.
+
+    A search needs `reference.token_budget: auto`, a CUDA device and a model without shards.
+    """
     recipe, device = prepared.recipe, prepared.device
     if recipe.reference.token_budget != "auto" or device.type != "cuda" or prepared.strategy.shards:
-        return None  # with shards, one rank alone cannot try a row
+        return None  # a sharded model computes only on all ranks together
     properties = torch.cuda.get_device_properties(device)
     setting = {
         "model": model.namespace,

@@ -53,7 +53,7 @@ _MOST_SHOWN = 30  # characters of a recipe's value
 
 @dataclass(slots=True, kw_only=True)
 class RunDir:
-    """Paths of one run, and the content of `run.json`. Each change rewrites the whole file."""
+    """Paths of one run, and the content of `run.json`. Each `update` writes the whole run.json again."""
 
     root: Path
     checkpoint: Path | None  # the run resumes from it; None if the run begins at step 0
@@ -91,12 +91,15 @@ class RunDir:
 
     @property
     def resumed_reference(self) -> Path:
-        """The reference file of the run that wrote the checkpoint; that run may have another directory."""
+        """The reference file of the run that wrote the checkpoint, possibly in another `output_dir`."""
         assert self.checkpoint is not None
         return self.checkpoint.resolve().parents[1] / "reference.parquet"
 
     def model_files(self) -> dict[str, dict[str, int]]:
-        """Returns size and checksum of each file in model/ except its card, which people edit. Collective."""
+        """Returns size and checksum of each file in model/, except README.md, because users edit it.
+
+        Every rank must call it.
+        """
         sums = ranks.first_does(lambda: file_sums(self.model))
         return {name: total for name, total in sums.items() if name != "README.md"}
 
@@ -121,7 +124,7 @@ class _Info:
 def only_run(root: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Makes this run the only one that writes in `root`, for the `with` block. Every rank must call it.
 
-    Rank 0 holds the lock. Raises RunError, which names the other process, if another run holds it.
+    Rank 0 holds a lock. If another run holds it, this raises RunError, which names that run's process.
     """
     with contextlib.ExitStack() as stack:
         ranks.first_does(lambda: stack.enter_context(locked(root / LOCK_FILE, f"output_dir: {root}", say)))
@@ -131,7 +134,8 @@ def only_run(root: Path, say: Callable[[str], None]) -> Iterator[None]:
 def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     """Decides whether the run is new, resumed or finished. Writes nothing.
 
-    Raises RunError when `output_dir` holds a run that this recipe must not touch.
+    Raises RunError if the recipe cannot use `output_dir` or `checkpoint.resume`, because another run is
+    there, for example.
     """
     root = recipe.output_dir
     resume = recipe.checkpoint.resume
@@ -207,7 +211,7 @@ def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -
 
 
 def _require_metrics(run: RunDir) -> None:
-    """Raises RunError if the lines of metrics.jsonl from before the run's checkpoint are gone or changed."""
+    """Raises RunError if lines of metrics.jsonl from before the run's checkpoint are lost or changed."""
     if not run.has_own_checkpoint:
         return
     assert run.checkpoint is not None
@@ -224,10 +228,11 @@ def _require_metrics(run: RunDir) -> None:
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """Returns the damage of a checkpoint's files, or None. Every rank must call it; each checks some files.
+    """Returns a text about a damaged file of the checkpoint, or None. Every rank must call it: each checks a
+    part of the files.
 
     If one rank cannot read a file, all ranks raise RunError. Such a file does not count as damaged, because
-    after damage the run may begin at step 0.
+    the run would then use an older checkpoint or begin at step 0.
     """
 
     def look() -> str | None:
@@ -261,7 +266,10 @@ def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
 
 
 def _clear(root: Path) -> None:
-    """Removes an earlier run's files, except two that `begin_run` replaces: they say who wrote the others."""
+    """Removes an earlier run's files except recipe.yaml and run.json, which `begin_run` replaces.
+
+    If the process is killed, these two still show that a run wrote the remaining files.
+    """
     for name in RUN_DIRECTORIES:
         if (root / name).is_dir():
             remove_directory(root / name)
@@ -278,7 +286,7 @@ def _read_info(root: Path) -> dict[str, Any] | None:
 
 
 def _stopped_before_it_began(root: Path, info: dict[str, Any]) -> bool:
-    """Returns whether an earlier run failed and left no step, no checkpoint, no rollouts and no model."""
+    """Returns whether an earlier run failed before step 1 and left no checkpoint, rollouts or model."""
     kept = (root / "rollouts.parquet", root / "model")
     return (
         info["status"] == "failed"
@@ -305,13 +313,13 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
 
 
 def _then_and_now(then: Any, now: Any) -> str:
-    """Returns a key's value in the earlier run and in this run; empty if one of the two is long."""
+    """Returns a text with a key's value in the earlier run and in this run; no text if a value is long."""
     shown = show(then), show(now)
     return f" ({shown[0]} then, {shown[1]} now)" if max(map(len, shown)) <= _MOST_SHOWN else ""
 
 
 def _refuse_to_replace_inputs(recipe: Recipe) -> None:
-    """Raises RunError if an input lies where the run writes: the run could replace or remove it."""
+    """Raises RunError if a file that the recipe reads lies where the run writes, and so would be replaced."""
     for key, path in _inputs(recipe):
         for name in (*RUN_DIRECTORIES, *RUN_FILES):
             if Path(path).resolve().is_relative_to((recipe.output_dir / name).resolve()):
@@ -342,7 +350,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None:
-    """Raises RunError if the run would replace files of unknown origin: there is no valid run.json."""
+    """Raises RunError if the run would replace files, but no valid run.json shows that a run wrote them."""
     root = recipe.output_dir
     if (root / INFO_FILE).exists():
         if overwrite:
@@ -364,7 +372,7 @@ def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None
 
 
 def _is_ours(path: Path, recipe: Recipe) -> bool:
-    # A process that is killed right after its start leaves only this file.
+    # A process that is killed right after its start leaves recipe.yaml alone, without run.json.
     try:
         return path.read_text(encoding="utf-8") == dump_recipe(recipe)
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Saves a run: it marks the places from which the run can resume, and writes checkpoints and the model."""
+"""Saves a run: records the step from which it can resume (a "place"), writes checkpoints and the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Saver:
     saved: Place | None = None  # the place that the newest checkpoint holds
 
     def mark_place(self) -> None:
-        """Records the present step, content of metrics.jsonl and state of the batch source as the place."""
+        """Makes the present step the place. When a checkpoint of it is written, the run can resume there."""
         offset, crc32 = self.recorder.written
         self.place = Place(
             step=self.state.step,
@@ -54,7 +54,7 @@ class Saver:
         )
 
     def begin(self) -> None:
-        """Marks the first place: the start of the run, or the checkpoint from which the run resumes."""
+        """Marks the place where this process begins to train: step 0, or the checkpoint that it resumes."""
         self.mark_place()
         if self.run.has_own_checkpoint:
             self.saved = self.place
@@ -68,12 +68,13 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """Whether a checkpoint is due: by `checkpoint.every_steps`, or because the step is among the best."""
+        """Whether a checkpoint is due: by `checkpoint.every_steps`, or because the evaluation after this step
+        is among the best (`checkpoint.keep_best`)."""
         best_steps = self.state.standing.best_steps[: self.recipe.checkpoint.keep_best]
         return self.state.step > 0 and (self.is_multiple or self.state.step in best_steps)
 
     def save(self) -> None:
-        """Writes a checkpoint with the full state, so that a resumed run continues as without a stop."""
+        """Writes a checkpoint of the full state. A run resumed from it goes on as if it had not stopped."""
         settings = self.recipe.checkpoint
         self.recorder.flush_pairs()
         if ranks.is_first():
@@ -98,7 +99,7 @@ class Saver:
         )
 
     def save_on_the_way_out(self) -> None:
-        """Saves the last step of an interrupted run; an unfinished step is discarded."""
+        """Saves the state after the last complete step of an interrupted run; drops an unfinished step."""
         console = self.recorder.console
         self.state.optimizer.zero_grad(set_to_none=True)
         self.recorder.report_nonfinite()
@@ -110,7 +111,7 @@ class Saver:
             self.save()
 
     def save_what_is_done(self) -> None:
-        """Saves the last step after an error, unless a later step has changed the parameters already."""
+        """Saves the last complete step after an error, unless a later step has changed the parameters."""
         if self.state.step != self.place.step:
             return
         try:
@@ -119,7 +120,8 @@ class Saver:
             self.recorder.console.print(f"  Warning: {refused}")
 
     def best_evaluation(self) -> dict[str, Any] | None:
-        """Returns for run.json the best step by the recipe's metric; `checkpoint` is None if not kept."""
+        """Returns for run.json the step with the best evaluation, or None without evaluations. Its
+        `checkpoint` is None if no checkpoint of this step is kept."""
         standing = self.state.standing
         if self.selection is None or not standing.best:
             return None
@@ -135,9 +137,9 @@ class Saver:
         }
 
     def require_best(self) -> None:
-        """Raises RunError if `load_best` would find no weights. At this point the run can still be saved.
+        """Raises RunError if `load_best` would find no weights. Every rank must call it.
 
-        Every rank must call it.
+        It is called before the run ends, so that the caller can still save the last step.
         """
         remedy = "set it to false, and the same command leaves the last weights"
         standing = self.state.standing
@@ -155,9 +157,9 @@ class Saver:
         self.state.evaluation = load_policy(path, self.state.policy)
 
     def _forget_lost_bests(self) -> None:
-        """Forgets each best evaluation whose checkpoint is not in this run's directory.
+        """Removes from the list of best evaluations those without a checkpoint in this run's directory.
 
-        Such a checkpoint is in another directory, was never kept, or was removed when a later one was better.
+        Their checkpoint is in another directory, was never written, or was removed for a better one.
         """
         standing = self.state.standing
         kept = ranks.first_says(

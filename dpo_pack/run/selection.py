@@ -1,7 +1,8 @@
 """Finds the best evaluation of a run, and decides when early stopping ends the run.
 
-`judge(standing, selection, ...)` has no side effects: it returns the standing after an evaluation. A
-checkpoint holds the standing, so a resumed run stops at the same step as a run without a stop.
+A `Standing` holds what a run remembers of its evaluations. `judge(standing, selection, ...)` has no side
+effects: it returns the standing after one more evaluation. A checkpoint holds the standing, so a resumed run
+ends at the same step as a run that was not interrupted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Selection:
         return value < other - by if self.lower_is_better else value > other + by
 
     def stops(self, standing: Standing) -> bool:
-        """Returns whether early stopping ends the run after this standing."""
+        """Returns whether `patience` evaluations in `standing` had no improvement, so the run must end."""
         return self.patience is not None and standing.num_since_improvement >= self.patience
 
 
@@ -59,10 +60,10 @@ def judge(
 ) -> Standing:
     """Returns the standing after an evaluation; `evaluation` maps each held-out set to its metrics.
 
-    If two values are equal, the earlier is better. A value that is not finite is no improvement. A missing
-    value is no improvement either: an online run has no value if no prompt could be scored. The value before
-    the first step (`step` 0) must be beaten like any other, but is not among the best: the run saves no
-    checkpoint of the weights from which it starts.
+    If two values are equal, the earlier is better. A value that is not finite or missing is no improvement;
+    it is missing in an online run if no prompt could be scored. A later value must be better than that before
+    the first step (`step` 0) to count as an improvement. But the value of step 0 is not among the best,
+    because the run saves no checkpoint of the weights from which it starts.
     """
     value = evaluation[selection.eval_set].get(selection.metric)
     is_start = step == 0

@@ -90,14 +90,14 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """The objects that offline and online runs create in different ways."""
+    """The objects at the start of a run that offline and online runs create in different ways."""
 
     policy: LoadedModel
     source: BatchSource
     reference: Reference
     sizes: PairSizes  # tokens and FLOPs of each pair; the meter adds them up
     peak_flops: float | None  # of this device, per second; None if no MFU is reported
-    frozen: FrozenReference | None = None  # log-probs to write into the run's directory
+    frozen: FrozenReference | None = None  # reference log-probs to write to `output_dir`
     reference_fingerprint: str = "none"  # identifies the reference in a checkpoint
     reference_seconds: float = 0.0
     win_rate: WinRate | None = None
@@ -106,7 +106,7 @@ class Beginning:
 def start_session(
     recipe: Recipe, run: RunDir, console: Console, interruption: Interruption, *, is_dry: bool
 ) -> Session:
-    """Prepares data, reference log-probs, policy and optimizer for the first step.
+    """Prepares data, reference log-probs, policy and optimizer for the first step, or loads a checkpoint.
 
     A dry run prints the memory that the run needs, and writes nothing into `output_dir`.
     """
@@ -191,7 +191,7 @@ def start_session(
 
 
 def _planned_pairs(prepared: Prepared) -> OfflineSource:
-    """Plans the first epoch of the recipe's pairs. The pairs have no reference log-probs yet."""
+    """Returns the source of the recipe's pairs, without reference log-probs. Its first epoch is planned."""
     return offline_source(
         prepared.recipe,
         prepared.data,
@@ -247,7 +247,7 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir, source:
 
 
 def begin_online(prepared: Prepared, objective: Objective, run: RunDir) -> Beginning:
-    """Loads the policy, and builds the source of pairs from the policy's own completions, see online/."""
+    """Loads the policy, and builds the source of pairs, which are made from the policy's own completions."""
     check_generator(prepared)
     policy = load_policy(prepared)
     source, win_rate = build_online(prepared, policy, rollouts=run.rollouts)
@@ -338,14 +338,15 @@ def _recorder(
 
 
 def _place(run: RunDir, state: TrainState, identity: Identity, console: Console) -> Place:
-    """Returns the place where the run begins. If the run resumes, this loads its checkpoint into `state`."""
+    """Returns the place (step and file positions) where this process begins to train. If the run resumes, it
+    first loads the checkpoint into `state`."""
     if run.checkpoint is None:
         return Place(step=0, metrics_offset=0, source=state.source.state_dict())
     resumption = load_checkpoint(run.checkpoint, state, identity=identity)
     console.print(f"Going on after step {state.step} of {state.source.num_steps} ({run.checkpoint})")
     for note in resumption.notes:
         console.print(note)
-    # A run that goes on from another directory's checkpoint begins its own metrics.jsonl.
+    # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
     offset = resumption.metrics_offset if run.has_own_checkpoint else 0
     return Place(step=state.step, metrics_offset=offset, source=state.source.state_dict())
 

@@ -27,8 +27,8 @@ STATE_SHARE = 0.6
 def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) -> Strategy:
     """Returns the recipe's strategy for the ranks of this run. Every rank must call it. Raises RecipeError.
 
-    `auto` shards a model if a whole copy, its gradients and its optimizer state would leave too little of a
-    device's memory for activations.
+    `auto` shards a model if a whole copy, its gradients and its optimizer state would leave too little memory
+    on a device for activations.
     """
     settings = recipe.distributed
     if ranks.num_ranks() == 1:
@@ -63,7 +63,7 @@ def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) ->
 
 
 def _by_size(recipe: Recipe, policy: ModelFacts, device: torch.device) -> tuple[Literal["ddp", "fsdp2"], str]:
-    """Returns ddp or fsdp2, by the memory that a copy, gradients and optimizer state take, and the reason."""
+    """Returns ddp, or fsdp2 if weights, gradients and optimizer state are too large, and the reason."""
     if policy.quantization is not None:
         return "ddp", "quantised weights are not sharded"
     count = policy.num_parameters
@@ -88,7 +88,10 @@ def _by_size(recipe: Recipe, policy: ModelFacts, device: torch.device) -> tuple[
 
 
 def num_gradients(config: PretrainedConfig) -> int:
-    """Returns how often ddp holds the gradient: twice if rows add up outside DDP's own buckets, else once."""
+    """Returns how many copies of the gradient a rank holds with ddp: one, or two for a mixture of experts.
+
+    With experts, rows' gradients are added up outside the buffers ("buckets") of DDP.
+    """
     return 2 if routes_tokens(config) else 1
 
 

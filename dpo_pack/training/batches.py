@@ -1,9 +1,9 @@
 """Global batches, the rows of a batch, and the interface of a source of batches.
 
-The training loop asks a source only for batches. There are two sources: pairs on disk (offline.py) and online
-rollouts (online/source.py).
+A source makes the batches of a run, and the training loop trains on them. There are two sources: pairs on
+disk (offline.py) and online rollouts (online/source.py).
 
-Legend: P pairs of a row, S sequences, N scored tokens.
+Legend: P pairs of a row, S sequences, N scored tokens (tokens of completions).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PairRow:
     """The pairs of one row, ready for the policy.
 
     A pair is two of the row's S sequences. Usually they lie pair by pair (chosen, rejected, chosen, ...). If
-    one sequence belongs to several pairs, `sequence_index` gives the sequences of each pair to `by_pair`.
+    one sequence belongs to several pairs, `sequence_index` tells `by_pair` which sequences each pair has.
     """
 
     row: Row
@@ -47,7 +47,7 @@ class PairRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """One optimizer step: this rank's rows, and counts over all ranks, by which the loss is divided."""
+    """The pairs of one optimizer step: those of this rank, in rows, and counts over all ranks."""
 
     epoch: float  # epochs finished after this step
     num_pairs: int  # over all ranks, like the three following counts
@@ -58,12 +58,12 @@ class GlobalBatch:
     row_pairs: Sequence[npt.NDArray[np.int64]]  # the pairs of each row of all ranks
     # This rank computes these after `rows`, with a gradient of zero, while other ranks still have rows.
     idle_rows: Sequence[Row] = ()
-    common_passes: int | None = None  # every rank has at least so many passes; None: there is one rank
+    common_passes: int | None = None  # every rank has at least this many passes; None: there is one rank
     metrics: Mapping[str, float] = field(default_factory=dict)  # metrics that the source adds to the step
 
     @property
     def mean_chosen_tokens(self) -> float:
-        """Mean chosen tokens of a pair. Losses turn a mean over pairs into one over tokens by this number."""
+        """The mean over pairs of the chosen tokens. `sft` divides by it to get a mean over tokens."""
         return self.num_chosen_tokens / self.num_pairs
 
     @property
@@ -89,7 +89,7 @@ class BatchSource(Protocol):
     def __iter__(self) -> Iterator[GlobalBatch]: ...
 
     def prepare_next(self) -> None:
-        """Makes the next batch now, while the device works, unless this batch needs the step's result."""
+        """Makes the next batch while the device computes the step, unless the batch depends on its result."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -108,7 +108,7 @@ class RowBuilder:
     merging: PromptMerging | None = None  # merges the pairs of one prompt in a row into one group
 
     def row_tokens(self) -> npt.NDArray[np.int64]:
-        """Returns [all pairs of the table] tokens that each pair takes in a row, as the planner counts."""
+        """Returns [all pairs of the table] how many tokens each pair takes in a row; plans use these."""
         lengths = pair_lengths(self.table)
         if not self.is_packed:
             return lengths.padded_tokens()
@@ -170,9 +170,10 @@ def _token_index(groups: Sequence[Group], sequences: npt.NDArray[np.int64]) -> I
 
 
 def by_pair(output: RowLogps, row: PairRow) -> RowLogps:
-    """Repeats a row's outputs of the policy, so that each pair has two: [2 P] chosen, rejected, chosen, ...
+    """Returns a row's outputs of a model pair by pair: [2 P] chosen, rejected, chosen, ...
 
-    If a sequence belongs to several pairs, its gradient is the sum of the gradients of these pairs.
+    The output of a sequence that belongs to several pairs is repeated; its gradient is then the sum of the
+    gradients of these pairs.
     """
     if row.sequence_index is None or row.token_index is None:
         return output
@@ -220,7 +221,10 @@ def _pair_logps(sums: Tensor, num_tokens: Tensor) -> PairLogps:
 def global_batch(
     builder: RowBuilder, plan: PackingPlan, step: int, *, rank: int, real_tokens: IntArray, epoch: float
 ) -> GlobalBatch:
-    """Returns the plan's step for one `rank`. real_tokens: [all pairs] tokens in a row, without padding."""
+    """Returns the batch of number `step` of the plan for one `rank`.
+
+    real_tokens: [all pairs] tokens of each pair in a row, without padding.
+    """
     of_ranks, pairs = plan.pack_step(step), plan.pairs(step)
     num_tokens = int(real_tokens[pairs].sum())
     if builder.merging is not None:
@@ -244,6 +248,7 @@ def global_batch(
 def _idle_rows(builder: RowBuilder, shortest_pair: np.int64, num_rows: int) -> list[Row]:
     """Returns a row of the step's shortest pair, `num_rows` times; no row if `num_rows` is below 1.
 
-    So each rank has a gradient. In a plan of equal rows, each rank also computes equally many rows.
+    They are computed with a gradient of zero, so that a rank without pairs has a gradient too. In a plan of
+    equal rows, they also give all ranks the same number of rows.
     """
     return [builder.build(np.array([shortest_pair])).row] * num_rows if num_rows > 0 else []

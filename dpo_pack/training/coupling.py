@@ -2,9 +2,9 @@
 
 Such a loss needs the log-probs of all pairs of the step at once, but a backward pass has only one row's
 log-probs. So the step begins with a pass over its rows without gradients. The log-probs of all rows and ranks
-are gathered, and the loss is differentiated once in all these log-probs. The result is a loss and a slope for
-every pair. Each row then trains on its tangent. The tangent is linear in the row's log-probs and has the same
-value and gradient as the loss.
+are gathered, and the loss is differentiated once in all these log-probs. The result is a loss for every
+pair, and a slope (derivative) for every log-prob. Each row then trains on its tangent: a function that is
+linear in the row's log-probs and has the same value and gradient as the loss.
 
 Legend: P pairs of a row, A pairs of the step over all ranks.
 """
@@ -26,11 +26,11 @@ class Tangent:
     """A row's part of a coupled loss. It is linear around the log-probs of the first pass."""
 
     values: Tensor  # [P] weighted losses
-    chosen_slopes: Tensor  # [P] derivatives of the whole step's loss in each log-prob
+    chosen_slopes: Tensor  # [P] derivatives of the whole step's loss by each log-prob
     rejected_slopes: Tensor  # [P]
 
     def losses(self, policy: PairLogps) -> Tensor:
-        """Returns the [P] values. Their gradient in `policy` is the gradient of the step's loss."""
+        """Returns `values`, with the gradient that the step's loss has with respect to `policy`. [P]"""
         chosen = self.chosen_slopes * (policy.chosen - policy.chosen.detach())
         rejected = self.rejected_slopes * (policy.rejected - policy.rejected.detach())
         return self.values + chosen + rejected
@@ -39,7 +39,7 @@ class Tangent:
 def row_tangents(
     objective: Objective, rows: Sequence[ScoredPairs], *, mean_chosen_tokens: float, device: torch.device
 ) -> list[Tangent]:
-    """Returns the tangent of each of this rank's rows. A rank without rows must call the function too."""
+    """Returns the tangent of each of this rank's rows. Every rank must call it, even a rank without rows."""
     pairs, own = _gather_pairs(rows, device)
     leaves = (pairs.policy.chosen.requires_grad_(), pairs.policy.rejected.requires_grad_())
     with torch.enable_grad():

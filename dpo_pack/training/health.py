@@ -28,9 +28,9 @@ _WATCHED = (
 )
 # The limits at which the rules warn.
 INITIAL_LOSS_FACTOR = 1.25  # times the loss at zero margin
-MIN_LINES = 20  # the rules that look at running means wait for so many lines
+MIN_LINES = 20  # the rules that use running means begin after this many lines
 FALLEN_NATS = 5.0  # a completion is exp(5) = 150 times less probable than under the reference
-STUCK_SHARE = 0.2  # of all steps; by then, accuracy should be above 0.5
+STUCK_SHARE = 0.2  # after this part of all steps, accuracy should be above 0.5
 STUCK_ACCURACY = 0.53  # a rule warns if accuracy is below it by this many standard errors:
 STUCK_SIGMAS = 2.0
 SATURATED_SHARE = 0.75  # of pairs
@@ -50,7 +50,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """The state of the rules after the lines so far, in plain values that a checkpoint can hold."""
+    """What the rules remember of the lines so far, in plain values that a checkpoint can hold."""
 
     num_lines: int = 0
     fast: Mapping[str, float] = field(default_factory=dict)  # running means by metric

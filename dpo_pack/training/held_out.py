@@ -1,4 +1,4 @@
-"""Evaluation on held-out pairs: a pass over all pairs, then means, 95 % intervals and groups of pairs.
+"""Evaluates on held-out pairs: a forward pass over all pairs, then means, 95 % intervals and groups of pairs.
 
 Preference data often prefers the longer completion, and a policy can raise its accuracy by learning only this
 preference. The accuracy is then high on pairs whose chosen completion is longer, and low on pairs whose
@@ -83,8 +83,8 @@ def evaluate_pairs(
 
     A loss that couples pairs couples all pairs of the table. The pass has no gradients; `token_budget` limits
     the size of its rows. `score` puts the reference's log-probs into a row that was built without log-probs.
-    `progress` gets the number of pairs of each of this rank's rows. `between_rows` is called before each row,
-    equally often on every rank.
+    `progress` is called with the number of pairs of a row when this rank has computed the row. `between_rows`
+    is called before each row, equally often on every rank.
     """
     build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
     values = [PairValues.none(builder.device)]
@@ -95,7 +95,7 @@ def evaluate_pairs(
         row = score(builder.build(pairs))
         output = by_pair(policy(row.row), row)
         scored = score_pairs(objective, output, row)
-        if counts:  # the loss may need all pairs, so its column holds the weights for now
+        if counts:  # the loss can need all pairs, so the column of losses holds weights until then
             values.append(pair_values(output, scored.policy, scored.reference, scored.pair_weights))
             positions.append(pairs)
             progress(len(pairs))
@@ -114,7 +114,7 @@ def rank_share(rows: Sequence[Positions], *, rank: int, num_ranks: int) -> list[
     """Returns this rank's rows, and whether each row counts; every row counts on exactly one rank.
 
     All ranks get equally many rows, because the ranks of a sharded model compute only together. A rank that
-    has no row left computes the final row of `rows` again, and this copy does not count. Neighbouring rows
+    has no row left computes the last row of `rows` again, and its result is not used. Neighbouring rows
     have similar sizes and go to different ranks.
     """
     num_rounds = -(-len(rows) // num_ranks)
@@ -184,13 +184,13 @@ def length_buckets(traits: PairTraits) -> dict[str, Positions]:
 
 
 def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str, Positions]:
-    """Returns the pairs of each non-empty group, by name. numbers: [P] each pair's group, from 0."""
+    """Returns the pairs of each non-empty group, by name. numbers: [P] positions of groups in `names`."""
     groups = {name: np.flatnonzero(numbers == number) for number, name in enumerate(names)}
     return {name: pairs for name, pairs in groups.items() if len(pairs)}
 
 
 def _means(metrics: Mapping[str, Floats], pairs: Positions, *, seed: int) -> dict[str, Any]:
-    """Returns the number of `pairs`, the metrics' means over these pairs, and the means' `intervals`."""
+    """Returns the number of `pairs`, the mean of each metric over these pairs, and its interval."""
     values = np.stack([column[pairs] for column in metrics.values()], axis=1)
     intervals = mean_intervals(values, seed=seed).tolist()
     means = dict(zip(metrics, values.mean(axis=0).tolist(), strict=True))
@@ -198,8 +198,8 @@ def _means(metrics: Mapping[str, Floats], pairs: Positions, *, seed: int) -> dic
 
 
 def length_preference(accuracies: Floats, traits: PairTraits) -> dict[str, float]:
-    """Measures whether data and policy prefer the longer completion. Pairs with two equal lengths are left
-    out.
+    """Measures whether data and policy prefer the longer completion of a pair. Pairs whose completions have
+    the same length are left out.
 
     `length/chosen_longer`: the part of pairs whose chosen completion is longer, by one token or more (the
     bucket `chosen_longer` begins at a ratio of 1.1). `length/prefers_longer`: the part of pairs whose longer
@@ -218,7 +218,7 @@ def length_preference(accuracies: Floats, traits: PairTraits) -> dict[str, float
 
 
 def mean_intervals(values: Floats, *, seed: int, num_resamples: int = NUM_RESAMPLES) -> Floats:
-    """Bounds means: [P, M] values of P pairs -> [M, 2], a 95 % interval (lower, upper) of each mean.
+    """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound.
 
     This is the bootstrap's percentile interval (Efron & Tibshirani 1993, An Introduction to the Bootstrap,
     chapter 13). A resample draws P pairs with replacement, the same pairs for all columns. The interval holds

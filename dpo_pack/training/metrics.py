@@ -125,10 +125,10 @@ def pair_values(output: RowLogps, policy: PairLogps, reference: PairLogps, losse
 
 
 def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the rounding of summed log-probs in nats, of the shape of `sums`.
+    """Returns an estimate of the rounding error of summed log-probs, in nats, in the shape of `sums`.
 
-    Errors of tokens are independent, so a sum's error grows with the root of its number of tokens. `dtype` is
-    that of the matrix products, see ROUNDING_PER_TOKEN.
+    Errors of tokens are independent, so a sum's error grows with the square root of its number of tokens.
+    `dtype` is that of the matrix products, see ROUNDING_PER_TOKEN.
     """
     return ROUNDING_PER_TOKEN[dtype] * num_tokens.sqrt() * (sums / num_tokens).abs().clamp(min=1.0)
 
@@ -136,9 +136,9 @@ def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
 def preferences(margins: Tensor, policy: PairLogps, *, beta: float, dtype: torch.dtype) -> Tensor:
     """Returns 1.0 for each pair whose chosen completion has the larger reward, 0.0 for the others, [P].
 
-    A tie is 0.5: a policy that has not moved prefers neither completion. Its margin is not exactly zero, if
-    policy and reference were computed in other rows. So a margin within its own rounding is a tie.
-    margins: [P] beta x differences of log-ratios.
+    A tie is 0.5: a policy that equals its reference prefers neither completion. Its margin is not exactly
+    zero if policy and reference were computed in different rows. So a margin is a tie if it is not larger
+    than its rounding error. margins: [P] beta x differences of log-ratios.
     """
     chosen = rounding(policy.chosen, policy.chosen_tokens, dtype)
     rejected = rounding(policy.rejected, policy.rejected_tokens, dtype)
@@ -147,7 +147,7 @@ def preferences(margins: Tensor, policy: PairLogps, *, beta: float, dtype: torch
 
 
 def pair_metrics(values: PairValues, *, beta: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the metrics that are means over pairs, before the mean is computed, [P] each.
+    """Returns by name, for each metric that is a mean over pairs, the value of each pair, [P].
 
     `dtype` is that of the policy's matrix products.
     """

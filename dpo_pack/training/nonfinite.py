@@ -3,7 +3,7 @@
 Only the device knows whether a step is finite, and the host does not ask the device. A fused optimizer takes
 a flag as a tensor on the device (`found_inf`, which torch made for gradient scalers). If the flag is 1, the
 kernel does not change parameters, moments and step counts, not even by one bit. The host reads the flag when
-it next logs a line.
+it next logs, evaluates or saves.
 
 A training step does three things, in this order:
 
@@ -34,7 +34,7 @@ from dpo_pack.training.metrics import PairValues
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedStep:
-    """The values of a step that the guard keeps until the host reads whether the step was finite."""
+    """The values that `NonfiniteGuard` keeps of a step until the host reads whether the step was finite."""
 
     step: int
     is_nonfinite: Tensor  # [] float32, 0 or 1, on the device
@@ -46,8 +46,8 @@ class CheckedStep:
 class NonfiniteGuard:
     """Decides for each step whether to skip its update, and later reports the steps that were not finite.
 
-    If `stops` is set, the first non-finite step also blocks all later updates. So when the host reads about
-    the step and stops the run, the parameters are still those from before the step.
+    If `stops` (`train.stop_on_nonfinite`) is set, the first non-finite step also blocks all later updates. So
+    when the host reads about this step and stops the run, the parameters are those from before the step.
     """
 
     def __init__(self, *, stops: bool, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class NonfiniteGuard:
     def check(self, step: int, values: PairValues, grad_norm: Tensor, pairs: npt.NDArray[np.int64]) -> Tensor:
         """Returns [] float32 on the device: 1 if all ranks must skip the update of `step`. Does not wait.
 
-        values: numbers of this rank's pairs. pairs: [P] positions of these pairs in the source's table.
+        values: metrics of this rank's pairs. pairs: [P] positions of these pairs in the source's table.
         """
         # Gradients may be offloaded to the CPU; their norm is then on the CPU too.
         is_finite = torch.isfinite(values.losses.sum()) & torch.isfinite(grad_norm).to(values.losses.device)

@@ -23,7 +23,7 @@ from dpo_pack.training.batches import GlobalBatch, RowBuilder, global_batch
 
 
 class OfflineSource:
-    """Hands out global batches of a table, epoch after epoch. Its state is the number of these batches.
+    """Hands out global batches of a table, epoch after epoch. Its state: how many batches it has handed out.
 
     `prepare_next` makes the next batch while the host would otherwise wait for the device. A thread would not
     be faster: the layout of rows holds Python's lock (GIL), and the launch of kernels needs this lock too.
@@ -44,8 +44,9 @@ class OfflineSource:
         num_ranks: int,
         equal_rows: bool = False,
     ) -> None:
-        """`row_costs`: [all pairs] costs by which ranks are balanced. `equal_rows`: each rank gets equally
-        many rows if a step has enough pairs; otherwise ranks with fewer rows also compute idle rows.
+        """`row_costs`: [all pairs] FLOPs or tokens, which the plan balances over ranks. `equal_rows`:
+        all ranks get equally many rows. In a step with too few pairs for this, ranks with fewer rows also
+        compute idle rows, whose gradient is zero.
         """
         self.builder = builder
         self.settings = settings
@@ -67,8 +68,8 @@ class OfflineSource:
     def _count_steps(self, epochs: int, max_steps: int | None) -> list[int]:
         """Returns the number of steps until the end of each epoch; the final entry counts all steps.
 
-        In scope step, all epochs are equally long, because the mixture draws other pairs but not more pairs.
-        In scope epoch, another order of the pairs may need one more row.
+        With `packing.scope: step`, all epochs have equally many steps, because each epoch draws equally many
+        pairs. With `packing.scope: epoch`, the new order of an epoch's pairs can need one row more.
         """
         ends = [0]
         for epoch in range(epochs):
@@ -83,7 +84,7 @@ class OfflineSource:
         return self._epoch_ends[-1]
 
     def order(self, epoch: int) -> IntArray:
-        """Returns [E] the pairs of an epoch, in the order of the draws. Epochs are counted from 0."""
+        """Returns [E] the pairs of an epoch, in the order in which they are drawn. The first epoch is 0."""
         table = self.builder.table
         return epoch_order(
             table.num_pairs,
@@ -95,7 +96,10 @@ class OfflineSource:
         )
 
     def plan(self, epoch: int) -> PackingPlan:
-        """Returns the plan of an epoch, counted from 0. Pure, and fast enough for a second call on resume."""
+        """Returns the plan of an epoch: the pairs of each step, rank and row. The first epoch is 0.
+
+        It changes nothing and is fast, so a resumed run computes the plan again.
+        """
         return self.settings.plan(
             self.builder.row_tokens(),
             order=self.order(epoch),
@@ -141,11 +145,11 @@ class OfflineSource:
 
     @property
     def steps_fingerprint(self) -> str:
-        """A key of the pairs in each step. The rows of these pairs do not change training or the key."""
+        """A hash of the pairs of each step. Their division into rows does not change training or the hash."""
         plan = self.first_plan
         digest = hashlib.blake2b(plan.step_begins.astype("<i8").tobytes(), digest_size=16)
         steps = np.repeat(np.arange(len(plan)), np.diff(plan.step_begins))
-        # Scope epoch puts the pairs of a step in the order of its rows. The key ignores this order.
+        # Scope epoch puts the pairs of a step in the order of its rows. The hash ignores this order.
         order = plan.order if plan.row_begins is None else plan.order[np.lexsort((plan.order, steps))]
         digest.update(order.astype("<i8").tobytes())
         return digest.hexdigest()
@@ -154,5 +158,5 @@ class OfflineSource:
         return {"next_step": self.next_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after the latest batch that was handed out."""
+        """Continues after the batches that were handed out when `state` was taken."""
         self.next_step = int(state["next_step"])

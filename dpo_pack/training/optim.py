@@ -76,11 +76,11 @@ def _trains_bfloat16(groups: list[dict[str, Any]]) -> bool:
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the trained parameters with and without weight decay. Biases, norms and vectors have none.
+    """Returns the trained parameters in two groups: with weight decay, and (biases, norms, vectors) without.
 
     The number of dimensions does not show all biases and norms: gpt_oss's experts have matrices of biases,
     and Cohere's query and key norms have a row for each head. So names and kinds of modules count too, as in
-    transformers' Trainer. Neither an adapter nor sharding changes these parts of a parameter's name.
+    transformers' Trainer. An adapter or shards do not change these parts of a parameter's name.
     """
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
     groups: list[dict[str, Any]] = [
@@ -95,7 +95,7 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scales gradients down to the L2 norm `max_norm` if their norm is larger; returns the norm before, [].
+    """Scales gradients down to the L2 norm `max_norm` if their norm is larger; returns the earlier norm, [].
 
     The host does not wait. For sharded parameters, the norm is over all shards. The norm of bfloat16
     gradients is computed in fp32, because torch would compute it in bfloat16, which has three digits.
@@ -111,7 +111,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
 def learning_rate_schedule(
     optimizer: Optimizer, name: str, *, num_steps: int, warmup_steps: int, min_lr_ratio: float
 ) -> LRScheduler:
-    """Returns transformers' schedule `name`. Step i of w warm-up steps has lr x (i - 1) / w: step 1 has 0.
+    """Returns transformers' schedule `name`. Step i of w warm-up steps has the rate lr x (i - 1) / w.
 
     `min_lr_ratio`, for `linear` and `cosine`: the final learning rate divided by the largest.
     """

@@ -1,8 +1,9 @@
-"""Writes what each pair said each time it was trained on: the directory `pairs.parquet` of a run.
+"""Writes loss and log-probs of each pair each time it is trained on: the directory `pairs.parquet` of a run.
 
-A step only keeps the table of numbers that it has anyway, see training/metrics.py. The tables of many steps
-become one Parquet file, so that neither the device nor the disk waits for a step. Each file is complete or
-absent, and ends at the latest where a checkpoint begins. A resumed run first cuts off what came later.
+A step only keeps in memory the table of numbers that it computes anyway, see training/metrics.py. The tables
+of many steps are written as one Parquet file, so that steps rarely wait for the device or the disk. Each file
+is complete or absent. A checkpoint first writes what is in memory. A resumed run first removes the lines of
+steps after its checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dpo_pack.system.files import writing, written_aside
 from dpo_pack.system.ranks import gather_over_ranks
 from dpo_pack.training.metrics import PairValues
 
-_MOST_WAITING = 16_384  # pairs, of all ranks, that are not on disk
+_MOST_WAITING = 16_384  # with this many pairs of all ranks in memory, they are written
 _LOGPS = {
     "chosen_logps": "policy_chosen",
     "rejected_logps": "policy_rejected",
@@ -41,8 +42,8 @@ class PairLog:
     """Writes a line for each time a pair was trained on; rank 0 writes the lines of all ranks.
 
     `source`, `row`: where the pair came from. `margin`: beta x (policy - reference), chosen minus rejected.
-    `loss`: with the pair's weight. Log-probs are sums in nats. Without a reference, its columns are null and
-    `margin` is the policy's.
+    `loss`: with the pair's weight. Log-probs are sums in nats. Without a reference, the columns of the
+    reference are null, and `margin` is beta x the policy's log-probs, chosen minus rejected.
     """
 
     directory: Path
@@ -54,13 +55,13 @@ class PairLog:
     _num_waiting: int = 0
 
     def cut_after(self, step: int) -> None:
-        """Removes what was written of later steps; only rank 0 may call it. Raises CacheError."""
+        """Removes the lines of the steps after `step`; only rank 0 must call this. Raises CacheError."""
         for path in self.directory.glob("part-*.parquet"):
             steps = _PART.fullmatch(path.name)
             if steps is None or int(steps[2]) <= step:
                 continue
             with writing(path):
-                if int(steps[1]) <= step:  # a run resumes from a step at which it did not save before
+                if int(steps[1]) <= step:  # this file also has lines that must stay
                     kept = pq.read_table(path)
                     self._write(kept.filter(pc.field("step") <= step))
                 path.unlink()
@@ -74,14 +75,20 @@ class PairLog:
         *,
         num_pairs: int,
     ) -> None:
-        """Takes the values of this rank's [P] pairs in a step; all ranks have `num_pairs`. Collective."""
+        """Keeps the values of this rank's [P] `pairs` in a step; all ranks together have `num_pairs`.
+
+        Every rank must call this: when enough pairs are in memory, it writes them with `flush`.
+        """
         self._waiting.append((step, epoch, pairs, values.table))
         self._num_waiting += num_pairs
         if self._num_waiting >= _MOST_WAITING:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is not on disk. Waits for the device. Collective. Raises CacheError."""
+        """Writes the values in memory to disk; waits for the device. Every rank must call it.
+
+        Raises CacheError.
+        """
         waiting, self._waiting, self._num_waiting = self._waiting, [], 0
         if not waiting:
             return
@@ -101,7 +108,10 @@ class PairLog:
             self._write(self._lines(every[:, :3].numpy(), PairValues(table=every[:, 3:])))
 
     def _lines(self, facts: npt.NDArray[np.float64], values: PairValues) -> pa.Table:
-        """Returns the lines of steps, in an order that does not depend on the number of ranks."""
+        """Returns the lines to write, in an order that does not depend on the number of ranks.
+
+        facts: [P, 3] step, epoch and pair of each line.
+        """
         order = np.lexsort((facts[:, 2], facts[:, 0]))
         step, epoch, pair = facts[order].T
         values = values.select(torch.from_numpy(order))

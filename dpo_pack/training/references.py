@@ -1,6 +1,6 @@
 """The sources of the reference log-probs of a step's pairs.
 
-The training loop asks a `Reference` to score a batch and to follow the policy. It does not know the kind:
+The training loop asks a `Reference` for a batch's log-probs and for its updates. There are two kinds:
 
 - `CachedReference`: the rows already have log-probs from the cache; nothing is computed.
 - `LiveReference`: a reference model scores the rows of each step. Online runs need this kind, because the
@@ -30,7 +30,7 @@ from dpo_pack.training.batches import GlobalBatch, PairRow, by_pair
 
 
 class Reference(Protocol):
-    """The interface of a reference for the training loop and the evaluation."""
+    """What the training loop and the evaluation need of a reference, whatever its kind."""
 
     @property
     def moving(self) -> CompletionLogps | None:
@@ -46,12 +46,12 @@ class Reference(Protocol):
         """Returns the batch with the reference's log-probs in all rows. Every rank must call this method."""
 
     def follow(self, policy: CompletionLogps, *, step: int) -> None:
-        """Moves the reference towards the policy, if a move is due after step number `step`."""
+        """Updates the reference's weights with the policy's weights, if an update is due after `step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedReference:
-    """Takes log-probs from the cache; the run computed or read them at its start."""
+    """A reference whose log-probs the run computed, or read from the cache, before its first step."""
 
     values: FrozenReference | None  # None: the loss needs no reference
 
@@ -60,7 +60,7 @@ class CachedReference:
         return None
 
     def known(self, table: PairTable) -> PairReference | None:
-        """Raises CacheError when the cached log-probs are for other data."""
+        """Returns the log-probs of the table's pairs. Raises CacheError if `values` has none for a pair."""
         return None if self.values is None else self.values.of(table)
 
     def score(self, row: PairRow) -> PairRow:
@@ -83,7 +83,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveReference:
-    """A model that scores the rows of each step: a second model, or the policy without its new adapter.
+    """A model that computes log-probs in each step: a second model, or the policy without its new adapter.
 
     The policy trains on the same rows, so a policy that equals its reference has exactly the same log-probs
     as the reference.
@@ -132,10 +132,10 @@ class LiveReference:
 
 
 def merged_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
-    """Yields all weights, with names and values for a model without an adapter.
+    """Yields name and value of each weight that the policy has once its adapter, if any, is merged into it.
 
-    These include the weights that an adapter leaves as they are: a reference from `reference.path` may have
-    others.
+    These include the weights that the adapter does not change, because a reference from `reference.path` can
+    have other values for them.
     """
     if policy.adapter is None:
         yield from policy.model.named_parameters()
@@ -158,8 +158,8 @@ def merged_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_followable(policy: CompletionLogps, reference: CompletionLogps) -> None:
-    """Raises ModelError when `merged_weights` does not yield all that training changes, or not the weights
-    that the reference has."""
+    """Raises ModelError if the reference cannot follow the policy: training changes something that
+    `merged_weights` does not yield, or the two models have different names or shapes of weights."""
     if policy.adapter is not None:
         _check_adapter(policy)
     weights = policy.model.named_parameters()
@@ -174,10 +174,11 @@ def check_followable(policy: CompletionLogps, reference: CompletionLogps) -> Non
 
 
 def _check_adapter(policy: CompletionLogps) -> None:
-    """Raises ModelError when the adapter trains more than `merged_weights` yields."""
+    """Raises ModelError when the adapter trains a parameter that `merged_weights` cannot merge."""
     from peft.tuners.lora import Embedding, Linear
 
-    # A variant (DoRA) adds more than B A; other layers (of quantised weights, of experts) have other bases.
+    # A plain LoRA layer adds the product B A to its weight. A variant (DoRA) adds more, and the weights of
+    # other layers (quantised, experts) have another form.
     plain = {
         name
         for name, module in policy.model.named_modules()

@@ -1,4 +1,4 @@
-"""Seconds of each phase of a step, pairs and tokens a second, and the used part of the device's peak."""
+"""Measures seconds of each phase of a step, pairs and tokens a second, and MFU (used part of peak FLOPs)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PhaseClock:
 
 @dataclass(slots=True, kw_only=True)
 class Meter:
-    """Sums over the steps since the newest logged line. Evaluations and checkpoints are left out."""
+    """Adds up the steps since the newest logged line; time of evaluations and checkpoints is left out."""
 
     device: torch.device
     sizes: PairSizes  # of the pairs that are trained on; `costs` are FLOPs
@@ -70,7 +70,7 @@ class Meter:
     seconds: float = 0.0
 
     def add(self, rows: Iterable[IntArray], *, pairs: int, tokens: int, seconds: float) -> float:
-        """Counts a step. rows: the pairs of each row of all ranks; `pairs`, `tokens`: their numbers.
+        """Counts a step. rows: the pairs of each row of all ranks. `pairs`, `tokens`: how many the step has.
 
         Returns the step's FLOPs on one device, as a mean over devices.
         """
@@ -97,7 +97,7 @@ class Meter:
 
 
 def rows_flops(sizes: PairSizes, rows: Iterable[IntArray]) -> float:
-    """Returns the FLOPs of training on rows of pairs; common tokens of merged pairs count once."""
+    """Returns the FLOPs of training on rows of pairs; tokens that merged pairs share count once."""
     return sum(sizes.cost_of(row) for row in rows)
 
 

@@ -28,7 +28,7 @@ class MetricsLog:
     """Writes `metrics.jsonl`: one JSON object a line. Only the first rank writes.
 
     `offset` is the length of the file in bytes, `crc32` the CRC-32 of these bytes; a checkpoint holds both. A
-    resumed run opens the log at that offset. The lines that were written after the checkpoint are cut off.
+    resumed run opens the log at its checkpoint's offset; this removes the lines that were written later.
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
@@ -86,13 +86,13 @@ def start_trackers(
 ) -> str | None:
     """Starts accelerate's `trackers`; they must be the same as in `Accelerator(log_with=...)`.
 
-    `settings`: the recipe as plain values; trackers show these. The trackers' files go to `directory`. A
-    resumed run (`goes_on`) has the same `run_id` as before, and `mlflow_run` is what this function returned
-    before: MLflow makes the id of its run itself. Raises RunError if a tracker does not start.
+    `settings`: the recipe as plain values; trackers show these. The trackers' files go to `directory`. For
+    a resumed run (`goes_on`), pass the same `run_id` as before, and as `mlflow_run` the id that this function
+    returned before: MLflow makes the id of a run itself. Raises RunError if a tracker does not start.
     """
     directory.mkdir(exist_ok=True)
-    key = hashlib.sha256(run_id.encode()).hexdigest()  # of a length that every tracker takes
-    # accelerate would name the project after the run, and begin a new run when this one is resumed.
+    key = hashlib.sha256(run_id.encode()).hexdigest()  # comet_ml and swanlab get parts of it as id
+    # Without these options, accelerate would name the project after the run, and a resumed run would be new.
     options: dict[str, dict[str, Any]] = {
         "wandb": {"name": name, "id": run_id, "resume": "allow", "dir": str(directory)},
         "trackio": {"name": name, "resume": "allow" if goes_on else "never"},
@@ -111,7 +111,7 @@ def start_trackers(
         for key, value in leaves(settings, separator=".")
     }
     try:
-        # A run that goes on keeps its settings: MLflow takes no second value.
+        # A resumed run does not send its settings again, because MLflow refuses a second value.
         accelerator.init_trackers(name, config=None if goes_on else config)
     except Exception as error:  # each tracker raises its own errors: no login, no server
         raise RunError(
@@ -125,24 +125,24 @@ def start_trackers(
 
 
 def _project(kind: str) -> str:
-    """Returns the name of the project: that of the tracker's own environment variable, or `dpo-pack`."""
+    """Returns the project's name: the tracker's own environment variable, or `dpo-pack` if it is not set."""
     variable = "COMET_PROJECT_NAME" if kind == "comet_ml" else f"{kind.upper()}_PROJECT"
     return os.environ.get(variable, "dpo-pack")
 
 
 def end_trackers(accelerator: Accelerator) -> None:
-    """Sends unsent lines, and closes trackers. accelerate's `end_training` would end the process group."""
+    """Sends unsent lines, closes trackers; accelerate's `end_training` would also end the process group."""
     for tracker in accelerator.trackers:
         try:
             tracker.finish()
-        except Exception as error:  # the model is saved; see `track`
+        except Exception as error:  # the model is saved, so the run must not fail
             _warn_once(first_line(error))
 
 
 def tracked_prefix(record: Mapping[str, Any], held_out_names: Sequence[str]) -> str:
-    """Returns what the names of a line's numbers begin with in trackers: what transformers' Trainer sends.
+    """Returns the prefix of a line's metric names in trackers: the prefix that transformers' Trainer uses.
 
-    So a run of TRL and one of ours lie over each other in one chart.
+    So one chart of a tracker can show a run of TRL and a run of dpo-pack.
     """
     if record["split"] == "train":
         return "train/"
@@ -155,12 +155,12 @@ def track(accelerator: Accelerator, record: dict[str, Any], *, prefix: str, brea
     Numbers by source and by length go there only with `breakdowns`. A tracker's error does not end training,
     because metrics.jsonl has every line.
     """
-    numbers = {  # intervals are lists, which only metrics.jsonl holds
+    numbers = {  # not intervals: these are lists
         prefix + name: value
         for name, value in (leaves(record, separator="/") if breakdowns else record.items())
         if isinstance(value, int | float) and name != "step"
     }
-    # transformers' Trainer sends the step so; W&B draws both kinds of run over it in one chart.
+    # transformers' Trainer sends the step under this name, so W&B can show both runs over one x-axis.
     numbers["train/global_step"] = record["step"]
     try:
         accelerator.log(numbers, step=record["step"])

@@ -428,6 +428,8 @@ def _check_families(directory: Path, families: list[str]) -> dict[str, dict[str,
 
 
 @pytest.mark.slow
+# Of OPT's layers. The log-probs and gradients that are compared here would show the lost hook it warns of.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 def test_every_family_can_be_copied_and_sharded(tmp_path: Path) -> None:
     families = sorted(TINY.keys() & CONFIG_MAPPING.keys())  # an older transformers lacks the newest
     for family in families:

@@ -34,7 +34,7 @@ class _FileList:
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Returns the path of the checkpoint after `step` steps."""
+    """Returns the path of the checkpoint that is taken after `step` steps."""
     return directory / f"step-{step:06d}"
 
 
@@ -49,7 +49,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def drop_later_checkpoints(directory: Path, step: int) -> None:
-    """Removes checkpoints after `step`: the run resumes at `step` and takes the later steps again."""
+    """Removes checkpoints after `step`, because the run resumes at `step` and takes the later steps again."""
     for path in checkpoints(directory):
         if step_of(path) > step:
             remove_directory(path)
@@ -78,7 +78,7 @@ def write_counters(path: Path, counters: dict[str, Any]) -> None:
 
 
 def read_counters(path: Path, shape: Any = dict[str, Any]) -> Any:
-    """Reads the counters that `write_counters` wrote; None if the file is missing or damaged.
+    """Returns the content of `checkpoint.json` without its checksum; None if it is missing or damaged.
 
     Raises OSError if the disk cannot be read.
     """
@@ -92,14 +92,14 @@ def read_counters(path: Path, shape: Any = dict[str, Any]) -> Any:
 
 
 def _crc32_of(counters: dict[str, Any]) -> int:
-    # A number that was read from JSON is written to JSON with the same characters.
+    # Numbers that were read from JSON are written with the same characters, so the checksum stays the same.
     return zlib.crc32(json.dumps(counters, sort_keys=True).encode())
 
 
 def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
     """Returns a text about the first damaged file, or None; each rank checks a part of the files.
 
-    Raises OSError if a file cannot be read: a disk that is not available for a moment is no damage.
+    Raises OSError if a file cannot be read: if a disk does not answer for a moment, this is no damage.
     """
     listed: _FileList | None = read_counters(path, _FileList)
     if listed is None:
@@ -109,7 +109,7 @@ def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
 
 
 def damage_of_files(directory: Path, sums: Mapping[str, FileSum]) -> str | None:
-    """Returns a text about the first file that differs from `file_sums`, or None. Raises OSError."""
+    """Returns a text about the first file that is missing or differs from `sums`, or None. Raises OSError."""
     for name, expected in sums.items():
         damage = _damage_of_file(directory / name, expected)
         if damage is not None:

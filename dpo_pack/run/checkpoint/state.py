@@ -1,6 +1,6 @@
 """The content of a checkpoint. A run can resume from it on any number of ranks and with any strategy.
 
-    step-000100/tensors/         weights, the optimizer's state and a moving reference, written by all ranks
+    step-000100/tensors/         weights, optimizer state, a reference that changes; written by all ranks
     step-000100/host.pt          state of the schedule, the source of batches and the optimizer's groups
     step-000100/checkpoint.json  counters, identity of the run, checksums of the other files
     step-000100/model/           the model for from_pretrained, if checkpoint.export is set
@@ -47,7 +47,7 @@ _COUNTERS = ("step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """The content of checkpoint.json: of TrainState, Place and Identity all that is not a tensor."""
+    """The content of checkpoint.json: all plain values (no tensors) of TrainState, Place and Identity."""
 
     step: int
     num_pairs: int
@@ -89,7 +89,7 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A point from which the run can resume. Later work is lost unless a later place is saved."""
+    """A point from which the run can resume. A run that resumes there must repeat all later work."""
 
     step: int  # the place is after this step
     metrics_offset: int  # length of metrics.jsonl, bytes
@@ -110,7 +110,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """The values that a resumed run needs besides its state."""
+    """What `load_checkpoint` returns: values that a resumed run needs and that are not in its TrainState."""
 
     metrics_offset: int
     notes: tuple[str, ...]  # messages to print about changes that are allowed
@@ -122,7 +122,7 @@ def checkpoint_content(
     """Returns the content to write for `state` at `place`: the state's tensors, and copies of the rest."""
     optimizer = state.optimizer
     moments: Any = {}
-    if optimizer.state:  # if it is empty, torch would make an update to create it
+    if optimizer.state:  # if it is empty, torch would call optimizer.step() to fill it
         moments = get_optimizer_state_dict(state.policy, optimizer)["state"]
     return CheckpointContent(
         step=state.step,
@@ -157,8 +157,8 @@ def checkpoint_content(
 def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> Resumption:
     """Loads a checkpoint into `state`, which must be new. Every rank must call it.
 
-    The caller has checked the checkpoint's files with `find_damage`. Raises RunError if the checkpoint
-    belongs to other data, another plan, another reference or other parameters.
+    The caller must have checked its files with `find_damage`. Raises RunError if the checkpoint belongs to
+    other data, another plan (pairs of each step), another reference or other parameters.
     """
     counters = saved_counters(path)
     _refuse_another_run(path, counters, identity)
@@ -187,7 +187,7 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> Res
     state.source.load_state_dict(host["source"])
     for name in _COUNTERS:
         setattr(state, name, getattr(counters, name))
-    if counters.judged_by == identity.judged_by:  # else later ones are not comparable
+    if counters.judged_by == identity.judged_by:  # else the saved values cannot be compared
         state.standing = counters.standing
     state.health = counters.health
     return Resumption(
@@ -211,15 +211,16 @@ def _weights(state: TrainState) -> dict[str, dict[str, Tensor]]:
 
 
 def _trained_parameters(policy: nn.Module) -> dict[str, Tensor]:
-    """Returns the trained parameters. torch's get_model_state_dict has tied weights twice, frozen or not."""
+    """Returns the trained parameters by name, tied weights once. (get_model_state_dict has them twice.)"""
     return {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
 
 
 def _new_optimizer_state(state: TrainState) -> dict[str, Any]:
     """Returns the state of a new optimizer: tensors with the right device and shards, to load into.
 
-    torch creates this state by an update of zero, but only if no parameter has a gradient. DDP's parameters
-    have gradients from the start (views of DDP's buffers), so this function removes and restores them.
+    torch creates this state by a step that changes nothing, but only if no parameter has a gradient. DDP's
+    parameters have gradients from the start (views of DDP's buffers), so this function removes and restores
+    the gradients.
     """
     gradients = [(parameter, parameter.grad) for parameter in state.policy.parameters()]
     state.optimizer.zero_grad(set_to_none=True)

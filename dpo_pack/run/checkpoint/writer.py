@@ -42,7 +42,7 @@ _LONGEST_WRITE = timedelta(days=1)  # the longest time that the other ranks wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointContent:
-    """The state of a run after a step. Of all values that are not tensors, rank 0's are written."""
+    """The state of a run after a step. Rank 0 writes its values that are not tensors for all ranks."""
 
     step: int
     tensors: dict[str, Any]  # this rank's tensors in nested dicts; shards are DTensors
@@ -53,15 +53,15 @@ class CheckpointContent:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, one at a time. Every rank makes the same calls.
+    """Writes a run's checkpoints, one at a time. Every rank must call its methods in the same order.
 
     torch's async_save ends when the tensors' files are written. The thread of this class calls torch's `save`
     and then also checks that every rank has written, computes the checksums and renames the directory. So the
-    checkpoint becomes complete without another call.
+    checkpoint becomes complete while training goes on, without another call.
     """
 
     def __init__(self, directory: Path, *, in_background: bool | Literal["auto"]) -> None:
-        """`in_background` auto: write in the background if the state is on a GPU and the host has room."""
+        """`in_background` "auto": write in the background if tensors are on a GPU and the RAM has room."""
         self.directory = directory
         self.in_background = in_background
         self._pending: Future[None] | None = None
@@ -72,8 +72,8 @@ class CheckpointWriter:
     def write(self, content: CheckpointContent, *, export: Callable[[Path], None] | None = None) -> Path:
         """Writes `directory`/step-000100, now or in the background; returns its path.
 
-        `export` writes the model into the checkpoint before this returns. If one rank cannot write its files
-        of this checkpoint or of the checkpoint before, all ranks raise CacheError.
+        `export` writes the model into the checkpoint before this method returns. All ranks raise CacheError
+        if one rank cannot write its files, or could not write those of the previous checkpoint.
         """
         self.wait()
         if ranks.num_ranks() > 1 and self._group is None:
@@ -101,13 +101,13 @@ class CheckpointWriter:
         return self._pending is not None
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is being written is on disk. Raises CacheError if it is not."""
+        """Waits until the checkpoint that is being written is on disk. Raises CacheError if this fails."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def _copy_on_host(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy in host memory. All copies use the same memory; it is pinned if there is a GPU."""
+        """Returns a copy in host memory (pinned if there is a GPU). It overwrites the previous copy."""
         if self._stager is None:
             has_gpu = torch.cuda.is_available()
             options = StagingOptions(
@@ -129,8 +129,8 @@ class CheckpointWriter:
     ) -> None:
         """Waits for the checkpoint in the background, but not after a second stop signal.
 
-        An interrupted run tells the user that it can resume from its checkpoint, so a failure to write it
-        must be raised. After any other error, that first error is raised and the failure is not.
+        An interrupted run tells the user that it can resume from its checkpoint, so a failure to write the
+        checkpoint must be raised. If another error ends the run, only that error is raised.
         """
         if isinstance(error, Interrupted) and error.is_urgent:
             return
@@ -146,7 +146,8 @@ class CheckpointWriter:
 
 
 def _one_thread() -> ThreadPoolExecutor:
-    """Returns one thread on the caller's GPU: torch's `save` makes streams, and a new thread is on GPU 0."""
+    """Returns a pool of one thread that uses the caller's GPU. By default a new thread would use GPU 0, and
+    torch's `save` makes CUDA streams."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def choose_device() -> None:
@@ -166,14 +167,18 @@ def _local_tensors(tree: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def _has_room_for_copy(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether a GPU has tensors and the copies of all local ranks fit into half the free RAM."""
+    """Returns whether any tensor is on a GPU and the copies of all ranks of this machine fit into half the
+    free RAM."""
     tensors = list(tensors)
     num_bytes = sum(tensor.nbytes for tensor in tensors) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return any(tensor.is_cuda for tensor in tensors) and 2 * num_bytes <= free_memory_bytes()
 
 
 def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) -> None:
-    """Fills `temporary` and renames it to `path`. Every rank must call it; if one rank fails, all fail."""
+    """Writes the checkpoint into `temporary` and renames it to `path`. Every rank must call it.
+
+    If one rank fails, all ranks raise its error.
+    """
     with _discarded_on_failure(temporary):
         _on_every_rank(path, group, lambda: _save_tensors(content.tensors, temporary / TENSORS, group))
         sums = _on_every_rank(path, group, lambda: _sums_of_this_rank(temporary / TENSORS))
@@ -190,10 +195,13 @@ def _sums_of_this_rank(directory: Path) -> dict[str, dict[str, int]]:
 def _complete(
     content: CheckpointContent, temporary: Path, path: Path, files: dict[str, dict[str, int]]
 ) -> None:
-    """Completes the checkpoint on rank 0; `files` are the checksums of all ranks' tensor files."""
+    """Rank 0 adds the values that are not tensors, renames the checkpoint and removes old checkpoints.
+
+    `files` are the checksums of all ranks' tensor files.
+    """
     if not ranks.is_first():
         return
-    with (temporary / HOST_STATE).open("wb") as file:  # torch's own files do not say that the disk is full
+    with (temporary / HOST_STATE).open("wb") as file:  # given a path, torch.save does not report a full disk
         torch.save(content.host, file)
     model = {f"{MODEL}/{name}": total for name, total in file_sums(temporary / MODEL).items()}
     files = {**files, **file_sums(temporary, pattern=HOST_STATE), **model}
@@ -216,7 +224,7 @@ def _save_tensors(tensors: dict[str, Any], directory: Path, group: Any) -> None:
 
 
 def _on_every_rank(path: Path, group: Any, work: Callable[[], Value]) -> list[Value]:
-    """Returns the result of `work` on each rank. If one rank cannot write, all raise its CacheError."""
+    """Runs `work` on each rank; returns all results. If one rank cannot write, all raise its CacheError."""
 
     def work_or_refuse() -> Value:
         with writing(path):

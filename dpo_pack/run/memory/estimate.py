@@ -1,8 +1,8 @@
 """Estimates the memory that a run needs on each device, from the recipe and shapes, without weights.
 
 A run holds parameters, gradients and optimizer state all the time. A step adds the activations that the
-largest row's forward pass keeps for its backward pass. A step also adds the buffers of the output head or of
-one layer's backward pass; the larger counts. docs/memory.md compares the estimate with measurements.
+largest row's forward pass keeps for its backward pass. A step also adds the buffers of the output head or
+those of one layer's backward pass, whichever are larger. docs/memory.md compares estimates with measurements.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def training_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShape:
-    """A model's numbers of parameters, and its widths: features of one token, as the mean over layers."""
+    """A model's numbers of parameters, and widths (numbers a token) of tensors, as means over its layers."""
 
     num_layers: int
     hidden: int
@@ -77,7 +77,7 @@ class MemoryShape:
     layer_parameters: float
     attention: float  # width of the queries plus width of attention's result
     feed_forward: float  # widths that its linear layers read and write, without the hidden size
-    linear: float  # the same sum for all linear layers
+    linear: float  # the same sum for all linear layers, not only feed-forward
     active_experts: float  # experts that each token uses; 0 if the model has none
 
     def num_adapter_parameters(self, rank: int) -> int:
@@ -88,7 +88,8 @@ class MemoryShape:
 def memory_shape(config: PretrainedConfig, shape: ModelShape, num_parameters: int) -> MemoryShape:
     """Returns the memory shape of a model from its config, its `ModelShape` and its number of parameters.
 
-    A linear layer has hidden size x width weights. So the sum of the widths is weights / hidden size.
+    A linear layer that reads or writes the hidden state has hidden size x width weights. So the sum of the
+    widths of all linear layers is the number of their weights / hidden size.
     """
     text = config.get_text_config()
     num_layers, hidden, values = text.num_hidden_layers, text.hidden_size, text.to_dict()
@@ -129,10 +130,10 @@ class MemoryFacts:
     device: torch.device
     lora_rank: int | None = None  # rank of the policy's adapter; None if the whole model is trained
     bits: int | None = None  # bits of a parameter in the layers of a quantised base, 4 or 8; else None
-    has_second_model: bool = False  # whether a moving reference is loaded beside the policy
+    has_second_model: bool = False  # whether a reference that follows the policy is loaded too
     can_shard: bool = True  # false for quantised weights
     num_shards: int = 1
-    num_gradients: int = 1  # 2 if gradients add up outside DDP's buckets
+    num_gradients: int = 1  # copies of the gradient: 2 if rows add up outside DDP's buffers
 
 
 def estimate_memory(recipe: Recipe, facts: MemoryFacts) -> dict[str, float]:
@@ -216,14 +217,17 @@ def layer_bytes(recipe: Recipe, facts: MemoryFacts) -> float:
 
 
 def _head_bytes(facts: MemoryFacts, precision: Precision) -> float:
-    """Returns the output head's bytes: a chunk of logits, and sums over the chunks; see model/logps.py."""
+    """Returns the bytes that the output head takes: one chunk of logits, and sums over all chunks of a row.
+
+    See model/logps.py.
+    """
     bounds, is_low = HEAD_BOUNDS[facts.device.type], precision.activations.itemsize == 2
     logits = 4.0 * facts.row.scored * facts.shape.head_parameters / facts.shape.hidden
-    # Two fp32 buffers; in low precision also the product.
+    # Two fp32 buffers of logits; with 16-bit products also the product itself.
     chunk = min(float(bounds.chunk_bytes), 2 * logits) * (1.25 if is_low else 1.0)
     hidden = 3.0 * facts.row.scored * facts.shape.hidden * precision.activations.itemsize
     weight_bytes, kept = 2.0 if precision.casts_weights else 0.0, 0.0  # bytes of a weight's cast
-    if facts.lora_rank is None:  # an fp32 gradient; in low precision also one of 2 bytes
+    if facts.lora_rank is None:  # the head's gradient in fp32, and its 16-bit copy if any
         weight_bytes += 6.0 if is_low else 4.0
         kept = min(float(bounds.kept_bytes), logits)  # softmax weights
     return chunk + hidden + kept + facts.shape.head_parameters * weight_bytes
@@ -235,5 +239,5 @@ def _precision(recipe: Recipe, facts: MemoryFacts) -> Precision:
 
 
 def _residual_bytes(precision: Precision) -> int:
-    """Returns the bytes of one number in the residual stream, which autocast leaves in fp32."""
+    """Returns the bytes of one number in the residual stream: autocast leaves it in fp32, so 4 then."""
     return 4 if precision.casts_weights else precision.activations.itemsize

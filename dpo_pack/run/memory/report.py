@@ -1,6 +1,6 @@
 """The memory report of `train --dry-run`: an estimate, changes that make the run fit, a measurement on CUDA.
 
-All numbers are for the largest row, because no step holds more than one row at the same time.
+All numbers are for the largest row, because a step computes one row at a time.
 """
 
 from __future__ import annotations
@@ -119,7 +119,10 @@ def _lora_rank(prepared: Prepared) -> int | None:
 
 
 def _unknown_row(prepared: Prepared) -> tuple[RowSize, int]:
-    """Returns the largest possible row and pair of an online run, because its pairs do not exist yet."""
+    """Returns the size of the largest possible row of an online run, and the tokens of its longest pair.
+
+    The pairs of an online run do not exist yet, so the real sizes are unknown.
+    """
     assert prepared.recipe.online is not None
     longest = 2 * (longest_sequence(prepared.tables) + prepared.recipe.online.max_new_tokens)
     tokens = max(prepared.recipe.packing.token_budget, longest)
@@ -141,7 +144,7 @@ def _largest_row(prepared: Prepared, plan: PackingPlan) -> tuple[RowSize, int]:
 
 
 def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:
-    """Returns the pairs of the row with the most tokens, among the first steps and the longest pair."""
+    """Returns the pairs of the row with the most tokens in the first steps, or the longest pair if longer."""
     rows = [row for ranked in islice(plan, _STEPS_SEARCHED) for row in ranked[rank]]
     oversize = plan.oversize_pairs
     if len(oversize):
@@ -159,10 +162,11 @@ Change = tuple[list[str], dict[str, Any]]
 def advice(
     recipe: Recipe, facts: MemoryFacts, longest_pair: int, available_bytes: float
 ) -> list[tuple[str, float]]:
-    """Returns (overrides, bytes that the run then needs) for each single change that makes the run fit.
+    """Returns recipe overrides, and the bytes that the run then needs, for each change that makes it fit.
 
-    If no single change is enough, it returns one set: the cheapest of the smallest sets that are enough. If
-    all changes together are not enough, it returns []. It leaves out a change that other settings refuse.
+    If no single change is enough, it returns one set of changes: of the smallest sets that are enough, the
+    cheapest. If all changes together are not enough, it returns []. Changes that the recipe's other settings
+    do not allow are left out.
     """
     changes = _changes(recipe, facts, longest_pair)
     for count in range(1, len(changes) + 1):
@@ -174,7 +178,7 @@ def advice(
 
 
 def _changes(recipe: Recipe, facts: MemoryFacts, longest_pair: int) -> list[list[Change]]:
-    """Returns the possible changes of a recipe. Each change is a list of alternatives, the weakest first.
+    """Returns the possible changes of a recipe. A change is a list of alternatives; the smallest is first.
 
     Changes that cost time come first, then those that change numerics, need devices, or train another model.
     """
@@ -196,7 +200,7 @@ def _changes(recipe: Recipe, facts: MemoryFacts, longest_pair: int) -> list[list
             shards.append((overrides, {"num_shards": num_shards}))
             num_shards *= 2
     is_fp32 = recipe.model.dtype in ("auto", "float32") and facts.bits is None
-    # With an adapter, policy and reference use one base. The reference alone could not be moved away.
+    # With an adapter, policy and reference are one base model. So the reference cannot be offloaded alone.
     moves_base = recipe.online is not None and recipe.online.offload_reference and not recipe.reference.path
     can_adapt = facts.lora_rank is None and not moves_base
     return [
@@ -211,7 +215,8 @@ def _changes(recipe: Recipe, facts: MemoryFacts, longest_pair: int) -> list[list
 def _first_fit(
     recipe: Recipe, facts: MemoryFacts, changes: Sequence[list[Change]], available_bytes: float
 ) -> tuple[str, float] | None:
-    """Returns the first combination that fits, by fewest devices, then longest rows; None if none fits."""
+    """Returns the first combination of alternatives that fits, or None. Fewer devices, then longer rows, are
+    tried first."""
     for alternatives in product(*reversed(changes)):
         overrides: list[str] = []
         fields: dict[str, Any] = {}
