@@ -42,11 +42,11 @@ class Format:
 
     content: Literal["text", "messages", "token_ids"]  # the type of the prompts and completions
     columns: tuple[str, ...]  # the columns that the format reads
-    completion_columns: tuple[str, str]  # a source without these columns has no pairs
+    completion_columns: tuple[str, ...]  # a source without these columns has no pairs
     prompt_column: str | None = None  # a source that has only this column has prompts
     matches: Callable[[Row], bool]  # True if `format: auto` may choose this format for the row
     options: tuple[str, ...] = ()  # keys of SourceRecipe that `pair` and `prompt` get by name, after the row
-    pair: Callable[..., Pair]  # reads a pair; raises BadRow
+    pair: Callable[..., Pair]  # reads the one pair that a row gives at most; raises BadRow
     prompt: Callable[..., Pair]  # reads a prompt, as a Pair without completions; raises BadRow
 
     def options_of(self, source: SourceRecipe) -> dict[str, Any]:

@@ -145,13 +145,18 @@ def check_source(
 def _store_key(
     located: LocatedSource, source: SourceRecipe, data: DataRecipe, tokenizer_key: str, found_format: str
 ) -> str:
-    """Returns the store's name: a hash of all that decides its content."""
+    """Returns the store's name: a hash of all that decides its content.
+
+    Options of other formats are not in it, so that a new one leaves the stores of these formats valid.
+    """
+    others = {option for format in FORMATS.values() for option in format.options}
+    others.difference_update(FORMATS[found_format].options)
     return content_key(
         {
             "version": TOKENIZATION_VERSION,
             "source": located.fingerprint,
             "tokenizer": tokenizer_key,
-            **source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS),
+            **source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS | others),
             **data.model_dump(mode="json", exclude=_DATA_KEYS_BESIDE_TOKENS),
             "found_format": found_format,
         }
