@@ -44,12 +44,13 @@ from torch import Tensor
 from dpo_pack.losses import weighted_losses
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.machine import check_environment
+from dpo_pack.reports.run_report import write_run_page
 from dpo_pack.run.run_dir import find_run, only_run
 from dpo_pack.run.saving import is_multiple
 from dpo_pack.run.session import Learner, Session, start_session
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
-from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.errors import CacheError, RunError, first_line
 from dpo_pack.system.interrupts import Interrupted, interruptible
 from dpo_pack.system.seeding import seed_step
 from dpo_pack.training.batches import GlobalBatch, by_pair, score_pairs
@@ -296,7 +297,7 @@ def step_record(learner: Learner, batch: GlobalBatch, outcome: StepOutcome) -> d
 
 
 def finish(session: Session) -> None:
-    """Exports the model, updates run.json, and prints totals and the paths of the model and the metrics."""
+    """Exports the model, updates run.json, writes the page, and prints totals and the paths of these files."""
     run, state, recorder, saver = session.run, session.state, session.recorder, session.saver
     best = saver.best_evaluation()
     stopped_early = session.evaluator.ends_run(state)
@@ -318,7 +319,26 @@ def finish(session: Session) -> None:
         warnings=list(state.health.warned),
     )
     rate = state.num_pairs / max(state.train_seconds, 1e-9)
+    page = f"; report: {run.page}" if write_page(session) else ""
     recorder.console.print(
         f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
-        f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}"
+        f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}{page}"
     )
+
+
+def write_page(session: Session) -> bool:
+    """Writes the page of the finished run and returns whether it is there. Only rank 0 writes.
+
+    The model is on the disk. So whatever is wrong with the page, the run does not end in an error.
+    """
+    run = session.run
+    if not ranks.is_first():
+        return False
+    try:
+        write_run_page([run.root], run.page)
+    except Exception as error:
+        session.recorder.console.print(
+            f"Warning: the run has no page ({first_line(error)}); 'dpopack report {run.root}' writes it"
+        )
+        return False
+    return True

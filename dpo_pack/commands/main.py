@@ -296,6 +296,28 @@ def evaluate(
             write_json_atomically(json_file, metrics)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The output_dir of one or more runs.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", metavar="FILE", help="The page.", show_default="report.html in the first RUN"
+        ),
+    ] = None,
+) -> None:
+    """Write a page about a run, or compare several.
+
+    Curves, evaluations, warnings, samples, the pairs with which the run disagrees most, data, recipe and
+    versions. The page is one file that loads nothing. Runs may be unfinished.
+    """
+    from dpo_pack.reports.run_report import write_run_page
+
+    target = output or runs[0] / "report.html"
+    write_run_page(runs, target)
+    say(f"Page: {target}")
+
+
 @app.command("doctor")
 def doctor_command(
     recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A YAML recipe.")] = None,

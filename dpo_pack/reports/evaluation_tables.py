@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from dpo_pack.reports.tables import Cells, terminal_table
-from dpo_pack.run.evaluation import Comparison
-from dpo_pack.training.held_out import HeldOutResult
 
-_METRICS = {
+if TYPE_CHECKING:  # these modules import torch, and the page of a run needs only the texts of this one
+    from dpo_pack.run.evaluation import Comparison
+    from dpo_pack.training.held_out import HeldOutResult
+
+METRIC_NAMES = {
     "rewards/accuracies": "reward accuracy",
     "rewards/margins": "reward margin",
     "loss": "loss",
@@ -19,7 +21,7 @@ _METRICS = {
     "kl/rejected": "log-ratio of rejected",
 }
 # Short names of LENGTH_BUCKETS, for 80 columns.
-_RATIOS = {
+RATIO_NAMES = {
     "chosen_under_half": "below 1/2",
     "chosen_shorter": "to 1/1.1",
     "similar_length": "to 1.1",
@@ -35,8 +37,8 @@ def render_results(results: Mapping[str, HeldOutResult], console: Console) -> No
     for name, result in results.items():
         record = result.record
         rows = [
-            (words, *_estimate(record, metric, sign=""))
-            for metric, words in _METRICS.items()
+            (words, *estimate(record, metric, sign=""))
+            for metric, words in METRIC_NAMES.items()
             if metric in record
         ]
         title = f"{name}: {record['pairs']:,} pairs"
@@ -57,8 +59,8 @@ def render_comparisons(
     for name, comparison in comparisons.items():
         one, other, difference = comparison.first.record, comparison.second.record, comparison.difference
         rows = [
-            (words, f"{one[metric]:.3f}", f"{other[metric]:.3f}", *_estimate(difference, metric, sign="+"))
-            for metric, words in _METRICS.items()
+            (words, f"{one[metric]:.3f}", f"{other[metric]:.3f}", *estimate(difference, metric, sign="+"))
+            for metric, words in METRIC_NAMES.items()
             if metric in one
         ]
         title = f"{name}: {one['pairs']:,} pairs"
@@ -77,10 +79,10 @@ def _print_parts(record: Mapping[str, Any], console: Console, *, sign: str) -> N
             continue
         rows = [
             (
-                _RATIOS[part] if breakdown == "by_length" else part,
+                RATIO_NAMES[part] if breakdown == "by_length" else part,
                 f"{summary['pairs']:,}",
-                *_estimate(summary, "rewards/accuracies", sign=sign),
-                *_estimate(summary, "rewards/margins", sign=sign),
+                *estimate(summary, "rewards/accuracies", sign=sign),
+                *estimate(summary, "rewards/margins", sign=sign),
             )
             for part, summary in parts.items()
         ]
@@ -89,7 +91,7 @@ def _print_parts(record: Mapping[str, Any], console: Console, *, sign: str) -> N
         console.print(terminal_table(title, Cells(columns, rows), no_wrap=True))
 
 
-def _estimate(summary: Mapping[str, Any], metric: str, *, sign: str) -> tuple[str, str]:
+def estimate(summary: Mapping[str, Any], metric: str, *, sign: str) -> tuple[str, str]:
     """Returns mean and interval as texts. With `sign` "+", positive numbers have a sign too."""
     low, high = summary["intervals"][metric]
     return f"{summary[metric]:{sign}.3f}", f"{low:{sign}.3f} to {high:{sign}.3f}"

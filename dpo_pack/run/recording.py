@@ -91,10 +91,10 @@ class Recorder:
     def write_step(self, state: TrainState, record: dict[str, Any]) -> None:
         """Writes and prints the line of a logged step; prints warnings that follow from the lines so far."""
         record |= self.meter.take()
-        self._write(record)
+        state.health, warnings = examine(state.health, record, self.facts)
+        self._write(record | ({"warnings": warnings} if warnings else {}))
         seconds_left = state.train_seconds / state.step * (state.source.num_steps - state.step)
         self.lines.show(record, seconds_left=seconds_left)
-        state.health, warnings = examine(state.health, record, self.facts)
         for warning in warnings:
             self.console.print(f"  Warning: {warning}")
 

@@ -45,6 +45,7 @@ RUN_FILES = (
     "data_report.json",
     "packing_report.json",
     "reference.parquet",
+    "report.html",
     INFO_FILE,
 )
 RUN_DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet", "pairs.parquet")
@@ -79,6 +80,10 @@ class RunDir:
     @property
     def rollouts(self) -> Path:
         return self.root / "rollouts.parquet"
+
+    @property
+    def page(self) -> Path:
+        return self.root / "report.html"
 
     @property
     def pairs(self) -> Path:
