@@ -44,7 +44,7 @@ from torch import Tensor
 from dpo_pack.losses import weighted_losses
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.machine import check_environment
-from dpo_pack.reports.run_report import write_run_page
+from dpo_pack.reports.pages import write_run_page
 from dpo_pack.run.run_dir import find_run, only_run
 from dpo_pack.run.saving import is_multiple
 from dpo_pack.run.session import Learner, Session, start_session
@@ -297,7 +297,7 @@ def step_record(learner: Learner, batch: GlobalBatch, outcome: StepOutcome) -> d
 
 
 def finish(session: Session) -> None:
-    """Exports the model, updates run.json, writes the page, and prints totals and the paths of these files."""
+    """Exports the model, updates run.json, writes the page, and prints totals and paths."""
     run, state, recorder, saver = session.run, session.state, session.recorder, session.saver
     best = saver.best_evaluation()
     stopped_early = session.evaluator.ends_run(state)

@@ -302,7 +302,7 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", metavar="FILE", help="The page.", show_default="report.html in the first RUN"
+            "--output", metavar="FILE", help="The page.", show_default="RUN/report.html, of the first RUN"
         ),
     ] = None,
 ) -> None:
@@ -311,7 +311,7 @@ def report(
     Curves, evaluations, warnings, samples, the pairs with which the run disagrees most, data, recipe and
     versions. The page is one file that loads nothing. Runs may be unfinished.
     """
-    from dpo_pack.reports.run_report import write_run_page
+    from dpo_pack.reports.pages import write_run_page
 
     target = output or runs[0] / "report.html"
     write_run_page(runs, target)

@@ -28,7 +28,7 @@ RATIO_NAMES = {
     "chosen_longer": "to 2",
     "chosen_over_twice": "2 and up",
 }
-_BREAKDOWNS = {"by_source": "by source", "by_length": "by chosen tokens / rejected tokens"}
+BREAKDOWNS = {"by_source": "by source", "by_length": "by chosen tokens / rejected tokens"}
 _INTERVALS = "Intervals: 95 %, bootstrap over pairs"
 
 
@@ -73,27 +73,35 @@ def render_comparisons(
 
 def _print_parts(record: Mapping[str, Any], console: Console, *, sign: str) -> None:
     """Prints accuracy and margin for each source and each length ratio."""
-    for breakdown, words in _BREAKDOWNS.items():
-        parts = record.get(breakdown, {})
-        if not parts:
-            continue
-        rows = [
-            (
-                RATIO_NAMES[part] if breakdown == "by_length" else part,
-                f"{summary['pairs']:,}",
-                *estimate(summary, "rewards/accuracies", sign=sign),
-                *estimate(summary, "rewards/margins", sign=sign),
-            )
-            for part, summary in parts.items()
-        ]
-        columns = ("", "pairs", "accuracy", "interval", "margin", "interval")
-        title = f"B - A, {words}" if sign else words
-        console.print(terminal_table(title, Cells(columns, rows), no_wrap=True))
+    for breakdown, words in BREAKDOWNS.items():
+        cells = part_cells(record, breakdown, sign=sign)
+        if cells.rows:
+            title = f"B - A, {words}" if sign else words
+            console.print(terminal_table(title, cells, no_wrap=True))
 
 
-def estimate(summary: Mapping[str, Any], metric: str, *, sign: str) -> tuple[str, str]:
-    """Returns mean and interval as texts. With `sign` "+", positive numbers have a sign too."""
-    low, high = summary["intervals"][metric]
+def part_cells(record: Mapping[str, Any], breakdown: str, *, sign: str = "") -> Cells:
+    """Returns accuracy and margin of the parts of an evaluation; `breakdown` is a key of BREAKDOWNS."""
+    rows = [
+        (
+            RATIO_NAMES[part] if breakdown == "by_length" else part,
+            f"{summary['pairs']:,}",
+            *estimate(summary, "rewards/accuracies", sign=sign),
+            *estimate(summary, "rewards/margins", sign=sign),
+        )
+        for part, summary in record.get(breakdown, {}).items()
+    ]
+    return Cells(("", "pairs", "accuracy", "interval", "margin", "interval"), rows)
+
+
+def estimate(summary: Mapping[str, Any], metric: str, *, sign: str = "") -> tuple[str, str]:
+    """Returns mean and interval as texts. With `sign` "+", positive numbers have a sign too.
+
+    A number that is not finite is null in metrics.jsonl; the texts are empty then.
+    """
+    low, high = summary.get("intervals", {}).get(metric) or (None, None)
+    if None in (summary.get(metric), low, high):
+        return "", ""
     return f"{summary[metric]:{sign}.3f}", f"{low:{sign}.3f} to {high:{sign}.3f}"
 
 

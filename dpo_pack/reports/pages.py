@@ -1,12 +1,23 @@
-"""Renders reports as HTML pages from templates/. A page is one file; it has no script and loads nothing."""
+"""Renders reports as HTML pages from templates/. A page is one file and loads nothing."""
 
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dpo_pack.packing.report import PackingReport
-from dpo_pack.reports import packing_tables, pair_views
+from dpo_pack.reports import (
+    evaluation_tables,
+    packing_tables,
+    pair_views,
+    run_curves,
+    run_files,
+    run_tables,
+)
 from dpo_pack.run.show import ShownRecipe
+from dpo_pack.system.files import write_text_atomically
 
 
 def packing_page(report: PackingReport) -> str:
@@ -17,6 +28,29 @@ def packing_page(report: PackingReport) -> str:
 def pairs_page(shown: ShownRecipe) -> str:
     """Returns the page that `show --html` writes."""
     return render_page("pairs.html.jinja", shown=shown, text=pair_views, rows=packing_tables)
+
+
+def write_run_page(paths: Sequence[Path], target: Path) -> None:
+    """Writes the page of the runs in `paths`. Raises RunError if a path holds none, and CacheError."""
+    write_text_atomically(target, run_page(paths))
+
+
+def run_page(paths: Sequence[Path]) -> str:
+    """Returns the page of the runs in `paths`, side by side. Raises RunError if a path holds none."""
+    names = run_files.run_names(paths)
+    runs = [run_files.read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    assets = files("dpo_pack.reports") / "assets"
+    return render_page(
+        "run.html.jinja",
+        runs=runs,
+        data=run_curves.chart_data(runs),
+        disagreements=run_files.disagreements(runs[0]) if len(runs) == 1 else [],
+        read=run_files,
+        curves=run_curves,
+        text=run_tables,
+        evaluations=evaluation_tables,
+        asset=lambda name: (assets / name).read_text(encoding="utf-8"),
+    )
 
 
 def render_page(template: str, **values: Any) -> str:

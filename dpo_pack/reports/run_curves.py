@@ -1,0 +1,129 @@
+"""The curves of a run's page, as plain values that assets/run.js draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dpo_pack.reports.run_files import RunFiles, warnings_of
+
+_MOST_POINTS = 2_000  # of a curve
+_MOST_POINTS_OF_ALL_RUNS = 8_000  # of one metric: so that a page of many runs stays small
+INTERVALS = ("loss", "rewards/accuracies", "rewards/margins")  # metrics with a curve of the evaluations
+
+
+class Chart(NamedTuple):
+    """Metrics that share a chart. `of_many`: those that a page of several runs shows (default: all)."""
+
+    title: str
+    metrics: tuple[str, ...]
+    of_many: tuple[str, ...] = ()
+    is_log: bool = False
+
+
+LEARNING = (
+    Chart("Loss", ("loss",)),
+    Chart(
+        "Reward margin",
+        ("rewards/margins", "rewards/margins_p10", "rewards/margins_p90"),
+        of_many=("rewards/margins",),
+    ),
+    Chart("Reward accuracy", ("rewards/accuracies",)),
+    Chart("Rewards", ("rewards/chosen", "rewards/rejected")),
+    Chart("Log-probs of a completion, in nats", ("logps/chosen", "logps/rejected")),
+    Chart("Gradient norm before clipping", ("grad_norm",), is_log=True),
+    Chart("Learning rate", ("learning_rate",)),
+    Chart("Entropy, in nats a token", ("entropy",)),
+)
+COST = (
+    Chart("Tokens a step", ("tokens",)),
+    Chart(
+        "Seconds of a step, by phase",
+        ("seconds/data", "seconds/forward", "seconds/backward", "seconds/optimizer"),
+        of_many=("seconds",),
+    ),
+    Chart("Pairs a second", ("pairs_per_second",)),
+    Chart("Tokens a second", ("tokens_per_second",)),
+)
+
+
+def chart_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
+    """Returns what assets/run.js draws: curves of training and of evaluations, and steps of warnings."""
+    charts = (*LEARNING, *COST, *online_charts(runs))
+    metrics = {name for chart in charts for name in shown_metrics(chart, runs)}
+    most = min(_MOST_POINTS, max(_MOST_POINTS_OF_ALL_RUNS // len(runs), 100))
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "x": (curve := thinned(run.train, ("step", *sorted(metrics)), most))["step"],
+                "y": {name: values for name, values in curve.items() if name != "step"},
+                "warnings": [step for step, _ in warnings_of(run)],
+            }
+            for run in runs
+        ],
+        "sets": [
+            {
+                "run": number,
+                "name": name,
+                "x": [line["step"] for line in lines],
+                "y": {metric: _interval_curves(lines, metric) for metric in INTERVALS},
+            }
+            for number, run in enumerate(runs)
+            for name, lines in run.evals.items()
+        ],
+    }
+
+
+def thinned(
+    lines: Sequence[Mapping[str, Any]], metrics: Sequence[str], most: int
+) -> dict[str, list[float | None]]:
+    """Returns at most `most` values of each metric with 5 digits; each the mean of as many successive lines.
+
+    Values that are not finite are no part of a mean. A metric that no line has is left out.
+    """
+    group = lines_per_point(len(lines), most)
+    starts = range(0, len(lines), group)
+    curves = {}
+    for metric in metrics:
+        values = [_number(line.get(metric)) for line in lines]
+        if all(value is None for value in values):
+            continue
+        parts = ([v for v in values[start : start + group] if v is not None] for start in starts)
+        curves[metric] = [_rounded(sum(part) / len(part)) if part else None for part in parts]
+    if "step" in curves:  # a point stands at the last of its steps
+        curves["step"] = [lines[min(start + group, len(lines)) - 1]["step"] for start in starts]
+    return {"step": [], **curves}
+
+
+def lines_per_point(num_lines: int, most: int = _MOST_POINTS) -> int:
+    return max(1, -(-num_lines // most))
+
+
+def shown_metrics(chart: Chart, runs: Sequence[RunFiles]) -> tuple[str, ...]:
+    return chart.of_many if len(runs) > 1 and chart.of_many else chart.metrics
+
+
+def online_charts(runs: Sequence[RunFiles]) -> tuple[Chart, ...]:
+    """Returns a chart for each number that an online run adds to its lines."""
+    names = {name for run in runs for line in run.train[:1] for name in line if name.startswith("online/")}
+    return tuple(Chart(name, (name,)) for name in sorted(names))
+
+
+def _interval_curves(lines: Sequence[Mapping[str, Any]], metric: str) -> list[list[float | None]]:
+    """Returns the metric, and the lower and upper bounds of its interval, each over the lines."""
+    intervals = [line.get("intervals", {}).get(metric) or (None, None) for line in lines]
+    columns = [[line.get(metric) for line in lines], *zip(*intervals, strict=True)]
+    return [[_rounded(_number(value)) for value in column] for column in columns]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None:
+        return None
+    rounded = float(f"{value:.5g}")
+    return int(rounded) if rounded.is_integer() else rounded

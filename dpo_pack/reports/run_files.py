@@ -1,0 +1,196 @@
+"""Reads what `dpopack train` has left in a run's directory into plain values, for the run's page.
+
+A file that is not there or cannot be read leaves out its part of the page, and the page says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+
+from dpo_pack.data.store import PairTable, open_store
+from dpo_pack.recipe.text import read_yaml
+from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.files import parse_json, read_json
+
+_MOST_PAIRS = 100  # with which the run disagrees most
+_MOST_CHARACTERS = 800  # of a text of such a pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """What the files of one run say."""
+
+    path: Path
+    name: str
+    info: Mapping[str, Any]  # run.json
+    recipe: Mapping[str, Any]
+    train: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
+    evals: Mapping[str, Sequence[Mapping[str, Any]]]  # the same, by held-out set
+    samples: Sequence[Mapping[str, Any]]
+    notes: Sequence[str]  # warnings of console.log that no line of metrics.jsonl has; what cannot be read
+    data: Mapping[str, Any] | None
+    packing: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """A pair with a low margin. `texts`: prompt, chosen, rejected; None if their tokens are not at hand."""
+
+    source: str
+    row: int
+    step: int
+    margin: float
+    texts: tuple[str, str, str] | None
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """Returns the last part of each path; the whole paths, if two of the last parts are equal."""
+    names = [path.resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def read_run(path: Path, name: str) -> RunFiles:
+    """Reads the files of a run, finished or not. Raises RunError if `path` holds none."""
+    info = read_json(path / "run.json")
+    if info is None or "status" not in info:
+        raise RunError(f"{path}: no run (no readable run.json); give the output_dir of a 'dpopack train'")
+    train: list[Mapping[str, Any]] = []
+    evals: dict[str, list[Mapping[str, Any]]] = {}
+    notes = []
+    lines, num_unreadable = _json_lines(path / "metrics.jsonl")
+    for line in lines:
+        if line.get("split") == "train":
+            train.append(line)
+        else:
+            evals.setdefault(str(line.get("source")), []).append(line)
+    if num_unreadable:
+        notes.append(f"metrics.jsonl has {num_unreadable:,} line(s) that cannot be read; they are left out.")
+    given = {warning for line in train for warning in line.get("warnings", ())}
+    printed = re.findall(r"^\s*(?:Warning|Note): (.*)$", _text(path / "console.log"), flags=re.MULTILINE)
+    notes += [note for note in dict.fromkeys(printed) if note not in given]
+    return RunFiles(
+        path=path,
+        name=name,
+        info=info,
+        recipe=read_yaml(_text(path / "recipe.yaml"), where=str(path / "recipe.yaml")) or {},
+        train=train,
+        evals=evals,
+        samples=_json_lines(path / "samples.jsonl")[0],
+        notes=notes,
+        data=read_json(path / "data_report.json"),
+        packing=read_json(path / "packing_report.json"),
+    )
+
+
+def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Returns the objects of a file of JSON lines, and the number of lines that hold none."""
+    lines = [parse_json(line) for line in _text(path).encode().splitlines()]
+    return [line for line in lines if line is not None], lines.count(None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def sample_rows(runs: Sequence[RunFiles]) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """Returns source and prompt of each sample, and its completions, each with the name of its model.
+
+    Of one run: before training, and the last of the policy. Of several: the last of each run's policy.
+    """
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for run in runs:
+        for sample in run.samples:
+            source, prompt, completion, model = (
+                str(sample.get(name, "")) for name in ("source", "prompt", "completion", "model")
+            )
+            name = run.name if len(runs) > 1 else "before training" if model == "start" else "after training"
+            if len(runs) == 1 or model != "start":
+                rows.setdefault((source, prompt), {})[name] = completion
+    return [(source, prompt, list(completions.items())) for (source, prompt), completions in rows.items()]
+
+
+def disagreements(run: RunFiles) -> list[Disagreement]:
+    """Returns the pairs with the lowest margins of the last epoch, lowest first, from pairs.parquet."""
+    directory = run.path / "pairs.parquet"
+    if not directory.is_dir() or not any(directory.glob("part-*.parquet")):
+        return []
+    epochs = pq.read_table(directory, columns=["epoch"])["epoch"]
+    if len(epochs) == 0:
+        return []
+    last = pc.max(epochs).as_py()
+    lines = pq.read_table(
+        directory, columns=["source", "row", "step", "margin"], filters=pc.field("epoch") > last - 1
+    )
+    lines = lines.filter(pc.is_finite(lines["margin"])).sort_by("margin").slice(0, 20 * _MOST_PAIRS)
+    found: dict[tuple[str, int], tuple[int, float]] = {}
+    for line in lines.to_pylist():
+        found.setdefault((line["source"], line["row"]), (line["step"], line["margin"]))
+    worst = list(found.items())[:_MOST_PAIRS]
+    texts = pair_texts(run, [key for key, _ in worst])
+    return [
+        Disagreement(source=source, row=row, step=step, margin=margin, texts=texts.get((source, row)))
+        for (source, row), (step, margin) in worst
+    ]
+
+
+def pair_texts(run: RunFiles, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], tuple[str, str, str]]:
+    """Returns prompt, chosen and rejected of pairs, which `keys` name by source and row.
+
+    The texts are the tokens of the cache, decoded. A pair whose tokens are gone is left out.
+    """
+    texts: dict[tuple[str, int], tuple[str, str, str]] = {}
+    tokenizer = _tokenizer(run)
+    for source in (run.data or {}).get("train", {}).get("sources", ()):
+        rows = [row for name, row in keys if name == source["name"]]
+        with contextlib.suppress(CacheError):
+            store = open_store(Path(source.get("token_store", "None")))  # "None": it was in memory only
+            if tokenizer is None or store is None:
+                continue
+            table = PairTable.of([store])
+            for pair in np.flatnonzero(np.isin(table.row_numbers, rows)).tolist():
+                parts = (table.prompt(pair), table.chosen(pair), table.rejected(pair))
+                prompt, chosen, rejected = (
+                    _shortened(tokenizer.decode(part.tolist(), skip_special_tokens=False)) for part in parts
+                )
+                texts[source["name"], int(table.row_numbers[pair])] = (prompt, chosen, rejected)
+    return texts
+
+
+def _tokenizer(run: RunFiles) -> Tokenizer | None:
+    """Returns the run's tokenizer if it is on this machine, without loading transformers."""
+    named = (run.recipe.get(section, {}).get("path") for section in ("tokenizer", "model"))
+    for directory in (run.path / "model", *(Path(path) for path in named if path)):
+        with contextlib.suppress(Exception):  # tokenizers raises no other class
+            return Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return None
+
+
+def _shortened(text: str) -> str:
+    """Returns a long text without its middle, and says so in its place."""
+    left_out = len(text) - _MOST_CHARACTERS
+    if left_out <= 0:
+        return text
+    half = _MOST_CHARACTERS // 2
+    return f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
+
+
+def warnings_of(run: RunFiles) -> list[tuple[int, str]]:
+    """Returns the warnings about the run's health, each with the step after which it was given."""
+    return [(line["step"], warning) for line in run.train for warning in line.get("warnings", ())]
+
+
+def recipe_text(run: RunFiles) -> str:
+    return _text(run.path / "recipe.yaml")

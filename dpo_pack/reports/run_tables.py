@@ -1,0 +1,172 @@
+"""The tables and sentences of a run's page. Where several runs are compared, a run is a row or a column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dpo_pack.reports.evaluation_tables import METRIC_NAMES, estimate
+from dpo_pack.reports.run_curves import INTERVALS
+from dpo_pack.reports.run_files import RunFiles
+from dpo_pack.reports.tables import Cells
+from dpo_pack.system.console import format_seconds
+
+
+def comparison_notes(runs: Sequence[RunFiles]) -> list[str]:
+    """Returns what a reader must know before comparing curves of these runs."""
+    notes = []
+    losses = [_loss_of(run.recipe) for run in runs]
+    if len(set(losses)) > 1:
+        notes.append(
+            f"These runs have different losses ({', '.join(dict.fromkeys(losses))}): their loss values are "
+            "not comparable. Compare accuracies and margins."
+        )
+    betas = [str(run.recipe.get("loss", {}).get("beta")) for run in runs]
+    if len(set(betas)) > 1:
+        notes.append(
+            f"These runs have different loss.beta ({', '.join(dict.fromkeys(betas))}): rewards and margins "
+            "are multiples of beta. Compare accuracies."
+        )
+    for name in {name for run in runs for name in run.evals}:
+        sizes = {run.evals[name][-1].get("pairs") for run in runs if name in run.evals}
+        if len(sizes) > 1:
+            notes.append(f"The held-out set {name} has not the same number of pairs in all runs.")
+    return notes
+
+
+def _loss_of(recipe: Mapping[str, Any]) -> str:
+    types = recipe.get("loss", {}).get("type", "?")
+    names = types if isinstance(types, list) else [types]
+    return " + ".join(str(name.get("type") if isinstance(name, dict) else name) for name in names)
+
+
+def differing_keys(runs: Sequence[RunFiles]) -> Cells:
+    """Returns the keys of the recipes that differ, with each run's value. `output_dir` is left out."""
+    flat = [dict(_flat(run.recipe)) for run in runs]
+    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key != "output_dir"]
+    rows = [[key, *(str(one.get(key, "")) for one in flat)] for key in keys]
+    return Cells(["key", *(run.name for run in runs)], [row for row in rows if len(set(row[1:])) > 1])
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for name, item in items:
+        dotted = f"{key}.{name}" if key else str(name)
+        nested = isinstance(item, Mapping) or (isinstance(item, list) and any(map(_is_mapping, item)))
+        yield from _flat(item, dotted) if nested else [(dotted, item)]
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def runs_cells(runs: Sequence[RunFiles]) -> Cells:
+    """Returns a row for each run: how far it came and how fast."""
+    rows = []
+    for run in runs:
+        totals = run.info.get("totals", {})
+        seconds = totals.get("train_seconds")
+        rows.append(
+            (
+                run.name,
+                str(run.info["status"]),
+                f"{totals.get('steps', 0):,}",
+                f"{totals.get('pairs', 0):,}",
+                "" if seconds is None else format_seconds(seconds),
+                f"{totals.get('pairs_per_second', 0):,.1f}",
+            )
+        )
+    return Cells(("run", "status", "steps", "pairs", "time of steps", "pairs/s"), rows)
+
+
+def key_figures(run: RunFiles) -> list[tuple[str, str]]:
+    """Returns the most important numbers of one run, each with its meaning."""
+    figures = []
+    for name, lines in list(run.evals.items())[:1]:
+        for metric, form in (("rewards/accuracies", ".1%"), ("rewards/margins", ".3g"), ("loss", ".4g")):
+            first, last = (line.get(metric) for line in (lines[0], lines[-1]))
+            if last is not None:
+                before = "" if len(lines) == 1 or first is None else f", {first:{form}} at first"
+                figures.append((f"{last:{form}}", f"{METRIC_NAMES[metric]} held out ({name}){before}"))
+    (row,) = runs_cells([run]).rows
+    _, status, steps, pairs, seconds, rate = row
+    return [*figures, (steps, f"steps, {pairs} pairs, {status}"), (f"{rate}/s", f"pairs, {seconds} of steps")]
+
+
+def evaluation_cells(lines: Sequence[Mapping[str, Any]]) -> Cells:
+    """Returns the first and the last evaluation of a held-out set, with intervals."""
+    first, last = lines[0], lines[-1]
+    rows = [
+        (words, *estimate(first, metric), *estimate(last, metric))
+        for metric, words in METRIC_NAMES.items()
+        if metric in last
+    ]
+    after = tuple(f"after step {line['step']}" for line in (first, last))
+    return Cells(("", after[0], "interval", after[1], "interval"), rows)
+
+
+def last_evaluations_cells(runs: Sequence[RunFiles], name: str) -> Cells:
+    """Returns the last evaluation of a held-out set, a row for each run that has the set."""
+    rows = [
+        (run.name, str(last["step"]), *(text for metric in INTERVALS for text in estimate(last, metric)))
+        for run in runs
+        for last in run.evals.get(name, ())[-1:]
+    ]
+    titles = (title for metric in INTERVALS for title in (METRIC_NAMES[metric], "interval"))
+    return Cells(("run", "after step", *titles), rows)
+
+
+def source_cells(run: RunFiles) -> Cells:
+    """Returns the rows that were read, kept, dropped and cut, for each source of the training data."""
+    sources = (run.data or {}).get("train", {}).get("sources", ())
+    rows = []
+    for source in sources:
+        dropped = ", ".join(f"{reason} {count:,}" for reason, count in source.get("dropped", {}).items())
+        cut = source.get("prompt_truncated", 0) + source.get("completions_truncated", 0)
+        kept = source.get("pairs_kept", source.get("prompts_kept", 0))
+        rows.append(
+            (source["name"], f"{source.get('rows_read', 0):,}", f"{kept:,}", dropped or "0", f"{cut:,}")
+        )
+    return Cells(("source", "rows read", "kept", "dropped", "truncated"), rows)
+
+
+def length_cells(run: RunFiles) -> Cells:
+    """Returns the lengths of the training data's parts in tokens."""
+    lengths = (run.data or {}).get("train", {}).get("lengths_tokens", {})
+    columns = ("mean", "p50", "p90", "p99", "max")
+    rows = [
+        (name.replace("_", " "), *(f"{spread[column]:,.5g}" for column in columns))
+        for name, spread in lengths.items()
+    ]
+    return Cells(("tokens", "mean", "median", "p90", "p99", "max"), rows)
+
+
+def packing_sentence(run: RunFiles) -> str:
+    """Returns what packing did in an epoch; empty if no plan was made before the run (online)."""
+    if run.packing is None:
+        return ""
+    ours = run.packing["statistics"]
+    shared = ours["saved_by_sharing_tokens"] / max(ours["unshared_tokens"], 1)
+    return (
+        f"{ours['num_pairs']:,} pairs an epoch in {ours['num_steps']:,} steps and {ours['num_rows']:,} rows "
+        f"of up to {run.packing['token_budget']:,} tokens, {ours['budget_fill']:.0%} full; "
+        f"{ours['computed_tokens']:,} tokens computed, {shared:.0%} saved by sharing prompts."
+    )
+
+
+def version_cells(runs: Sequence[RunFiles]) -> Cells:
+    """Returns the versions of packages, the devices and the commit of each run."""
+    columns = []
+    for run in runs:
+        commit = run.info.get("git_commit")
+        columns.append(
+            {
+                "dpo-pack": str(run.info.get("dpo_pack", "")),
+                **{name: str(version) for name, version in run.info.get("versions", {}).items()},
+                "device": ", ".join(run.info.get("devices", ())),
+                "commit": str(commit)[:12] if commit else "",
+            }
+        )
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
+    return Cells(("", *(run.name for run in runs)), rows)
