@@ -1,9 +1,11 @@
 """Renders reports as HTML pages from templates/. A page is one file and loads nothing."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -16,8 +18,10 @@ from dpo_pack.reports import (
     run_files,
     run_tables,
 )
-from dpo_pack.run.show import ShownRecipe
 from dpo_pack.system.files import write_text_atomically
+
+if TYPE_CHECKING:  # the page of a run is written without torch
+    from dpo_pack.run.show import ShownRecipe
 
 
 def packing_page(report: PackingReport) -> str:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -15,8 +15,10 @@ from dpo_pack.data.faults import SIDES, Fault
 from dpo_pack.data.view import LeftOutReason, SourceView, Token
 from dpo_pack.reports.packing_tables import draw_rows
 from dpo_pack.reports.tables import Cells
-from dpo_pack.run.show import PackedRow, ShownPair, ShownRecipe
 from dpo_pack.system.output import printable
+
+if TYPE_CHECKING:  # it imports torch
+    from dpo_pack.run.show import PackedRow, ShownPair, ShownRecipe
 
 _MOST_COLUMNS = 120
 # The terminal shows so many tokens at the beginning and at the end of a longer part.

@@ -25,9 +25,12 @@ from support.tiny_models import tiny_model
 from support.tiny_run import NUM_PAIRS, tiny_run, write_rows
 
 import dpo_pack
+import dpo_pack.train as training
 from dpo_pack.commands.main import _let_segments_grow, main
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.reports import pages
 from dpo_pack.run.export import export_model
+from dpo_pack.system.errors import CacheError
 from dpo_pack.train import train
 
 
@@ -834,3 +837,45 @@ def test_precompute_ref_says_when_there_is_nothing_to_precompute(
     override: str, message: str, recipe: Path, dpopack: Dpopack
 ) -> None:
     assert_refused(dpopack("precompute-ref", recipe, override), message)
+
+
+# ---- The page of a run
+
+
+def test_a_run_leaves_its_page_and_report_writes_it_again(recipe: Path, dpopack: Dpopack) -> None:
+    root = recipe.parent / "run"
+    assert dpopack("train", recipe).out.splitlines()[-1].endswith(f"report: {root / 'report.html'}")
+    page = (root / "report.html").read_text(encoding="utf-8")
+    assert "margin" in page and "<b>chosen</b>" in page  # of a pair with a low margin
+    (root / "report.html").unlink()
+    outcome = dpopack("report", root)
+    assert (outcome.status, outcome.out) == (0, f"Page: {root / 'report.html'}\n")
+    assert (root / "report.html").read_text(encoding="utf-8") == page
+    outcome = dpopack("report", root, root, "--output", recipe.parent / "both.html")
+    assert outcome.status == 0 and "2 runs" in (recipe.parent / "both.html").read_text(encoding="utf-8")
+
+
+def test_a_page_that_cannot_be_written_is_one_line_and_ends_no_finished_run(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(paths: Sequence[Path], target: Path) -> None:
+        raise CacheError(f"cannot write {target}: No space left on device")
+
+    monkeypatch.setattr(pages, "write_run_page", refuse)
+    monkeypatch.setattr(training, "write_run_page", refuse)
+    outcome = dpopack("train", recipe)
+    root = recipe.parent / "run"
+    assert outcome.status == 0 and f"the run has no page (cannot write {root / 'report.html'}" in outcome.out
+    assert "report:" not in outcome.out.splitlines()[-1]
+    assert json.loads((root / "run.json").read_text())["status"] == "finished"
+    outcome = dpopack("report", root)
+    assert outcome.status == 2 and outcome.err.count("\n") == 1 and "No space left" in outcome.err
+
+
+def test_report_refuses_what_is_no_run_in_one_line(trained: Path, dpopack: Dpopack) -> None:
+    outcome = dpopack("report", trained.parent / "run", trained.parent, "--output", trained.parent / "x.html")
+    assert outcome.status == 2
+    assert outcome.err == (
+        f"error: {trained.parent}: no run (no readable run.json); give the output_dir of a 'dpopack train'\n"
+    )
+    assert not (trained.parent / "x.html").exists()

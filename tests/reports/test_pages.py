@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.browser import run_browser
 from support.inspected_lengths import LENGTHS, inspect
 from support.outline import Outline
 
@@ -16,8 +15,6 @@ from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.lengths import PairLengths
 from dpo_pack.packing.report import PackingReport
 from dpo_pack.reports.pages import packing_page
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
 
 
 def full_report() -> PackingReport:
@@ -109,14 +106,6 @@ def test_pages_of_other_plans_are_well_formed_too(report: PackingReport) -> None
 # ---- In a browser
 
 
-def browser() -> str:
-    for name in BROWSERS:
-        found = shutil.which(name)
-        if found:
-            return found
-    pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
-
-
 def screenshot(page: Path, target: Path, *, dark: bool) -> set[tuple[int, ...]]:
     """The colours on the page; its corner must be that of the scheme."""
     image = pytest.importorskip("PIL.Image")
@@ -125,12 +114,6 @@ def screenshot(page: Path, target: Path, *, dark: bool) -> set[tuple[int, ...]]:
     pixels = np.asarray(image.open(target).convert("RGB"))
     assert pixels[0, 0].tolist() == ([0x14, 0x16, 0x1A] if dark else [0xF7, 0xF7, 0xF5])
     return {tuple(colour) for colour in pixels[::3, ::3].reshape(-1, 3).tolist()}
-
-
-def run_browser(*flags: str, page: Path) -> str:
-    profile = f"--user-data-dir={page.parent / 'profile'}"
-    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", profile, *flags, page.as_uri()]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
 def test_a_browser_draws_the_page_in_light_and_in_dark(tmp_path: Path) -> None:

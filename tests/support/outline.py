@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-VOID_ELEMENTS = {"meta", "br"}
+VOID_ELEMENTS = {"meta", "br", "input"}
 
 
 class Outline(HTMLParser):
@@ -27,5 +27,5 @@ class Outline(HTMLParser):
         assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if not {"style", "script"} & set(self.open):
             self.text.append(data)

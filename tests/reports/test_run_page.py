@@ -1,0 +1,275 @@
+"""The page of a run and of several: what it says, its size, and that it is drawn where there is a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from support.browser import run_browser
+from support.outline import Outline
+from support.tiny_tokenizer import tiny_tokenizer
+
+from dpo_pack.data.store import join_pairs, write_store
+from dpo_pack.data.truncation import PairIds
+from dpo_pack.reports.pages import run_page, write_run_page
+from dpo_pack.reports.run_curves import thinned
+from dpo_pack.reports.run_files import disagreements, read_run
+from dpo_pack.system.errors import RunError
+
+WARNING = "both rewards are falling. Lower optim.lr"
+METRICS = (
+    "loss", "rewards/margins", "rewards/margins_p10", "rewards/margins_p90", "rewards/accuracies",
+    "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "grad_norm", "learning_rate",
+    "entropy", "tokens", "seconds/data", "seconds/forward", "seconds/backward", "seconds/optimizer",
+    "seconds", "pairs_per_second", "tokens_per_second", "logits/chosen", "logits/rejected", "mfu",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+def evaluation(step: int, accuracy: float) -> Row:
+    numbers = {"loss": 0.6, "rewards/accuracies": accuracy, "rewards/margins": 0.25}
+    part = {**numbers, "pairs": 7, "intervals": {name: [value, value] for name, value in numbers.items()}}
+    return {
+        "split": "eval", "source": "held<out>", "step": step, **part,
+        "by_source": {"books": part, "<i>web": part}, "by_length": {"chosen_under_half": part},
+    }  # fmt: skip
+
+
+def write_run(root: Path, *, num_steps: int = 30, loss: str = "sigmoid", lr: float = 1e-6) -> Path:
+    """Writes the files of a run that has not finished: no model, no reports."""
+    root.mkdir(parents=True)
+    lines = [evaluation(0, 0.5)]
+    for step in range(1, num_steps + 1):
+        values = {name: math.sin(step * (1 + i)) + 1.234567891 for i, name in enumerate(METRICS)}
+        warnings = {"warnings": [WARNING]} if step == 20 else {}
+        lines.append({"split": "train", "step": step, "epoch": step / num_steps, **values, **warnings})
+    lines.append(evaluation(num_steps, 0.75))
+    write_lines(root / "metrics.jsonl", lines)
+    recipe = {"output_dir": str(root), "model": {"path": "m"}, "loss": {"type": loss, "beta": 0.1}}
+    (root / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "optim": {"lr": lr}}), encoding="utf-8")
+    info = {"status": "interrupted", "versions": {"torch": "9.9"}, "totals": {"steps": num_steps}}
+    (root / "run.json").write_text(json.dumps(info), encoding="utf-8")
+    return root
+
+
+def write_lines(path: Path, lines: list[Row]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def write_pairs(root: Path, margins: list[float]) -> None:
+    """Two epochs: in the first, the order of the margins is the other way round."""
+    num = len(margins)
+    (root / "pairs.parquet").mkdir()
+    table = pa.table(
+        {
+            "source": pa.array(["pairs"] * (2 * num)).dictionary_encode(),
+            "row": [*range(1, num + 1)] * 2,
+            "step": [1] * num + [2] * num,
+            "epoch": [1.0] * num + [2.0] * num,
+            "margin": pa.array([*(-m for m in margins), *margins], pa.float32()),
+        }
+    )
+    pq.write_table(table, root / "pairs.parquet" / "part-000001-000002.parquet")
+
+
+def said(page: str) -> str:
+    outline = Outline()
+    outline.feed(page)
+    outline.close()
+    assert outline.open == []
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & set(outline.tags)
+    assert not {"src", "href", "srcset", "onload", "onclick"} & {name for name, _ in outline.attributes}
+    return " ".join(" ".join(outline.text).split())
+
+
+def drawn(page: str) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def test_the_page_has_curves_evaluations_warnings_recipe_and_versions(run: Path) -> None:
+    page = run_page([run])
+    text = said(page)
+    for part in (
+        "Gradient norm", "Learning rate", "Seconds of a step", "held<out>: 7 pairs", "after step 30",
+        "<i>web", "below 1/2", f"Step 20: {WARNING}.", "lr: 1.0e-06", "torch 9.9", "interrupted",
+    ):  # fmt: skip
+        assert part in text, part
+    data = drawn(page)
+    assert data["runs"][0]["warnings"] == [20]
+    assert data["runs"][0]["x"] == list(range(1, 31))
+    assert data["runs"][0]["y"]["loss"][0] == float(f"{math.sin(1) + 1.234567891:.5g}")
+    assert data["sets"][0]["y"]["rewards/accuracies"] == [[0.5, 0.75]] * 3
+
+
+def test_a_page_of_2000_steps_and_100_long_pairs_is_below_one_and_a_half_megabytes(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=2000)
+    write_pairs(run, [float(number) for number in range(300)])
+    keep_tokens(run, [" moon" * 400] * 300)
+    begun = time.process_time()
+    write_run_page([run], run / "report.html")
+    assert time.process_time() - begun < 20  # about 1 s; the bound only finds what grows with the square
+    assert (run / "report.html").stat().st_size < 1_500_000
+    assert (run / "report.html").read_text(encoding="utf-8").count("characters ...]") == 300
+
+
+def test_more_than_2000_lines_become_means_of_successive_lines_and_the_page_says_so(tmp_path: Path) -> None:
+    page = run_page([write_run(tmp_path / "run", num_steps=4100)])
+    assert len(drawn(page)["runs"][0]["x"]) == 1367
+    assert "Each point is the mean of 3 logged steps" in said(page)
+    lines = [{"step": n, "loss": v} for n, v in ((1, 1.0), (2, None), (3, 2.0), (4, 4.0), (5, 123456.7))]
+    assert thinned(lines, ("step", "loss", "entropy"), 3) == {"step": [2, 4, 5], "loss": [1, 3, 123460]}
+
+
+def test_nothing_from_a_run_can_end_the_script_or_become_markup(run: Path) -> None:
+    evil = "</script><script>alert(1)</script><b>"
+    lines = [{**evaluation(30, 0.5), "source": evil}]
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(lines[0]) + "\n")
+    sample = {"step": 0, "source": evil, "prompt": evil, "completion": evil, "model": "start"}
+    write_lines(run / "samples.jsonl", [sample])
+    (run / "console.log").write_text(f"  Warning: {evil}\n", encoding="utf-8")
+    (run / "recipe.yaml").write_text(yaml.safe_dump({"model": {"path": evil}}), encoding="utf-8")
+    page = run_page([run])
+    assert "<script>alert" not in page and "<b></" not in page
+    assert page.count("</script>") == 2
+    assert drawn(page)["sets"][1]["name"] == evil and said(page).count(evil) >= 5
+
+
+def test_samples_stand_side_by_side_and_the_last_of_the_policy_counts(run: Path) -> None:
+    steps = (("start", 0, "moo"), ("policy", 15, "maybe"), ("policy", 30, "indeed"))
+    write_lines(
+        run / "samples.jsonl",
+        [{"step": s, "source": "h", "prompt": "why?", "completion": c, "model": m} for m, s, c in steps],
+    )
+    text = said(run_page([run]))
+    assert "prompt why? before training moo after training indeed" in text and "maybe" not in text
+
+
+# ---- Pairs
+
+
+def keep_tokens(run: Path, prompts: list[str]) -> None:
+    """Writes tokenizer, token store and data report of pairs whose completions are "yes" and "no"."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(run / "model")
+
+    def ids(text: str) -> Any:
+        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype="<i4")
+
+    pairs = [PairIds(prompt=ids(p), chosen=ids(p), rejected=ids(p[:1500])) for p in prompts]
+    rows = list(range(1, len(pairs) + 1))
+    write_store(run / "tokens", [join_pairs(pairs, [1.0] * len(pairs), rows)], dict)
+    source = {"name": "pairs", "rows_read": 3, "pairs_kept": 3, "token_store": str(run / "tokens")}
+    (run / "data_report.json").write_text(json.dumps({"train": {"sources": [source]}}), encoding="utf-8")
+
+
+def test_the_pairs_with_the_lowest_margins_of_the_last_epoch_come_first_with_their_text(run: Path) -> None:
+    write_pairs(run, [2.0, -3.0, float("nan"), 1.0])
+    keep_tokens(run, ["red moon", "blue sun", "one", "two <b>"])
+    found = disagreements(read_run(run, "run"))
+    assert [(pair.row, pair.margin, pair.step) for pair in found] == [(2, -3, 2), (4, 1, 2), (1, 2, 2)]
+    assert found[0].texts is not None and found[0].texts[0].strip() == "blue sun"
+    text = said(run_page([run]))
+    assert "pairs row 2: margin -3 at step 2" in text and "two <b>" in text
+
+
+def test_without_the_token_cache_pairs_have_source_and_row_and_the_page_says_why(run: Path) -> None:
+    write_pairs(run, [2.0, -3.0])
+    text = said(run_page([run]))
+    assert "pairs row 2: margin -3 at step 2" in text
+    assert "no longer in the token cache of this machine" in text
+
+
+# ---- Several runs
+
+
+def test_several_runs_lie_over_each_other_with_the_keys_in_which_they_differ(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, lr=lr) for name, lr in (("a", 1e-6), ("b", 2e-6), ("c", 1e-6))]
+    page = run_page(runs)
+    text = said(page)
+    assert "key a b c optim.lr 1e-06 2e-06 1e-06" in text
+    assert "output_dir" not in text.split("recipe.yaml of")[0]
+    assert "different losses" not in text
+    assert [one["name"] for one in drawn(page)["runs"]] == ["a", "b", "c"]
+    assert [one["run"] for one in drawn(page)["sets"]] == [0, 1, 2]
+
+
+def test_runs_of_different_losses_are_shown_and_the_page_says_so_in_one_line(
+    tmp_path: Path,
+) -> None:
+    runs = [write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run", loss="ipo")]
+    text = said(run_page(runs))
+    assert "different losses (sigmoid, ipo): their loss values are not comparable" in text
+    assert str(runs[0]) in text  # equal names: the whole paths tell the runs apart
+
+
+# ---- What is not there
+
+
+@pytest.mark.parametrize("name", ["data_report.json", "packing_report.json", "metrics.jsonl", "recipe.yaml"])
+def test_a_page_without_some_file_is_still_a_page(name: str, run: Path) -> None:
+    (run / name).unlink(missing_ok=True)
+    assert "Recipe and versions" in said(run_page([run]))
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_counted(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"split": "train", "st')
+    assert "metrics.jsonl has 1 line(s) that cannot be read" in said(run_page([run]))
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+def test_a_directory_that_holds_no_run_is_refused(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content, encoding="utf-8")
+    with pytest.raises(RunError, match=f"^{re.escape(str(tmp_path))}: no run"):
+        run_page([tmp_path])
+
+
+def test_the_page_is_written_without_importing_torch_or_transformers(run: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from dpo_pack.reports.pages import run_page;"
+        f"run_page([Path({str(run)!r})]); print({{'torch', 'transformers'}} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+# ---- In a browser
+
+
+@pytest.mark.parametrize("num_runs", [1, 4])
+def test_a_browser_draws_every_chart_on_a_narrow_screen(num_runs: int, tmp_path: Path) -> None:
+    """A script that only the test adds writes into the title how many charts were drawn, and how wide."""
+    runs = [write_run(tmp_path / f"r{number}", lr=number) for number in range(1, num_runs + 1)]
+    page = tmp_path / "page.html"
+    probe = (
+        "<script>document.title = [document.querySelectorAll('.chart').length,"
+        "document.querySelectorAll('.chart canvas').length,"
+        "document.documentElement.scrollWidth, innerWidth].join(' ')</script>"
+    )
+    page.write_text(run_page(runs).replace("</body>", f"{probe}</body>"), encoding="utf-8")
+    title = re.search(
+        r"<title>(\d+) (\d+) (\d+) (\d+)</title>",
+        run_browser("--dump-dom", "--window-size=500,900", page=page),
+    )
+    assert title is not None
+    charts, canvases, width, screen = map(int, title.groups())
+    assert charts == canvases == 15 and width <= screen
