@@ -486,6 +486,8 @@ def test_warnings_are_told_once_and_are_in_run_json_and_not_repeated_after_resum
     train(recipe, console)
     assert console.file.getvalue().count("Warning: the first loss is") == 1  # type: ignore[attr-defined]
     assert read_json(tmp_path / "run" / "run.json")["warnings"] == ["high_initial_loss"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "warnings" in line] == [1]
 
 
 def test_trackers_get_the_metrics(assets: Path, tmp_path: Path, console: Console) -> None:
