@@ -307,6 +307,7 @@ def finish(session: Session) -> None:
         recorder.console.print(failure)
     if saver.recipe.checkpoint.load_best:
         saver.load_best()
+    session.evaluator.sampler.write(saver.exported_step)
     saver.export(run.model)
     recorder.close()
     run.update(

@@ -151,9 +151,14 @@ class Saver:
         if damage is not None:
             raise RunError(f"checkpoint.load_best: {path} is damaged: {damage}; {remedy}")
 
+    @property
+    def exported_step(self) -> int:
+        """The step whose weights the run leaves."""
+        return self.state.standing.best_steps[0] if self.recipe.checkpoint.load_best else self.state.step
+
     def load_best(self) -> None:
         """Loads the best evaluation's weights into the policy. `require_best` has checked their files."""
-        path = checkpoint_path(self.run.checkpoints, self.state.standing.best_steps[0])
+        path = checkpoint_path(self.run.checkpoints, self.exported_step)
         self.state.evaluation = load_policy(path, self.state.policy)
 
     def _forget_lost_bests(self) -> None:
