@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dpo_pack.data.splits import DataSplits, Prompt
 from dpo_pack.data.store import PairTable
@@ -26,6 +26,7 @@ from dpo_pack.online.interface import Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.recipe.load import Recipe, source_names
+from dpo_pack.recipe.types import MAX_ROW_TOKENS
 from dpo_pack.run.prepare import Prepared
 from dpo_pack.run.saving import is_multiple
 from dpo_pack.system import ranks
@@ -77,8 +78,9 @@ class Sampler:
         elif is_sharded(policy.model):
             self._give_up("the model is in shards (fsdp2); use dpopack sample when the run is finished")
         else:
+            room = most_prompt_tokens(policy.model.config, settings.max_new_tokens)
             self.prompts = sample_prompts(
-                recipe, prepared.data, prepared.tokenizer, self.generator, num=settings.num
+                recipe, prepared.data, prepared.tokenizer, num=settings.num, most_tokens=room
             )
             if not self.prompts:
                 self._give_up(f"no prompt leaves the model room for {settings.max_new_tokens} tokens")
@@ -170,20 +172,20 @@ def complete(generator: TransformersGenerator, prompts: Sequence[SamplePrompt]) 
     return texts
 
 
+def most_prompt_tokens(config: PretrainedConfig, max_new_tokens: int) -> int:
+    """Returns the length of the longest prompt that leaves a model positions for a completion."""
+    known = known_positions(config)
+    return MAX_ROW_TOKENS if known is None else max(known - max_new_tokens, 0)
+
+
 def sample_prompts(
-    recipe: Recipe,
-    data: DataSplits,
-    tokenizer: PreTrainedTokenizerBase,
-    generator: TransformersGenerator,
-    *,
-    num: int,
+    recipe: Recipe, data: DataSplits, tokenizer: PreTrainedTokenizerBase, *, num: int, most_tokens: int
 ) -> list[SamplePrompt]:
     """Returns at most `num` different prompts: of each held-out set in turn, or of each training source.
 
-    Prompts that leave the model too few positions for a completion are left out.
+    Prompts of more than `most_tokens` are left out.
     """
-    known = known_positions(generator.policy.model.config)
-    most = np.iinfo(np.int32).max if known is None else known - generator.sampling.max_new_tokens
+    most = most_tokens
     sets: dict[str, Iterator[TokenIds]] = {held.name: _prompts(held.pairs, most) for held in data.eval}
     if data.prompts is not None:
         sets = {
