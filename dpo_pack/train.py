@@ -44,6 +44,7 @@ from torch import Tensor
 from dpo_pack.losses import weighted_losses
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.machine import check_environment
+from dpo_pack.reports.ending import print_ending
 from dpo_pack.run.run_dir import find_run, only_run
 from dpo_pack.run.saving import is_multiple
 from dpo_pack.run.session import Learner, Session, start_session
@@ -296,7 +297,7 @@ def step_record(learner: Learner, batch: GlobalBatch, outcome: StepOutcome) -> d
 
 
 def finish(session: Session) -> None:
-    """Exports the model, updates run.json, and prints totals and the paths of the model and the metrics."""
+    """Exports the model, updates run.json, and prints totals, what was learned, and what to do next."""
     run, state, recorder, saver = session.run, session.state, session.recorder, session.saver
     best = saver.best_evaluation()
     stopped_early = session.evaluator.ends_run(state)
@@ -323,3 +324,4 @@ def finish(session: Session) -> None:
         f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
         f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}"
     )
+    print_ending(run, state.evaluation, state.health.warnings, recorder.console)

@@ -28,7 +28,6 @@ from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.types import MAX_ROW_TOKENS
 from dpo_pack.run.prepare import Prepared
-from dpo_pack.run.saving import is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import first_line
 from dpo_pack.system.files import parse_json, write_text_atomically
@@ -94,7 +93,7 @@ class Sampler:
 
     def at_evaluation(self, step: int) -> None:
         """Writes samples if they are due at the evaluation after `step`, see `write`."""
-        if step == 0 or is_multiple(step, self.every_steps):
+        if step == 0 or (self.every_steps is not None and step % self.every_steps == 0):
             self.write(step)
 
     def write(self, step: int) -> None:
@@ -142,6 +141,18 @@ def read_samples(path: Path) -> list[Sample]:
         return []
     lines = (parse_json(line, Sample) for line in path.read_bytes().splitlines())
     return [line for line in lines if line is not None]
+
+
+def before_and_after(path: Path) -> list[tuple[str, Sample]]:
+    """Returns the newest samples, each with the completion of its prompt before the first step."""
+    written = read_samples(path)
+    newest = written[-1].step if written else 0
+    start = {sample.prompt: sample.completion for sample in written if sample.step == 0}
+    return [
+        (start[sample.prompt], sample)
+        for sample in written
+        if sample.step == newest > 0 and sample.prompt in start
+    ]
 
 
 def greedy_generator(

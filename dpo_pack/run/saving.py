@@ -16,6 +16,7 @@ from dpo_pack.run.checkpoint.writer import CheckpointWriter
 from dpo_pack.run.export import export_model
 from dpo_pack.run.recording import Recorder
 from dpo_pack.run.run_dir import RunDir, damage_of
+from dpo_pack.run.samples import before_and_after
 from dpo_pack.run.selection import Selection
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
@@ -96,6 +97,7 @@ class Saver:
             recipe=self.recipe,
             totals=self.recorder.totals(self.state),
             evaluation=self.state.evaluation,
+            samples=before_and_after(self.run.samples) if ranks.is_first() else (),
         )
 
     def save_on_the_way_out(self) -> None:

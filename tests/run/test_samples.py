@@ -56,6 +56,14 @@ def test_samples_are_what_transformers_writes_greedily(sampled: Path, assets: Pa
             assert sample.completion == tokenizer.decode(output)
 
 
+def test_the_model_card_has_samples_from_before_and_after(sampled: Path) -> None:
+    card = (sampled / "model" / "README.md").read_text()
+    first, *_, last = samples(sampled)
+    for title, words in (("Prompt", first.prompt), ("Before", first.completion)):
+        assert f"{title}:\n\n    {words}\n\n" in card
+    assert f"After step 8:\n\n    {last.completion}\n\n" in card
+
+
 def test_samples_change_no_step(sampled: Path, straight: Path) -> None:
     assert_same_run(sampled, straight)
 
