@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.tiny_online import online_recipe
 from support.tiny_run import write_rows
-from support.whole_runs import assert_same_run, at_step, saved_weights, text, whole_run
+from support.whole_runs import assert_same_run, at_step, lines, saved_weights, text, whole_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.online.transformers_generator import TransformersGenerator
@@ -160,6 +161,17 @@ def test_where_nothing_is_held_out_prompts_are_training_prompts(
     assert [(sample.step, sample.source) for sample in samples(tmp_path / "run")] == [
         (step, "pairs") for step in (0, 1) for _ in range(3)
     ]
+
+
+def test_an_online_run_has_samples_of_its_prompts_and_draws_the_same_completions(tmp_path: Path) -> None:
+    kept = {}
+    for setting in ("{num: 1, max_new_tokens: 2}", "null"):
+        run = tmp_path / f"run-{len(kept)}"
+        some = (f"logging.samples={setting}", "train.max_steps=2")
+        train(online_recipe(tmp_path / "assets", run, *some), Console(quiet=True))
+        kept[setting] = (saved_weights(run / "model"), lines(run))
+    assert len({str(one) for one in kept.values()}) == 1
+    assert [(s.step, s.source) for s in samples(tmp_path / "run-0")] == [(0, "pairs"), (2, "pairs")]
 
 
 def test_a_model_that_fails_to_generate_trains_all_the_same(
