@@ -29,9 +29,8 @@ def show_preferences(assets: Path, accuracies: dict[str, float]) -> None:
         print(f"\n  {name} ({accuracies[name]:.2f} of pairs right): {preference}, as in")
         for column in ("prompt", "chosen", "rejected"):
             print(f"    {column:9} {row[column][-1]['content']}")
-    print(
-        "\nThe model began with random weights: it has learned to tell such answers apart, not to write them."
-    )
+    print("\nThe model began with random weights. It learned to tell such answers apart, not to write them,")
+    print("so its samples are no sentences.")
 
 
 def show_cost(run: Path) -> None:

@@ -331,6 +331,15 @@ def test_evaluate_needs_held_out_pairs_and_a_trained_model(recipe: Path, dpopack
     assert_refused(dpopack("evaluate", recipe, "data.eval=[]"), r"data\.eval: .*nothing out; name a source")
 
 
+def test_what_cannot_be_sampled_from_is_refused(dpopack: Dpopack, recipe: Path) -> None:
+    model = recipe.parent / "model"
+    assert_refused(dpopack("sample", model), r"no prompts; give --prompt TEXT or a recipe")
+    assert_refused(dpopack("sample", recipe), r"give one or several runs or models")
+    assert_refused(dpopack("sample", model / "absent", "--prompt", "ask"), r"absent")
+    (model / "model.safetensors").unlink()
+    assert_refused(dpopack("sample", model, "--prompt", "ask"), r"weight")
+
+
 def test_flags_that_make_no_sense_are_refused(recipe: Path, dpopack: Dpopack) -> None:
     ranks, budgets = ("--ranks", "1,x"), ("--budgets", "0")
     assert_refused(dpopack("inspect-packing", recipe, *ranks), r"--ranks '1,x': not positive whole numbers")

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from support.tiny_adapters import saved_adapter
 from support.whole_runs import text, whole_run
+from transformers import AutoTokenizer
 
 from dpo_pack.commands.sample import sample_models
 from dpo_pack.run.samples import read_samples
@@ -67,11 +68,22 @@ def test_wrong_arguments_are_refused_in_one_line(
     run: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
     model, recipe = str(assets / "model"), str(assets / "recipe.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["another"])
+    shutil.copytree(model, tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    other = str(tmp_path / "other")
     cases: list[tuple[type[DpoPackError], list[str], tuple[str, ...], str]] = [
         (RecipeError, [model], (), "is no run, so there are no prompts; give --prompt TEXT or a recipe"),
         (RecipeError, [recipe], (), "give one or several runs or models, and at most one recipe"),
         (RecipeError, [model, recipe, recipe], (), "at most one recipe"),
         (RecipeError, [model], ("ask " * 1000,), "--prompt: has .* tokens; give 1 to 192"),
+        (
+            ModelError,
+            [model, other],
+            ("ask",),
+            f"{other} has another tokenizer than {model}; give them in two",
+        ),
         (ModelError, _no_model(run, tmp_path), (), "has no model yet; finish the run"),
     ]
     for kind, models, texts, message in cases:
