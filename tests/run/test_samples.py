@@ -48,7 +48,7 @@ def test_samples_are_what_transformers_writes_greedily(sampled: Path, assets: Pa
     assert {sample.source for sample in written} == {"heldout"}
     tokenizer = AutoTokenizer.from_pretrained(sampled / "model")
     for step, path in ((0, assets / "model"), (8, sampled / "model")):
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+        model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
         for sample in (sample for sample in written if sample.step == step):
             ids = torch.tensor([tokenizer.encode(sample.prompt, add_special_tokens=False)])
             output = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
@@ -164,7 +164,7 @@ def test_where_nothing_is_held_out_prompts_are_training_prompts(
 
 
 def test_an_online_run_has_samples_of_its_prompts_and_draws_the_same_completions(tmp_path: Path) -> None:
-    kept = {}
+    kept: dict[str, Any] = {}
     for setting in ("{num: 1, max_new_tokens: 2}", "null"):
         run = tmp_path / f"run-{len(kept)}"
         some = (f"logging.samples={setting}", "train.max_steps=2")
