@@ -44,6 +44,7 @@ from torch import Tensor
 from dpo_pack.losses import weighted_losses
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.machine import check_environment
+from dpo_pack.reports.ending import print_ending
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.run.run_dir import find_run, only_run
 from dpo_pack.run.saving import is_multiple
@@ -297,7 +298,7 @@ def step_record(learner: Learner, batch: GlobalBatch, outcome: StepOutcome) -> d
 
 
 def finish(session: Session) -> None:
-    """Exports the model, updates run.json, writes the page, and prints totals and paths."""
+    """Exports the model, updates run.json, writes the page, and prints totals and what was learned."""
     run, state, recorder, saver = session.run, session.state, session.recorder, session.saver
     best = saver.best_evaluation()
     stopped_early = session.evaluator.ends_run(state)
@@ -308,6 +309,7 @@ def finish(session: Session) -> None:
         recorder.console.print(failure)
     if saver.recipe.checkpoint.load_best:
         saver.load_best()
+    session.evaluator.sampler.write(saver.exported_step)
     saver.export(run.model)
     recorder.close()
     run.update(
@@ -324,6 +326,7 @@ def finish(session: Session) -> None:
         f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
         f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}{page}"
     )
+    print_ending(run, state.evaluation, state.health.warnings, recorder.console)
 
 
 def write_page(session: Session) -> bool:

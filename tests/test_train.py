@@ -69,6 +69,7 @@ def make_recipe(assets: Path, output_dir: Path, *overrides: str) -> Recipe:
         "packing": {"pairs_per_step": 4, "token_budget": 128},
         "optim": {"lr": 1e-3},
         "train": {"epochs": 2, "eval_every_steps": 4},
+        "logging": {"samples": None},  # they take longer than this run
     }
     return parse_recipe(tree, overrides)
 

@@ -318,6 +318,35 @@ def report(
     say(f"Page: {target}")
 
 
+@app.command()
+def sample(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN_OR_MODEL... [RECIPE]",
+            help="Runs' output_dirs, models' directories or hub ids; a recipe names other prompts.",
+        ),
+    ],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="Complete this; may be given more than once."),
+    ] = None,
+    num: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Held-out prompts to complete.", show_default="3")
+    ] = None,
+) -> None:
+    """Show what models answer to the same prompts.
+
+    Completions are greedy. A run is compared with the model it began with. Without --prompt, the prompts are
+    held-out prompts of the recipe.
+    """
+    with many_imports():
+        from dpo_pack.commands.sample import sample_models
+        from dpo_pack.system.console import make_console
+
+    sample_models(models, make_console(), texts=prompt or (), num=num)
+
+
 @app.command("doctor")
 def doctor_command(
     recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A YAML recipe.")] = None,

@@ -29,7 +29,7 @@ class SamplingSettings:
 
     completions_per_prompt: int
     max_new_tokens: int
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0: the likeliest token, without random numbers
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
@@ -57,6 +57,8 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) ->
     Filters run in transformers' order: temperature, top_k, top_p (Holtzman et al. 2020, arXiv 1904.09751),
     min_p (Nguyen et al. 2024, arXiv 2407.01082).
     """
+    if settings.temperature == 0.0:
+        return logits.argmax(dim=-1)
     probabilities = torch.softmax(logits.float() / settings.temperature, dim=-1).double()
     if settings.top_p == 1.0 and settings.top_k is None and settings.min_p == 0.0:
         return _invert(probabilities, uniforms)

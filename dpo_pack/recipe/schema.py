@@ -115,6 +115,17 @@ class ReferenceRecipe(Section):
     memory, measured once for each model and device; on CPU 4096, because longer rows are slower."""
 
 
+class SamplesRecipe(Section):
+    """Sample completions: what the policy answers to a few prompts, in `samples.jsonl`."""
+
+    num: Count = 3
+    """Prompts: of each held-out set in turn; of the training data where nothing is held out."""
+    max_new_tokens: Count = 64
+    """Tokens of a completion at most."""
+    every_evals: Count | None = None
+    """Evaluations between two samples on the way; null: samples before the first step and at the end only."""
+
+
 class LoggingRecipe(Section):
     """metrics.jsonl is always written; trackers come beside it."""
 
@@ -131,6 +142,9 @@ class LoggingRecipe(Section):
     """Whether trackers, too, get evaluations by source and by length; metrics.jsonl always has them."""
     pairs: bool = True
     """Whether the run writes what each pair said each time it was trained on, into `pairs.parquet`."""
+    samples: SamplesRecipe | None = Field(default_factory=SamplesRecipe)
+    """Greedy completions of a few prompts, before the first step and at the end, with every_evals: N at every
+    Nth evaluation, too; null: none."""
     run_name: Name | None = None
     """Name of the run in trackers; null: the last part of output_dir."""
 
@@ -225,6 +239,10 @@ class Recipe(Section):
         checkpoint, every_steps = self.checkpoint, self.train.eval_every_steps
         if every_steps and not self.data.eval:
             yield "train.eval_every_steps", "there is nothing to evaluate: data.eval is empty"
+        samples = self.logging.samples
+        if samples is not None and samples.every_evals is not None and every_steps is None:
+            remedy = "set train.eval_every_steps, or leave it out"
+            yield "logging.samples.every_evals", f"there are no evaluations on the way; {remedy}"
         comparing = {  # keys that need several evaluations, and whether each key is set
             "checkpoint.keep_best": checkpoint.keep_best > 0,
             "checkpoint.load_best": checkpoint.load_best,

@@ -22,6 +22,7 @@ from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.prepare import Prepared, check_data, load_proved, prepare, recipe_objective
 from dpo_pack.run.recording import Recorder
 from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.run.samples import Sampler
 from dpo_pack.run.selection import Selection, judge
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import ModelError, RecipeError
@@ -95,6 +96,7 @@ class Evaluator:
     selection: Selection | None  # None if nothing is held out
     interruption: Interruption
     every_steps: int | None
+    sampler: Sampler
 
     def evaluate(self, state: TrainState, recorder: Recorder) -> None:
         """Computes the metrics of every held-out set; writes them to metrics.jsonl and `state`.
@@ -121,6 +123,8 @@ class Evaluator:
         for name, result in self._win_rates():
             evaluation[name] = result
             recorder.write_evaluation(state.step, name, result, win_rate_sentence(result))
+        with self.interruption.lifted():
+            self.sampler.at_evaluation(state.step)
         state.evaluation, state.owes_evaluation = evaluation, False
         if self.selection is not None:
             state.standing = judge(state.standing, self.selection, evaluation, step=state.step)

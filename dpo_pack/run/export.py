@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dpo_pack.model.loading import save_model
 from dpo_pack.model.parallel import full_state, is_sharded
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, dump_recipe
+from dpo_pack.run.samples import Sample
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.files import written_aside
@@ -30,11 +32,13 @@ def export_model(
     recipe: Recipe,
     totals: dict[str, Any],
     evaluation: dict[str, dict[str, float]],
+    samples: Sequence[tuple[str, Sample]] = (),
 ) -> None:
     """Writes weights, config, generation config, tokenizer and README.md; the directory is whole or absent.
 
-    `evaluation` maps the name of each held-out set to its latest metrics. All ranks must call this; rank 0
-    writes. If the model is sharded, rank 0 gathers the shards first.
+    `evaluation` maps the name of each held-out set to its latest metrics; `samples` are those of
+    `before_and_after`, for the card. All ranks must call this; rank 0 writes. If the model is sharded, rank 0
+    gathers the shards first.
     """
     state = None
     if is_sharded(loaded.model):
@@ -44,7 +48,9 @@ def export_model(
             return
         with written_aside(target) as temporary:
             base = None if loaded.adapter is None else loaded.adapter.base
-            card = model_card(recipe, totals=totals, evaluation=evaluation, adapter_base=base)
+            card = model_card(
+                recipe, totals=totals, evaluation=evaluation, samples=samples, adapter_base=base
+            )
             write_model(loaded, tokenizer, temporary, card, state=state)
 
 
@@ -70,6 +76,7 @@ def model_card(
     *,
     totals: dict[str, Any],
     evaluation: dict[str, dict[str, float]],
+    samples: Sequence[tuple[str, Sample]] = (),
     adapter_base: str | None = None,
 ) -> str:
     """Returns the model card in Markdown, with front matter; `adapter_base` is the base of an adapter."""
@@ -107,6 +114,7 @@ def model_card(
         f"Training: {totals['steps']:,} steps, {totals['pairs']:,} preference pairs, "
         f"{totals['tokens']:,} tokens, {format_seconds(totals['train_seconds'])}.",
         "",
+        *_samples_in_markdown(samples),
         "## Recipe",
         "",
         "```yaml",
@@ -115,6 +123,15 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _samples_in_markdown(samples: Sequence[tuple[str, Sample]]) -> list[str]:
+    lines = ["## Samples", "", "Greedy completions, before training and later.", ""] if samples else []
+    for before, after in samples:
+        texts = {"Prompt": after.prompt, "Before": before, f"After step {after.step}": after.completion}
+        for title, text in texts.items():
+            lines += [f"{title}:", "", textwrap.indent(text, "    ", lambda line: True), ""]
+    return lines
 
 
 def _is_on_hub(path: str) -> bool:

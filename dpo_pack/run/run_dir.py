@@ -41,6 +41,7 @@ RECIPE_FILE, INFO_FILE, LOCK_FILE = "recipe.yaml", "run.json", "run.lock"
 RUN_FILES = (
     RECIPE_FILE,
     "metrics.jsonl",
+    "samples.jsonl",
     "console.log",
     "data_report.json",
     "packing_report.json",
@@ -88,6 +89,10 @@ class RunDir:
     @property
     def pairs(self) -> Path:
         return self.root / "pairs.parquet"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples.jsonl"
 
     @property
     def has_own_checkpoint(self) -> bool:

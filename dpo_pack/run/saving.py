@@ -16,6 +16,7 @@ from dpo_pack.run.checkpoint.writer import CheckpointWriter
 from dpo_pack.run.export import export_model
 from dpo_pack.run.recording import Recorder
 from dpo_pack.run.run_dir import RunDir, damage_of
+from dpo_pack.run.samples import before_and_after
 from dpo_pack.run.selection import Selection
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
@@ -96,6 +97,7 @@ class Saver:
             recipe=self.recipe,
             totals=self.recorder.totals(self.state),
             evaluation=self.state.evaluation,
+            samples=before_and_after(self.run.samples) if ranks.is_first() else (),
         )
 
     def save_on_the_way_out(self) -> None:
@@ -151,9 +153,14 @@ class Saver:
         if damage is not None:
             raise RunError(f"checkpoint.load_best: {path} is damaged: {damage}; {remedy}")
 
+    @property
+    def exported_step(self) -> int:
+        """The step whose weights the run leaves."""
+        return self.state.standing.best_steps[0] if self.recipe.checkpoint.load_best else self.state.step
+
     def load_best(self) -> None:
         """Loads the best evaluation's weights into the policy. `require_best` has checked their files."""
-        path = checkpoint_path(self.run.checkpoints, self.state.standing.best_steps[0])
+        path = checkpoint_path(self.run.checkpoints, self.exported_step)
         self.state.evaluation = load_policy(path, self.state.policy)
 
     def _forget_lost_bests(self) -> None:

@@ -38,6 +38,7 @@ from dpo_pack.run.prepare import (
 from dpo_pack.run.recording import Recorder, Seconds, initial_loss
 from dpo_pack.run.reference_stage import prepare_reference, resume_reference
 from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint
+from dpo_pack.run.samples import Sampler
 from dpo_pack.run.saving import Saver
 from dpo_pack.run.selection import find_selection
 from dpo_pack.system import ranks
@@ -141,6 +142,7 @@ def start_session(
         prepared, policy, source, selection, reference_fingerprint=beginning.reference_fingerprint
     )
     recorder = _recorder(prepared, run, learner, beginning, seconds)
+    sampler = Sampler(prepared, policy.scorer, run.samples)
     place = _place(run, state, identity, console)
     describe_run(prepared, policy, None if pairs is None else pairs.first_plan, num_steps=source.num_steps)
     if is_dry:
@@ -151,6 +153,7 @@ def start_session(
                 _write_first_files(prepared, run, state, identity, pairs, beginning.frozen)
                 if recorder.pairs is not None:
                     recorder.pairs.cut_after(state.step)
+                sampler.cut_after(state.step)
         ranks.require_shared(run.root, "output_dir")
         if recipe.logging.trackers:
             mlflow_run = start_trackers(
@@ -185,6 +188,7 @@ def start_session(
         selection=selection,
         interruption=interruption,
         every_steps=recipe.train.eval_every_steps,
+        sampler=sampler,
     )
     seconds.startup = time.monotonic() - seconds.begun - seconds.reference
     return Session(run=run, learner=learner, evaluator=evaluator, recorder=recorder, saver=saver)

@@ -58,6 +58,7 @@ class Health:
     log_grad_norm: float | None = None  # running mean of log(gradient norm), without outliers
     num_large_gradients: int = 0  # successive lines with a large norm, up to now
     warned: tuple[str, ...] = ()  # names of the rules that have warned
+    warnings: tuple[str, ...] = ()  # the warnings, with their steps
 
 
 def examine(health: Health, record: Mapping[str, Any], run: RunFacts) -> tuple[Health, tuple[str, ...]]:
@@ -71,7 +72,9 @@ def examine(health: Health, record: Mapping[str, Any], run: RunFacts) -> tuple[H
     health = _after(health, record)
     due = {name: rule(health, record, run) for name, rule in RULES.items() if name not in health.warned}
     warnings = {name: warning for name, warning in due.items() if warning is not None}
-    return replace(health, warned=(*health.warned, *warnings)), tuple(warnings.values())
+    told = tuple(f"after step {record['step']}: {warning}" for warning in warnings.values())
+    health = replace(health, warned=(*health.warned, *warnings), warnings=(*health.warnings, *told))
+    return health, tuple(warnings.values())
 
 
 def _after(health: Health, record: Mapping[str, Any]) -> Health:

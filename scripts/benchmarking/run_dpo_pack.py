@@ -122,6 +122,7 @@ def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe
         "packing": {"pairs_per_step": setting.pairs_per_step},
         "loss": {"beta": BETA},
         "optim": {"lr": LEARNING_RATE, "schedule": "constant"},
+        "logging": {"samples": None},
     }
     return parse_recipe(tree, contender.settings)
 

@@ -334,6 +334,15 @@ def test_evaluate_needs_held_out_pairs_and_a_trained_model(recipe: Path, dpopack
     assert_refused(dpopack("evaluate", recipe, "data.eval=[]"), r"data\.eval: .*nothing out; name a source")
 
 
+def test_what_cannot_be_sampled_from_is_refused(dpopack: Dpopack, recipe: Path) -> None:
+    model = recipe.parent / "model"
+    assert_refused(dpopack("sample", model), r"no prompts; give --prompt TEXT or a recipe")
+    assert_refused(dpopack("sample", recipe), r"give one or several runs or models")
+    assert_refused(dpopack("sample", model / "absent", "--prompt", "ask"), r"absent")
+    (model / "model.safetensors").unlink()
+    assert_refused(dpopack("sample", model, "--prompt", "ask"), r"weight")
+
+
 def test_flags_that_make_no_sense_are_refused(recipe: Path, dpopack: Dpopack) -> None:
     ranks, budgets = ("--ranks", "1,x"), ("--budgets", "0")
     assert_refused(dpopack("inspect-packing", recipe, *ranks), r"--ranks '1,x': not positive whole numbers")
@@ -844,7 +853,7 @@ def test_precompute_ref_says_when_there_is_nothing_to_precompute(
 
 def test_a_run_leaves_its_page_and_report_writes_it_again(recipe: Path, dpopack: Dpopack) -> None:
     root = recipe.parent / "run"
-    assert dpopack("train", recipe).out.splitlines()[-1].endswith(f"report: {root / 'report.html'}")
+    assert f"report: {root / 'report.html'}\n" in dpopack("train", recipe).out
     page = (root / "report.html").read_text(encoding="utf-8")
     assert "margin" in page and "<b>chosen</b>" in page  # of a pair with a low margin
     (root / "report.html").unlink()
@@ -866,7 +875,7 @@ def test_a_page_that_cannot_be_written_is_one_line_and_ends_no_finished_run(
     outcome = dpopack("train", recipe)
     root = recipe.parent / "run"
     assert outcome.status == 0 and f"the run has no page (cannot write {root / 'report.html'}" in outcome.out
-    assert "report:" not in outcome.out.splitlines()[-1]
+    assert "; report:" not in outcome.out
     assert json.loads((root / "run.json").read_text())["status"] == "finished"
     outcome = dpopack("report", root)
     assert outcome.status == 2 and outcome.err.count("\n") == 1 and "No space left" in outcome.err

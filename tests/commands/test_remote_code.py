@@ -63,6 +63,7 @@ COMMANDS = {
         f"online={ONLINE}",
     ),
     "evaluate": ("evaluate", "recipe.yaml", "--model", "model"),
+    "sample": ("sample", "model", "--prompt", "ask"),
     "evaluate an adapter": ("evaluate", "recipe.yaml", "--model", "adapter"),
 }
 QUICK = ("precompute-ref", "inspect-packing", "merge")

@@ -141,7 +141,15 @@ def test_the_commented_defaults_hold_every_key_below_a_comment() -> None:
     lines = recipe_defaults().splitlines()
     for key in KEYS:
         if key.startswith(
-            ("data.eval.", "loss.type.", "model.lora.", "online.", "reference.sync.", "train.early_stopping.")
+            (
+                "data.eval.",
+                "logging.samples.",
+                "loss.type.",
+                "model.lora.",
+                "online.",
+                "reference.sync.",
+                "train.early_stopping.",
+            )
         ):  # what a value of these can hold
             continue
         name = key.rsplit(".", 1)[-1]

@@ -18,6 +18,7 @@ from support.whole_runs import pair_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.samples import read_samples
 from dpo_pack.system import ranks
 from dpo_pack.train import train
 
@@ -122,3 +123,18 @@ def test_shards_gathered_in_bfloat16_learn_the_same_within_rounding(assets: Path
 @pytest.mark.multiprocess
 def test_every_kind_of_run_is_the_same_on_two_processes(assets: Path, tmp_path: Path) -> None:
     check_runs(assets, tmp_path, ALL)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_one_process_of_several_writes_samples_and_shards_have_none(assets: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "assets"
+    shutil.copytree(assets, directory)
+    some = ("logging.samples={num: 2, max_new_tokens: 3}", "train.max_steps=2")
+    run_on_ranks(_train, directory, [("ddp", "full", some), ("fsdp2", "full", some)])
+    train(recipe_of(directory, "alone", *VARIANTS["full"], *some), Console(quiet=True))
+    ours, alone = (read_samples(directory / run / "samples.jsonl") for run in ("run-0", "alone"))
+    assert [sample.step for sample in ours] == [sample.step for sample in alone] == [0, 0, 2, 2]
+    assert ours[:2] == alone[:2]
+    assert not (directory / "run-1" / "samples.jsonl").exists()
+    assert json.loads((directory / "run-1" / "run.json").read_text())["status"] == "finished"

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from support import whole_runs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.data.formats import FORMATS
@@ -197,8 +198,11 @@ def test_dpo_learns_both_preferences_and_the_summary_says_so(
     train(recipe, console)
     summary = show_quickstart(root)
     assert summary.returncode == 0, summary.stderr
-    assert re.search(r"tone: 0\.50 before, (1\.00|0\.9\d) after", summary.stdout)
-    assert re.search(r"topic: 0\.50 before, (1\.00|0\.9\d) after", summary.stdout)
+    told = whole_runs.text(console)
+    for name in ("tone", "topic"):
+        assert re.search(rf"{name} \((1\.00|0\.9\d) of pairs right\): ", summary.stdout)
+        assert re.search(rf"{name}: reward accuracy +0\.500 +(1\.00|0\.9\d)", told)
+    assert "Warning" not in told
 
 
 def test_the_summary_fails_when_too_little_was_learned(tmp_path: Path) -> None:
@@ -206,10 +210,10 @@ def test_the_summary_fails_when_too_little_was_learned(tmp_path: Path) -> None:
     row = {side: [{"role": "user", "content": "text"}] for side in ("prompt", "chosen", "rejected")}
     for name in FILES[1:]:
         (tmp_path / "assets" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    write_run(tmp_path / "run", {"tone": (0.5, 1.0), "topic": (0.5, 0.6)})
+    write_run(tmp_path / "run", {"tone": 1.0, "topic": 0.6})
     summary = show_quickstart(tmp_path)
     assert summary.returncode == 1
-    assert "topic: 0.50 before, 0.60 after" in summary.stdout
+    assert "topic (0.60 of pairs right)" in summary.stdout
     assert "not above 0.9" in summary.stderr
 
 
@@ -229,15 +233,11 @@ def show_quickstart(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def write_run(run: Path, accuracies: dict[str, tuple[float, float]]) -> None:
+def write_run(run: Path, accuracies: dict[str, float]) -> None:
     """What show_quickstart.py reads of a run."""
     run.mkdir()
-    lines = [{"split": "train", "rewards/accuracies": 0.7}]
-    for position in (0, 1):
-        for name, values in accuracies.items():
-            lines.append({"split": "eval", "source": name, "rewards/accuracies": values[position]})
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run / "run.json").write_text(json.dumps({"totals": {"train_seconds": 20.0}}))
+    evaluation = {name: {"rewards/accuracies": value} for name, value in accuracies.items()}
+    (run / "run.json").write_text(json.dumps({"evaluation": evaluation}))
     padded = [{"microbatch_pairs": 8, "tokens": 200}]
     report = {"statistics": {"computed_tokens": 100, "padded": padded}}
     (run / "packing_report.json").write_text(json.dumps(report))

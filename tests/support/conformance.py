@@ -97,6 +97,7 @@ def conformance_recipe(
             "packing": {"pairs_per_step": 16, **LAYOUTS[layout]},
             "loss": CASES[case],
             "optim": {"lr": 5e-4, "schedule": "constant"},
+            "logging": {"samples": None},
         }
     )
 

@@ -120,6 +120,7 @@ def our_steps(family: str, directory: Path) -> Steps:
             },
             "loss": {"beta": BETA},
             "optim": {"lr": LEARNING_RATE, "schedule": "constant", "eps": EPSILON},
+            "logging": {"samples": None},
         }
     )
     train(recipe, Console(quiet=True))

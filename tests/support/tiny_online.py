@@ -21,6 +21,7 @@ def online_recipe(directory: Path, output_dir: Path, *overrides: str, **online: 
         "packing": {"pairs_per_step": 4, "token_budget": 256},
         "optim": {"lr": 1e-3, "schedule": "constant"},
         "train": {"max_steps": 6},
+        "logging": {"samples": None},
         "online": {
             "judges": [{"type": "function", "function": "support.online_judges:count_e"}],
             "completions_per_prompt": 3,

@@ -40,6 +40,7 @@ def tiny_run(directory: Path) -> Path:
         },
         "packing": {"pairs_per_step": 8, "token_budget": 128},
         "optim": {"lr": 1e-3},
+        "logging": {"samples": None},  # they take longer than such a run
     }
     (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     return directory / "recipe.yaml"

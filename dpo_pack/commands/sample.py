@@ -1,0 +1,172 @@
+"""Writes completions of one or several models for the same prompts, and shows them side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from dpo_pack.data.tokenizer import bounded_template
+from dpo_pack.model.scorer import resolve_precision
+from dpo_pack.recipe.load import Recipe, check_environment, load_recipe, parse_recipe
+from dpo_pack.recipe.machine import TOKENIZER_FILES
+from dpo_pack.recipe.schema import SamplesRecipe
+from dpo_pack.reports.completions import render_completions
+from dpo_pack.run.models import ModelFacts, check_model, load_weights, resolve_model, resolve_policy
+from dpo_pack.run.prepare import prepare_data, prepare_prompts, prepare_tokenizer
+from dpo_pack.run.run_dir import RECIPE_FILE
+from dpo_pack.run.samples import (
+    SamplePrompt,
+    complete,
+    greedy_generator,
+    most_prompt_tokens,
+    prompt_of,
+    sample_prompts,
+)
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, first_line
+from dpo_pack.system.memory import release_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A model to sample from. `path` is a directory or a hub id; None: the starting policy of `recipe`."""
+
+    recipe: Recipe
+    path: str | None
+
+    @property
+    def label(self) -> str:
+        return self.path or self.recipe.model.path
+
+    def facts(self, device: torch.device) -> ModelFacts:
+        precision = resolve_precision(self.recipe.model.dtype, self.recipe.model.autocast, device)
+        if self.path is None:
+            return resolve_policy(self.recipe, precision)
+        return resolve_model(self.recipe, precision, self.path, recipe_key="sample")
+
+
+def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[str], num: int | None) -> None:
+    """Prints completions of each of `models`: runs, which are compared with their start, and models.
+
+    One of `models` may be a recipe file. Its prompts (else those of the first run) are completed, unless
+    `texts` has others. Raises RecipeError, ModelError, DataError.
+    """
+    asked, recipe = _asked_models(models)
+    if recipe is None:
+        if not texts:
+            raise RecipeError(
+                f"sample: {asked[0].label} is no run, so there are no prompts; give --prompt TEXT or a recipe"
+            )
+        recipe = asked[0].recipe
+    check_environment(recipe)
+    settings = recipe.logging.samples or SamplesRecipe()
+    device = Accelerator(cpu=not ranks.uses_cuda()).device
+    facts = [one.facts(device) for one in asked]
+    for one, known in zip(asked, facts, strict=True):
+        check_model(one.recipe, known, device)
+    tokenizer = prepare_tokenizer(recipe)
+    for one in asked:
+        _check_tokenizer(one, tokenizer, recipe)
+    room = min(most_prompt_tokens(known.config, settings.max_new_tokens) for known in facts)
+    if texts:
+        prompts = [_prompt(text, tokenizer, most_tokens=room) for text in texts]
+    else:
+        read = prepare_data if recipe.online is None else prepare_prompts
+        data = read(recipe, tokenizer, console)
+        prompts = sample_prompts(recipe, data, tokenizer, num=num or settings.num, most_tokens=room)
+    if not prompts:
+        raise RecipeError(
+            f"sample: no prompt leaves room for {settings.max_new_tokens} tokens in {room} positions; give "
+            "--prompt TEXT"
+        )
+    completions = {}
+    for one, known in zip(asked, facts, strict=True):
+        release_memory()
+        loaded = load_weights(one.recipe, known, device=device)
+        generator = greedy_generator(
+            loaded.scorer,
+            tokenizer,
+            max_new_tokens=settings.max_new_tokens,
+            token_budget=recipe.packing.token_budget,
+        )
+        try:
+            completions[one.label] = complete(generator, prompts)
+        except DpoPackError:
+            raise
+        except Exception as error:  # of any model's code
+            raise ModelError(f"sample: {one.label} cannot generate ({first_line(error)})") from error
+        del loaded, generator
+    render_completions([(one.source, one.prompt.text) for one in prompts], completions, console)
+    if num is not None and len(prompts) < num and not texts:
+        console.print(f"There are only {len(prompts)} different prompts that leave room for a completion")
+
+
+def _asked_models(names: Sequence[str]) -> tuple[list[_Asked], Recipe | None]:
+    """Returns the models and the recipe of their prompts; None if neither a recipe nor a run is given."""
+    files = [name for name in names if name.endswith((".yaml", ".yml")) or Path(name).is_file()]
+    if len(files) > 1 or len(files) == len(names):
+        raise RecipeError("sample: give one or several runs or models, and at most one recipe")
+    recipe = load_recipe(Path(files[0])) if files else None
+    asked: list[_Asked] = []
+    for name in names:
+        if name in files:
+            continue
+        run = Path(name)
+        if not (run / RECIPE_FILE).is_file():
+            plain = {"output_dir": "unused", "model": {"path": name}, "data": {"train": "unused"}}
+            own = recipe or parse_recipe(plain, ["packing.mode=padded"])
+            asked.append(_Asked(recipe=own, path=name))
+            continue
+        own = load_recipe(run / RECIPE_FILE)
+        if not (run / "model").is_dir():
+            raise ModelError(f"sample: {run} has no model yet; finish the run, or give a model")
+        asked += [_Asked(recipe=own, path=None), _Asked(recipe=own, path=str(run / "model"))]
+        recipe = recipe or own
+    return list({one.label: one for one in asked}.values()), recipe
+
+
+def _check_tokenizer(asked: _Asked, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+    """Raises ModelError if a model comes with another tokenizer, so that its ids mean other texts."""
+    path = asked.path
+    if path is None or path == recipe.model.path:
+        return
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+        return  # it has none of its own
+    tree = asked.recipe.model_dump(mode="json")
+    tree["model"] |= {"path": path, "revision": None}
+    tree["tokenizer"] |= {"path": None}
+    own = prepare_tokenizer(parse_recipe(tree))
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ModelError(
+            f"sample: {path} has another tokenizer than {recipe.tokenizer.path or recipe.model.path}; give "
+            "them in two commands"
+        )
+
+
+def _prompt(text: str, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> SamplePrompt:
+    """Returns a prompt of the user: in the chat template if the tokenizer has one, else as it is."""
+    if tokenizer.chat_template is None:
+        ids = tokenizer([text])["input_ids"][0]
+        ids = ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+    else:
+        message = [{"role": "user", "content": text}]
+        try:
+            with bounded_template("mend it, or give a model with another"):
+                rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        except ModelError:
+            raise
+        except Exception as error:  # a template is a program that came with the model
+            raise ModelError(
+                f"sample: the chat template cannot render --prompt ({first_line(error)})"
+            ) from error
+        ids = tokenizer([rendered], add_special_tokens=False)["input_ids"][0]
+    if not 0 < len(ids) <= most_tokens:
+        raise RecipeError(f"--prompt: has {len(ids):,} tokens; give 1 to {most_tokens:,}")
+    return SamplePrompt(source="prompt", prompt=prompt_of(np.array(ids, dtype=np.int32), tokenizer))

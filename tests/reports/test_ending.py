@@ -1,0 +1,75 @@
+"""The end of a run says what was learned, shows samples before and after, and names the next commands."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.whole_runs import at_step, lines, text, whole_run
+
+from dpo_pack.reports.ending import print_ending
+from dpo_pack.run.run_dir import RunDir
+from dpo_pack.run.samples import read_samples
+from dpo_pack.system.interrupts import Interrupted
+from dpo_pack.train import train
+from dpo_pack.training.health import Health, RunFacts
+
+
+def ending_of(console: Console) -> str:
+    return text(console).partition("Done: ")[2]
+
+
+def test_the_ending_has_metrics_and_samples_from_before_and_after(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpo_pack.reports.ending.shutil.which", lambda name: "/bin/dpopack")
+    run = tmp_path / "my run"
+    few = ("logging.samples={num: 3, max_new_tokens: 4}", "optim.lr=0.01")
+    train(whole_run(assets, run, *few), console)
+    told = ending_of(console)
+    first, *_, last = lines(run, "eval")
+    for metric, words in (("rewards/accuracies", "reward accuracy"), ("rewards/margins", "margin")):
+        low, high = last["intervals"][metric]
+        row = rf"heldout: {words} +{first[metric]:.3f} +{last[metric]:.3f} +{low:.3f} to {high:.3f}\s"
+        assert re.search(row, told)
+    written = read_samples(run / "samples.jsonl")
+    for place, (start, policy) in enumerate(zip(written[:3], written[3:], strict=True)):
+        shown = f"heldout: {start.prompt}\n" in told
+        assert shown == (place < 2)
+        assert not shown or (start.completion.strip() in told and policy.completion.strip() in told)
+    assert told.endswith(f"Next:\n  dpopack sample '{run}'\n  dpopack evaluate '{run}/recipe.yaml'\n")
+    assert "Warning" not in told and "a tie counts half" in told
+
+
+def test_warnings_are_repeated_at_the_end_also_of_a_resumed_run(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def early(health: Health, record: Mapping[str, Any], run: RunFacts) -> str | None:
+        return "mend it" if record["step"] == 2 else None
+
+    monkeypatch.setattr("dpo_pack.training.health.RULES", {"early": early})
+    recipe = whole_run(assets, tmp_path / "run", "train.eval_every_steps=null", "data.eval=[]")
+    with pytest.raises(Interrupted):
+        stop = at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
+        train(recipe, Console(quiet=True), after_step=stop)
+    train(recipe, console)
+    told = ending_of(console)
+    assert "Warnings of this run:\n  after step 2: mend it\n\nNext:\n" in told
+    assert "evaluate" not in told and "before" not in told  # nothing is held out, and there are no samples
+
+
+def test_an_online_run_tells_its_win_rate_and_cannot_be_evaluated_on_pairs(
+    tmp_path: Path, console: Console
+) -> None:
+    metrics = {"online/win_rate": 0.75, "online/scores": 2.0}
+    intervals = {"online/win_rate": [0.7, 0.8], "online/scores": [1.0, 3.0]}
+    (tmp_path / "metrics.jsonl").write_text('{"split": "train", "step": 1}\n')
+    run = RunDir(root=tmp_path, checkpoint=None, is_finished=True)
+    print_ending(run, {"asked": {**metrics, "intervals": intervals}}, (), console)
+    assert re.search(r"asked: wins against the start +0\.750 +0\.700 to 0\.800\s", text(console))
+    assert "evaluate" not in text(console)

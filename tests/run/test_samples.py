@@ -1,0 +1,201 @@
+"""samples.jsonl: greedy completions that change no step, and that a resumed run has once."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support.tiny_online import online_recipe
+from support.tiny_run import write_rows
+from support.whole_runs import assert_same_run, at_step, lines, saved_weights, text, whole_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dpo_pack.online.transformers_generator import TransformersGenerator
+from dpo_pack.run.samples import Sample, Sampler, read_samples
+from dpo_pack.run.session import Learner
+from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.files import read_json
+from dpo_pack.system.interrupts import Interrupted
+from dpo_pack.train import train
+
+SOME = "logging.samples={num: 2, max_new_tokens: 4, every_evals: 2}"  # an evaluation after every other step
+
+
+def samples(run: Path) -> list[Sample]:
+    return read_samples(run / "samples.jsonl")
+
+
+@pytest.fixture(scope="module")
+def sampled(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with samples, which nothing interrupted. Nobody may write there."""
+    run = tmp_path_factory.mktemp("sampled") / "run"
+    train(whole_run(assets, run, SOME), Console(quiet=True))
+    return run
+
+
+def test_samples_are_what_transformers_writes_greedily(sampled: Path, assets: Path) -> None:
+    written = samples(sampled)
+    assert [(sample.step, sample.model) for sample in written] == [
+        (step, "policy" if step else "start") for step in (0, 4, 8) for _ in range(2)
+    ]
+    assert {sample.source for sample in written} == {"heldout"}
+    tokenizer = AutoTokenizer.from_pretrained(sampled / "model")
+    for step, path in ((0, assets / "model"), (8, sampled / "model")):
+        model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+        for sample in (sample for sample in written if sample.step == step):
+            ids = torch.tensor([tokenizer.encode(sample.prompt, add_special_tokens=False)])
+            output = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
+            if output[-1] == tokenizer.eos_token_id:
+                output.pop()
+            assert sample.completion == tokenizer.decode(output)
+
+
+def test_the_model_card_has_samples_from_before_and_after(sampled: Path) -> None:
+    card = (sampled / "model" / "README.md").read_text()
+    first, *_, last = samples(sampled)
+    for title, words in (("Prompt", first.prompt), ("Before", first.completion)):
+        assert f"{title}:\n\n    {words}\n\n" in card
+    assert f"After step 8:\n\n    {last.completion}\n\n" in card
+
+
+def test_samples_change_no_step(sampled: Path, straight: Path) -> None:
+    assert_same_run(sampled, straight)
+
+
+def test_the_model_is_set_up_for_training_again_after_samples(assets: Path, tmp_path: Path) -> None:
+    modes: dict[str, list[Any]] = {}
+    for name, setting in (("with", SOME), ("without", "logging.samples=null")):
+        seen = modes.setdefault(name, [])
+
+        def look(learner: Learner, seen: list[Any] = seen) -> None:
+            model = learner.state.policy.model
+            seen.append((model.config._attn_implementation, [part.training for part in model.modules()]))
+            seen.append(torch.get_rng_state().tolist())
+
+        adapter = ("model.lora={dropout: 0.1, r: 2}", "model.gradient_checkpointing=true")
+        recipe = whole_run(assets, tmp_path / name, setting, *adapter)
+        train(recipe, Console(quiet=True), after_step=look)
+    assert modes["with"] == modes["without"] and len(modes["with"]) == 16
+    assert_same_run(tmp_path / "with", tmp_path / "without")
+
+
+def test_samples_use_no_random_numbers(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, states = Sampler.write, []
+
+    def write(sampler: Sampler, step: int) -> None:
+        before = torch.get_rng_state()
+        plain(sampler, step)
+        states.append(torch.equal(before, torch.get_rng_state()))
+
+    monkeypatch.setattr(Sampler, "write", write)
+    train(whole_run(assets, tmp_path / "run", SOME, "train.max_steps=1"), Console(quiet=True))
+    assert states == [True, True]
+
+
+def stop() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("step", "action", "ends"), [(3, stop, Interrupted), (7, fail, ZeroDivisionError)], ids=["stop", "kill"]
+)
+def test_a_resumed_run_has_each_sample_once(
+    step: int,
+    action: Callable[[], None],
+    ends: type[BaseException],
+    sampled: Path,
+    assets: Path,
+    tmp_path: Path,
+) -> None:
+    recipe = whole_run(assets, tmp_path / "run", SOME, "checkpoint.every_steps=3")
+    with pytest.raises(ends):
+        train(recipe, Console(quiet=True), after_step=at_step(step, action))
+    file = tmp_path / "run" / "samples.jsonl"
+    later = json.dumps(asdict(replace(samples(tmp_path / "run")[-1], step=7)))
+    file.write_text(f'{file.read_text()}{later}\n{{"step": 4, "sou')  # the last line was cut
+    train(recipe, Console(quiet=True))
+    ours, theirs = ((one / "samples.jsonl").read_bytes() for one in (tmp_path / "run", sampled))
+    assert ours == theirs
+
+
+def test_with_load_best_the_last_samples_are_of_the_weights_that_are_left(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    best = ("checkpoint.keep_best=1", "checkpoint.load_best=true", "optim.schedule=constant", "loss.beta=1")
+    often = ("optim.lr=0.05", "train.eval_every_steps=1", "logging.samples={num: 1, max_new_tokens: 1}")
+    train(whole_run(assets, tmp_path / "run", *best, *often), console)
+    step = read_json(tmp_path / "run" / "run.json")["best"]["step"]
+    assert step < 8  # or the test shows nothing
+    assert [sample.step for sample in samples(tmp_path / "run")] == [0, step]
+
+
+def test_prompts_are_of_each_held_out_set_in_turn_and_all_different(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    row = {"chosen": " yes", "rejected": " no"}
+    for name, prompts in (("one", ["a", "a", "b", "c"]), ("two", ["d"])):
+        write_rows(tmp_path / f"{name}.jsonl", [{"prompt": f"ask {prompt}", **row} for prompt in prompts])
+    sets = ", ".join(f"{{path: {tmp_path / name}.jsonl, name: {name}}}" for name in ("one", "two"))
+    few = ("logging.samples={num: 3, max_new_tokens: 1}", "train.max_steps=1", f"data.eval=[{sets}]")
+    train(whole_run(assets, tmp_path / "run", *few), console)
+    found = [(sample.source, sample.prompt[-1]) for sample in samples(tmp_path / "run")[:3]]
+    assert found == [("one", "a"), ("two", "d"), ("one", "b")]
+
+
+def test_where_nothing_is_held_out_prompts_are_training_prompts(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    plain = ("data.eval=[]", "train.eval_every_steps=null", "train.max_steps=1")
+    train(whole_run(assets, tmp_path / "run", *plain, "logging.samples={max_new_tokens: 1}"), console)
+    assert [(sample.step, sample.source) for sample in samples(tmp_path / "run")] == [
+        (step, "pairs") for step in (0, 1) for _ in range(3)
+    ]
+
+
+def test_an_online_run_has_samples_of_its_prompts_and_draws_the_same_completions(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {}
+    for setting in ("{num: 1, max_new_tokens: 2}", "null"):
+        run = tmp_path / f"run-{len(kept)}"
+        some = (f"logging.samples={setting}", "train.max_steps=2")
+        train(online_recipe(tmp_path / "assets", run, *some), Console(quiet=True))
+        kept[setting] = (saved_weights(run / "model"), lines(run))
+    assert len({str(one) for one in kept.values()}) == 1
+    assert [(s.step, s.source) for s in samples(tmp_path / "run-0")] == [(0, "pairs"), (2, "pairs")]
+
+
+def test_a_model_that_fails_to_generate_trains_all_the_same(
+    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(self: object, draws: object) -> None:
+        raise RuntimeError("no cache\nsecond line")
+
+    monkeypatch.setattr(TransformersGenerator, "generate", generate)
+    train(whole_run(assets, tmp_path / "run", SOME), console)
+    assert text(console).count("Samples: none") == text(console).count("Samples: none (no cache)\n") == 1
+    assert not (tmp_path / "run" / "samples.jsonl").exists()
+    assert saved_weights(tmp_path / "run" / "model") == saved_weights(straight / "model")
+
+
+def test_no_room_for_a_completion_is_said_at_the_start(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    long = "logging.samples={max_new_tokens: 1000}"
+    train(whole_run(assets, tmp_path / "run", long, "train.max_steps=1"), console)
+    assert text(console).count("Samples: none (no prompt leaves the model room for 1000 tokens)\n") == 1
+    assert not (tmp_path / "run" / "samples.jsonl").exists()
+
+
+def test_samples_on_the_way_need_evaluations_on_the_way(assets: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^logging\.samples\.every_evals: there are no evaluations on"):
+        whole_run(assets, tmp_path / "run", SOME, "train.eval_every_steps=null")
