@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 
@@ -42,9 +43,8 @@ def test_a_run_is_compared_with_its_start_on_the_prompts_of_its_samples(
     assert shown.count(str(assets / "model")) == shown.count(str(run / "model")) == 2
 
 
-def test_several_models_complete_a_text_of_the_user(
-    run: Path, assets: Path, tmp_path: Path, console: Console
-) -> None:
+def test_several_models_complete_a_text_of_the_user(run: Path, assets: Path, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=1000)  # no path is longer than a column
     saved_adapter(tmp_path / "adapter", assets / "model")
     models = [str(run), str(tmp_path / "adapter"), str(assets / "model")]
     sample_models(models, console, texts=("ask red", "ask blue"), num=None)

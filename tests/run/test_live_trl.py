@@ -20,21 +20,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 BOUNDS = {"loss": 2e-6, "grad_norm": 5e-5, "rewards": 5e-6, "logps": 2e-6}
 # Families whose own arithmetic rounds a gradient by more, with the bound of their grad_norm. mamba: 1.4e-4.
 COARSE = {"mamba": 7e-4}
-# Families that TRL cannot train, and what it says.
-UNTRAINABLE = {"llama4_text": "'MoeCausalLMOutputWithPast' object has no attribute 'last_hidden_state'"}
-# Families whose differences nobody has measured yet, so that there is no bound.
-UNMEASURED = """
-    lfm2 lfm2_moe mamba2 minimax mpt nemotron nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next
-    recurrent_gemma rwkv stablelm xlstm zamba2
-""".split()  # noqa: SIM905
+# Families whose first step alone is compared. The gradient of the tiny rwkv has the norm 46,845, so its later
+# steps follow the rounding of the first.
+FIRST_STEP = {"rwkv"}
+# Families that TRL 1.16 trains otherwise or not at all. It multiplies the last hidden states with the head
+# itself, so it leaves out a softcap of the logits that it does not know. A plain loop without the cap has
+# TRL's log-probs, and with it ours.
+NOT_BY_TRL = {
+    "llama4_text": "'MoeCausalLMOutputWithPast' object has no attribute 'last_hidden_state'",
+    "recurrent_gemma": "without `logits_soft_cap`",
+    "xlstm": "without `output_logit_soft_cap`",
+}
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in {*UNTRAINABLE, *UNMEASURED}])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NOT_BY_TRL])
 def test_trl_takes_the_same_steps(family: str, tmp_path: Path) -> None:
     save_models(family, tmp_path)
     theirs, ours = trl_steps(tmp_path), our_steps(family, tmp_path)
     assert len(theirs) == len(ours) == NUM_STEPS
-    for number, (expected, step) in enumerate(zip(theirs, ours, strict=True), start=1):
+    num_compared = 1 if family in FIRST_STEP else NUM_STEPS
+    for number, (expected, step) in enumerate(list(zip(theirs, ours, strict=True))[:num_compared], start=1):
         for name in METRICS:
             bound = COARSE.get(family, BOUNDS[name]) if name == "grad_norm" else BOUNDS[name.split("/")[0]]
             near = pytest.approx(expected[name], rel=bound, abs=0.0 if name == "grad_norm" else bound)

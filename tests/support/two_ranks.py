@@ -49,6 +49,7 @@ def _on_a_rank(
         "MASTER_PORT": "0",  # nobody asks there: they meet at a file
         "ACCELERATE_USE_CPU": "true",
     }
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else accelerate sets it and warns
     PartialState._reset_state()  # the parent's says that there is one process
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)

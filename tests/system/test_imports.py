@@ -42,7 +42,7 @@ def test_later_imports_change_nothing() -> None:
     before = gc.get_freeze_count()
     with many_imports():
         assert gc.isenabled()
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before  # frozen objects may go, and none may come
 
 
 def dry_run(recipe: Path) -> set[str]:
