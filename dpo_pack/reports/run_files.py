@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
@@ -125,15 +126,14 @@ def sample_rows(runs: Sequence[RunFiles]) -> list[tuple[str, str, list[tuple[str
 def disagreements(run: RunFiles) -> list[Disagreement]:
     """Returns the pairs with the lowest margins of the last epoch, lowest first, from pairs.parquet."""
     directory = run.path / "pairs.parquet"
-    if not directory.is_dir() or not any(directory.glob("part-*.parquet")):
+    tables = []
+    for part in sorted(directory.glob("part-*.parquet")):
+        with pq.ParquetFile(part) as file:  # on one thread: each run reads in the same order
+            tables.append(file.read(["source", "row", "step", "epoch", "margin"], use_threads=False))
+    if not tables:
         return []
-    epochs = pq.read_table(directory, columns=["epoch"])["epoch"]
-    if len(epochs) == 0:
-        return []
-    last = pc.max(epochs).as_py()
-    lines = pq.read_table(
-        directory, columns=["source", "row", "step", "margin"], filters=pc.field("epoch") > last - 1
-    )
+    lines = pa.concat_tables(tables)
+    lines = lines.filter(pc.field("epoch") > pc.max(lines["epoch"]).as_py() - 1)
     lines = lines.filter(pc.is_finite(lines["margin"])).sort_by("margin").slice(0, 20 * _MOST_PAIRS)
     found: dict[tuple[str, int], tuple[int, float]] = {}
     for line in lines.to_pylist():
