@@ -15,7 +15,7 @@ from dpo_pack.data.view import LeftOutReason, Origin, SourceView, ViewedPair
 SIDES = ("chosen", "rejected")
 _QUOTED_CHARACTERS = 40
 _LEAST_PROMPT_CHARACTERS = 8  # a shorter prompt may be in an answer by chance
-_FEW = 0.1  # of the pairs or rows of a source: so few may be as they should be
+_FEW = 0.1  # of a source's pairs or rows: if fewer have a fault, it may be right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Rule:
 
     find: Callable[[ViewedPair], str | None]
     sentence: str
-    remedy: Callable[[Sequence[ViewedPair]], str]  # of the pairs that have the fault
-    least_share: float = 0.0  # of the source's pairs; fewer are no fault
+    remedy: Callable[[Sequence[ViewedPair]], str]  # gets the pairs that have the fault
+    least_share: float = 0.0  # of the source's pairs; in fewer pairs it is no fault
 
 
 def find_faults(view: SourceView) -> list[Fault]:

@@ -1,9 +1,9 @@
 """The formats of data sources. A format turns the rows of a data file into pairs or prompts.
 
-A row is a mapping from column names to values. `data.*.columns` has already renamed its columns. A format is
-one value in FORMATS, at the end of this file. A new format needs its functions, its entry in FORMATS and its
-fields in FIELDS_OF_FORMAT of recipe/data.py. A test compares FORMATS with FIELDS_OF_FORMAT. An option of a
-format is a key of SourceRecipe, in recipe/data.py too.
+A row is a mapping from column names to values. A format gets rows whose columns are already renamed as the
+recipe's `data.*.columns` says. A format is one value in FORMATS, at the end of this file. A new format needs
+its functions, its entry in FORMATS and its fields in FIELDS_OF_FORMAT of recipe/data.py. A test compares
+FORMATS with FIELDS_OF_FORMAT. An option of a format is a key of SourceRecipe, in recipe/data.py too.
 """
 
 import json
@@ -43,11 +43,11 @@ class Format:
     content: Literal["text", "messages", "token_ids"]  # the type of the prompts and completions
     columns: tuple[str, ...]  # the columns that the format reads
     completion_columns: tuple[str, ...]  # a source without these columns has no pairs
-    prompt_column: str | None = None  # a source that has only this column has prompts
+    prompt_column: str | None = None  # a source with this column alone can give prompts
     matches: Callable[[Row], bool]  # True if `format: auto` may choose this format for the row
-    options: tuple[str, ...] = ()  # keys of SourceRecipe that `pair` and `prompt` get by name, after the row
-    pair: Callable[..., Pair]  # reads the one pair that a row gives at most; raises BadRow
-    prompt: Callable[..., Pair]  # reads a prompt, as a Pair without completions; raises BadRow
+    options: tuple[str, ...] = ()  # SourceRecipe's keys that `pair`, `prompt` get as keyword arguments
+    pair: Callable[..., Pair]  # makes the pair of a row (at most one); raises BadRow
+    prompt: Callable[..., Pair]  # makes a Pair without completions; raises BadRow
 
     def options_of(self, source: SourceRecipe) -> dict[str, Any]:
         """Returns the values of the format's options in the recipe of a source."""
@@ -55,7 +55,7 @@ class Format:
 
 
 class BadRow(Exception):
-    """A row cannot become a pair or a prompt. `data.on_bad_row` or `data.truncation` decides about the row.
+    """A row cannot become a pair or prompt. `data.on_bad_row` or `data.truncation` decides: skip it or stop.
 
     Reports count rows by `reason`, a snake_case word. Error messages quote `detail`, a clause.
     """
@@ -68,7 +68,7 @@ class BadRow(Exception):
 
 
 def preference(row: Row) -> Pair:
-    """Reads three texts. If `prompt` is missing, the prompt is the common beginning of the other two."""
+    """Reads texts: `chosen`, `rejected` and `prompt`, or their common beginning if `prompt` is missing."""
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
     is_inferred = "prompt" not in row
     if not is_inferred:
@@ -99,8 +99,8 @@ def transcript(row: Row) -> Pair:
 def conversational(row: Row) -> Pair:
     """Reads lists of `{role, content}` messages. The column `prompt` may be missing.
 
-    In some data sets both conversations repeat the prompt. A text prompt is then one of their user messages
-    (UltraFeedback binarized); a list prompt is the beginning of both. The pair has the prompt only once.
+    In some data sets `chosen` and `rejected` contain the prompt too: a text prompt is one of their user
+    messages (UltraFeedback binarized), a list prompt is the beginning of both. The pair has the prompt once.
     """
     chosen, rejected = _messages(row, "chosen"), _messages(row, "rejected")
     common = _implicit_prompt_length(chosen, rejected)
@@ -148,9 +148,9 @@ def detect_format(row: Row) -> str:
 
 
 def texts_of_columns(rows: Sequence[Row], *, beside: Container[str | None]) -> dict[str, list[str]]:
-    """Returns the texts in the columns that have some, except those in `beside`.
+    """Returns the texts of each column that has texts, except the columns in `beside`.
 
-    Texts are found at any depth of lists and objects. Numbers and blanks are no texts.
+    Texts are found at any depth of lists and objects. A text that is a number or is blank does not count.
     """
     texts: dict[str, list[str]] = {}
     for row in rows:
@@ -190,7 +190,7 @@ def _is_text(value: str) -> bool:
 
 
 def with_system_message(prompt: list[Any], content: str) -> list[Any]:
-    """Returns the prompt with a system message at its beginning. A prompt that has one is not changed."""
+    """Returns the prompt with a system message at its beginning. A prompt that has one is unchanged."""
     if prompt[0]["role"] in ("system", "developer"):
         return prompt
     return [{"role": "system", "content": content}, *prompt]
@@ -224,7 +224,7 @@ def _implicit_prompt_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> i
     """Returns the length of the common prompt in characters or messages, as TRL's `extract_prompt` finds it.
 
     A space at the end of the common beginning belongs to the completions. If one sequence is the beginning of
-    the other, the completion of the shorter sequence is its last element.
+    the other, the shorter sequence's completion is its last element.
     """
     shorter = min(len(chosen), len(rejected))
     for length in range(shorter):
@@ -237,8 +237,8 @@ def _implicit_prompt_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> i
 def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
     """Raises BadRow unless chosen and rejected are equal before their last assistant turns.
 
-    Else their common beginning may be shorter than the prompt that was answered. A turn is an answer with
-    the tool calls and tool results before it.
+    If they differ there, the part that both begin with may be shorter than the prompt that was answered. A
+    turn is an answer with the tool calls and tool results before it.
     """
     prompts = []
     for column, messages in (("chosen", chosen), ("rejected", rejected)):
@@ -267,7 +267,7 @@ def _check_prompt_is_repeated(prompt: str, common: list[Message]) -> None:
 
 
 def _is_blank(message: Message) -> bool:
-    """Returns True if a message has neither content nor anything else (a tool call, reasoning)."""
+    """Returns True if all fields of a message (content, tool calls, ...) but its role and name are empty."""
     contents = [value for name, value in message.items() if name not in ("role", "name")]
     return not any(value.strip() if isinstance(value, str) else value for value in contents)
 
@@ -276,7 +276,7 @@ def _value(row: Row, column: str) -> Any:
     if column not in row:
         present = ", ".join(str(name) for name in row) or "none"
         raise BadRow("missing_column", f"no column {column!r} (there are: {present})")
-    if isinstance(row[column], BadRow):  # an object that the reader refused
+    if isinstance(row[column], BadRow):  # the reader put this error in place of an invalid object
         raise row[column]
     return row[column]
 
@@ -289,7 +289,7 @@ def _text(row: Row, column: str) -> str:
 
 
 def _messages(row: Row, column: str) -> list[Message]:
-    """Returns the messages. Each gets a key `content`, because templates test if it is null (a tool call)."""
+    """Returns the messages. One without `content` (a tool call) gets `content: None`, as templates expect."""
     value = _value(row, column)
     if not isinstance(value, list):
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, not a list of messages")
@@ -319,7 +319,7 @@ def _parts(message: Message) -> Iterator[Message]:
 
 
 def holds_media(name: str, value: Any) -> bool:
-    """Returns True if the value of this column or key is an image, video or audio, or the place of one."""
+    """Returns True if the value of this column or key is an image, video or audio, or says where one is."""
     if is_media_name(name):
         return not isinstance(value, int | float) and value not in (None, "", [], {})
     if isinstance(value, list):
@@ -329,7 +329,7 @@ def holds_media(name: str, value: Any) -> bool:
 
 @cache
 def is_media_name(name: str) -> bool:
-    """Returns True for names as `image`, `images`, `image_url`, `input_audio` and `pixel_values`."""
+    """Returns True for names like `image`, `images`, `image_url`, `input_audio` and `pixel_values`."""
     return bool(_MEDIA_NAME.search(name.lower()))
 
 
@@ -340,7 +340,7 @@ _MEDIA_NAME = re.compile(
 
 
 def _is_media_item(item: tuple[str, Any]) -> bool:
-    """Returns True if an entry of a message or of a part of its content holds media or is its type."""
+    """Returns True if this (key, value) of a message or of its content's part is media or a type of media."""
     key, value = item
     return holds_media(key, value) or (key == "type" and isinstance(value, str) and is_media_name(value))
 
@@ -348,8 +348,8 @@ def _is_media_item(item: tuple[str, Any]) -> bool:
 def _without_nulls(value: Any, column: str) -> Any:
     """Removes the keys that hold null, at any depth. Raises BadRow if the value is nested too deeply.
 
-    In Parquet, Arrow and `datasets` each row has the keys of all rows; a key that the row lacks holds null.
-    Such a null looks like a null that a person wrote, so nulls are removed in every kind of file.
+    In Parquet, Arrow and `datasets` each row has the keys of all rows, with null for keys that it did not
+    have. Nobody can tell this null from one that a person wrote, so every file's nulls are removed.
     """
     try:
         return _drop_nulls(value)
@@ -358,7 +358,7 @@ def _without_nulls(value: Any, column: str) -> Any:
 
 
 def _drop_nulls(value: Any) -> Any:
-    if isinstance(value, BadRow):  # an object that the reader refused
+    if isinstance(value, BadRow):  # the reader put this error in place of an invalid object
         raise value
     if isinstance(value, dict):
         return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}

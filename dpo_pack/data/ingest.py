@@ -1,7 +1,7 @@
 """Reads and tokenises the pairs or prompts of one source, and counts its rows.
 
-A store on disk keeps the tokens of pairs, so the next run need not tokenise them. Prompts are in memory only,
-because judges read their text.
+The token ids of pairs are kept in a directory on disk, the source's store, so the next run need not tokenise
+them. Prompts are kept in memory only, because judges read their text, which a store does not have.
 """
 
 from collections import Counter
@@ -37,12 +37,12 @@ Progress = Callable[[str, int, int | None], None]  # task, rows done, rows in al
 # data.truncation decides about rows with these reasons; data.on_bad_row decides about all other bad rows.
 _TRUNCATION_REASONS = ("too_long", "prompt_too_long", "identical_after_truncation")
 LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
-_NAMED_COLUMNS = 20  # in an error message
+_NAMED_COLUMNS = 20  # an error message names at most so many columns
 _CHECKED_ROWS = 100  # `check_source` reads so many rows
 _DETECTION_ROWS = 1000  # `format: auto` looks for a readable row in so many rows
 
-# The options that do not change the tokens of a source. All other options are part of a store's key. So if
-# somebody forgets to list an option here, a new value makes a new store and never finds wrong tokens.
+# The recipe keys that do not change a source's tokens. The name of a store is a hash of the other keys. So if
+# somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
 _SOURCE_KEYS_BESIDE_TOKENS = {"path", "name", "weight"}
 _DATA_KEYS_BESIDE_TOKENS = {"train", "eval", "shuffle", "num_workers"}
 
@@ -69,7 +69,7 @@ def load_source(
 ) -> LoadedSource:
     """Returns the pairs of one source; `key` is its recipe key, "data.train.0".
 
-    Raises DataError if the source has an error, ModelError if the tokenizer lacks a feature that it needs.
+    Raises DataError if the source has an error, ModelError if the tokenizer lacks a feature that rows need.
     """
     located = locate_source(source, key, cache_dir / "file_hashes.json")
     ingestion = Ingestion(located=located, source=source, data=data, tokenizer=tokenizer)
@@ -94,7 +94,7 @@ def load_prompt_source(
     max_new_tokens: int,
     cache_dir: Path,
 ) -> LoadedSource:
-    """Returns a source's prompts, each with room for `max_new_tokens` tokens. Raises like `load_source`."""
+    """Returns prompts that leave room for `max_new_tokens` in data.max_length. Raises like `load_source`."""
     located = locate_source(source, key, cache_dir / "file_hashes.json", prompts_suffice=True)
     ingestion = Ingestion(
         located=located, source=source, data=data, tokenizer=tokenizer, completion_tokens=max_new_tokens
@@ -145,9 +145,9 @@ def check_source(
 def _store_key(
     located: LocatedSource, source: SourceRecipe, data: DataRecipe, tokenizer_key: str, found_format: str
 ) -> str:
-    """Returns the store's name: a hash of all that decides its content.
+    """Returns the name of a source's store: a hash of everything that decides the token ids.
 
-    Options of other formats are not in it, so that a new one leaves the stores of these formats valid.
+    Options of other formats are not hashed. So a new option of one format leaves other formats' stores valid.
     """
     others = {option for format in FORMATS.values() for option in format.options}
     others.difference_update(FORMATS[found_format].options)
@@ -171,7 +171,7 @@ class Ingestion:
     source: SourceRecipe
     data: DataRecipe
     tokenizer: Tokenizer
-    completion_tokens: int | None = None  # room for so many tokens after a prompt; None if rows are pairs
+    completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     format: str = ""
     row_word: str = "row"
     columns: Mapping[str, None] = field(default_factory=dict)  # of the source, see OpenRows
@@ -181,7 +181,7 @@ class Ingestion:
     counts: Counter[str] = field(default_factory=Counter)
     dropped_counts: Counter[str] = field(default_factory=Counter)
     dropped_rows: dict[str, list[int]] = field(default_factory=dict)
-    first_dropped: dict[str, DroppedRow] = field(default_factory=dict)  # of each reason, in row order
+    first_dropped: dict[str, DroppedRow] = field(default_factory=dict)  # the first row of each reason
 
     @property
     def kept_word(self) -> str:
@@ -196,7 +196,7 @@ class Ingestion:
             return self._known_format(opened)[0]
 
     def batches(self, progress: Progress) -> Iterator[TokenizedBatch]:
-        """Yields the rows as tokens. Raises DataError at a row that stops the run, and if no row is left."""
+        """Yields the rows as tokens. Raises DataError if bad rows stop the run or all rows are dropped."""
         opened = self.open()
         with closing(opened.rows):
             rows, settings = self.start(opened)
@@ -223,7 +223,7 @@ class Ingestion:
         return rows, settings
 
     def summary(self) -> dict[str, Any]:
-        """Returns the counts of the pass, for the manifest and the data report."""
+        """Returns the counts of rows and pairs, for the store's manifest and for data_report.json."""
         dropped = {
             reason: {"rows": count, f"{self.row_word}_numbers": self.dropped_rows[reason]}
             for reason, count in sorted(self.dropped_counts.items())
@@ -243,7 +243,7 @@ class Ingestion:
         return opened
 
     def _known_format(self, opened: OpenRows) -> tuple[str, Iterator[NumberedRow]]:
-        """Returns the format and all rows of the source. With `auto`, the first readable row decides it."""
+        """Returns the format and all rows of the source. With `auto`, the first readable row decides."""
         if self.source.format != "auto":
             return self.source.format, opened.rows
         seen: list[NumberedRow] = []
@@ -259,7 +259,7 @@ class Ingestion:
                 read = format.pair if self.completion_tokens is None else format.prompt
                 read(row, **format.options_of(self.source))
             except BadRow:
-                continue  # it is counted later
+                continue  # bad rows are counted when they are tokenised
             return name, chain(seen, opened.rows)
         return likely or "preference", chain(seen, opened.rows)
 
@@ -269,9 +269,10 @@ class Ingestion:
         return tuple(self.source.columns.get(column, column) for column in FORMATS[self.format].columns)
 
     def _with_known_prompts(self, opened: OpenRows, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
-        """Returns the rows; rows of texts whose prompt is not known with certainty become BadRows.
+        """Returns the rows; a row of texts becomes a BadRow if it is uncertain what its prompt is.
 
-        Prompts are inferred only if no other column may have them. Raises DataError if one may.
+        Without a prompt column, the common beginning of chosen and rejected is the prompt. Raises DataError
+        if another column may be the prompt.
         """
         format, prompt = FORMATS[self.format], self.source.columns.get("prompt", "prompt")
         if format.content != "text" or format.prompt_column is None or prompt is None:
@@ -340,13 +341,13 @@ class Ingestion:
         return 2 * self.dropped_counts[reason] > self.num_rows
 
     def _check_rows(self, which: str = "") -> None:
-        """Raises DataError if dropped rows stop the run: with the first one and the number of each kind."""
+        """Raises DataError if dropped rows stop the run. It names the first one and counts each reason."""
         stopping = [reason for reason in self.first_dropped if self.stops_run(reason)]
         if not stopping:
             return
         number, bad = self.first_dropped[stopping[0]]
         remedy = self.remedy(bad) or "mend the rows"
-        # Who skips most rows of a source does not see what is wrong with it.
+        # To skip most rows of a source would hide what is wrong with it, so `skip` is not suggested then.
         if bad.reason not in _TRUNCATION_REASONS and not self._is_in_most_rows(bad.reason):
             remedy += ", or set data.on_bad_row: skip"
         kinds = [f"{bad.reason}: {self.dropped_counts[bad.reason]:,} of {which}{self.num_rows:,} rows"]
@@ -356,7 +357,7 @@ class Ingestion:
         )
 
     def remedy(self, bad: BadRow) -> str | None:
-        """Returns the change of the recipe that keeps such rows; None if there is no such change."""
+        """Returns what the user can change so that rows with this fault are kept, or None."""
         shorter = "" if self.completion_tokens is None else ", lower online.max_new_tokens"
         if bad.reason == "no_common_prompt" and FORMATS[self.format].prompt_column is None:
             return None

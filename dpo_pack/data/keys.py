@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from dpo_pack.system.files import add_to_json, read_json
 
 KEY_BYTES = 16
-# Byte n of a `beginning_key` names so many characters. A step of a quarter loses few prompts that are short.
+# Byte n of a `beginning_key` hashes the first BEGINNINGS[n] characters. Steps are
+# small, so that a split takes few characters more than it needs: those after a short prompt are an answer's.
 BEGINNINGS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
 
 def sequence_key(prompt_ids: NDArray[np.int32], completion_ids: NDArray[np.int32]) -> bytes:
     """Returns 16 bytes that name a sequence: its token ids and the position where its completion begins.
 
-    They are blake2b over the prompt's length as int64 and all ids as int32, both little-endian.
+    The bytes are blake2b over the prompt's length as int64 and all ids as int32, both little-endian.
     """
     digest = hashlib.blake2b(len(prompt_ids).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").data)
@@ -39,7 +40,7 @@ def prompt_key(prompt: object) -> bytes:
 
 
 def beginning_key(text: str) -> bytes:
-    """Returns 16 bytes, of which the first n name the first BEGINNINGS[n - 1] characters of the text."""
+    """Returns 16 bytes; byte n, from 0, is a hash of the first BEGINNINGS[n] characters of the text."""
     parts = (text[:length].encode(errors="surrogatepass") for length in BEGINNINGS)
     return b"".join(hashlib.blake2b(part, digest_size=1).digest() for part in parts)
 
@@ -60,7 +61,7 @@ _FileHashes = dict[str, _FileHash]  # by path
 
 
 def file_hash(path: Path, memo_path: Path) -> str:
-    """Returns sha256 of a file's bytes, in hex. The file `memo_path` keeps hashes of unchanged files."""
+    """Returns sha256 of a file's bytes, in hex. The JSON file `memo_path` keeps the hash for later calls."""
     status = path.stat()
     # Every change of content changes ctime, even if a program sets mtime back (cp -p, rsync -t).
     stamp = f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"

@@ -85,8 +85,8 @@ def load_prompts(
 ) -> DataSplits:
     """Reads and tokenises the prompts of all sources, each with room for `max_new_tokens` more tokens.
 
-    Rows have the same formats as rows of pairs; completions in them are not used. In the result, `train` is a
-    table of the prompts whose completions have no tokens, and `prompts` holds the prompts with their texts.
+    Rows have the same formats as rows of pairs; their completions are not used. In the result, `train` is a
+    table of pairs that have a prompt and empty completions, and `prompts` has the prompts with their texts.
     Raises DataError and ModelError as `load_data` does.
     """
     load = partial(
@@ -155,7 +155,7 @@ class _LoadedSources:
     train_sources: Sequence[LoadedSource]
     eval_sources: Sequence[LoadedSource]  # of the sets in `evals`; empty if a fraction is held out
     source_weights: NDArray[np.float64]
-    held_out_by: str | None  # what the pairs that stay together share; None if no fraction is held out
+    held_out_by: str | None  # what pairs share that are held out together; None: no fraction
 
     @property
     def eval_fingerprint(self) -> str:

@@ -22,7 +22,7 @@ from dpo_pack.system.errors import DataError, RecipeError, first_line
 from dpo_pack.system.hub import check_dataset
 
 DEFAULT_SPLIT = "train"
-_MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio|Pdf|Nifti)\(")  # types of `datasets`
+_MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio|Pdf|Nifti)\(")  # column types of `datasets` that are refused
 _Found = tuple[str, Callable[[], OpenRows]]  # the fingerprint, and a function that opens the source
 
 
@@ -43,7 +43,7 @@ def locate_source(
 
     If `hash_memo` is None, files are not hashed, and their key is empty. If `prompts_suffice`, the rows of
     the source need no completions. Raises DataError if the source or split does not exist, RecipeError if the
-    source has no splits at all.
+    recipe names a split of a source without splits.
     """
     label = source.path
     names = ColumnNames(mapping=source.columns, label=label, key=key, prompts_suffice=prompts_suffice)
@@ -74,7 +74,7 @@ def _find_file(path: Path, split: str, names: ColumnNames, hash_memo: Path | Non
 
 
 def _find_directory(path: Path, split: str, names: ColumnNames, hash_memo: Path | None) -> _Found:
-    """Finds a directory that `datasets` saved, with splits or without, or a directory of data files."""
+    """Tells how to open a directory: `datasets` saved it, with or without splits, or it has data files."""
     load = _load_saved
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if (child / "state.json").is_file())
@@ -95,7 +95,7 @@ def _find_directory(path: Path, split: str, names: ColumnNames, hash_memo: Path 
 
 
 def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
-    # `datasets` decodes such columns as it reads them, so they are refused by their types.
+    # `datasets` would decode images while it reads a row, so such columns are refused by their types.
     media = [name for name, kind in dataset.features.items() if _MEDIA_TYPE.search(repr(kind))]
     if media:
         raise DataError(
@@ -141,7 +141,7 @@ def _load_dataset(path: str, split: str, names: ColumnNames) -> Any:
 
 
 def _cause(error: BaseException) -> str:
-    """Returns the first line of the innermost error: there libraries name the cause."""
+    """Returns the first line of the innermost error, because libraries name the cause in that error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)

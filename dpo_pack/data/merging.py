@@ -1,8 +1,9 @@
 """Merges the pairs of one prompt into a group. A group computes the prompt and each completion only once.
 
-Rankings and all-pairs data sets have many pairs of few completions. In a row such pairs become one
-`layout.Group` of n completions. An index gives the chosen and the rejected completion of each pair.
-The planner asks `TableMerging` which pairs merge and how large the groups are; `merge_group` makes a group.
+Rankings and all-pairs data sets have many pairs of few completions. In a row (the pairs of one forward pass)
+such pairs become one `layout.Group` of n completions. An index gives each pair's chosen and rejected one. The
+planner, which fills rows, asks `TableMerging` which pairs merge and how large the groups are; `merge_group`
+makes a group.
 
 Legend: P pairs of a table, k pairs of a group.
 """
@@ -20,7 +21,7 @@ from dpo_pack.data.store import PairTable, common_prefix_length, pair_lengths
 from dpo_pack.packing.flops import TRAINING_PASSES, ModelShape, group_size
 from dpo_pack.packing.lengths import CutGroup, GroupSize, IntArray
 
-# The planner asks for a group's size several times. The report or the builder of rows asks for it again.
+# So many sizes are kept, because the planner, the report and the code that builds rows ask for them again.
 REMEMBERED_GROUPS = 4096
 
 
@@ -28,13 +29,13 @@ REMEMBERED_GROUPS = 4096
 class MergedGroup:
     """The different completions of some pairs of one prompt."""
 
-    completions: tuple[NDArray[np.int32], ...]  # token ids, in the order in which the pairs first have them
+    completions: tuple[NDArray[np.int32], ...]  # token ids, in the order of their first pairs
     pair_completions: IntArray  # [k, (chosen, rejected)] positions in `completions`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableMerging:
-    """Merges the pairs of a table, as the planner's `PromptMerging`. `prompt_merging` creates it."""
+    """Merges the pairs of a table; implements the planner's `PromptMerging`. `prompt_merging` makes it."""
 
     table: PairTable
     prompts: IntArray  # [P] prompt numbers: token-identical prompts have the same number
@@ -42,10 +43,10 @@ class TableMerging:
     size_of: Callable[[tuple[int, ...]], GroupSize]
 
     def groups_of(self, pairs: IntArray) -> list[IntArray]:
-        """Groups `pairs` by prompt: ascending positions in `pairs`; groups in the order of their first pairs.
+        """Groups `pairs` by prompt. Returns ascending positions in `pairs`; the first pair's group is first.
 
-        A group computes only the common beginning of all its completions once. The completions of one pair
-        may have a longer common beginning. If separate pairs take fewer tokens, each pair is a group.
+        A group computes once what all its completions begin with. The two completions of a pair may have a
+        longer common beginning. So if separate pairs take fewer tokens, each pair becomes a group.
         """
         _, first, inverse = np.unique(self.prompts[pairs], return_index=True, return_inverse=True)
         if len(first) == len(pairs):
@@ -64,10 +65,11 @@ class TableMerging:
         return self.size_of(tuple(pairs.tolist()))
 
     def cut(self, pairs: IntArray, token_budget: int) -> list[CutGroup]:
-        """Cuts `pairs` of one prompt, in their order, into groups within the budget. A longer pair is alone.
+        """Splits `pairs` of one prompt, in order, into groups within the budget. A longer pair is a group.
 
-        Groups of this prompt in the same row become one group again. So a group's tokens are counted as if it
-        computed once only the common beginning of all `pairs`: the joined group never has more than the sum.
+        Groups that come into the same row are joined again, and then share only what all their completions
+        begin with. So each group is counted as if it shared only the common beginning of all `pairs`. Then
+        a joined group never has more tokens than the sum of the counts.
         """
         table = self.table
         prompt = int(table.prompt_lengths[pairs[0]])
@@ -87,7 +89,7 @@ class TableMerging:
 
 
 def prompt_merging(table: PairTable, shape: ModelShape, *, passes: float = TRAINING_PASSES) -> TableMerging:
-    """Prepares the merging of a table's pairs. A group's cost is its FLOPs (`passes`: packing/flops.py)."""
+    """Prepares the merging of a table's pairs. A group costs the FLOPs of `passes` forward passes."""
 
     @lru_cache(maxsize=REMEMBERED_GROUPS)
     def size_of(pairs: tuple[int, ...]) -> GroupSize:

@@ -1,4 +1,4 @@
-"""Reads the rows of a file one at a time, so memory does not grow with the file. A row has a largest size.
+"""Reads the rows of a file one at a time, so memory does not grow with the file. Too long rows are refused.
 
 A reader yields (row number from 1, row). For JSON lines the row number is the line number. If a row cannot be
 parsed, the reader yields a BadRow with the reason. The reader raises DataError if damage makes the rest of
@@ -25,15 +25,15 @@ from dpo_pack.data.formats import FORMATS, BadRow, holds_media, is_media_name
 from dpo_pack.system.errors import DataError, first_line
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
-# Yields rows under the source's column names: with these columns, or with all columns for None.
+# Takes the columns to read (None: all). Yields rows with the column names that the source has.
 RowReader = Callable[[Sequence[str] | None], Iterator[NumberedRow]]
 Columns = Sequence[tuple[str, str]]  # the names and types of columns, in Arrow's words
 
 READ_ROWS = 100  # columnar files are decoded in batches of at most so many rows
 _FIRST_ROWS = 100  # so many rows show which columns a source has and what they hold
 _JSON_CHUNK_CHARS = 1 << 20
-# Of one row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV. A parsed row may take
-# 25 times as much memory.
+# The largest size of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV. A
+# parsed row can take 25 times as much memory.
 _MAX_ROW_SIZE = 1 << 24
 
 
@@ -49,18 +49,18 @@ _FILE_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error, _R
 class OpenRows:
     """The rows of an opened source. A caller that stops before the end must close `rows`."""
 
-    rows: Generator[NumberedRow, None, None]  # under our column names
+    rows: Generator[NumberedRow, None, None]  # with our column names, see ColumnNames
     row_word: str  # the unit of row numbers: "row" or "line"
-    columns: Mapping[str, None]  # under the source's names; of JSON those of the rows that have been read
+    columns: Mapping[str, None]  # the source's names; of JSON those in the rows read so far
     num_rows: int | None  # None if it is not known before the end
-    first_rows: Callable[[], list[Mapping[str, Any]]]  # reads rows with all columns, under the source's names
+    first_rows: Callable[[], list[Mapping[str, Any]]]  # first rows, all columns, the source's names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnNames:
-    """The column names of a source from `data.*.columns`, and the name of the source in messages."""
+    """The renaming of a source's columns to ours (prompt, chosen, ...), and the source's name in messages."""
 
-    mapping: Mapping[str, str | None]  # from our column names to the source's; None: there is no such column
+    mapping: Mapping[str, str | None]  # `data.*.columns`: our name -> the source's; None: none
     label: str  # the path or hub id, as the user wrote it
     key: str  # the recipe key of the source, "data.train.0"
     prompts_suffice: bool = False  # rows need no completions: they will be generated
@@ -87,9 +87,9 @@ class ColumnNames:
         return renamed
 
     def select(self, columns: Columns) -> list[str]:
-        """Returns the columns that any format reads, and those whose values need a check.
+        """Returns the columns to read: those that a format reads, and those whose values must be checked.
 
-        These may have images, video or audio; if there is no prompt column, texts may be the prompts.
+        Checked are columns that may have images, video or audio, and texts if no column is the prompt.
         Raises DataError if two columns have one name, if a mapped column is missing, or if no format has the
         columns that it needs.
         """
@@ -256,7 +256,7 @@ def _small_parts(batch: Any) -> Iterator[Any]:
         yield from _small_parts(batch.slice(0, middle))
         yield from _small_parts(batch.slice(middle))
     elif any("dictionary" in str(type) for type in batch.schema.types):
-        yield batch  # its bytes are those of the values of all rows
+        yield batch  # `nbytes` counts the dictionary of all rows, so it does not say how large the row is
     else:
         raise _RowTooLong
 
@@ -275,7 +275,7 @@ def _parquet_table(path: Path) -> Iterator[_Table]:
 
 def _parquet_batches(file: Any, columns: list[str]) -> Iterator[Any]:
     groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-    for group in groups:  # before anything is decompressed
+    for group in groups:  # check the sizes before anything is decompressed
         for column in map(group.column, range(group.num_columns)):
             is_read = column.path_in_schema.split(".")[0] in columns
             if is_read and column.total_uncompressed_size > group.num_rows * _MAX_ROW_SIZE:
@@ -297,7 +297,7 @@ def _arrow_table(path: Path) -> Iterator[_Table]:
 
 
 def rows_of_columns(batches: Iterable[Mapping[str, list[Any]]]) -> Iterator[NumberedRow]:
-    """Yields the rows of batches, each a mapping from column names to values."""
+    """Yields the numbered rows of batches. A batch maps column names to lists of values."""
     number = 0
     for batch in batches:
         for values in zip(*batch.values(), strict=True):
@@ -360,7 +360,7 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
     separators = re.compile(r"[\s,]*")
     while text.read(1) != "[":  # _open_json has found a "[" already
         pass
-    buffer, position, number, num_read = "", 0, 1, 0  # characters read since the last row
+    buffer, position, number, num_read = "", 0, 1, 0  # num_read: characters read since the last row
     while True:
         position = separators.match(buffer, position).end()  # type: ignore[union-attr]
         if buffer[position : position + 1] == "]":
@@ -407,7 +407,7 @@ def _csv_rows(path: Path, header: list[str], columns: Sequence[str] | None) -> I
 
 def _read_csv(path: Path) -> Generator[tuple[int, list[str]], None, None]:
     """Yields (number of its final line, fields) for each record; the header is the first record."""
-    csv.field_size_limit(_MAX_ROW_SIZE)  # completions outgrow the default of 128 KiB
+    csv.field_size_limit(_MAX_ROW_SIZE)  # the default, 128 KiB, is too small for some completions
     with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig", newline="") as text:
         size = 0
 

@@ -1,4 +1,4 @@
-"""The training pairs or prompts, the held-out sets, and the function that splits one table into both."""
+"""The training pairs or prompts, the held-out sets, and the functions that choose the held-out pairs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class DataSplits:
 
     train: PairTable
     eval: tuple[EvalSet, ...]
-    source_weights: NDArray[np.float64]  # [training sources] the mixture that the planner follows
+    source_weights: NDArray[np.float64]  # [training sources] how often an epoch has their pairs
     report: dict[str, Any]  # the content of data_report.json
-    fingerprint: str  # names the training pairs and the mixture
-    eval_fingerprint: str  # names the eval sets: their names and their pairs
+    fingerprint: str  # a hash of the training pairs and source weights
+    eval_fingerprint: str  # a hash of the eval sets' names and pairs
     prompts: PromptSplits | None = None  # only of an online run, which generates its pairs later
 
 
@@ -71,12 +71,12 @@ def split_by_prompt(
 def split_by_beginning(
     keys: NDArray[np.uint8], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Splits pairs whose prompts are inferred; `keys` are their `beginning_key`s, [P, 16].
+    """Splits pairs that have no prompt column; `keys` are their `beginning_key`s, [P, 16].
 
     Nobody knows where such a prompt ends, but pairs of one prompt begin with the same characters. So pairs
-    that share their first characters stay together: as few characters as leave half of the other part to
-    train on, because a longer beginning may hold a part of an answer. Returns what `split_by_prompt` returns,
-    and the number of characters. Raises DataError if the longest beginnings leave too few pairs.
+    with equal first characters are held out together. The number of characters is the smallest in BEGINNINGS
+    that leaves (1 - fraction) / 2 of the pairs to train on, because more characters may be a part of an
+    answer. Returns what `split_by_prompt` returns, and this number. Raises DataError if no number does.
     """
     for num_bytes, num_characters in enumerate(BEGINNINGS, start=1):
         with suppress(DataError):

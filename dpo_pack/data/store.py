@@ -1,9 +1,9 @@
 """Stores tokenised pairs on disk and reads them through a memory map.
 
 A store is a directory with the token ids, one record for each pair, and a manifest. It is written under a
-temporary name and then renamed, so it is whole or absent. A changed byte is noticed: whoever opens a store
-compares its manifest and records with a checksum; whoever reads tokens compares them with their sequence key.
-So a store of gigabytes opens at once. P is the number of pairs; lengths are in tokens.
+temporary name and then renamed, so it is whole or absent. A changed byte is noticed: opening a store
+compares its manifest and records with a checksum. The tokens of a pair are compared with their hash only when
+they are read, so a store of gigabytes opens at once. P is the number of pairs; lengths are in tokens.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class TokenStore:
     directory: Path | None = None  # None: the pairs are in memory only
 
     def damaged(self, row_number: int) -> CacheError:
-        """Returns the error for a row whose tokens have changed. The next run writes the store again."""
+        """Returns the error for changed tokens. Removes the manifest: the next run writes the store again."""
         remedy = "run the same command again, which writes this store again"
         try:
             if self.directory is not None:
@@ -75,7 +75,7 @@ class TokenStore:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairTable:
-    """Pairs of one or more sources: the columns are in memory, the token ids in the sources' memory maps."""
+    """Pairs of one or more sources: the arrays are in memory, the token ids in memory-mapped files."""
 
     stores: tuple[TokenStore, ...]
     source_indices: NDArray[np.int16]  # [P] position in `stores`
@@ -140,7 +140,7 @@ class PairTable:
     ) -> tuple[TokenIds, TokenIds]:
         """Returns the prompt, and the completion that begins `before` tokens after the prompt's end.
 
-        Raises CacheError if their key is not the one that the record has.
+        Raises CacheError if these tokens do not have the key that the record has, so they have changed.
         """
         store = self.stores[self.source_indices[pair]]
         begin = self.offsets[pair]
@@ -157,7 +157,7 @@ def join_pairs(
     row_numbers: Sequence[int],
     whole_prompt_keys: Sequence[bytes] | None = None,
 ) -> TokenizedPairs:
-    """Turns pairs into the form that a store holds. Without `whole_prompt_keys`, no prompt was ever cut."""
+    """Turns pairs into the form that a store holds. `whole_prompt_keys` are not needed for uncut prompts."""
     records = np.zeros(len(pairs), dtype=RECORD_DTYPE)
     records["prompt_length"] = [len(pair.prompt) for pair in pairs]
     records["chosen_length"] = [len(pair.chosen) for pair in pairs]
@@ -189,7 +189,7 @@ def write_store(
 ) -> None:
     """Writes each batch when `batches` yields it. Calls `summarize` after the final batch.
 
-    If another process has written the same store in the meantime, the other store stays. If `batches` raises
+    If another process has written this store in the meantime, its store stays. If `batches` raises
     an error, no file stays on the disk. Raises CacheError if the disk refuses the files.
     """
     with contextlib.suppress(_WrittenMeanwhile), written_aside(directory) as temporary:
@@ -225,7 +225,7 @@ class _WrittenMeanwhile(Exception):
 
 
 def key_values(keys: NDArray[np.uint8]) -> NDArray[np.void]:
-    """Turns [P, bytes] keys into [P] values; numpy sorts and compares each value as a whole."""
+    """Turns [P, bytes] keys into [P] values, so that numpy sorts and compares each key as a whole."""
     return np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).reshape(-1)
 
 
@@ -248,7 +248,7 @@ def _map_files(directory: Path) -> tuple[TokenIds, Records]:
 
 
 def _checksum(tokens: TokenIds, records: Records, summary: dict[str, Any]) -> str:
-    """Returns a hash of a store without its tokens, which it counts only: the records have their keys."""
+    """Returns a hash of a store. Of the tokens only the count is hashed: records have the tokens' hashes."""
     return content_key([len(tokens), hashlib.blake2b(records.view(np.uint8).data).hexdigest(), summary])
 
 

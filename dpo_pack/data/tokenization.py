@@ -26,11 +26,11 @@ TOKENIZATION_VERSION = 3
 
 # The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
 _ENCODE_CHARS = 1 << 21
-# A longer text is no prompt with its completion. Encoding takes a second and 200 MB for a million characters.
+# A longer text is refused, because encoding takes a second and 200 MB for a million characters.
 _MAX_TEXT_CHARS = 1 << 22
 DroppedRow = tuple[int, BadRow]  # the number of a row without a pair or prompt, and the reason
 
-# A template may write a line break after the token that ends a turn.
+# The end of a turn is among so many last tokens, because a template may write a line break after it.
 _TURN_END_TOKENS = 3
 
 
@@ -41,7 +41,7 @@ class TokenizationSettings:
     format: str
     system_prompt: str | None
     limits: LengthLimits
-    completion_tokens: int | None = None  # room for so many tokens after a prompt; None if rows are pairs
+    completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
 
     @staticmethod
@@ -266,7 +266,7 @@ def _encode(texts: list[str], settings: TokenizationSettings, tokenizer: Tokeniz
 
 
 def _given_ids(pairs: Sequence[Pair], settings: TokenizationSettings) -> Iterator[TokenIds]:
-    """Yields the ids of rows that are token ids already, in the form of `_encode`."""
+    """Yields the same sequences as `_encode`, for rows that are token ids already."""
     for pair in pairs:
         prompt = np.array(pair.prompt, dtype=np.int32)
         yield prompt
@@ -283,7 +283,7 @@ def _fit_prompt(
     settings: TokenizationSettings,
     tokenizer: Tokenizer,
 ) -> tuple[Prompt, bool]:
-    """Returns the prompt, with room for its completion, and True if the prompt was cut. Raises BadRow."""
+    """Returns the prompt, cut if its completion needs room, and True if it was cut. Raises BadRow."""
     text = texts[0] if texts else str(tokenizer.decode(ids.tolist()))
     # Some tokenizers add EOS to every text. A prompt must not end with it, because the policy continues it.
     has_own_end = not texts or text.endswith(tokenizer.eos_token or "\0")

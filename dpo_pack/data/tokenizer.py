@@ -18,13 +18,13 @@ from dpo_pack.data.formats import Message
 from dpo_pack.data.keys import content_key
 from dpo_pack.system.errors import ModelError
 
-_TEMPLATE_SECONDS = 5.0  # of the processor, for the texts of one row
+_TEMPLATE_SECONDS = 5.0  # CPU time to render one row
 _TEMPLATE_BYTES = 1 << 30
-_STATM = Path("/proc/self/statm")  # of Linux: its first number is the process's pages
+_STATM = Path("/proc/self/statm")  # on Linux; the first number is the process's size in pages
 
 
 class _TemplateRuns(BaseException):
-    """A template's time is over. Neither the template nor transformers handles this class."""
+    """A template ran too long. A BaseException, so that neither the template nor transformers catches it."""
 
 
 class Tokenizer(Protocol):
@@ -57,10 +57,10 @@ class Tokenizer(Protocol):
 
 @contextmanager
 def bounded_template(remedy: str) -> Iterator[None]:
-    """Ends a chat template that runs or takes memory without end: it is a program that came with the model.
+    """Stops a chat template, a program that came with the model, if it runs too long or takes much memory.
 
-    Linux bounds the memory. Time is bounded in the main thread only, because it alone gets signals. Raises
-    ModelError; its message ends with `remedy`.
+    Memory is limited on Linux only, time in the main thread only, because no other thread gets signals.
+    Raises ModelError; its message ends with `remedy`.
     """
     before = resource.getrlimit(resource.RLIMIT_AS)
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -71,7 +71,7 @@ def bounded_template(remedy: str) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
         if in_main_thread:
             signal.signal(signal.SIGVTALRM, _stop_template)
-            # Every second again, because Python drops an exception that arises in a destructor.
+            # Repeats every second, because Python drops an exception that is raised in a destructor.
             signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_SECONDS, 1.0)
         yield
     except _TemplateRuns:

@@ -38,7 +38,7 @@ class PairIds:
 def truncate(pair: PairIds, limits: LengthLimits, bos_token_id: int | None) -> PairIds:
     """Returns the pair, cut to the limits by one of these rules (`limits.truncation`).
 
-    - `prompt_left` cuts the oldest prompt tokens. At least one token stays. If two or more stay, BOS stays.
+    - `prompt_left` cuts the oldest prompt tokens. One or more stay; if two or more stay, BOS stays first.
     - `completion_right` cuts the ends of completions, never a prompt.
     - `drop` and `error` cut nothing.
 

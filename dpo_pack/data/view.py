@@ -1,6 +1,6 @@
-"""Shows rows of a source as the model will meet them. It reads the first rows only, and writes nothing.
+"""Prepares rows of a source for `dpopack show`: the tokens that the model will get. Writes no files.
 
-Each row is tokenised as a run does it, and once more without limits of length: so what is cut is known.
+Each row is tokenised with the length limits of a run, and once more without, to find what truncation cuts.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -28,15 +28,15 @@ from dpo_pack.data.workers import tokenize_rows
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError
 
-FIRST_ROWS = 200  # so many rows of a source are looked at, and rows that are asked for
+FIRST_ROWS = 200  # shown of each source, besides the rows that the user asks for
 _UNLIMITED = LengthLimits(max_length=1 << 31, max_prompt_length=None, truncation="drop")
-# A decoded character that is not whole yet: its other bytes are in the next tokens.
+# Tokens decode to this if their last bytes begin a character, whose other bytes are in the next tokens.
 _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The source of rows."""
+    """The source that rows come from."""
 
     name: str  # as in reports
     label: str  # for people: the name of the file
@@ -69,12 +69,12 @@ class ViewedPair:
     whole: PairIds  # before truncation
     fitted: PairIds  # the tokens that the model gets
     limits: LengthLimits
-    opens_turn: bool  # False: the chat template writes nothing more if it is asked for a generation prompt
+    opens_turn: bool  # False: no template, or it writes nothing for a generation prompt
     tokenizer: Tokenizer
     ends: EndTokens
 
     def end_of(self, side: str) -> str | None:
-        """Returns the token that ends the completion that the model gets: EOS, or a template's end of a turn.
+        """Returns the last token that ends the model's completion: EOS, or a template's token after a turn.
 
         Returns None if there is no such token.
         """
@@ -104,7 +104,7 @@ class ViewedPair:
 
     @property
     def _cut_prompt(self) -> tuple[int, int]:
-        """The positions of the prompt tokens that `prompt_left` cuts. BOS stays if there is room for it."""
+        """(begin, end) of the prompt tokens that `prompt_left` cuts. BOS stays if there is room for it."""
         whole, fitted = self.whole.prompt, self.fitted.prompt
         keeps_first = len(fitted) > 1 and whole[0] == self.tokenizer.bos_token_id
         return int(keeps_first), int(keeps_first) + len(whole) - len(fitted)
@@ -114,7 +114,7 @@ class ViewedPair:
         return "".join(token.text for token in self.tokens(side) if token.part == "completion")
 
     def text_after_boundary(self) -> str:
-        """Returns the end of the prompt that does not come before the completions; "" if there is none."""
+        """Returns the text of the prompt's tokens after the first completion begins; "" if there are none."""
         return "".join(token_texts(self.alone, self.tokenizer)[len(self.whole.prompt) :])
 
 
@@ -144,7 +144,7 @@ class LeftOutReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SourceView:
-    """The rows of a source that were looked at."""
+    """The rows of a source that were read."""
 
     origin: Origin
     format: str
@@ -169,10 +169,10 @@ def view_source(
     reads_all: bool = False,
     progress: Progress,
 ) -> SourceView:
-    """Reads the first rows of a source, and on to the last of `asked_rows`; all rows if `reads_all`.
+    """Views the first rows of a source and `asked_rows`; with `reads_all` also counts all other rows.
 
-    Rows that would stop a run are left out like others. Raises DataError if the source cannot be read or has
-    no rows, ModelError if the tokenizer lacks a feature.
+    A bad row that would stop a run is only left out here. Raises DataError if the source cannot be read or
+    has no rows, ModelError if the tokenizer lacks a feature.
     """
     located = locate_source(source, key, None)
     ingestion = Ingestion(located=located, source=source, data=data, tokenizer=tokenizer)
@@ -241,7 +241,7 @@ def view_source(
 
 
 class _Selection:
-    """The rows of a source that are tokenised; keeps them until `take` is called after each batch."""
+    """Yields the rows to tokenise, and keeps them until `take` returns them after each batch."""
 
     def __init__(self, *, rows: Iterator[NumberedRow], asked_rows: Collection[int], reads_all: bool) -> None:
         self.rows, self.asked_rows, self.reads_all = rows, asked_rows, reads_all
@@ -277,7 +277,7 @@ def _view(
     settings: TokenizationSettings,
     tokenizer: Tokenizer,
 ) -> tuple[list[ViewedPair], TokenizedPairs]:
-    """Returns the pairs of rows, each of which gives a pair, and their tokens."""
+    """Returns the pairs of rows and their tokens. Each row must give a pair."""
     unlimited = replace(settings, limits=_UNLIMITED)
     fitted = tokenize_batch(rows, settings, tokenizer).pairs
     whole = _pair_ids(tokenize_batch(rows, unlimited, tokenizer).pairs)
@@ -320,7 +320,7 @@ def token_texts(ids: TokenIds, tokenizer: Tokenizer) -> list[str]:
     """Returns the text of each token; joined, they are the text of the sequence.
 
     A token alone may decode to another text than inside its sequence (a space at its beginning, a part of a
-    character). So each token is decoded after the tokens that had the text before it.
+    character). So each token is decoded with tokens before it, whose text is then removed.
     """
     texts: list[str] = []
     values = ids.tolist()

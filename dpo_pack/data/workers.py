@@ -20,7 +20,7 @@ from dpo_pack.system.errors import DataError
 
 _BATCH_ROWS = 512
 _BATCH_BYTES = 1 << 24
-_BATCHES_PER_WORKER = 2  # so many are submitted at once, so that no worker waits for the reader
+_BATCHES_PER_WORKER = 2  # submitted ahead, so that no worker waits for the reader
 
 _Result = Callable[[], TokenizedBatch]
 
@@ -35,7 +35,7 @@ def tokenize_rows(
 ) -> Generator[TokenizedBatch, None, None]:
     """Yields batches in row order, until the rows end or `max_pairs` pairs are kept.
 
-    It reads no row that it cannot need: a batch never has more rows than the pairs that are still missing.
+    To read no rows in vain, a batch never has more rows than pairs are still missing.
     """
     wanted = sys.maxsize if max_pairs is None else max_pairs
     most_under_way = num_workers * _BATCHES_PER_WORKER if num_workers > 1 else 1
@@ -61,7 +61,7 @@ def _take(rows: Iterator[NumberedRow], most: int) -> list[NumberedRow]:
     taken, num_bytes = [], 0
     for row in islice(rows, most):
         taken.append(row)
-        num_bytes += len(pickle.dumps(row))  # the size of values of every type, in a microsecond a row
+        num_bytes += len(pickle.dumps(row))  # pickle measures any type, in a microsecond a row
         if num_bytes > _BATCH_BYTES:
             break
     return taken
@@ -77,7 +77,7 @@ def _workers(
         return
     pool = ProcessPoolExecutor(
         num_workers,
-        mp_context=multiprocessing.get_context("spawn"),  # a fork copies locks of the tokenizer's threads
+        mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of the tokenizer's threads
         initializer=_start_worker,
         initargs=(settings, tokenizer),
     )
@@ -96,7 +96,7 @@ _worker: tuple[TokenizationSettings, Tokenizer] | None = None
 
 def _start_worker(settings: TokenizationSettings, tokenizer: Tokenizer) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, but the parent stops them
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
     _worker = settings, tokenizer
 

@@ -2,9 +2,9 @@
 
 To add a loss: declare it in LOSS_DECLARATIONS of recipe/loss.py, write its function, and add the function to
 the dict at the end of the function's file. A new option is a key of `LossRecipe` in recipe/loss.py, and a
-field of `LossOptions`. `contrastive.py` has the losses of a pair's log-ratios to the reference.
-`reference_free.py` has the losses without a reference. `transport.py` has the losses that couple the pairs of
-a step. `custom.py` imports a loss that the user wrote.
+field of `LossOptions`. `contrastive.py` has the losses that compare a pair with the
+reference, `reference_free.py` the losses without a reference, `transport.py` the losses in which the value of
+a pair depends on the other pairs of the step. `custom.py` imports a loss that the user wrote.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ assert LOSSES.keys() == {*_BY_PAIR, *COUPLED}, "a loss has a function and no ent
 
 
 def load_loss(name: str, options: LossOptions) -> Loss | CoupledLoss:
-    """Returns the loss of a name in LOSSES or of `module:function`; RecipeError if that cannot be used."""
+    """Returns the loss with a name in LOSSES or of `module:function`. Raises RecipeError if unusable."""
     return load_custom_loss(name, options) if ":" in name else LOSSES[name]
 
 
@@ -55,7 +55,7 @@ def make_objective(
     weighting: str | None = None,
     ld_alpha: float | None = None,
 ) -> Objective:
-    """Returns the objective of (name, factor) terms; `options` has the fields of `LossOptions` by name.
+    """Makes the objective of a run from (name, factor) terms; `options` are the fields of `LossOptions`.
 
     Raises RecipeError if a loss that the user wrote cannot be used.
     """

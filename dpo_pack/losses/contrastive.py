@@ -22,7 +22,7 @@ def sigmoid(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Te
     """DPO, Rafailov et al. 2023 (arXiv 2305.18290), eq. 7:
 
     -log sigmoid(beta (log pi(y_w|x) - log pi_ref(y_w|x)) - beta (log pi(y_l|x) - log pi_ref(y_l|x))),
-    y_w is the chosen and y_l the rejected completion of prompt x; [P] log-probs of each -> [P] losses.
+    where y_w is the chosen and y_l the rejected completion of prompt x. Takes [P] log-probs, returns [P].
     With label smoothing e the loss is cDPO, Mitchell 2023 (ericmitchell.ai/cdpo.pdf), eq. 3:
     -(1 - e) log sigmoid(beta * margin) - e log sigmoid(-beta * margin).
     """
@@ -36,8 +36,8 @@ def robust(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Ten
     """Robust DPO, Chowdhury et al. 2024 (arXiv 2403.00409), sec. 3.1, for labels swapped with probability e:
 
     (-(1 - e) log sigmoid(beta * margin) + e log sigmoid(-beta * margin)) / (1 - 2 e).
-    The mean of this loss over random swaps is the loss without swaps. This loss has no lower bound: the loss
-    of a pair in the right order falls as the margin of the pair grows.
+    Its mean over random swaps equals the loss without swaps. It has no lower bound, because the loss
+    of a pair in the right order falls without end as the margin of the pair grows.
     """
     swapped = options.label_smoothing
     return mixed_logistic(options.beta * _margin(policy, reference, options), -swapped / (1 - 2 * swapped))
@@ -61,7 +61,7 @@ def exo_pair(policy: PairLogps, reference: PairLogps, options: LossOptions) -> T
     """EXO-pref, Ji et al. 2024 (arXiv 2402.00856), eq. 16 for two completions: KL(p || (1 - e, e)).
 
     p is (sigmoid(beta * margin), sigmoid(-beta * margin)), and e > 0 is the label smoothing. The slope tends
-    to zero for large positive and negative margins: a pair with such a margin hardly changes the policy.
+    to zero for large positive and negative margins, so a pair with such a margin hardly changes the policy.
     """
     assert options.label_smoothing > 0, "its logarithm is taken"
     logits = options.beta * _margin(policy, reference, options)
@@ -105,7 +105,7 @@ def apo_zero(policy: PairLogps, reference: PairLogps, options: LossOptions) -> T
     """APO-zero, D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7:
 
     -sigmoid(chosen reward) + sigmoid(rejected reward) + 1, for chosen completions that are better than
-    those of the model. The 1 is not in the paper: TRL adds it so that the loss is above 0.
+    those of the model. The 1 is not in the paper; TRL adds it so that the loss is above 0.
     """
     chosen, rejected = _rewards(policy, reference, options)
     return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
@@ -132,7 +132,7 @@ def discopop(policy: PairLogps, reference: PairLogps, options: LossOptions) -> T
     """
     logits = options.beta * _margin(policy, reference, options)
     modulation = logits / options.discopop_tau
-    # One exp computes g exp(-x): two factors would be 0 * inf for a pair in the wrong order.
+    # g exp(-x) is computed with one exp, because g * exp(-x) could be 0 * inf for a pair in the wrong order.
     exponential = torch.exp(F.logsigmoid(modulation) - logits)
     return exponential - torch.sigmoid(-modulation) * F.logsigmoid(logits)
 
@@ -181,11 +181,11 @@ def _margin_per_token(policy: PairLogps, reference: PairLogps, options: LossOpti
 
 
 # ------------------------------------------------------------------------------------ scores of logratios
-# An f-divergence from the reference decides the score that a loss uses instead of a logratio: Wang et al.
-# 2023 (arXiv 2309.16240), table 1. A policy that the f-divergence keeps near the reference has the implicit
-# reward beta * f'(pi / pi_ref) plus a term of the prompt; this term cancels between the completions of a
-# pair. Each score is f'(t) of the ratio t = exp(logratio), plus a constant that makes the score zero at
-# t = 1. In a loss that divides scores by token counts, another constant would not cancel.
+# The f-divergence decides which score a loss uses instead of a logratio: Wang et al. 2023, arXiv 2309.16240,
+# table 1. If an f-divergence keeps the policy near the reference, the implicit reward is
+# beta * f'(pi / pi_ref) plus a term of the prompt, which cancels between the completions of a pair. A score
+# is f'(t) for t = exp(logratio), plus a constant that makes the score zero at t = 1. It must be this constant
+# in losses that divide scores by token counts, because there it does not cancel.
 
 
 def reverse_kl(logratio: Tensor, alpha: float) -> Tensor:
@@ -204,7 +204,7 @@ def js_divergence(logratio: Tensor, alpha: float) -> Tensor:
 
 
 def alpha_divergence(logratio: Tensor, alpha: float) -> Tensor:
-    """Score (t^(alpha - 1) - 1) / (alpha - 1) for 0 < alpha < 1, TRL's form; the paper's alpha is 1 - this.
+    """Score (t^(alpha - 1) - 1) / (alpha - 1) for 0 < alpha < 1, TRL's form; alpha is 1 - the paper's.
 
     The score tends to that of reverse KL for alpha -> 1, and to that of forward KL for alpha -> 0.
     """
@@ -214,9 +214,9 @@ def alpha_divergence(logratio: Tensor, alpha: float) -> Tensor:
 def _expm1(exponent: Tensor) -> Tensor:
     """Returns exp(exponent) - 1 in float64; above 600 its tangent at 600, because exp overflows at 709.
 
-    The tangent keeps order and sign. So a pair with a huge margin has the right loss 0 and the right slope 0,
-    and not 0 * inf. A pair with a huge margin in the wrong direction has a gradient that float32 parameters
-    cannot hold, and the step counts as not finite.
+    The tangent keeps order and sign. So a pair with a huge positive margin has loss 0 and slope 0, as it
+    should, and not NaN from 0 * inf. A pair with a huge negative margin has a gradient too large for
+    float32, and so the step counts as not finite.
     """
     beyond = math.exp(_LINEAR_FROM) * F.relu(exponent - _LINEAR_FROM)
     return torch.expm1(exponent.clamp(max=_LINEAR_FROM)) + beyond

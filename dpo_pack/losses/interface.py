@@ -37,9 +37,8 @@ class PairLogps:
 class LossOptions:
     """The options of loss functions; their names are those in `LossRecipe.options`.
 
-    These options have no defaults in this class. So an option that is only in one of the two classes raises a
-    TypeError, and no default hides the mistake. `ld_alpha` and `weighting` are no options of the functions:
-    `Objective` has them.
+    They have no defaults here, so that an option that only one of the two classes has raises a TypeError.
+    `ld_alpha` and `weighting` are not here: `Objective` has them, because loss functions do not read them.
     """
 
     beta: float
@@ -49,14 +48,14 @@ class LossOptions:
     discopop_tau: float
     simpo_gamma: float
     cpo_alpha: float
-    # The mean number of tokens of the global step's chosen completions; each step sets it. A loss divides
-    # values of pairs by it; the mean of the quotients over pairs is a mean over the step's chosen tokens.
+    # The mean number of tokens of the chosen completions in the global step; each step sets it. If a loss
+    # divides each pair's value by this number, the mean over pairs becomes a mean over all chosen tokens.
     mean_chosen_tokens: float = math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A loss without coupling between pairs: (policy, reference, options) -> [P], one value for each pair."""
+    """A loss of single pairs: (policy, reference, options) -> [P], a value that depends on its pair only."""
 
     function: Callable[[PairLogps, PairLogps, LossOptions], Tensor]
     needs_reference: bool  # False: the reference log-probs are zeros, and no model computes them
@@ -66,9 +65,8 @@ class Loss:
 class CoupledLoss:
     """A loss in which pairs depend on each other: (policy, reference, options, pair_weights) -> [P].
 
-    One call of the function gets all pairs of the global step, of all rows and ranks. The function also gets
-    the weights of the pairs, [P], because in such a loss a weight is more than a factor. It returns weighted
-    values.
+    One call gets all pairs of the global step, of all rows and ranks. It also gets the [P] weights of pairs,
+    because here a pair's weight changes the values of other pairs too. It returns weighted values.
     """
 
     function: Callable[[PairLogps, PairLogps, LossOptions, Tensor], Tensor]

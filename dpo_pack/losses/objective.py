@@ -1,4 +1,4 @@
-"""The objective that a run minimises: a weighted sum of losses over the pairs of a step; weights of pairs.
+"""The objective that a run minimises: a weighted sum of losses; also WPO's pair weights and LD-DPO's sums.
 
 Legend: P pairs of one row or of a whole step.
 """
@@ -20,8 +20,8 @@ class Objective:
 
     terms: tuple[tuple[Loss | CoupledLoss, float], ...]
     options: LossOptions
-    weighting: str | None = None  # "wpo": `wpo_weights` multiply the weights of the data
-    ld_alpha: float | None = None  # LD-DPO: alpha of `length_desensitized_sums`; None: off
+    weighting: str | None = None  # "wpo": `wpo_weights` multiply the pair weights of the data
+    ld_alpha: float | None = None  # the alpha of `length_desensitized_sums` (LD-DPO); None: off
 
     @property
     def needs_reference(self) -> bool:
@@ -39,7 +39,7 @@ class ScoredPairs:
 
     policy: PairLogps
     reference: PairLogps
-    pair_weights: Tensor  # [P] float64, detached: weights of the data x `wpo_weights` if used
+    pair_weights: Tensor  # [P] float64, detached: the data's weights, times `wpo_weights` if used
 
     def __len__(self) -> int:
         return len(self.pair_weights)
@@ -57,8 +57,8 @@ class ScoredPairs:
 def weighted_losses(objective: Objective, pairs: ScoredPairs, *, mean_chosen_tokens: float) -> Tensor:
     """Returns the weighted value of each pair, [P]. The loss of a step is the mean of its pairs' values.
 
-    `mean_chosen_tokens` is that of the global step. If the objective couples pairs, `pairs` must be all pairs
-    of the global step.
+    `mean_chosen_tokens` is the mean length of chosen completions in the global step. If values of pairs
+    depend on other pairs, `pairs` must be all pairs of the global step.
     """
     options = replace(objective.options, mean_chosen_tokens=mean_chosen_tokens)
     total = torch.zeros_like(pairs.pair_weights)
@@ -73,7 +73,7 @@ def weighted_losses(objective: Objective, pairs: ScoredPairs, *, mean_chosen_tok
 
 
 def wpo_weights(alignment: Tensor, num_tokens: Tensor) -> Tensor:
-    """WPO weights, Zhou et al. 2024 (arXiv 2406.11827), eq. 2: large for completions likely under the policy.
+    """WPO weights, Zhou et al. 2024 (arXiv 2406.11827), eq. 2: large if both completions are likely.
 
     alignment: [P, 2], for each completion the sum over its tokens of log p(y_t) - log sum_v p(v)^2.
     num_tokens: [P, 2]. Returns [P] detached w(y_w|x) * w(y_l|x), where w(y|x) = exp(alignment / num_tokens).
@@ -84,9 +84,9 @@ def wpo_weights(alignment: Tensor, num_tokens: Tensor) -> Tensor:
 def length_desensitized_sums(token_logps: Tensor, num_tokens: Tensor, alpha: float) -> Tensor:
     """LD-DPO's sums of log-probs, Liu et al. 2024 (arXiv 2409.06411), sec. 3.2.
 
-    token_logps: [N] log-probs of tokens; the chosen completion of a pair, then its rejected completion, then
-    the next pair. num_tokens: [P, 2]. Returns [P, 2] float64 sums: the first min(|y_w|, |y_l|) tokens of a
-    completion have factor 1, its other tokens have factor alpha.
+    token_logps: [N] log-probs of tokens: pair after pair, first those of chosen, then those of rejected.
+    num_tokens: [P, 2]. Returns [P, 2] float64 sums: the first min(|y_w|, |y_l|) tokens of a completion have
+    factor 1, its other tokens have factor alpha.
     """
     upto = torch.nn.functional.pad(token_logps.double().cumsum(0), (1, 0))  # [N + 1]
     ends = num_tokens.flatten().cumsum(0).view(-1, 2)

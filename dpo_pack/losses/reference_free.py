@@ -15,7 +15,7 @@ from dpo_pack.losses.interface import LossOptions, PairLogps
 def sft(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
     """Negative log-likelihood of the chosen completions: a mean over the chosen tokens of the global step.
 
-    -log pi(y_w|x) / mean chosen tokens of the step, so that the mean over pairs is a mean over tokens. The
+    -log pi(y_w|x) / mean chosen tokens of the step, so that its mean over pairs is a mean over tokens. The
     sum of `sigmoid` and `sft` is RPO, Liu et al. 2024 (arXiv 2405.16436), eq. 9, up to this normalisation.
     """
     return -policy.chosen / options.mean_chosen_tokens
@@ -61,8 +61,8 @@ def _mean_logps(policy: PairLogps) -> tuple[Tensor, Tensor]:
 def _log_odds(mean_logps: Tensor) -> Tensor:
     """Returns log(P / (1 - P)) of log P <= 0.
 
-    In fp32 log-probs a completion can have P = 1, and its odds would be infinite. So log P is at most -1e-9,
-    which is far less than the rounding of fp32.
+    With fp32 log-probs, P can round to 1, and the odds would be infinite. So log P is at most -1e-9, a change
+    far below the rounding of fp32.
     """
     mean_logps = mean_logps.clamp(max=-1e-9)
     return mean_logps - torch.log(-torch.expm1(mean_logps))

@@ -1,8 +1,8 @@
-"""AOT: losses between the sorted values of all pairs of a step, by optimal transport in one dimension.
+"""AOT: losses that compare sorted values of all pairs of a step (optimal transport in one dimension).
 
-Each loss compares two samples of values quantile by quantile. Samples can have weights: a pair of weight 2
-counts as two equal pairs, and a pair of weight 0 does not count. If all weights are equal, the i-th smallest
-value of one sample is compared with the i-th smallest value of the other sample.
+Each loss compares two sets of values. If all pairs have the same weight, the i-th smallest value of one set
+is compared with the i-th smallest value of the other. A pair of weight 2 counts as two equal pairs, a pair of
+weight 0 does not count.
 
 Source: Melnyk et al. 2024 (arXiv 2406.05882), with the logistic loss.
 """
@@ -41,10 +41,10 @@ def aot_unpaired(policy: PairLogps, reference: PairLogps, options: LossOptions, 
 
 
 def _quantile_losses(upper: Tensor, lower: Tensor, weights: Tensor, options: LossOptions) -> Tensor:
-    """[P] upper, lower, weights -> [P] losses: each sums over the parts of `lower` that meet its `upper`."""
+    """[P] upper, lower, weights -> [P] losses: the loss of an `upper` sums over all `lower` that meet it."""
     upper_order, lower_order = upper.argsort(stable=True), lower.argsort(stable=True)
     upper_ends, lower_ends = weights[upper_order].cumsum(0), weights[lower_order].cumsum(0)
-    # Between two neighbouring ends, one value of `upper` meets one value of `lower`.
+    # From one of the sorted ends to the next, a single value of `upper` meets a single value of `lower`.
     ends = torch.cat((upper_ends, lower_ends)).sort().values  # [2 P]
     masses = ends.diff(prepend=ends.new_zeros(1))
     middles = ends - masses / 2

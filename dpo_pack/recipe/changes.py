@@ -9,7 +9,7 @@ from dpo_pack.recipe.data import EvalFraction
 from dpo_pack.recipe.errors import Tree
 from dpo_pack.recipe.schema import Recipe
 
-# Keys that may change when a run is resumed.
+# A run may be resumed with other values of these keys, because they do not change training.
 NEUTRAL_KEYS: tuple[str, ...] = (
     "output_dir",
     "model.attention",
@@ -34,9 +34,10 @@ NEUTRAL_KEYS: tuple[str, ...] = (
     "online.generator.endpoint",
     "online.offload_reference",
 )
-# With train.early_stopping these keys decide when the run ends.
+# With train.early_stopping these keys decide when the run ends, so they change training.
 EARLY_STOPPING_KEYS = ("checkpoint.metric", "checkpoint.eval_set", "train.eval_every_steps")
-# In scope step these keys only decide which pairs of a step share a row. In scope epoch they decide steps.
+# With packing.scope step these keys only decide which pairs of a step share a row, that is, one forward
+# pass. With scope epoch they also decide which pairs form a step.
 ROW_LAYOUT_KEYS: tuple[str, ...] = (
     "packing.mode",
     "packing.token_budget",
@@ -78,7 +79,7 @@ def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:
         if judge["endpoint"] is not None:  # training depends on the model, not on its server
             judge["endpoint"] = {"model": judge["endpoint"]["model"]}
     if not isinstance(recipe.data.eval, EvalFraction) and not stops_early:
-        tree["data"]["eval"] = None  # only a fraction takes pairs from the training pairs
+        tree["data"]["eval"] = None  # eval changes training only if it holds out training pairs
     return tree
 
 

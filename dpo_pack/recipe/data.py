@@ -1,4 +1,4 @@
-"""The `data` and `packing` sections of a recipe: the training pairs, and how these pairs share rows."""
+"""The `data` and `packing` sections of a recipe: the pairs, and which pairs share a row (a forward pass)."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
@@ -61,8 +61,8 @@ class SourceRecipe(Section):
     max_pairs: Count | None = None
     """Use at most this many pairs; null: all."""
     weight: PositiveNumber = 1.0
-    """Share in the mixture (training only): floor(weight) copies of each pair an epoch, and a seeded random
-    fraction for the rest, drawn anew each epoch."""
+    """How often an epoch has the source's pairs (training only): each pair floor(weight) times, and a random
+    part of the pairs once more, drawn anew each epoch; 2.5: twice, and half of them a third time."""
 
     def broken_rules(self) -> Iterator[Problem]:
         columns = list(self.columns.values())
@@ -87,7 +87,7 @@ class EvalFraction(Section):
 
 
 def as_sources(value: object) -> object:
-    """Returns one source, or a list of sources and paths, as a list of sources; else the value as it is."""
+    """Turns a path, a source or a list of both into a list of sources; returns other values unchanged."""
     if isinstance(value, (str, dict, SourceRecipe)):
         value = [value]
     if isinstance(value, (list, tuple)):
@@ -96,7 +96,7 @@ def as_sources(value: object) -> object:
 
 
 def as_eval(value: object) -> object:
-    """Returns `as_sources(value)`; does not change a mapping without keys of a source: {fraction: 0.02}."""
+    """Returns `as_sources(value)`, but a mapping without a source's keys as it is: {fraction: 0.02}."""
     if isinstance(value, dict) and value.keys().isdisjoint(SourceRecipe.model_fields):
         return value
     return as_sources(value)
@@ -132,16 +132,16 @@ class DataRecipe(Section):
     max_prompt_length: TokenCount | None = None
     """Most tokens of a prompt, below max_length; null: only max_length limits it."""
     truncation: Literal["drop", "prompt_left", "completion_right", "error"] = "drop"
-    """Pairs that are too long: drop them, cut the oldest prompt tokens (prompt_left), cut the completion's
-    tail and so its EOS (completion_right), or stop (error). All are counted."""
+    """Pairs that are too long: drop them, cut the first prompt tokens (prompt_left), cut the end of a
+    completion and so its EOS (completion_right), or stop the run (error). Such pairs are counted."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """Rows that are not valid pairs: stop, or skip, count and list them."""
+    """Rows that are not valid pairs: stop the run (error), or leave them out, count and list them (skip)."""
     system_prompt: str | None = None
     """System message for conversations that have none."""
     shuffle: bool = True
-    """Draw a new order each epoch from the seed."""
+    """Train on the pairs in a new random order each epoch; the seed decides it. false: in file order."""
     num_workers: Literal["auto"] | CountOrZero = "auto"
-    """Processes that tokenise; 0: in the main process."""
+    """Processes that tokenise; 0 and auto: the main process, with the threads of the tokenizer."""
 
     def broken_rules(self) -> Iterator[Problem]:
         eval_sources = () if isinstance(self.eval, EvalFraction) else self.eval
@@ -172,21 +172,22 @@ class PackingRecipe(Section):
     mode: Literal["packed", "padded"] = "packed"
     """padded: right-padded batches without shared prompts, for models that cannot be packed."""
     token_budget: TokenCount = 8192
-    """Tokens in one row, that is, in one forward. A longer pair gets a row of its own."""
+    """Most tokens of one row, that is, of one forward pass. A longer pair gets a row of its own."""
     pairs_per_step: Count = 64
-    """Pairs in an optimizer step, whatever the number of processes."""
+    """Pairs in an optimizer step, of all processes together."""
     scope: Literal["step", "epoch"] = "step"
-    """Pack inside each step, or across the shuffled epoch into full rows."""
+    """step: fill rows with the pairs of each step; epoch: fill rows with pairs of the whole shuffled epoch,
+    which gives fuller rows."""
     rows_per_step: Count | None = None
-    """Scope epoch: rows in an optimizer step, over all processes."""
+    """Scope epoch: rows in an optimizer step, of all processes together."""
     window_pairs: Count = 16384
-    """Scope epoch: shuffled pairs are packed in windows of this size."""
+    """Scope epoch: so many shuffled pairs at a time are packed into rows."""
     algorithm: Literal["best_fit_decreasing", "first_fit_decreasing", "next_fit"] = "best_fit_decreasing"
-    """Bin packer; next_fit keeps the order of the pairs."""
+    """How pairs are distributed over rows; next_fit keeps their order."""
     share_prompt: bool = True
-    """Compute once what chosen and rejected both begin with (exact)."""
+    """Compute only once what chosen and rejected both begin with; the results are the same."""
     merge_prompts: bool = False
-    """Pairs with the same prompt that meet in a row compute it, and equal completions, once."""
+    """If pairs of one row have the same prompt, compute this prompt, and equal completions, only once."""
 
     def broken_rules(self) -> Iterator[Problem]:
         if self.merge_prompts and self.mode == "padded":

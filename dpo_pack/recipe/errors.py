@@ -1,6 +1,6 @@
-"""Turns the problems of a recipe into one line that names the key, the mistake and the remedy.
+"""Turns the mistakes in a recipe into an error of one line: the key, what is wrong, and how to mend it.
 
-Several problems become one RecipeError with the first problem and the keys of the other problems.
+If there are several, the error has the first one in full and the keys of the others.
 """
 
 import difflib
@@ -28,7 +28,7 @@ def fail(message: str) -> NoReturn:
 
 
 def fail_if_any(problems: Iterable[Problem]) -> None:
-    """Raises RecipeError if there are problems: with the first problem and the names of the other keys."""
+    """Raises RecipeError if there are problems; it has the first problem and the keys of the others."""
     by_key: dict[str, str] = {}
     for key, message in problems:
         by_key.setdefault(key, message)
@@ -40,7 +40,7 @@ def fail_if_any(problems: Iterable[Problem]) -> None:
 
 
 def show(value: object) -> str:
-    """Returns a value as it would be in YAML, shortened."""
+    """Returns a value for an error message: as it is written in YAML, but shortened."""
     if isinstance(value, dict):
         return f"a mapping with keys {', '.join(map(str, list(value)[:4]))}" if value else "an empty mapping"
     if value is None or isinstance(value, bool):
@@ -73,22 +73,22 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """The position of a validation error in the schema."""
+    """Where in a recipe a validation error is."""
 
     parts: tuple[str, ...]  # of the dotted key
     field: FieldInfo | None  # None if the key is unknown or is an item of a list
     siblings: tuple[str, ...]  # known keys of the section that the key is in
-    inside: tuple[type[BaseModel], ...]  # classes of sections that the key can hold
+    inside: tuple[type[BaseModel], ...]  # classes of the sections that the key can have as value
 
 
 def _locate(location: Sequence[str | int]) -> _Place:
-    """Follows an error's location from section to section, to the last part that is a key of a recipe."""
+    """Finds the place of pydantic's error location: its parts up to the last one that is a recipe key."""
     parts: list[str] = []
     fields: dict[str, FieldInfo] = {}
     field: FieldInfo | None = None
     inside: tuple[type[BaseModel], ...] = (Recipe,)
     for part in location:
-        if not inside:  # the rest are pydantic's names for parts of a plain value
+        if not inside:  # all later parts are pydantic's names for parts of a plain value
             break
         parts.append(str(part))
         field = None
@@ -142,7 +142,7 @@ def _problem(error: ErrorDetails, tree: Tree) -> Problem:
 
 
 def _column_problem(key: str, error: ErrorDetails) -> Problem:
-    """The problem of a wrong field (pydantic's location ends in "[key]") or column name in data.*.columns."""
+    """Describes a wrong field (pydantic's location ends in "[key]") or column name in data.*.columns."""
     if error["loc"][-1] == "[key]":
         name = str(error["loc"][-2])
         return f"{key}.{name}", f"no field of a pair; {_nearest(name, get_args(RowField))}"

@@ -1,4 +1,4 @@
-"""Loads recipes from YAML, applies overrides, checks and dumps. Imports no torch, so commands start at once.
+"""Loads, checks and writes recipes (YAML), with overrides. Imports no torch, so commands start at once.
 
 text.py turns the text of a recipe into a tree of plain values and puts overrides into the tree. The schema
 (schema.py) checks each key and the rules between keys. errors.py turns all problems into one RecipeError of
@@ -27,14 +27,14 @@ __all__ = [
     "recipe_defaults", "recipe_schema", "source_names",
 ]  # fmt: skip
 
-MAX_RECIPE_BYTES = 1 << 17  # PyYAML reads so many bytes in seconds
+MAX_RECIPE_BYTES = 1 << 17  # PyYAML takes some seconds for so many bytes
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe file and applies `key=value` overrides. Of two overrides of one key, the last counts.
+    """Reads a recipe file and applies `key=value` overrides. The last override of a key counts.
 
-    Raises RecipeError for all mistakes that can be found without the machine and without a model;
-    `check_environment` finds mistakes that depend on the machine.
+    Raises RecipeError for every mistake in the recipe itself; `check_environment` finds what is missing on
+    this machine, such as files and packages.
     """
     begin = "'dpopack recipe --defaults' prints one to begin with"
     try:
@@ -75,7 +75,7 @@ def parse_recipe(
 
 
 def _without_shorthands(tree: Mapping[str, Any]) -> Tree:
-    """Writes out empty sections and single sources. Keeps values of a wrong type: the schema refuses them."""
+    """Adds empty sections; makes lists of single sources. The schema refuses values of a wrong type later."""
     sections = {name for name, field in Recipe.model_fields.items() if _is_section(field)}
     full: Tree = {name: {} for name in sections - tree.keys()}
     full |= {name: {} if value is None and name in sections else value for name, value in tree.items()}

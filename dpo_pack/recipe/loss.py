@@ -1,6 +1,6 @@
-"""The `loss` section of a recipe, and a declaration of each loss: its options and its needs.
+"""The `loss` section of a recipe, and for each loss a declaration of its options and of what it needs.
 
-The functions of the losses need torch, so they are in dpo_pack/losses/, with the same names.
+The losses' functions need torch, which this file must not import, so they are in dpo_pack/losses/.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ from dpo_pack.recipe.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDeclaration:
-    """The options and the needs of a loss. The rules of the `loss` section and dpo_pack/losses/ use them."""
+    """What a loss reads and needs. The checks of the `loss` section and dpo_pack/losses/ use this."""
 
-    options: tuple[str, ...] = ()  # keys of the section that the function reads, besides beta
+    options: tuple[str, ...] = ()  # keys of section `loss` that it reads, besides beta
     needs_reference: bool = True
     couples_pairs: bool = False  # a pair's loss depends on the other pairs of the step
     has_likelihood: bool = False  # the loss has the likelihood of the chosen completion as a term
@@ -89,7 +89,7 @@ class LossTerm(Section):
     type: LossName
     """A loss type."""
     weight: PositiveNumber = 1.0
-    """Factor of this term."""
+    """The loss of this term is multiplied by it."""
 
 
 class LossRecipe(Section):
@@ -106,16 +106,17 @@ class LossRecipe(Section):
     ] = "sigmoid"
     """A loss, or a weighted sum of several; see docs/losses.md."""
     beta: PositiveNumber = 0.1
-    """Strength of the pull towards the reference."""
+    """How strongly the loss keeps the policy near the reference; larger: nearer."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = Field(
         default=0.0, description=f"Assumed part of swapped labels ({losses_with('label_smoothing')})."
     )
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
-    """Divergence from the reference (arXiv 2309.16240)."""
+    """Which divergence keeps the policy near the reference (arXiv 2309.16240)."""
     f_alpha: Fraction = 0.5
     """The alpha of f_divergence alpha_divergence: near 1 it is close to reverse_kl, near 0 to forward_kl."""
     ld_alpha: Annotated[float, Ge(0), Le(1)] | None = None
-    """LD-DPO: factor of the log-probs past the shorter completion's length; null: off."""
+    """LD-DPO: multiplies the log-probs of the tokens by which the longer completion exceeds the shorter one;
+    null: off."""
     weighting: Literal["wpo"] | None = None
     """wpo: weight pairs by their probability under the policy; null: off."""
     discopop_tau: PositiveNumber = 0.05
@@ -129,25 +130,25 @@ class LossRecipe(Section):
 
     @property
     def terms(self) -> tuple[tuple[str, float], ...]:
-        """(type, factor) of each term. A loss that is written as a name is one term with factor 1."""
+        """The (type, factor) of each term. If `type` is a single name, it is one term with factor 1."""
         if isinstance(self.type, str):
             return ((self.type, 1.0),)
         return tuple((term.type, term.weight) for term in self.type)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the loss functions by name: all keys except those in `around`."""
+        """The values of the keys that loss functions read. Those in `around` are applied outside of them."""
         around = ("type", "ld_alpha", "weighting", "router_aux_coef")
         return {name: value for name, value in self if name not in around}
 
     def terms_that(self, holds: Callable[[LossDeclaration], bool]) -> str:
-        """Returns the names, with commas, of built-in terms whose declaration makes `holds` true, or ""."""
+        """Returns the names of the built-in losses in `type` for which `holds` is true, with commas."""
         declared = [(name, LOSS_DECLARATIONS[name]) for name, _ in self.terms if name in LOSS_DECLARATIONS]
         return ", ".join(name for name, loss in declared if holds(loss))
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a term uses the reference. A loss that the user wrote counts as a loss that uses it."""
+        """Whether a loss in `type` uses the reference. Losses that the user wrote are assumed to use it."""
         free = (name for name, loss in LOSS_DECLARATIONS.items() if not loss.needs_reference)
         return not {name for name, _ in self.terms}.issubset(free)
 

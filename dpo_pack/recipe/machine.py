@@ -49,7 +49,7 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
             yield from _model_problems(f"online.judges.{number}.path", judge.path)
     yield from _directory_problems("output_dir", recipe.output_dir)
     if recipe.reference.cache_dir:
-        # A complete cache may be read-only. A run that must write to its cache tries that before it computes.
+        # A read-only cache is enough if it has all values. A run that must write to it tests that first.
         yield from _directory_problems("reference.cache_dir", recipe.reference.cache_dir, is_written=False)
     resume = recipe.checkpoint.resume
     if resume not in ("auto", "never") and not os.path.isdir(resume):
@@ -83,7 +83,7 @@ def _data_path_problems(key: str, path: str) -> Iterator[Problem]:
 
 
 def _directory_problems(key: str, directory: Path, *, is_written: bool = True) -> Iterator[Problem]:
-    """Yields the problems of a directory that may not exist yet."""
+    """Yields the problems of a directory that the run may have to create."""
     nearest = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not os.path.isdir(nearest):
         yield key, f"{show(str(nearest))} is in the way: it is not a directory"
@@ -96,14 +96,14 @@ def _is_adapter(path: str) -> bool:
 
 
 def _bfloat16_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of bfloat16 rounding, which undoes small updates. Finds adapters at model.path."""
+    """Yields problems of bfloat16 parameters: rounding undoes small updates of weights or reference."""
     if recipe.model.dtype != "bfloat16":
         return
     trains_adapter = recipe.model.lora is not None or _is_adapter(recipe.model.path)
-    # An adapter is in fp32 for every type of its base model.
+    # The weights of an adapter are always fp32, whatever the type of its base model.
     if recipe.optim.name != "adamw" and not trains_adapter:
         yield "optim.name", f"{recipe.optim.name} {NO_MASTER_WEIGHTS}"
-    # A mixture, or the sum of base and adapter, may round to the old reference weights. A copy is exact.
+    # In bfloat16, a mix of two models, or base plus adapter, may round to the old reference. A copy is exact.
     if recipe.reference.sync is not None and (recipe.reference.sync.mixup < 1.0 or trains_adapter):
         yield (
             "reference.sync",
@@ -113,7 +113,7 @@ def _bfloat16_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _package_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields a problem for each missing package of an extra or a tracker, before anything is loaded."""
+    """Yields a problem for each optional package or tracker that the recipe needs and that is missing."""
     for key, module, extra, is_needed in (
         ("model.lora", "peft", "peft", recipe.model.lora is not None),
         ("model.path", "peft", "peft", _is_adapter(recipe.model.path)),

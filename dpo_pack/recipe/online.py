@@ -1,4 +1,4 @@
-"""The `online` section of a recipe: the model that answers prompts, the judges, and the rules for pairs."""
+"""The `online` section of a recipe: who answers prompts, who scores the answers, which answers pair up."""
 
 import re
 from collections.abc import Iterator
@@ -50,9 +50,9 @@ class EndpointRecipe(Section):
     timeout_seconds: PositiveNumber = 120.0
     """A request that takes longer has failed."""
     retries: CountOrZero = 4
-    """Requests sent again after a failure, each after a longer pause."""
+    """How often a failed request is sent again, each time after a longer pause."""
     concurrency: Count = 16
-    """Requests under way at once, of each process."""
+    """How many requests each process sends at the same time."""
 
 
 class GeneratorRecipe(Section):
@@ -60,9 +60,10 @@ class GeneratorRecipe(Section):
 
     type: Literal["transformers", "http", "vllm"] = "transformers"
     """transformers: the policy itself, on the training device; http: a server, whose weights are not updated;
-    vllm: vLLM in this process, with the policy's weights of each phase."""
+    vllm: vLLM in this process, which gets the policy's weights each time before it answers prompts."""
     token_budget: TokenCount = 16384
-    """transformers, and the evaluation of vllm: tokens of a batch, prompts and completions to come."""
+    """Most tokens of a batch of prompts together with the completions to come (transformers; vllm only in
+    evaluations)."""
     gpu_memory_utilization: Annotated[float, Gt(0), Lt(1)] = 0.3
     """vllm: part of the device's memory (on a CPU, the machine's) for its weights and cache."""
     endpoint: EndpointRecipe | None = None
@@ -80,11 +81,11 @@ class GeneratorRecipe(Section):
 
 
 class JudgeRecipe(Section):
-    """One judge; the scores of several judges are added, each times its weight."""
+    """One judge, which scores completions; the scores of several judges are added, each times its weight."""
 
     type: Literal["function", "reward_model", "llm"] = Field(examples=["function"])
     """function: Python of yours; reward_model: a sequence classifier with one output; llm: a server's model
-    compares each two completions, in both orders."""
+    compares every two completions of a prompt, in both orders."""
     weight: PositiveNumber = 1.0
     """Factor of this judge's scores."""
     function: Annotated[Name, AfterValidator(_check_function)] | None = None
@@ -96,7 +97,7 @@ class JudgeRecipe(Section):
     instructions: Name | None = None
     """llm: what makes an answer better; null: helpful, honest and to the point."""
     retries: CountOrZero = 2
-    """function: calls repeated when it raises; then its prompt is set aside."""
+    """function: how often a call that raises is repeated; a prompt for which it still raises is left out."""
 
     def broken_rules(self) -> Iterator[Problem]:
         for judge_type, key, value in (
@@ -113,14 +114,14 @@ class JudgeRecipe(Section):
 
 
 class PairingRecipe(Section):
-    """Which of a prompt's completions become pairs. Equal completions never do."""
+    """Which of a prompt's completions become pairs. Equal completions never become a pair."""
 
     type: Literal["best_vs_worst", "all_pairs", "random"] = "best_vs_worst"
     """Which pairs of completions are considered."""
     min_margin: NonNegativeNumber = 0.0
-    """Scores of a pair must differ by more; else the pair is a tie, and dropped."""
+    """The scores of a pair must differ by more than this; else the pair is a tie and is dropped."""
     missing_eos_penalty: NonNegativeNumber = 0.0
-    """Subtracted from the score of a completion that max_new_tokens cut off."""
+    """Is subtracted from the score of a completion that max_new_tokens cut off."""
 
 
 class OnlineRecipe(Section):
@@ -144,17 +145,18 @@ class OnlineRecipe(Section):
     temperature: PositiveNumber = 1.0
     """Temperature of sampling."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample only from the likeliest tokens that together have this probability."""
     top_k: Count | None = None
-    """Draw from this many likeliest tokens; null: all."""
+    """Sample only from this many likeliest tokens; null: all."""
     min_p: PartBelowOne = 0.0
     """Leave out tokens below this part of the likeliest token's probability."""
     stop: Annotated[tuple[Name, ...], Strict(False), Allowed("a list of texts")] = ()
     """Texts that end a completion, besides EOS."""
     rollouts_per_update: Count = 64
-    """Prompts that the policy answers before it is updated on their pairs."""
+    """How many prompts are answered before the policy trains on their pairs."""
     max_staleness_steps: CountOrZero | None = None
-    """Pairs written by the policy of more steps ago are dropped and counted; null: none is."""
+    """Pairs whose completions come from a policy that is more steps old are dropped and counted; null: all
+    pairs are used."""
     offload_reference: bool = False
     """Keep the reference model in host memory between its uses."""
 

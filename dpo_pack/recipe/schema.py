@@ -1,9 +1,9 @@
 """The schema of a recipe: `Recipe`, and the sections of the models, of logging and of several devices.
 
 data.py, loss.py, training.py and online.py have the other sections. The JSON schema, the commented defaults
-and docs/recipe.md are generated from these classes, so they always agree with the checks. The class of a
-section has the rules within that section, and `Recipe` has the rules between sections. machine.py has the
-checks of the machine.
+and docs/recipe.md are generated from these classes, so they always agree with the checks. Rules between keys
+of one section are in the section's class, rules between sections in `Recipe`. machine.py checks what the
+machine must have.
 """
 
 from collections.abc import Iterator
@@ -45,13 +45,13 @@ class LoraRecipe(Section):
     alpha: PositiveNumber = 32.0
     """Adapters are scaled by alpha / r."""
     dropout: PartBelowOne = 0.0
-    """Dropout on the inputs of adapters, in training only. Above 0, prompts are not shared: each sequence of
-    a pair draws its own."""
+    """Dropout on the inputs of adapters, in training only. Above 0, a pair's prompt is computed twice,
+    because each of the two sequences draws its own dropout."""
     target_modules: Annotated[
         Literal["all-linear"] | Annotated[tuple[Name, ...], Strict(False)],
         Allowed("all-linear or a list of module names"),
     ] = "all-linear"
-    """Which modules get an adapter, by name or end of name; all-linear: all but the head."""
+    """Modules that get an adapter, by name or end of name; all-linear: all linear ones but the head."""
 
 
 class ModelRecipe(Section):
@@ -65,16 +65,16 @@ class ModelRecipe(Section):
     """Type of the parameters; auto: float32. bfloat16: AdamW still works in fp32, at 14 bytes a trained
     parameter instead of 16; see docs/memory.md."""
     autocast: Literal["auto", "bfloat16", "none"] = "auto"
-    """Type that matrix products run in; auto: bfloat16 on CUDA, none on CPU."""
+    """Type in which matrix products are computed; none: that of dtype; auto: bfloat16 on CUDA, else none."""
     attention: Literal["auto", "flash_attn", "torch_varlen", "sdpa"] = "auto"
     """Attention backend; auto: the first that is exact for this model, type and device."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
-    """torch.compile the layers, for rows of any length, and the passes over logits; every start takes some
-    seconds to minutes longer."""
+    """Compile the layers (for rows of any length) and the work on logits with torch.compile; every start is
+    some seconds to minutes longer."""
     kernels: Literal["none", "liger"] = "none"
-    """liger: norms, rotary positions and gated MLPs by liger-kernel, on CUDA, for families it fits."""
+    """liger: liger-kernel computes norms, rotary positions and gated MLPs; on CUDA, for families it fits."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     lora: LoraRecipe | None = None
@@ -83,7 +83,7 @@ class ModelRecipe(Section):
 
 
 class TokenizerRecipe(Section):
-    """Text to token ids."""
+    """The tokenizer, which turns text into token ids."""
 
     path: PathText | None = None
     """Hub id or local directory; null: model.path."""
@@ -97,21 +97,21 @@ class SyncRecipe(Section):
     every_steps: Count = 512
     """Optimizer steps between two updates."""
     mixup: Annotated[float, Gt(0), Le(1)] = 0.6
-    """The policy's part in reference <- mixup x policy + (1 - mixup) x reference."""
+    """Part of the policy in an update: new reference = mixup x policy + (1 - mixup) x reference."""
 
 
 class ReferenceRecipe(Section):
-    """The model the policy is compared with, and the cache of its log-probs."""
+    """The model that the policy is compared with, and the cache of this model's log-probs."""
 
     path: PathText | None = None
-    """Hub id or local directory; null: the policy as it starts."""
+    """Hub id or local directory; null: the policy as it is before training."""
     sync: SyncRecipe | None = None
-    """Let the reference follow the policy, e.g. {every_steps: 512, mixup: 0.6}: a second model then runs live
-    and nothing is cached. null: it is frozen."""
+    """Update the reference towards the policy, e.g. {every_steps: 512, mixup: 0.6}: then a second model
+    computes in every step, and nothing is cached. null: the reference does not change."""
     cache_dir: OptionalLocalPath = None
     """Where log-probs are kept; null: $DPO_PACK_CACHE, else ~/.cache/dpo_pack."""
     token_budget: Literal["auto"] | TokenCount = "auto"
-    """Tokens in a row of the reference pass, which keeps no activations; auto: on CUDA the most that fit in
+    """Most tokens of a row in the pass that computes log-probs before training; auto: on CUDA what fits in
     memory, measured once for each model and device; on CPU 4096, because longer rows are slower."""
 
 
@@ -119,15 +119,15 @@ class SamplesRecipe(Section):
     """Sample completions: what the policy answers to a few prompts, in `samples.jsonl`."""
 
     num: Count = 3
-    """Prompts: of each held-out set in turn; of the training data where nothing is held out."""
+    """How many prompts: from the held-out sets in turn, or from the training data if nothing is held out."""
     max_new_tokens: Count = 64
-    """Tokens of a completion at most."""
+    """Most tokens of a completion."""
     every_evals: Count | None = None
-    """Evaluations between two samples on the way; null: samples before the first step and at the end only."""
+    """Write samples at every Nth evaluation too; null: only before the first step and at the end."""
 
 
 class LoggingRecipe(Section):
-    """metrics.jsonl is always written; trackers come beside it."""
+    """What a run logs: metrics.jsonl always, and what these keys add."""
 
     every_steps: Count = 1
     """Steps between two logged lines."""
@@ -137,11 +137,11 @@ class LoggingRecipe(Section):
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Allowed(f"one or a list of {', '.join(get_args(Tracker))}"),
     ] = ()
-    """Experiment trackers, by accelerate's names."""
+    """Experiment trackers that get the metrics too, by accelerate's names."""
     breakdowns: bool = False
-    """Whether trackers, too, get evaluations by source and by length; metrics.jsonl always has them."""
+    """Send trackers also the evaluations by source and by length, which metrics.jsonl always has."""
     pairs: bool = True
-    """Whether the run writes what each pair said each time it was trained on, into `pairs.parquet`."""
+    """Write each pair's loss, margin and log-probs, each time it is trained on, to `pairs.parquet`."""
     samples: SamplesRecipe | None = Field(default_factory=SamplesRecipe)
     """Greedy completions of a few prompts, before the first step and at the end, with every_evals: N at every
     Nth evaluation, too; null: none."""
@@ -155,23 +155,23 @@ class LoggingRecipe(Section):
 
 
 class DistributedRecipe(Section):
-    """Several devices."""
+    """Training on several devices."""
 
     num_processes: Literal["auto"] | Count = "auto"
-    """One per device; auto: all visible GPUs, 1 on CPU."""
+    """Number of processes, one for each device; auto: all visible GPUs, 1 on CPU."""
     strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
-    """ddp: a copy of the model on each device; fsdp2: one model in shards; auto: copies where their weights,
-    gradients and optimizer state fit. See docs/distributed.md."""
+    """ddp: each device has a copy of the model; fsdp2: each device has a part (shard) of it; auto: ddp if
+    weights, gradients and optimizer state fit on a device, else fsdp2. See docs/distributed.md."""
     hybrid: bool = False
-    """fsdp2: shards over the devices of a node, copies over nodes."""
+    """fsdp2: divide the model over the devices of each node, so that each node has a whole copy."""
     cpu_offload: bool = False
-    """fsdp2 on CUDA: shards, gradients and optimizer state rest in the memory of the CPU."""
+    """fsdp2 on CUDA: keep shards, gradients and optimizer state in the memory of the CPU."""
     gather_dtype: Literal["bfloat16"] | None = None
-    """fsdp2: gather shards and compute in this type instead of under autocast; null: weights are gathered as
-    they are, which gives the numbers of ddp."""
+    """fsdp2: gather weights and compute in this type, without autocast; null: gather weights in their own
+    type, which gives the numbers of ddp."""
     accumulate_unsharded: bool = False
-    """fsdp2: add up the gradients of a step's rows whole and reduce them once, which saves messages and takes
-    the memory of a whole gradient; false: reduce them after every row."""
+    """fsdp2: each device adds up whole gradients of its rows, and devices exchange them once a step: fewer
+    messages, but the memory of a whole gradient. false: they exchange them after every row."""
 
     def broken_rules(self) -> Iterator[Problem]:
         for key, value in (
@@ -188,7 +188,7 @@ class Recipe(Section):
     """A training run. Attribute names are the YAML keys."""
 
     output_dir: LocalPath = Field(examples=["runs/my-run"])
-    """Directory for everything the run leaves."""
+    """Directory for everything that the run writes, except caches."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 0
     """Seed of the order of pairs and of everything else random."""
     model: ModelRecipe
@@ -214,7 +214,7 @@ class Recipe(Section):
         return self.packing.share_prompt and (self.model.lora is None or self.model.lora.dropout == 0.0)
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yields problems between sections that are each valid."""
+        """Yields problems between sections, each of which is valid alone."""
         yield from self._broken_model_rules()
         yield from self._broken_evaluation_rules()
         if self.online is not None:
@@ -293,7 +293,7 @@ class Recipe(Section):
                 "distributed.num_processes",
                 f"online.generator.type vllm answers in one process; {remedy}",
             )
-        # A server keeps the first weights, so the age of a pair in steps is the number of steps so far.
+        # A server never gets new weights, so in step n each pair comes from a policy that is n - 1 steps old.
         if generator == "http" and stale is not None and max_steps is not None and max_steps > stale + 1:
             remedy = "leave it out, or set online.generator.type: transformers or vllm"
             yield (
@@ -304,7 +304,7 @@ class Recipe(Section):
 
 
 def why_not_sharded(recipe: Recipe) -> str | None:
-    """Returns why an online run needs a whole model on each rank; None if it needs no whole model."""
+    """Returns why an online run needs a whole model in each process; None if a sharded model will do."""
     online, held_out = recipe.online, recipe.data.eval
     if online is None:
         return None

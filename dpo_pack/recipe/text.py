@@ -1,7 +1,7 @@
 """Reads and writes the YAML of recipes, and applies the `key=value` overrides of the command line.
 
-Plain scalars are those of YAML 1.2. A key is text, and a mapping has each key once. Every error in YAML names
-the line, and the column if it is known.
+Values without quotes have the types of YAML 1.2. A key must be text, and a mapping may have each key once.
+Errors in YAML name the line, and the column if it is known.
 """
 
 import itertools
@@ -36,7 +36,7 @@ def read_yaml(text: str, *, where: str) -> Any:
 
 
 def _value_of(node: yaml.Node, count: Iterator[int]) -> Any:
-    """Returns the value of a node. `count` counts the values: an alias repeats all values that it names."""
+    """Returns the value of a node. `count` counts values, also those that an alias (*name) repeats."""
     if next(count) > MAX_VALUES:
         _fail_at(node, f"more than {MAX_VALUES:,} values, with those that aliases (*name) repeat")
     if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
@@ -72,7 +72,7 @@ def _fail_at(node: yaml.Node, problem: str) -> NoReturn:
 
 _TRUTH_VALUES = {"true": True, "false": False}
 _TAG = "tag:yaml.org,2002:"
-# The types of plain text in YAML 1.2: tag -> (pattern, reader). PyYAML follows YAML 1.1, which reads
+# The types of unquoted values in YAML 1.2: tag -> (pattern, reader). PyYAML follows YAML 1.1, which reads
 # 5e-7 as text, 010 as 8, 1:30 as 90 and no as false.
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     f"{_TAG}null": ("~|null|Null|NULL|", lambda text: None),
@@ -123,7 +123,7 @@ def to_yaml(value: object, *, one_line: bool = False) -> str:
 
 
 def apply_override(tree: Tree, override: str) -> Tree:
-    """Returns a copy of the tree with one `dotted.key=YAML value` put in. Raises RecipeError."""
+    """Returns a copy of the tree in which `dotted.key=YAML value` is set. Raises RecipeError."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -136,7 +136,7 @@ def apply_override(tree: Tree, override: str) -> Tree:
         child = container[position] if isinstance(container, list) else container.get(position)
         if not isinstance(child, (dict, list)) and child is not None:
             fail(f"{key.strip()}: {'.'.join(parts[:depth])} is {show(child)} and has no keys of its own")
-        # A copy, because the caller keeps the given tree, and one mapping may be the value of several keys.
+        # Copied, because the given tree must not change, and a mapping may be the value of several keys.
         container[position] = list(child) if isinstance(child, list) else dict(child or {})
         container = container[position]
     container[_position(container, parts[-1], parts[:-1])] = value
@@ -144,7 +144,7 @@ def apply_override(tree: Tree, override: str) -> Tree:
 
 
 def _position(container: Tree | list[Any], part: str, parents: Sequence[str]) -> Any:
-    """Returns `part` as an index if the container is a list, and unchanged if it is a mapping."""
+    """Returns a part of a dotted key: as an index if the container is a list, else unchanged."""
     if isinstance(container, dict):
         return part
     if not part.isdecimal() or int(part) >= len(container):

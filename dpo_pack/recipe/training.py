@@ -21,7 +21,7 @@ from dpo_pack.recipe.types import (
 )
 
 POLYNOMIAL_LR_END = 1e-7  # transformers' default lr_end
-# Metrics that compare evaluations. For metrics in LOWER_IS_BETTER lower is better, for others higher.
+# Metrics that can decide which evaluation is the best: the highest one is, or for LOWER_IS_BETTER the lowest.
 EvalMetric = Literal[
     "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/chosen",
     "logps/chosen_per_token", "mean_token_accuracy", "online/win_rate", "online/scores", "online/score_gain",
@@ -34,7 +34,7 @@ class OptimRecipe(Section):
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
     """adamw_8bit: moments in 8 bits, by bitsandbytes, on CUDA. adafactor: factored second moments; lr is
-    relative to each tensor's size."""
+    relative to the size (root mean square) of each tensor."""
     lr: PositiveNumber = 5e-7
     """Peak learning rate."""
     schedule: Literal[
@@ -44,9 +44,9 @@ class OptimRecipe(Section):
     warmup_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
     """Warm-up as a part of all steps (0 for schedule constant)."""
     warmup_steps: CountOrZero | None = None
-    """Warm-up in steps, 0 included, instead of warmup_ratio; null: the ratio."""
+    """Steps of warm-up, used instead of warmup_ratio, even if 0; null: warmup_ratio is used."""
     min_lr_ratio: PartBelowOne = 0.0
-    """Learning rate at the end as a part of lr (linear and cosine)."""
+    """The learning rate of the last step, divided by lr (linear and cosine only)."""
     weight_decay: NonNegativeNumber = 0.0
     """Weight decay; biases, norms and other vectors are not decayed."""
     betas: Annotated[
@@ -56,7 +56,7 @@ class OptimRecipe(Section):
     eps: PositiveNumber = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: PositiveNumber | None = 1.0
-    """Gradients are scaled down to this norm; null: never."""
+    """Larger gradients are scaled down to this norm; null: never."""
 
     @model_validator(mode="before")
     @classmethod
@@ -87,7 +87,7 @@ class EarlyStoppingRecipe(Section):
     patience: Count = 3
     """Stop after this many evaluations in a row without an improvement."""
     min_delta: NonNegativeNumber = 0.0
-    """An improvement is more than this, in units of the metric."""
+    """An evaluation is an improvement if the metric gets better by more than this."""
 
 
 class TrainRecipe(Section):
@@ -96,38 +96,38 @@ class TrainRecipe(Section):
     epochs: Count = 1
     """Passes over the training pairs."""
     max_steps: Count | None = None
-    """Stop after this many steps, though epochs would go on; null: no limit."""
+    """Stop after this many steps, even before the end of the epochs; null: no limit."""
     eval_every_steps: Count | None = None
     """Steps between two evaluations; null: evaluate only before the first step and after the last."""
     early_stopping: EarlyStoppingRecipe | None = None
     """Stop when evaluations no longer get better, e.g. {patience: 3}; null: never. See docs/running.md."""
     stop_on_nonfinite: bool = True
-    """Stop when a loss or gradient is not finite; false: skip the step. Its pairs are listed in output_dir
-    either way."""
+    """Stop when a loss or gradient is not finite; false: skip the step. In both cases its pairs
+    are listed in output_dir."""
 
 
 class CheckpointRecipe(Section):
-    """What is kept to go on from."""
+    """Checkpoints: what is saved during training, and what a run starts from."""
 
     every_steps: Count | None = None
     """Steps between two checkpoints; null: save only when interrupted."""
     keep: Count = 2
-    """Newest checkpoints to keep."""
+    """How many of the newest checkpoints to keep."""
     keep_best: CountOrZero = 0
-    """Further checkpoints to keep: those of the evaluations with the best metric; above 0, such an evaluation
-    is saved at once."""
+    """How many checkpoints to keep besides: those with the best metric. Above 0, an evaluation that is
+    among the best is saved at once."""
     metric: EvalMetric | None = None
-    """The metric that compares evaluations: the lowest loss, the highest of others; null: loss, in an online
-    run online/win_rate."""
+    """The metric that says which evaluation is best: that with the lowest loss, or with the highest value of
+    another metric; null: loss, in an online run online/win_rate."""
     eval_set: Name | None = None
-    """The held-out set whose metric counts, by name; null: the first."""
+    """Name of the held-out set whose metric is compared; null: the first set."""
     load_best: bool = False
-    """Leave the weights of the best evaluation in output_dir/model; false: the last weights."""
+    """Write the weights with the best evaluation to output_dir/model; false: the last weights."""
     export: bool = False
-    """Put model/ into every checkpoint as well, for from_pretrained."""
+    """Write into every checkpoint also a directory model/ that from_pretrained can load."""
     asynchronous: Literal["auto"] | bool = "auto"
-    """Write from a copy in the memory of the CPU while training goes on; auto: on CUDA, if the copy takes at
-    most half of what is free of that memory."""
+    """Copy the state to CPU memory and write it while training goes on; auto: on CUDA, if the copy takes at
+    most half of the free CPU memory."""
     resume: Annotated[str, BeforeValidator(expand_path), Allowed("auto, never or a path")] = "auto"
     """auto: from the newest valid checkpoint in output_dir; never; or a checkpoint's path."""
 

@@ -1,4 +1,4 @@
-"""The base class of a recipe's sections, types of keys (paths, ranges), and these types in words."""
+"""The base class of recipe sections, the types of keys (paths, ranges), and words for allowed values."""
 
 import os
 import re
@@ -20,14 +20,14 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-Problem = tuple[str, str]  # dotted key, what is wrong with it and how to mend it
+Problem = tuple[str, str]  # (dotted key, what is wrong with it and how to mend it)
 
 
 class Section(BaseModel):
-    """A mapping in a recipe. The string below a key is its description in all that the schema generates.
+    """A mapping in a recipe. The string below a key becomes its description in help and docs.
 
-    `broken_rules`, below the keys, has the rules between keys of the section. Pydantic reports the broken
-    rules and the values of a wrong type of all sections together.
+    `broken_rules` checks the rules between keys of the section. Pydantic reports the broken rules of all
+    sections together with the values of a wrong type.
     """
 
     model_config = ConfigDict(
@@ -45,7 +45,7 @@ class Section(BaseModel):
             field.description = " ".join((field.description or "").split()) or None  # on one line
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yields problems between keys that are each valid. Keys of problems are relative to this section."""
+        """Yields problems between keys, each of which is valid alone. Yielded keys have no section name."""
         return iter(())
 
     @model_validator(mode="after")
@@ -67,13 +67,13 @@ BROKEN_RULE: Literal["broken_rule"] = "broken_rule"  # pydantic's type of such a
 
 
 def is_changed(section: Section, key: str) -> bool:
-    """Whether the value of a key is not the default."""
+    """Returns True if the recipe has another value than the default for this key."""
     return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The allowed values of a key in words, for a key whose annotation would be hard to read."""
+    """The allowed values of a key in words; used where the words made from its type would be unclear."""
 
     text: str
 

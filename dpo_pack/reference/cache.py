@@ -1,15 +1,15 @@
-"""Reference log-probs on disk, keyed by content.
+"""Reference log-probs on disk. The key of a value is a hash of token ids.
 
-The unit is a *sequence* (prompt and completion), not a pair. So a run finds its values even if it pairs,
-mixes, orders or subsamples the data in another way. A namespace (`model/fingerprint.py`) is one directory of
-Parquet parts, which pandas can open too:
+The cache stores a value for each *sequence* (prompt and completion), not for each pair. So a run finds its
+values even if it pairs, mixes, orders or subsamples the data in another way. All values of one model in one
+precision are in one directory, a namespace (`model/fingerprint.py`), of Parquet files, the parts:
 
     <cache_dir>/reference/<namespace>/namespace.json             the facts that the values depend on
-    <cache_dir>/reference/<namespace>/used.json                  model paths that used it, and the times
+    <cache_dir>/reference/<namespace>/used.json                  paths of models that used it, and when
     <cache_dir>/reference/<namespace>/part-<sha256>.parquet      see parts.py
 
-Jobs only add parts, and each part is whole or absent. So any number of jobs can read and write at the same
-time without locks. A part whose bytes do not match its name is renamed, and its sequences are computed again.
+Jobs never change a part; they only add whole ones. So any number of jobs can read and write at the same time
+without locks. A part whose bytes do not match its name is renamed, and its sequences are computed again.
 
 Legend: n requested keys, U distinct keys.
 """
@@ -91,21 +91,21 @@ class ReferenceCache:
     """Reference log-probs of one namespace on disk."""
 
     def __init__(self, cache_dir: Path, namespace: Mapping[str, Any]) -> None:
-        """Opens or creates the namespace's directory, and writes a damaged description of it again.
+        """Opens or creates the namespace's directory. Writes its namespace.json if it is missing or damaged.
 
-        Raises CacheError if that is not possible.
+        Raises CacheError if the directory cannot be written.
         """
         self.directory = reference_directory(cache_dir) / namespace_digest(namespace)
-        self.named_parts: set[str] = set()  # parts of this job; a directory listing may lack them
+        self.named_parts: set[str] = set()  # written by this job; a directory listing may lack them
         if not describes_its_content(self.directory):
             write_json_atomically(self.directory / NAMESPACE_FILE, dict(namespace))
 
     def note_use(self, model: str) -> None:
-        """Records on disk that a run with the model at this path uses the namespace now."""
+        """Writes into used.json that a run with the model at this path uses the namespace now."""
         add_to_json(self.directory / USED_FILE, UsedTimes, {model: time.time()})
 
     def check_writable(self) -> None:
-        """Raises CacheError if this job cannot add parts. A pass calls it before it computes anything."""
+        """Raises CacheError if this job cannot add parts. Called before any log-prob is computed."""
         probe = self.directory / f".probe.{uuid.uuid4().hex[:8]}.tmp"
         try:
             probe.write_bytes(b"probe")
@@ -119,7 +119,7 @@ class ReferenceCache:
     def lookup(self, keys: Keys) -> Floats:
         """Maps [n, 16] sequence keys to [n] summed log-probs, NaN where the cache has no value.
 
-        Reads one part at a time; memory grows with `keys`, not with the cache.
+        It reads one part at a time, so memory grows with the number of keys, not with the size of the cache.
         """
         index = KeyIndex.of(keys)
         values = np.full(len(index), np.nan)
@@ -128,9 +128,9 @@ class ReferenceCache:
         return values[index.inverse]
 
     def lookup_tokens(self, keys: Keys) -> tuple[Floats, TokenLogps]:
-        """Maps [n, 16] sequence keys to [n] sums and to the per-token values behind these sums.
+        """Maps [n, 16] sequence keys to [n] sums and to the log-probs of their tokens.
 
-        A sequence without per-token values in the cache gets NaN and no values, even if its sum is there.
+        A sequence gets NaN and no token values if the cache has no token values of it, even if it has a sum.
         """
         index = KeyIndex.of(keys)
         which = np.full(len(index), -1)  # [U] position among the found sequences; -1 if not found
@@ -180,10 +180,10 @@ class ReferenceCache:
     def _matches(
         self, index: KeyIndex, columns: Sequence[str]
     ) -> Iterator[tuple[pa.Table, IntArray, IntArray]]:
-        """Yields for each part that has some of the keys: columns, matching rows, their positions in `index`.
+        """Yields (its columns, matching rows, their positions in `index`) of each part that has some keys.
 
-        A listing of a network file system may lack new files, but a job can open a new file by its name. If
-        several parts have a sequence, callers use the last part by name, so it is always the same part.
+        A directory listing of a network file system may lack new files, so this job's own parts are opened
+        by name. If several parts have a sequence, callers use the last part by name: always the same one.
         """
         listed = {part.name for part in part_paths(self.directory)} if len(index) else set()
         for part in sorted(self.directory / name for name in listed | self.named_parts):
@@ -196,7 +196,7 @@ class ReferenceCache:
 
 
 def _read_or_set_aside(part: Path, columns: Sequence[str]) -> pa.Table | None:
-    """Reads those of `columns` that the part has. Returns None if it is missing, or damaged and renamed."""
+    """Reads those of `columns` that the part has. Returns None if the part is missing or damaged."""
     try:
         return read_part(part, columns)
     except DamagedPart:

@@ -1,6 +1,7 @@
-"""The pass that fills the reference cache. It computes rows without gradients, the costliest row first.
+"""The pass that fills the reference cache: it computes the log-probs that the cache lacks, without gradients.
 
-Legend: G groups of the work.
+A row is what one forward pass computes. The costliest row is first. Legend: G groups (pairs, or one side of a
+pair) that rows consist of.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class PassSettings:
     token_budget: int
     share_prompt: bool
     device: torch.device
-    per_token: bool = False  # also keep per-token values, for a loss that weighs single tokens
+    per_token: bool = False  # also keep the log-prob of each token, which some losses need
     rank: int = 0
     num_ranks: int = 1
-    in_lockstep: bool = False  # True if the model is sharded: then all ranks compute a row at the same time
+    in_lockstep: bool = False  # True for a sharded model: all ranks compute a row at the same time
     write_every_seconds: float = 20.0
     metadata: Mapping[str, str] = field(default_factory=dict)  # a note in each part, for people who read it
 
@@ -55,8 +56,8 @@ class PassPlan:
 
     work: ReferenceWork
     rows: Sequence[IntArray]  # the groups of each row
-    idle_rows: Sequence[IntArray]  # not used; computed last, because other ranks in lockstep still have a row
-    row_tokens: IntArray  # [G] tokens as the budget counts them
+    idle_rows: Sequence[IntArray]  # computed last, results unused: other ranks still compute a row
+    row_tokens: IntArray  # [G] tokens as `token_budget` counts them, padding included
     tokens: IntArray  # [G] tokens that a forward pass computes, without padding
     flops: FloatArray  # [G] estimated
 
@@ -76,7 +77,7 @@ class PassPlan:
 def plan_pass(
     work: ReferenceWork, scorer: CompletionLogps, shape: ModelShape, settings: PassSettings
 ) -> PassPlan:
-    """Plans this rank's part of the work. The FLOPs of rows are estimated from the model's `shape`."""
+    """Plans the rows of this rank. Their FLOPs are estimated from the `shape` of the model."""
     is_packed = scorer.backend is not None
     shares = settings.share_prompt and is_packed
     rows, idle_rows = plan_rows(
@@ -113,11 +114,11 @@ def compute_missing(
 ) -> int:
     """Computes the plan's rows and writes them to the cache; returns the token budget that fitted in memory.
 
-    If a row does not fit in memory, the pass halves the budget and splits this row and all later rows, unless
-    ranks compute in lockstep. `progress` is called with each finished row. A killed pass loses all rows since
-    it wrote the last part. An interrupted pass (Ctrl-C) loses only rows whose results are still on the device
-    (at most two). Raises CacheError if the disk refuses a part, ModelError if a log-prob is not finite or if
-    a row that cannot be split does not fit in memory.
+    If a row does not fit in memory, the budget is halved, and this row and all later rows are split; ranks in
+    lockstep cannot split. `progress` is called with each finished row. A killed pass loses all rows after the
+    last file that it wrote to the cache. An interrupted pass (Ctrl-C) loses only rows whose results are still
+    on the device (at most two). Raises CacheError if the disk refuses a file, ModelError if a log-prob is
+    not finite or if a row that cannot be split does not fit in memory.
     """
     budget = settings.token_budget
     rows = deque(plan.rows)
@@ -180,13 +181,13 @@ def _try_row(
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    # Here Python has freed the error, its traceback and so the row's activations.
+    # After the except block Python has freed the traceback, which kept the row's activations in memory.
     release_memory()
     return None
 
 
 def _halved(budget: int, members: IntArray, plan: PassPlan) -> int:
-    """Returns a smaller budget after this row did not fit. Raises ModelError if the row is one group."""
+    """Returns a smaller budget after a row ran out of memory. Raises ModelError if the row is one group."""
     tokens = int(plan.row_tokens[members].sum())
     if len(members) == 1:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Fills the reference cache with one loaded model: finds the token budget of rows and runs the pass."""
+"""Fills the reference cache with a loaded model: finds how long rows can be, and computes them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.progress import Line, live
 from dpo_pack.system.ranks import largest_over_ranks
 
-# On CPU longer rows are not faster. Their activations are too large for the allocator to keep, so every
-# operation maps new memory: in a row of 32,768 tokens, a token takes 1.25 times as long as in one of 4,096.
+# Longer rows are not faster on CPU: the allocator does not keep blocks as large as their activations, so each
+# operation maps new memory. A token takes 1.25 times as long in a row of 32,768 tokens as in one of 4,096.
 CPU_TOKEN_BUDGET = 4096
-# The search stops here even if more fits, because longer rows are not faster. FlashAttention takes at most
-# 65,535 segments (a dimension of CUDA's grid). A kernel that counts in 32 bits takes tensors of fewer than
-# 2^31 elements: in a row of this length, those of layers up to 16,383 wide.
+# The search for a budget stops here, because longer rows are not faster. FlashAttention also takes at most
+# 65,535 sequences or their parts (a dimension of CUDA's grid), and kernels that count in 32 bits take tensors
+# of fewer than 2^31 elements: with rows of this length, layers may be up to 16,383 wide.
 LARGEST_TOKEN_BUDGET = 2**17
 # On an accelerator the search begins with rows that are longer than in training by this factor, because
 # without gradients a layer's activations are freed after the layer.
@@ -39,7 +39,7 @@ _Memo = dict[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSearch:
-    """The file that keeps the largest budget that fits, and a test if the model is exact with a budget."""
+    """How a budget is searched: the file that remembers results, and a test if a budget's rows are exact."""
 
     memo_path: Path
     key: str  # names model, device and the kind of rows
@@ -58,8 +58,8 @@ def fill_cache(
 ) -> None:
     """Computes this rank's part of the missing sequences.
 
-    With `search`, rows get the largest budget that fits in memory; `settings.token_budget` is tried first.
-    Without `search`, rows get `settings.token_budget`. Raises CacheError, ModelError.
+    With `search`, the token budget of rows is the largest that fits in memory; the search begins with
+    `settings.token_budget`. Without `search`, it is `settings.token_budget`. Raises CacheError, ModelError.
     """
     if search is not None:
         found = _found_budget(work, scorer, shape, settings, search)
@@ -98,15 +98,15 @@ def _found_budget(
         return search.is_exact(token_budget) and probe_row(whole, scorer, settings, token_budget)
 
     found = largest_token_budget(fits, start=settings.token_budget, most=most)
-    if found < everything:  # else memory has set no limit, and another pass may need longer rows
+    if found < everything:  # else memory was not the limit, and a larger budget may fit
         remember_budget(search.memo_path, search.key, found)
     return found
 
 
 def largest_token_budget(fits: Callable[[int], bool], *, start: int, most: int) -> int:
-    """Returns the largest budget that fits in memory, out of `most` and start x 2^k tokens below `most`.
+    """Returns the largest token budget that fits in memory, among `most` and start x 2^k below `most`.
 
-    The search doubles `start` while it fits, or halves it until it fits. If not even one token fits, it is 1.
+    The search doubles `start` while that fits, or halves it until it fits. The result is at least 1.
     """
     budget = min(start, most)
     if fits(budget):
@@ -121,18 +121,18 @@ def largest_token_budget(fits: Callable[[int], bool], *, start: int, most: int) 
 
 
 def remembered_budget(memo_path: Path, key: str) -> int | None:
-    """Returns the budget that an earlier search found for this key, or None if the file has no valid one."""
+    """Returns the token budget that an earlier search wrote into the file for this key, or None."""
     budget: int | None = (read_json(memo_path, _Memo) or {}).get(key)
     return None if budget is None or budget < 1 else budget
 
 
 def remember_budget(memo_path: Path, key: str, budget: int) -> None:
-    """Writes the budget of this key into the file, if the cache is writable."""
+    """Writes the token budget of this key into the file, if the file is writable."""
     add_to_json(memo_path, _Memo, {key: budget})
 
 
 class PassMeter:
-    """Adds up finished rows and estimates the remaining time by FLOPs, because the first rows are longest."""
+    """Adds up finished rows. Estimates the remaining time by FLOPs, because later rows are shorter."""
 
     def __init__(self, total: Amount, clock: Callable[[], float] = time.monotonic) -> None:
         self.total = total
@@ -156,7 +156,7 @@ class PassMeter:
         return self.seconds * (self.total.flops - self.flops) / max(self.flops, 1e-9)
 
     def line(self) -> Line:
-        """Returns how far the pass is."""
+        """Returns the line that shows how far the pass is."""
         seconds = max(self.seconds, 1e-9)
         return Line(
             label="Reference pass",
@@ -177,7 +177,7 @@ def pass_progress(
 ) -> Iterator[Callable[[Amount], None]]:
     """Yields a function that must be called with each finished row.
 
-    After the first rows a line estimates the remaining time.
+    A few seconds after the start, a line with the estimated remaining time is printed once.
     """
     meter, has_estimated = PassMeter(total, clock), False
     with live(console, meter.line, clock) as tell:

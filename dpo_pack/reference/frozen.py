@@ -1,4 +1,4 @@
-"""The reference log-probs of a run. The run copies them from the cache at its start and never changes them.
+"""The reference log-probs of a run, copied from the cache at the start of the run and never changed.
 
 Legend: P pairs, U unique sequences, N completion tokens of a row.
 """
@@ -42,14 +42,14 @@ class PairReference:
 
     chosen: Floats
     rejected: Floats
-    # Per-token values if the loss needs them: a pair's side has those of sequence `places[pair, side]`.
+    # Per-token values if the loss needs them. Those of pair p are at `places[p, 0]` (chosen), `places[p, 1]`.
     tokens: TokenLogps | None = None
     places: IntArray | None = None  # [P, (chosen, rejected)]
 
     def token_logps(self, pairs: IntArray) -> npt.NDArray[np.float32]:
         """Returns [N] per-token log-probs of these pairs: for each pair, first chosen and then rejected.
 
-        The reference must have per-token values. A row has its tokens in the same order.
+        The reference must have per-token values. The tokens are in the order in which a row has them.
         """
         assert self.tokens is not None and self.places is not None, "frozen without per-token values"
         return self.tokens.take(self.places[pairs].ravel()).values
@@ -57,8 +57,8 @@ class PairReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenReference:
-    """The reference log-probs that one run uses. The run keeps them in its output directory, so later changes
-    of the shared cache cannot change the run, even after a resume."""
+    """The reference log-probs that one run uses. They are a file of its output directory, so later changes of
+    the shared cache cannot change the run, even after a resume."""
 
     keys: Keys  # [U, 16], ascending
     sums: Floats  # [U]
@@ -68,9 +68,9 @@ class FrozenReference:
     def take(
         cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
     ) -> FrozenReference:
-        """Takes the values of the tables' sequences from `cache`. Raises CacheError if a value is missing.
+        """Copies the values of the tables' sequences from `cache`. Raises CacheError if a value is missing.
 
-        A loss that weighs single tokens needs `per_token`.
+        `per_token` copies the log-prob of each token too, for a loss that weighs single tokens.
         """
         keys = unique_keys(tables)
         tokens = None
@@ -109,7 +109,7 @@ class FrozenReference:
     def joined(self, other: FrozenReference) -> FrozenReference:
         """Adds the values that only `other` has. Both references must have per-token values, or neither."""
         keys = np.concatenate([self.keys, other.keys])
-        first = KeyIndex.of(keys).first  # if both have a key, the position of ours
+        first = KeyIndex.of(keys).first  # if both have a key, the first position is in `self`
         tokens = None
         if self.tokens is not None and other.tokens is not None:
             tokens = TokenLogps.join([self.tokens, other.tokens]).take(first)
@@ -140,7 +140,7 @@ class FrozenReference:
 
     @staticmethod
     def load(path: Path, *, per_token: bool = False) -> FrozenReference:
-        """Reads a file of `save`. Raises CacheError if it is missing, damaged or without per-token values."""
+        """Reads what `save` wrote. Raises CacheError if it is missing, damaged or lacks the token values."""
         try:
             table = pq.read_table(path, page_checksum_verification=True)
             return FrozenReference(

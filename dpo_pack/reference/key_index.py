@@ -36,7 +36,7 @@ class KeyIndex:
         if len(self) == 0:
             return np.full(len(keys), -1, dtype=np.int64)
         wanted = _as_strings(keys)
-        order = np.argsort(wanted)  # sorted keys are found in one walk through memory: five times as fast
+        order = np.argsort(wanted)  # five times as fast: sorted keys are found in one walk through memory
         places = np.empty(len(keys), dtype=np.int64)
         places[order] = np.searchsorted(self.unique, wanted[order])
         places = np.minimum(places, len(self) - 1)

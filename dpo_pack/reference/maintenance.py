@@ -1,4 +1,4 @@
-"""Lists, verifies, exports and prunes reference caches without a model.
+"""The work of `dpopack cache`: lists, verifies, exports and prunes reference caches, without a model.
 
 These functions change or delete only files that dpo-pack has written; they know such files by their names.
 """
@@ -45,11 +45,11 @@ from dpo_pack.system.files import read_json, written_aside
 _PART = r"part-[0-9a-f]{64}\.parquet"
 _DAMAGED = re.compile(r"part-[0-9a-f]{64}\.damaged")
 _KNOWN = re.compile(rf"{NAMESPACE_FILE}|{USED_FILE}|{_PART}|{_DAMAGED.pattern}")
-# Temporary files and directories: for memos (file_hashes.json), parts, token stores and probes.
+# Names of temporary files and directories: of JSON files (file_hashes.json), parts, token stores and probes.
 _TEMPORARY = re.compile(
     rf"\.(?:(?:[a-z_]+\.json|{_PART}|{NAMESPACE_NAME.pattern}|probe)\.[0-9a-f]{{8}}|shared-\w+)\.tmp"
 )
-# A file that a process still writes is younger. A killed process has left an older temporary file.
+# An older temporary file is the rest of a killed process, because no process writes a file for so long.
 _LEFTOVER_AFTER_SECONDS = 24 * 3600.0
 
 
@@ -58,7 +58,7 @@ class Namespace:
     """The log-probs of one model in one precision on disk. `cache list --json` prints these fields."""
 
     directory: Path
-    models: tuple[str, ...]  # paths of the models that used it; the latest user is first
+    models: tuple[str, ...]  # paths of the models that used it, the latest first
     parameters: str  # dtype of the model's parameters
     autocast: str | None
     sequences: int  # distinct sequences
@@ -77,11 +77,11 @@ class Namespace:
 class Removal:
     """Files that may be deleted, and the reason."""
 
-    directory: Path  # of a namespace, or the cache directory
+    directory: Path  # the directory of a namespace, or the cache directory
     name: str
     files: tuple[Path, ...]
     reason: str
-    is_whole: bool = False  # True if the whole namespace goes, except files that are not ours
+    is_whole: bool = False  # the whole namespace is deleted, except files that are not ours
 
     @property
     def size_bytes(self) -> int:
@@ -114,7 +114,7 @@ def choose_namespaces(cache_dir: Path, prefixes: Sequence[str]) -> list[Namespac
 
 
 def find_damage(namespace: Namespace) -> Iterator[tuple[Path, str]]:
-    """Yields (part, its fault) for every part that has changed, cannot be read or has non-finite values."""
+    """Yields (file, its fault) for every file that has changed, cannot be read or has non-finite values."""
     for part in part_paths(namespace.directory):
         try:
             table = read_part(part, (SUM,))
@@ -130,9 +130,9 @@ def find_damage(namespace: Namespace) -> Iterator[tuple[Path, str]]:
 def export_namespace(namespace: Namespace, target: Path) -> int:
     """Writes all log-probs of a namespace into one Parquet file, each sequence once.
 
-    If several parts have a sequence, the last part by name that has per-token values gives them and the sum,
-    as in a run; if no part has them, they are null, and the last part gives the sum. Returns the number of
-    sequences. Raises CacheError, even for one damaged part, because an export must be complete.
+    If several parts (files) have a sequence, the last one by name that has its token values is used, as in a
+    run. If none has token values, they are null, and the last part by name gives the sum. Returns the number
+    of sequences. Raises CacheError if even one part is damaged, because an export must be complete.
     """
     tables: list[Any] = []
     for part in part_paths(namespace.directory):
@@ -144,7 +144,7 @@ def export_namespace(namespace: Namespace, target: Path) -> int:
         raise CacheError(f"{namespace.directory} has no log-probs to export, or is being changed; try again")
     table = pa.concat_tables(tables, promote_options="default")
     has_tokens = np.repeat([TOKENS in part.column_names for part in tables], [len(part) for part in tables])
-    order = np.argsort(has_tokens, kind="stable")[::-1]  # the row that counts is the first of equal keys
+    order = np.argsort(has_tokens, kind="stable")[::-1]  # of equal keys the row to use is first
     table = table.take(pa.array(np.sort(order[KeyIndex.of(keys_of(table)[order]).first])))
     write_export(target, table, read_json(namespace.directory / NAMESPACE_FILE))
     return len(table)
@@ -165,8 +165,8 @@ def find_leftovers(cache_dir: Path) -> list[Path]:
 
 
 def plan_prune(cache_dir: Path, *, older_than_seconds: float | None, most_bytes: int | None) -> list[Removal]:
-    """Chooses files to delete: leftovers of killed processes; namespaces that nobody used for
-    `older_than_seconds`; the longest unused ones until the rest has at most `most_bytes`; damaged parts."""
+    """Chooses files to delete: temporary files of killed processes; namespaces not used for
+    `older_than_seconds`; then the longest unused until the rest has at most `most_bytes`; damaged parts."""
     leftovers, reason = tuple(find_leftovers(cache_dir)), "leftovers of killed runs"
     removals = [Removal(directory=cache_dir, name=str(cache_dir), files=leftovers, reason=reason)]
     namespaces = find_namespaces(cache_dir)
@@ -191,9 +191,10 @@ def plan_prune(cache_dir: Path, *, older_than_seconds: float | None, most_bytes:
 
 
 def remove(removal: Removal) -> list[str]:
-    """Deletes the files. If a whole namespace goes, returns the names of the files in it that are not ours.
+    """Deletes the files. For a whole namespace, returns the names of files in it that are not ours and stay.
 
-    It deletes namespace.json last, so an interrupted removal can be found and repeated. Raises CacheError.
+    It deletes namespace.json last, so that an interrupted removal can be found and repeated. Raises
+    CacheError.
     """
     directory = removal.directory
     try:
@@ -251,10 +252,10 @@ def _is_ours(file: Path) -> bool:
 
 
 def _is_abandoned(temporary: Path) -> bool:
-    """Returns True if nobody has changed the file, or a file of the directory, for so long."""
+    """Returns True if nobody has changed the file, or any file in the directory, for a day."""
     try:
         changed = max(path.lstat().st_mtime for path in (temporary, *temporary.rglob("*")))
-    except OSError:  # its process has just put it in place
+    except OSError:  # its process has just given it its final name
         return False
     return time.time() - changed > _LEFTOVER_AFTER_SECONDS
 
@@ -262,5 +263,5 @@ def _is_abandoned(temporary: Path) -> bool:
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except OSError:  # another job has just moved it
+    except OSError:  # another job has just moved or deleted it
         return 0

@@ -1,4 +1,4 @@
-"""One part of the reference cache: a Parquet file named by the sha256 of its bytes.
+"""A part of the reference cache: a Parquet file whose name has the sha256 of its bytes.
 
     part-<sha256>.parquet    key          16 bytes, `data/keys.py`'s sequence_key
                              logps_sum    float64, nats
@@ -6,7 +6,7 @@
                              token_logps  list of float32, one for each token; only if a loss needed them
 
 A part is written under a temporary name, synced and renamed, so it is whole or absent. If a byte changes
-later, the part no longer matches its name.
+later, the bytes no longer match the name.
 
 Legend: n sequences.
 """
@@ -31,7 +31,7 @@ from dpo_pack.system.files import written_aside
 Floats = npt.NDArray[np.float64]
 
 KEY, SUM, NUM_TOKENS, TOKENS = "key", "logps_sum", "num_tokens", "token_logps"
-# The check of a part's bytes needs the whole part in memory.
+# A part must be small, because the check of its sha256 reads the whole part into memory.
 MAX_PART_SEQUENCES = 200_000
 
 
@@ -55,7 +55,7 @@ class TokenLogps:
         return self.values[self.offsets[sequence] : self.offsets[sequence + 1]]
 
     def take(self, sequences: IntArray) -> TokenLogps:
-        """Returns the sequences at these positions, in this order; a position may repeat."""
+        """Returns the sequences at these positions, in this order; positions can repeat."""
         lengths = self.lengths[sequences]
         offsets = _ends(lengths)
         from_here = np.repeat(self.offsets[sequences] - offsets[:-1], lengths)
@@ -139,7 +139,7 @@ def part_paths(directory: Path) -> list[Path]:
 
 
 def read_part(part: Path, columns: Sequence[str]) -> pa.Table | None:
-    """Reads those of `columns` that the part has. Returns None if another job has just renamed the part.
+    """Reads those of `columns` that the part has. Returns None if the file is missing (renamed or deleted).
 
     Raises DamagedPart if the part's bytes do not match its name, CacheError if the file cannot be read or is
     no part of ours.
@@ -157,7 +157,7 @@ def read_part(part: Path, columns: Sequence[str]) -> pa.Table | None:
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
         known = [name for name in columns if name in file.schema_arrow.names]
-        # Arrow's threads may free `content` at any time. If they do so while Python ends, the process aborts.
+        # No threads: an Arrow thread may free `content` while Python ends, and then the process aborts.
         return file.read(columns=known, use_threads=False)
     except pa.ArrowException as error:
         raise CacheError(f"{part} is no part of a reference cache; move it elsewhere") from error
@@ -170,7 +170,7 @@ def key_column(keys: Keys) -> pa.Array:
 
 
 def number_column(values: npt.NDArray[Any]) -> pa.Array:
-    """Turns [n] numbers into an Arrow array without nulls. `pa.array` would import pandas (half a second)."""
+    """Turns [n] numbers into an Arrow array. Not by `pa.array`, which would import pandas (half a second)."""
     buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
 

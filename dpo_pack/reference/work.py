@@ -1,9 +1,9 @@
-"""Plans the work of the reference pass: its sequences, their rows, and the process of each row.
+"""Plans the reference pass: which sequences share a row (one forward pass), and which process computes it.
 
 A plan depends only on lengths, on the keys in the cache and on settings. Rows are planned over *all*
-sequences of the tables, as if the cache were empty. The pass then computes only the missing sequences of each
-row. The cache keeps finished rows whole. So a pass that is started again after a kill computes the same rows,
-even with another number of processes.
+sequences of the tables, as if the cache were empty; then only the missing sequences of each row are computed.
+The cache gets whole rows. So a pass that is started again after a kill computes the same rows, even with
+another number of processes.
 
 Legend: G groups; a group is a pair or one side of a pair.
 """
@@ -70,10 +70,10 @@ class GroupLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReferenceWork:
-    """The groups that rows consist of, with each sequence of the tables once, and the missing sequences.
+    """The groups that rows consist of, and which of their sequences the cache lacks.
 
-    Of equal sequences only the first one is in a group. Both sequences of a pair are in one group, so the
-    pass computes their prompt once.
+    A group is a pair, so that its prompt is computed once. Of equal sequences in the tables only the first
+    one is in a group, so a group can also be one side of a pair.
     """
 
     tables: tuple[PairTable, ...]
@@ -129,7 +129,7 @@ class ReferenceWork:
 def find_work(
     cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
 ) -> ReferenceWork:
-    """Finds the sequences of the tables that the cache lacks. With `per_token`, a sum alone is not enough."""
+    """Finds the sequences that the cache lacks, or with `per_token` those without per-token values in it."""
     keys = np.concatenate([np.stack((t.chosen_keys, t.rejected_keys), axis=1) for t in tables])
     first = KeyIndex.of(keys.reshape(-1, 16)).first
     is_first, is_missing = np.zeros((2, 2 * len(keys)), dtype=np.bool_)
@@ -171,10 +171,10 @@ def plan_rows(
     """Returns (rows of this rank, idle rows) as arrays of groups. The costliest row is first, so that a lack
     of memory shows at once.
 
-    The function first packs *all* sequences (`sides`) into rows, then removes groups without a missing
-    sequence. So a row depends neither on which other rows are finished nor on the ranks. Rows are divided
-    over ranks by estimated FLOPs. Ranks that compute `in_lockstep` need the same number of rows. A rank with
-    one row less gets the cheapest row of all ranks as an idle row; nobody uses the results of an idle row.
+    *All* sequences (`sides`) are packed into rows, then groups without a missing sequence are removed. So a
+    row depends neither on which other rows are finished nor on the number of ranks. Rows are divided over
+    ranks by estimated FLOPs. Ranks `in_lockstep` (a sharded model) must compute the same number of rows: a
+    rank with one row less also computes an idle row, the cheapest of all rows; its results are not used.
     """
     if is_packed:
         whole = lengths.row_tokens(sides, share_prompt=share_prompt)
@@ -193,5 +193,5 @@ def plan_rows(
 
 
 def split_row(row: IntArray, tokens: AnyIntArray, token_budget: int) -> list[IntArray]:
-    """Splits a row, in order, into rows of at most `token_budget` tokens. `tokens` [G] is of all groups."""
+    """Splits a row, in order, into rows within `token_budget`. `tokens` [G] has the tokens of all groups."""
     return [row[positions] for positions in next_fit(np.asarray(tokens[row], dtype=np.int64), token_budget)]
