@@ -62,7 +62,7 @@ def list_namespaces(
 
 @cache_app.command()
 def verify(namespaces: Namespaces = None, cache_dir: CacheDir = None) -> None:
-    """Compare every part with its checksum.
+    """Compare every part (file of log-probs) with its checksum.
 
     The exit status is 2 if a part is bad. This command changes nothing. The next run that reads a bad part
     moves it aside and computes its sequences again.
@@ -166,8 +166,8 @@ def prune(
 ) -> None:
     """Remove log-probs by age or size.
 
-    Always removes damaged parts that a run has moved aside, and temporary files of killed runs. Does not
-    remove files that dpopack has not written.
+    Even without an option, removes damaged parts that a run has moved aside, and temporary files of killed
+    runs. Does not remove files that dpopack has not written.
     """
     from dpo_pack.reference.maintenance import plan_prune, remove
 

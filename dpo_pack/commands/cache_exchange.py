@@ -3,7 +3,7 @@
     key, logps_sum, num_tokens[, token_logps]     one row for each sequence; parts.py describes the columns
 
 token_logps is null for a sequence of which only the sum is known.
-A refused import adds nothing. Its error message is one line with the file and, if possible, the row.
+If an import is refused, the cache does not change, and one line names the file and, if possible, the row.
 
 Legend: n = rows of the file, S = sequences of the recipe.
 """
@@ -45,7 +45,7 @@ from dpo_pack.system.files import parse_json
 
 # A log-prob is at most 0, but rounding in low precision may give a value above 0.
 _LARGEST_LOGP = 1e-3
-# A sum may differ from the sum of its fp32 per-token values by so many nats plus this part of the sum.
+# A sum may differ from the sum of its fp32 per-token values by this many nats, plus this part of the sum.
 _SUM_TOLERANCE, _RELATIVE_SUM_TOLERANCE = 1e-3, 1e-5
 
 # For each column: a test of its type in the file, the allowed types in words, and the type after reading.
@@ -61,15 +61,15 @@ _COLUMNS: dict[str, tuple[Callable[[pa.DataType], bool], str, pa.DataType]] = {
         pa.large_list(pa.float32()),
     ),
 }
-# [n] whether each row is wrong; and a function from a row's index to a description of the error.
+# [n] whether each row is wrong; and a function that describes the error in a row, given its index.
 _Problem = tuple[npt.NDArray[np.bool_], Callable[[int], str]]
 
 
 def export_recipe(recipe: Recipe, target: Path, console: Console) -> int:
     """Writes the cached log-probs of the recipe's sequences; returns the number of sequences.
 
-    Each row also has source, row number and side of the sequence's first use, and sha256 hashes of the
-    decoded texts, special tokens included. Raises CacheError if the cache lacks a sequence.
+    Each row also names the first use of the sequence (source, row number, chosen or rejected) and has sha256
+    hashes of the decoded texts, special tokens included. Raises CacheError if the cache lacks a sequence.
     """
     prepared = prepare(recipe, console, runs_models=False)
     namespace = prepared.reference_facts.namespace
@@ -98,7 +98,7 @@ def export_recipe(recipe: Recipe, target: Path, console: Console) -> int:
 def import_into(recipe: Recipe, file: Path, console: Console) -> None:
     """Adds a file's log-probs to the cache of the recipe's reference: all rows, or none.
 
-    Raises CacheError.
+    Raises CacheError if the file is wrong or cannot be read.
     """
     table = _read_file(file)
     prepared = prepare(recipe, console, runs_models=False)
@@ -119,7 +119,7 @@ def import_into(recipe: Recipe, file: Path, console: Console) -> None:
             row = int(is_wrong.argmax())
             raise CacheError(f"{file} row {row + 1}: {describe(row)}; nothing was imported")
     num_added = 0
-    for per_token in (True, False):  # in this order: a sequence may be there with token values and without
+    for per_token in (True, False):  # rows with token values come first, because they also give the sum
         rows = np.flatnonzero(only_sum != per_token)
         rows = rows[KeyIndex.of(logps.keys[rows]).first]
         added = logps.take(rows[~cache.contains(logps.keys[rows], per_token=per_token)])
@@ -135,7 +135,7 @@ def import_into(recipe: Recipe, file: Path, console: Console) -> None:
 
 
 def _read_file(file: Path) -> pa.Table:
-    """Reads the columns of `_COLUMNS` and casts their types. Raises CacheError, also for a null."""
+    """Returns the columns of `_COLUMNS`, cast to their types. Raises CacheError, also for a null value."""
     try:
         table = pq.read_table(file, page_checksum_verification=True)
     except FileNotFoundError as error:
@@ -188,7 +188,7 @@ def _check_same_model(file: Path, table: pa.Table, namespace: Mapping[str, Any])
 def _problems(
     logps: SequenceLogps, only_sum: npt.NDArray[np.bool_], index: KeyIndex, work: ReferenceWork
 ) -> Iterator[_Problem]:
-    """Yields the possible errors of rows. Each test assumes that the tests before it found no wrong row."""
+    """Yields tests of all rows. Each test is only valid if the tests before it found no wrong row."""
     sums, num_tokens, tokens = logps.sums, logps.num_tokens, logps.tokens
     yield ~np.isfinite(sums), lambda row: f"the log-prob is {sums[row]}"
     yield (
@@ -231,7 +231,7 @@ def _problems(
 
 
 def _places(prepared: Prepared, work: ReferenceWork) -> dict[str, list[object]]:
-    """Returns columns [S] with the first use of each sequence and the hashes of its texts."""
+    """Returns columns [S]: where each sequence is used first, and the hashes of its texts."""
     names = _source_names(prepared)
     columns: dict[str, list[object]] = {
         name: [] for name in ("source", "row_number", "side", "prompt_sha256", "completion_sha256")
@@ -253,7 +253,7 @@ def _source_names(prepared: Prepared) -> list[tuple[str, ...]]:
     """Returns the source names of each table of the recipe. Raises CacheError if two names are equal."""
     recipe = prepared.recipe
     train_names = source_names(recipe.data.train)
-    # A held-out fraction has the training sources; each other held-out set has one source.
+    # A held-out fraction is taken from the training sources; any other held-out set is one source.
     is_fraction = not isinstance(recipe.data.eval, tuple)
     held_out = [train_names if is_fraction else (held_out.name,) for held_out in prepared.data.eval]
     names = [train_names, *held_out]

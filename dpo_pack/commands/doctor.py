@@ -25,10 +25,10 @@ from dpo_pack.system.memory import machine_memory_bytes
 
 
 def describe_environment() -> dict[str, Any]:
-    """Returns versions, devices with memory in bytes, and for each attention backend its obstacle or None."""
+    """Returns versions, devices, and for each attention backend why it cannot be used here (None: it can)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    usual = AttentionNeeds(  # the needs of nearly all present models
+    usual = AttentionNeeds(  # of nearly all present models
         head_dim=128,
         value_head_dim=128,
         has_window=False,
@@ -62,7 +62,7 @@ def render_environment(environment: dict[str, Any], console: Console) -> None:
 
 
 def prove_recipe(recipe: Recipe) -> ProofOutcome:
-    """Loads the recipe's policy and proves again that its rows are exact.
+    """Loads the recipe's policy and repeats the proof that packed rows are exact on it.
 
     Raises ModelError if the policy cannot be loaded, UnsupportedModelError if it cannot be packed.
     """

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # torch.distributed's, with their types
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # torch.distributed's, typed
 from torch.distributed.rendezvous import rendezvous
 
 import dpo_pack
@@ -48,8 +48,8 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False, verbose: bool = False)
 
     If the recipe needs several processes and no launcher has started them, this process starts them with its
     own command line, waits for them and raises SystemExit with their exit status. The body then runs only in
-    the new processes. Raises RecipeError if the number of processes is wrong, RunError if the ranks do not
-    reach each other, or have other recipes or package versions.
+    the new processes. Raises RecipeError if the number of processes is wrong, RunError if the ranks cannot
+    connect, or if their recipes or package versions differ.
     """
     place = placement(os.environ)
     num_processes = wanted_processes(recipe, place)
@@ -79,7 +79,7 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False, verbose: bool = False)
 
 
 def tell_among_ranks(error: BaseException, place: Placement) -> int:
-    """Prints why this rank ended; if one cause ended several ranks, it is printed once.
+    """Prints why this rank ended. If one cause ended several ranks, only one of them prints it.
 
     Returns the exit status. The process must exit after this; `end_soon` makes sure that it does.
     """
@@ -117,7 +117,7 @@ def wanted_processes(recipe: Recipe, place: Placement | None) -> int:
 
 
 def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
-    """Waits for the other ranks; returns the store that all ranks use. Raises RunError."""
+    """Waits for the other ranks; returns the torch Store that all share. Raises RunError if one is absent."""
     if place not in _stores:
         os.environ.update(place.environment())  # torch and accelerate read it
         try:
@@ -128,7 +128,7 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
                 f"{place.port} ({first_line(error)}); see whether all were started, and can "
                 "reach that host and port"
             ) from error
-        # torchrun keeps its store when it restarts ranks that failed: it holds their addresses still.
+        # When torchrun restarts ranks, its store still holds the addresses of the ranks that failed.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         _stores[place] = PrefixStore(f"dpo_pack/attempt {attempt}", store)
     return _stores[place]
@@ -184,7 +184,7 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def _own_command() -> list[str]:
-    # With `-m`, Python searches the working directory before installed packages; with a script it does not.
+    # With `-m`, Python searches the working directory before installed packages. `-P` turns this off.
     safe_path = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
     return [sys.executable, *safe_path, "-m", "dpo_pack", *sys.argv[1:]]
 

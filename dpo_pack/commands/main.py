@@ -89,9 +89,9 @@ def _load(file: Path, overrides: list[str] | None) -> Recipe:
 
 
 def _let_segments_grow(recipe: Recipe) -> None:
-    """Sets torch's CUDA allocator so that rows of many lengths lose less memory. torch must not be imported.
+    """Lets torch's CUDA allocator enlarge its blocks (segments), so rows of many lengths waste less memory.
 
-    The user's own setting stays. vLLM's sleep mode refuses growing segments.
+    Call this before torch is imported. A setting of the user is kept. vLLM's sleep mode refuses this setting.
     """
     has_vllm = recipe.online is not None and recipe.online.generator.type == "vllm"
     if not has_vllm and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -213,12 +213,13 @@ def show(
 ) -> None:
     """Show pairs as the model will meet them.
 
-    Names common faults. Shows tokens: where the prompt ends, what both share, what is scored, EOS, what was
-    cut. Shows rows that are left out, and one packed row. Reads the first rows only, and no model weights.
+    Warns of common faults in the data. Shows tokens: where the prompt ends, which tokens both completions
+    share, which are scored, EOS, which were cut. Shows rows that are left out, and one packed row. Reads only
+    the first rows of the data, and no model weights.
     """
     from dpo_pack.reports.tables import parse_numbers
 
-    # `--pair 3 8` gives 8 as an override.
+    # In `--pair 3 8`, typer takes 8 for an override.
     more = [text for text in overrides or () if pair and text.isdecimal()]
     asked = {
         number
@@ -264,8 +265,8 @@ def evaluate(
 ) -> None:
     """Measure a model: held-out accuracy, margin, loss, KL.
 
-    Rewards and log-ratios compare with the recipe's reference. Each number has a 95 % interval. Tables also
-    show accuracy and margin for each source and for each length ratio of the two completions.
+    Rewards and log-ratios are relative to the recipe's reference model. Each number has a 95 % interval.
+    Tables also show accuracy and margin for each source and for each length ratio of the two completions.
     """
     if model is not None and compare is not None:
         raise RecipeError("evaluate: give --model or --compare, not both")
@@ -308,8 +309,8 @@ def report(
 ) -> None:
     """Write a page about a run, or compare several.
 
-    Curves, evaluations, warnings, samples, the pairs with which the run disagrees most, data, recipe and
-    versions. The page is one file that loads nothing. Runs may be unfinished.
+    The page has curves, evaluations, warnings, samples, the pairs with the lowest margins, data, recipe and
+    versions. It is one file that loads no other file. Unfinished runs can be shown, too.
     """
     from dpo_pack.reports.pages import write_run_page
 
@@ -337,8 +338,8 @@ def sample(
 ) -> None:
     """Show what models answer to the same prompts.
 
-    Completions are greedy. A run is compared with the model it began with. Without --prompt, the prompts are
-    held-out prompts of the recipe.
+    Completions are greedy. For a run, the model that it began with answers, too. Without --prompt, the
+    prompts are held-out prompts of the recipe.
     """
     with many_imports():
         from dpo_pack.commands.sample import sample_models

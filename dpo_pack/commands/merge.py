@@ -25,8 +25,8 @@ def merge_adapter(
 ) -> SavedAdapter:
     """Writes the merged model and the tokenizer to `target`, whole or not at all; returns the adapter.
 
-    `source` is the directory of an adapter or of a run. `base` replaces the base that the adapter names. The
-    sum is computed in float32 and rounded once, to `dtype`; `auto` means the type of the base's weights.
+    `source` is the directory of an adapter or of a run. `base` replaces the base that the adapter names. Base
+    plus adapter is computed in float32 and rounded once, to `dtype`; `auto`: the type of the base's weights.
     Tensors that transformers always reads in float32 stay in float32. Raises ModelError if the adapter or its
     base cannot be loaded, RunError if `target` exists and is not an empty directory.
     """

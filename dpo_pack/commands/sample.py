@@ -53,10 +53,10 @@ class _Asked:
 
 
 def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[str], num: int | None) -> None:
-    """Prints completions of each of `models`: runs, which are compared with their start, and models.
+    """Prints what `models` answer to the same prompts. A run in `models` means its start and its model.
 
-    One of `models` may be a recipe file. Its prompts (else those of the first run) are completed, unless
-    `texts` has others. Raises RecipeError, ModelError, DataError.
+    One of `models` may be a recipe file. The prompts are `texts`; if there are none, `num` held-out prompts
+    of the recipe file, or else of the first run. Raises RecipeError, ModelError, DataError.
     """
     asked, recipe = _asked_models(models)
     if recipe is None:
@@ -100,7 +100,7 @@ def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[st
             completions[one.label] = complete(generator, prompts)
         except DpoPackError:
             raise
-        except Exception as error:  # of any model's code
+        except Exception as error:  # the model's code may raise any error
             raise ModelError(f"sample: {one.label} cannot generate ({first_line(error)})") from error
         del loaded, generator
     render_completions([(one.source, one.prompt.text) for one in prompts], completions, console)
@@ -109,7 +109,7 @@ def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[st
 
 
 def _asked_models(names: Sequence[str]) -> tuple[list[_Asked], Recipe | None]:
-    """Returns the models and the recipe of their prompts; None if neither a recipe nor a run is given."""
+    """Returns the models, and the recipe whose prompts they get (None: neither recipe nor run is given)."""
     files = [name for name in names if name.endswith((".yaml", ".yml")) or Path(name).is_file()]
     if len(files) > 1 or len(files) == len(names):
         raise RecipeError("sample: give one or several runs or models, and at most one recipe")
@@ -133,12 +133,12 @@ def _asked_models(names: Sequence[str]) -> tuple[list[_Asked], Recipe | None]:
 
 
 def _check_tokenizer(asked: _Asked, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    """Raises ModelError if a model comes with another tokenizer, so that its ids mean other texts."""
+    """Raises ModelError if the model has another tokenizer, because the same ids then mean other texts."""
     path = asked.path
     if path is None or path == recipe.model.path:
         return
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
-        return  # it has none of its own
+        return  # the directory has no tokenizer
     tree = asked.recipe.model_dump(mode="json")
     tree["model"] |= {"path": path, "revision": None}
     tree["tokenizer"] |= {"path": None}
@@ -151,7 +151,7 @@ def _check_tokenizer(asked: _Asked, tokenizer: PreTrainedTokenizerBase, recipe: 
 
 
 def _prompt(text: str, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> SamplePrompt:
-    """Returns a prompt of the user: in the chat template if the tokenizer has one, else as it is."""
+    """Returns the prompt `text` in tokens: in the tokenizer's chat template if it has one, else as it is."""
     if tokenizer.chat_template is None:
         ids = tokenizer([text])["input_ids"][0]
         ids = ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids

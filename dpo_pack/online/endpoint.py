@@ -5,11 +5,11 @@ answer stalled, broke off or was unusable, or the status was 408, 409, 425, 429 
 401, 403 and 404 stop the run, because a new try would get the same status. Any other status makes only its
 request fail.
 
-Requests run on daemon threads. So a signal that interrupts the run does not wait for the requests, and the
-end of the process does not wait for them. (The end of the process would wait for the threads of a pool.)
+Requests run on daemon threads, because a process that ends does not wait for such threads. (It would wait
+for the threads of a pool.) So a run that a signal interrupts does not wait for open requests.
 
-httpx is not used: huggingface_hub 1 brings httpx and huggingface_hub 2 brings httpx2, and neither limits the
-time of a whole request.
+This file does not use httpx, because huggingface_hub 1 installs httpx but huggingface_hub 2 installs httpx2,
+and because neither of the two can limit the time of a whole request.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _STOPPING = {
     404: "there is no such model or URL",
 }
 _PASSING = frozenset({408, 409, 425, 429})
-_INVALID = frozenset({400, 422})  # the status if the server does not know a field
+_INVALID = frozenset({400, 422})  # statuses of a server that does not know a field of the request
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
-_MOST_BYTES = 1 << 25  # of an answer; 64 completions of 32,768 tokens have fewer
-_MOST_SEARCHED = 2000  # characters of an error's text
-_MOST_SHOWN = 200  # characters of what a server says, in a message
+_MOST_BYTES = 1 << 25  # of an answer; even 64 completions of 32,768 tokens are smaller
+_MOST_SEARCHED = 2000  # characters of a server's error text that are searched for field names
+_MOST_SHOWN = 200  # characters of a server's text that an error message quotes
 
 
 class UnusableAnswer(ValueError):
@@ -55,7 +55,7 @@ class UnusableAnswer(ValueError):
 
 
 class _Refused(Exception):
-    """The server answered with another status than 2xx."""
+    """The server answered with a status that is not 2xx."""
 
     def __init__(self, status: int, text: str, retry_after: str) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Endpoint:
     concurrency: int
     recipe_key: str  # error messages name this key of the recipe
     first_pause_seconds: float = _FIRST_PAUSE_SECONDS
-    refused: set[str] = field(default_factory=set)  # fields that are no longer sent, see ask_all
+    refused: set[str] = field(default_factory=set)  # refused fields, which are no longer sent
 
     def ask_all(
         self,
@@ -84,12 +84,13 @@ class Endpoint:
         *,
         optional: Collection[str] = (),
     ) -> list[Answer | Failure]:
-        """Returns the answer to each request, in order, as `read` gives it; up to `concurrency` run at once.
+        """Sends one request for each of `bodies`; returns what `read` makes of the answers, in order.
 
-        `read` raises UnusableAnswer if the client must ask again. If the server refuses a request and names
-        `optional` fields, the client repeats the request without these fields. If the repeated request
-        succeeds, the client adds the fields to `refused` and sends them no more. Raises RunError when no
-        request can succeed.
+        A request that fails gives a Failure. At most `concurrency` requests run at once. `read` raises
+        UnusableAnswer if the client must ask again. If the server refuses a request and its error text names
+        some of the `optional` fields, the client repeats the request without these fields. If that succeeds,
+        the client never sends them again. Raises RunError if the server's status means that no request can
+        succeed.
         """
         futures: list[Future[Answer | Failure]] = [Future() for _ in bodies]
         waiting: queue.SimpleQueue[tuple[Future[Answer | Failure], Mapping[str, Any]]] = queue.SimpleQueue()
@@ -130,7 +131,7 @@ class Endpoint:
             try:
                 return read(self._post(path, {"model": self.model, **body}))
             except _Refused as error:
-                # Redacted before it is cut, so that no part of the key is left at the end.
+                # The key is replaced before the cut, which could leave a part of the key.
                 text = self._redacted(error.text)[:_MOST_SEARCHED]
                 reason = f"HTTP {error.status}: {' '.join(text.split())[:_MOST_SHOWN]}"
                 if error.status in _STOPPING:
@@ -146,7 +147,7 @@ class Endpoint:
                     return answer
                 if error.status < 500 and error.status not in _PASSING:
                     return Failure(reason=f"{self.url}: {reason}")
-                with contextlib.suppress(ValueError):  # a date instead of seconds is ignored
+                with contextlib.suppress(ValueError):  # Retry-After may be a date, which is ignored
                     pause = max(pause, float(error.retry_after))
             except (OSError, http.client.HTTPException, UnusableAnswer) as error:
                 reason = self._redacted(one_line(error))[:_MOST_SHOWN]
@@ -163,17 +164,17 @@ class Endpoint:
         return _Exchange(request, self.timeout_seconds).answer()
 
     def _redacted(self, text: str) -> str:
-        """Replaces the API key in a server's text; quoted text may have backslashes in the key."""
+        """Replaces the API key in a server's text, also if quoting has put backslashes into the key."""
         if self.api_key is None:
             return text
         return re.sub("".join(rf"\\*{re.escape(character)}" for character in self.api_key), "[API key]", text)
 
 
 class _Exchange(threading.Thread):
-    """A request and its answer within one time: looking the host up, connecting, sending, reading, parsing.
+    """A request and its answer with one time limit: finding the host, connecting, sending, reading, parsing.
 
-    This is a thread of its own, because nothing else ends a wait for the name of a host, and because the
-    timeout of a socket limits each wait for a packet: a server that sends byte after byte never exceeds it.
+    The exchange has its own thread, because the search for a host's address cannot be interrupted, and
+    because a socket's timeout limits only the wait for each packet: a slow server may send for hours.
     """
 
     def __init__(self, request: urllib.request.Request, seconds: float) -> None:
@@ -212,14 +213,14 @@ class _Exchange(threading.Thread):
                 raise UnusableAnswer(f"the answer has more than {_MOST_BYTES:,} bytes")
             try:
                 self._parsed = json.loads(self._content)
-            except (ValueError, RecursionError):  # RecursionError: brackets in brackets in brackets
+            except (ValueError, RecursionError):  # RecursionError: JSON that is nested too deep
                 raise UnusableAnswer("the answer is not JSON") from None
-        except Exception as error:  # `answer` raises it in the thread that waits
+        except Exception as error:  # `answer` raises the error in the thread that waits
             self._failure = error
 
 
 class _AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Passes every answer on. So redirects are not followed, and the API key goes to no other server."""
+    """Accepts every status. So no redirect is followed, and the API key is sent to no other server."""
 
     def http_response(self, request: urllib.request.Request, response: Any) -> Any:
         return response
@@ -245,7 +246,7 @@ class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
     def _connection(self, kind: Callable[..., Any], host: str, **options: Any) -> Any:
         connection = kind(host, **options)
-        connection.response_class = self._response  # called when a request is sent
+        connection.response_class = self._response  # called with the socket, before reading
         return connection
 
     def _response(self, connected: socket.socket, **options: Any) -> http.client.HTTPResponse:
@@ -257,7 +258,7 @@ class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     def end(self) -> None:
         self._is_over = True
         for connected in self._sockets:
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # the connection has ended already
                 connected.shutdown(socket.SHUT_RDWR)
 
 
@@ -267,10 +268,10 @@ def _tls() -> ssl.SSLContext:
 
 
 def api_key(variable: str | None, recipe_key: str) -> str | None:
-    """Returns an environment variable's content. Raises RunError when it is not set or cannot be a key."""
+    """Returns the API key from the environment. Raises RunError if `variable` is not set or holds no key."""
     if variable is None:
         return None
-    value = os.environ.get(variable, "").strip()  # a key that was read from a file ends in a newline
+    value = os.environ.get(variable, "").strip()  # a key that the shell read from a file may end in a newline
     if not value:
         raise RunError(f"{recipe_key}: environment variable {variable} is not set; set it to the API key")
     if not (value.isascii() and value.isprintable()):

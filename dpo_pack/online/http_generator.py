@@ -1,9 +1,9 @@
-"""Completions from a server with OpenAI's /completions: vLLM, SGLang, llama.cpp and others.
+"""Completions from a server that has OpenAI's HTTP interface /completions: vLLM, SGLang, llama.cpp, others.
 
 The generator sends prompts as token ids, so the server continues exactly the tokens that training uses. The
 server answers with text, and the generator tokenises the text. If the server reports that the model ended the
-completion, the generator adds the end token. Nothing updates the server's weights: the policy of step 0
-writes all completions, and the staleness of a completion is counted from step 0.
+completion, the generator adds the end token. Training does not update the server's weights. So the policy of
+step 0 writes all completions, and a completion that is used at step n is n steps old.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dpo_pack.online.endpoint import Endpoint, UnusableAnswer
 from dpo_pack.online.interface import Completion, Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings
 
-# These values do not change the model's distribution. If a request lacks them, the server may change the
-# distribution: vLLM uses the generation config that came with the model, llama.cpp uses its default filters.
+# With these values the server draws from the model's own distribution. If a request lacks them, vLLM uses
+# the values of the model's generation config and llama.cpp its own defaults; these may filter tokens.
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -83,8 +83,8 @@ class HttpGenerator:
         if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
             raise UnusableAnswer("a choice without text")
         text, is_finished = str(choice["text"]), choice.get("finish_reason") == "stop"
-        # vLLM names the field stop_reason, SGLang names it matched_stop. The field is a stop string or the id
-        # of a stop token. The text contains neither of the two.
+        # The stop string, or the id of the stop token, that ended the completion. vLLM calls this field
+        # stop_reason, SGLang matched_stop. The completion's text does not contain the stop string or token.
         stopped_by = choice.get("stop_reason", choice.get("matched_stop"))
         end = stopped_by if isinstance(stopped_by, str) else ""
         try:
@@ -101,7 +101,7 @@ class HttpGenerator:
         return Completion(ids=np.array(ids, dtype=np.int32), text=text, is_finished=is_finished)
 
     def _end_token(self, stopped_by: Any) -> list[int]:
-        """Returns the token that the server names; if it names none, EOS (if the tokenizer has EOS)."""
+        """Returns [the end token that the server names], else [EOS], or [] if the tokenizer has no EOS."""
         if not isinstance(stopped_by, int) or isinstance(stopped_by, bool):
             return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         if not 0 <= stopped_by < len(self.tokenizer):

@@ -20,7 +20,7 @@ from dpo_pack.data.splits import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draw:
-    """A prompt to answer. `number` counts the draws of a run from 0; the random numbers depend on it."""
+    """A prompt to answer. `number` counts a run's draws from 0; random numbers of sampling depend on it."""
 
     number: int
     prompt_index: int  # position in the training prompts
@@ -58,11 +58,11 @@ class Generator(Protocol):
     """Answers prompts."""
 
     def generate(self, draws: Sequence[Draw]) -> list[tuple[Completion, ...] | Failure]:
-        """Returns each draw's completions. Random numbers depend only on the draw's number and the seed."""
+        """Returns each draw's completions. Their random numbers depend only on its number and the seed."""
         ...
 
     def weights_step(self, step: int) -> int:
-        """Returns how many optimizer steps had changed the weights that answer prompts at `step`."""
+        """Returns after how many optimizer steps the weights were taken that answer prompts at `step`."""
         ...
 
 

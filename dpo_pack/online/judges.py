@@ -1,4 +1,4 @@
-"""Judges that load no model in this process: your own function, a server's model, and a sum of judges.
+"""Judges that load no model in this process: your own function, a server's model, a weighted sum of judges.
 
 Legend: n completions of a prompt.
 """
@@ -53,7 +53,7 @@ class FunctionJudge:
 
     A prompt is text, or a list of messages if the data is conversational. The completions of one prompt
     follow one another. If the function returns `None` or a number that is not finite, the prompt fails. If a
-    call raises an error, the judge repeats the call, then calls the function for each prompt alone.
+    call raises an error, the judge repeats it up to `retries` times, then does so for each prompt alone.
     """
 
     name: str  # module:function
@@ -133,8 +133,8 @@ class LlmJudge:
     """Asks a server's model which of two completions is better. Scores are in [0, 1].
 
     Models favour the answer that is shown first (Zheng et al. 2023, arXiv 2306.05685). So the judge compares
-    each pair of completions in both orders. A completion's score is the part of its comparisons that it wins.
-    If a model looks only at the order, both completions score one half, a tie.
+    each pair of completions in both orders. A completion's score is the fraction of its comparisons that it
+    wins. If a model looks only at the order, both completions score one half, a tie.
     """
 
     endpoint: Endpoint
@@ -182,7 +182,7 @@ class LlmJudge:
 
 
 def _mean_wins(wins: Scores) -> Scores:
-    """Averages [n, n] wins over j != i -> [n]. wins[i, j]: the part of comparisons with j that i wins."""
+    """Returns [n] means of the rows of [n, n], without the diagonal. wins[i, j]: fraction won against j."""
     others = ~np.eye(len(wins), dtype=bool)
     means: Scores = np.array([line[other].mean() for line, other in zip(wins, others, strict=True)])
     return means

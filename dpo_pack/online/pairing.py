@@ -1,7 +1,8 @@
 """Makes preference pairs from the completions of one prompt and their scores.
 
 A method is a function that proposes pairs (better, worse) as positions. `make_pairs` then drops the pairs
-whose scores are too close. A new method needs a function, a line in METHODS and its name in recipe/online.py.
+whose scores differ too little. A new method needs a function, a line in METHODS and its name in
+recipe/online.py.
 
 Legend: n completions of a prompt.
 """
@@ -34,9 +35,9 @@ class Pairing:
     """The pairs of one prompt, and the numbers of ties and duplicates that are not among them."""
 
     pairs: tuple[Position, ...]
-    scores: Scores  # [n] after the penalty
-    num_ties: int  # proposed pairs whose scores are too close
-    num_duplicates: int  # completions that equal an earlier one
+    scores: Scores  # [n] missing_eos_penalty is already subtracted
+    num_ties: int  # proposed pairs whose scores differ by min_margin or less
+    num_duplicates: int  # completions with the same tokens as an earlier one
 
 
 def make_pairs(

@@ -55,7 +55,8 @@ def run_phase(
 def score_answers(
     draws: Sequence[Draw], answers: Sequence[tuple[Completion, ...] | Failure], judge: Judge
 ) -> list[tuple[Rollout | None, Scores | Failure]]:
-    """Returns each draw's rollout (None if the generator failed) and its scores or the failure."""
+    """Returns (rollout, scores) for each draw; (None, Failure) if the generator failed, (rollout, Failure)
+    if the judge failed."""
     rollouts = [
         None if isinstance(answer, Failure) else Rollout(draw=draw, completions=answer)
         for draw, answer in zip(draws, answers, strict=True)
@@ -75,17 +76,17 @@ def score_answers(
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Counts over the run so far. Every prompt is in one of `paired`, `unpaired` and the two failures."""
+    """Counts over the run so far. A prompt counts once: as paired, unpaired, or one of the two failures."""
 
     prompts: int = 0
     paired: int = 0  # prompts with at least one pair
-    unpaired: int = 0  # prompts without a pair: their completions are equal, or the scores too close
+    unpaired: int = 0  # prompts without a pair: the completions are equal, or scores differ too little
     generator_failures: int = 0
     judge_failures: int = 0
     pairs: int = 0
     ties: int = 0
     duplicates: int = 0
-    stale_pairs: int = 0  # dropped pairs: they had waited for more steps than allowed
+    stale_pairs: int = 0  # pairs dropped because they were older than max_staleness_steps
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         self.prompts += len(outcomes)
@@ -104,9 +105,10 @@ class Tally:
 
 
 def phase_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Returns averages over the completions of a phase; empty if every prompt failed.
+    """Returns averages over the completions of a phase; {} if every prompt failed.
 
-    The missing-EOS penalty is subtracted from the scores. `best` and `worst` are means over prompts.
+    The missing-EOS penalty is already subtracted from the scores. `online/scores_best` is the mean, over
+    prompts, of the highest score of a prompt; `online/scores_worst` is the mean of the lowest.
     """
     rollouts = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
     scores = [outcome.pairing.scores for outcome in outcomes if outcome.pairing is not None]
@@ -143,7 +145,7 @@ class PendingPair:
 
 
 def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingPair]:
-    """Returns the pairs of a phase, prompt by prompt."""
+    """Returns the pairs of a phase in the order of its prompts."""
     pairs = []
     for outcome in outcomes:
         if outcome.rollout is None or outcome.pairing is None:
@@ -164,13 +166,13 @@ def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingP
 
 
 def pair_table(pairs: Sequence[PendingPair]) -> PairTable:
-    """Puts the pairs into a table in memory, with the same type as a table of pairs on disk."""
+    """Returns the pairs as a table in memory, of the same type as a table of pairs on disk."""
     joined = join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))
     return PairTable.of([TokenStore(tokens=joined.tokens, records=joined.records)])
 
 
 def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
-    """Returns the pairs as tensors only, because checkpoints are read without unpickling other objects."""
+    """Returns the pairs as tensors, because checkpoints are read without unpickling any other objects."""
     parts = [part for pair in pairs for part in (pair.ids.prompt, pair.ids.chosen, pair.ids.rejected)]
     return {
         "tokens": torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int32), *parts])),
@@ -182,7 +184,7 @@ def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
 
 
 def load_pending(state: dict[str, Any]) -> list[PendingPair]:
-    """Restores the pairs from a `pending_state`."""
+    """Returns the pairs that `pending_state` has turned into `state`."""
     ends = np.cumsum(state["lengths"].numpy())
     parts = np.split(state["tokens"].numpy(), ends)
     columns = (state[name].tolist() for name in ("prompt_indices", "margins", "weights_steps"))
@@ -208,10 +210,10 @@ SCHEMA = pa.schema(
     [
         ("step", pa.int64()),  # optimizer steps that the policy had taken
         ("draw", pa.int64()),  # number of the prompt's draw in the run, from 0
-        ("row_number", pa.int64()),  # of the prompt in its source, from 1
+        ("row_number", pa.int64()),  # of the prompt in its data source, from 1
         ("prompt", pa.string()),
         ("completions", pa.list_(pa.string())),
-        ("scores", pa.list_(pa.float64())),  # after the missing-EOS penalty; null if there are none
+        ("scores", pa.list_(pa.float64())),  # minus the missing-EOS penalty; null if the prompt failed
         ("is_finished", pa.list_(pa.bool_())),
         ("failure", pa.string()),
         ("completion_ids", pa.list_(_IDS)),
@@ -229,7 +231,7 @@ class RolloutLog:
     directory: Path
 
     def write(self, phase: int, step: int, outcomes: Sequence[Outcome]) -> None:
-        """Writes the outcomes of phase number `phase`, from 0; replaces an older file. Raises CacheError."""
+        """Writes the outcomes of phase `phase`, from 0; replaces a file of that phase. Raises CacheError."""
         table = pa.Table.from_pylist([_logged(step, outcome) for outcome in outcomes], schema=SCHEMA)
         with written_aside(self.directory / f"part-{phase:06d}.parquet") as temporary:
             pq.write_table(table, temporary, write_page_checksum=True)
@@ -242,7 +244,7 @@ class RolloutLog:
 
 
 def _logged(step: int, outcome: Outcome) -> dict[str, Any]:
-    """Returns a row of SCHEMA."""
+    """Returns an outcome as a row of the file, with the columns of SCHEMA."""
     draw, rollout, pairing = outcome.draw, outcome.rollout, outcome.pairing
     completions = () if rollout is None else rollout.completions
     chosen, rejected = pairing.pairs[0] if pairing is not None and pairing.pairs else (None, None)

@@ -1,8 +1,9 @@
-"""A judge that is a sequence classifier with one output, on packed rows that hold each prompt once.
+"""A judge that scores with a sequence classifier with one output. Packed rows hold each prompt only once.
 
 The judge packs the classifier's rows as training packs the policy's rows. The score of a sequence is the
-classifier's output at the last token. A packed row gives hidden states only at positions that predict a
-token, so the judge appends one token to each sequence. Attention is causal, so this token changes no score.
+classifier's output at the last token. But a packed row gives hidden states only at positions that predict a
+token. So the judge appends a token to each sequence, which the last token predicts. Attention is causal, so
+the appended token changes no score.
 
 Legend: n completions of a prompt, S sequences of a row, D hidden size.
 """
@@ -39,13 +40,13 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelJudge:
-    """Scores with a classifier. A row has at most `token_budget` tokens, unless one prompt alone has more."""
+    """Scores with a classifier. A row may exceed `token_budget` tokens only if it has a single prompt."""
 
     backbone: CompletionLogps  # only its hidden states are used
     head: nn.Module  # [*, D] -> [*, 1]
     tokenizer: PreTrainedTokenizerBase
     token_budget: int
-    max_tokens: int | None  # the number of positions that the model knows; None: not known
+    max_tokens: int | None  # the number of positions that the model has; None: unknown
     device: torch.device
 
     @torch.no_grad()
@@ -63,7 +64,7 @@ class RewardModelJudge:
         return [ids if isinstance(ids, Failure) else next(in_order) for ids in tokenized]
 
     def _sequences(self, rollout: Rollout) -> list[TokenIds] | Failure:
-        """Returns [n] sequences: prompt and completion in the tokens of the classifier's tokenizer."""
+        """Returns n sequences (prompt + completion) in tokens of the classifier's tokenizer, or a Failure."""
         try:
             with bounded_template("mend the template of the reward model"):
                 texts = [self._text(rollout, completion) for completion in rollout.completions]
@@ -92,7 +93,7 @@ class RewardModelJudge:
         return prompt.text + completion.text + end
 
     def _rows(self, groups: Sequence[Sequence[Group]]) -> list[npt.NDArray[np.int64]]:
-        """Returns the prompts of each row. groups: the groups of each prompt."""
+        """Returns the indices of the prompts in each row. groups: by prompt, its sequences as Groups."""
         if self.backbone.backend is not None:
             tokens = [layout_row(of_prompt, share_prompt=True).num_tokens for of_prompt in groups]
             return pack_sequences_longest_first(np.array(tokens, dtype=np.int64), self.token_budget)
@@ -118,8 +119,8 @@ class RewardModelJudge:
 
 
 def as_groups(sequences: Sequence[TokenIds]) -> list[Group]:
-    """Appends a token to each of a prompt's sequences, and returns one group with all sequences. If the
-    first tokens of the sequences differ, returns one group for each sequence."""
+    """Appends a token to each of a prompt's sequences. Returns one Group, which holds the tokens that all
+    sequences begin with once. If not even the first token is common, returns one Group for each sequence."""
     shared = min(common_prefix_length(sequences), min(len(ids) for ids in sequences))
     appended = np.zeros(1, dtype=np.int32)
     if shared == 0:
@@ -202,9 +203,9 @@ def load_reward_model(
 
 @torch.no_grad()
 def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
-    """Proves, before the judge scores, that packed rows or padded batches do not change the scores.
+    """Proves on small rows, before the judge's first use, that packing or padding changes no score.
 
-    Raises UnsupportedModelError if the scores change.
+    Raises UnsupportedModelError if a score changes.
     """
     scorer, device = judge.backbone, judge.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -223,7 +224,7 @@ def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
 def _prove_scores(judge: RewardModelJudge) -> Proof:
     """Checks that the scores of prompts in one row equal transformers' scores of each sequence alone.
 
-    The check has the same bounds as the equivalence proof.
+    The allowed errors are those of the policy's proof, see `distance_from_stock`.
     """
     scorer, config = judge.backbone, judge.backbone.model.config.get_text_config()
     prompts = [

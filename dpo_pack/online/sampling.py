@@ -1,6 +1,6 @@
-"""Samples completions: the settings, the random numbers, a token from logits, the end of a completion.
+"""Parts of sampling: settings, random numbers, drawing a token from logits, finding a completion's end.
 
-The host makes all random numbers; the device makes none. Each token of each completion has a separate uniform
+The host draws all random numbers, the device none. Each token of each completion has a separate uniform
 number, which is a function of (seed, number of the prompt in the run, number of the completion, position).
 The sampled token is the first one at which the cumulative distribution is above that number. So a completion
 depends neither on the other sequences in the batch, nor on the rank, nor on other completions.
@@ -39,20 +39,21 @@ class SamplingSettings:
 def completion_uniforms(
     seed: int, draw_number: int, completion: int, num_tokens: int
 ) -> npt.NDArray[np.float64]:
-    """Returns [num_tokens] in [0, 1), a pure function of the arguments; more tokens only append numbers."""
+    """Returns [num_tokens] in [0, 1), a pure function of the arguments. The first n do not depend on
+    `num_tokens`."""
     # Raw bits of PCG64 are the same in all versions of numpy.
     stream = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(2, draw_number, completion)))
     return (stream.random_raw(num_tokens) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def completion_seed(seed: int, draw_number: int, completion: int) -> int:
-    """Returns a seed in [0, 2^63), a pure function, for an engine that draws its own random numbers."""
+    """Returns a seed in [0, 2^63) for an engine with its own random numbers; a function of the arguments."""
     state = np.random.SeedSequence(seed, spawn_key=(2, draw_number, completion)).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
 
 def draw_tokens(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> Tensor:
-    """Draws tokens: [B, V] logits, [B] float64 in [0, 1) -> [B] int64 tokens.
+    """Draws tokens: [B, V] logits, [B] float64 `uniforms` in [0, 1) -> [B] int64 tokens.
 
     Filters run in transformers' order: temperature, top_k, top_p (Holtzman et al. 2020, arXiv 1904.09751),
     min_p (Nguyen et al. 2024, arXiv 2407.01082).
@@ -66,7 +67,7 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) ->
     if settings.top_k is not None:
         ordered[:, settings.top_k :] = 0.0
     ordered /= ordered.sum(dim=-1, keepdim=True)
-    # A token stays if the sum of the likelier tokens is below top_p. So the likeliest token always stays.
+    # A token stays if all likelier tokens have together less than top_p. So the likeliest always stays.
     ordered = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= settings.top_p, 0.0)
     ordered = ordered.masked_fill(ordered < settings.min_p * ordered[:, :1], 0.0)
     places = _invert(ordered, uniforms)
@@ -74,9 +75,9 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) ->
 
 
 def _invert(masses: Tensor, uniforms: Tensor) -> Tensor:
-    """[B, V] unnormalised probabilities, [B] -> [B] positions where the cumulative sum exceeds `uniforms`.
+    """Returns [B]: the first position where the cumulative sum of `masses` exceeds `uniforms` x their sum.
 
-    A position with probability zero is never returned.
+    masses: [B, V] unnormalised probabilities. uniforms: [B]. No returned position has probability zero.
     """
     cumulative = masses.cumsum(dim=-1)
     targets = uniforms[:, None] * cumulative[:, -1:]
@@ -105,9 +106,9 @@ def completion_of(
     stop: Sequence[str],
     stop_end: int | None,
 ) -> Completion:
-    """Returns the completion in [L] tokens, up to its end token, without the padding that may follow.
+    """Returns the completion in `ids` [L]: the tokens up to its end, without padding that may follow.
 
-    `stop_end`: the number of tokens up to the end of a stop string; None if there is no stop string.
+    `ends`: end tokens. `stop_end`: the number of tokens up to the end of a stop string; None: none was found.
     """
     places = np.flatnonzero(np.isin(ids, sorted(ends)))
     eos_end = int(places[0]) + 1 if len(places) else None

@@ -44,7 +44,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
 from dpo_pack.training.batches import GlobalBatch, RowBuilder, global_batch
 
-# The run stops after this many successive phases without a pair. Otherwise it might ask for ever.
+# The run stops after this many successive phases without a pair, because otherwise it might never end.
 FRUITLESS_PHASES = 10
 
 
@@ -62,16 +62,16 @@ class OnlineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSettings:
-    """The settings that decide how a step's pairs lie in rows."""
+    """The settings that decide how the pairs of a step are put into rows."""
 
     plan: PlanSettings
     builder: Callable[[PairTable], RowBuilder]
     shape: ModelShape | None  # of the policy, to compute the FLOPs of rows; None: batches are padded
-    equal_rows: bool  # every rank has equally many rows, idle rows included
+    equal_rows: bool  # True: a rank with fewer rows than another adds idle rows (gradient 0)
 
 
 class OnlineSource:
-    """Hands out pairs of the policy's own completions, step by step. Its state is counts and the queue."""
+    """Yields a global batch for each step. The state for checkpoints is the counts and the queue of pairs."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class OnlineSource:
 
     @property
     def steps_fingerprint(self) -> str:
-        """A key of the data and the settings, which decide the order in which prompts are drawn."""
+        """A hash of the data and the settings, because both decide the order in which prompts are drawn."""
         return content_key([self.data.fingerprint, asdict(self.settings)])
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -123,10 +123,10 @@ class OnlineSource:
             yield self._batch(pairs, metrics, step)
 
     def prepare_next(self) -> None:
-        """Does nothing, because the policy writes the next pairs after this step's update."""
+        """Does nothing, because the policy can write the next pairs only after this step's update."""
 
     def _refill(self, step: int) -> dict[str, float]:
-        """Runs phases until the queue holds a step's pairs; returns averages of the latest phase, if any."""
+        """Runs phases until the queue holds a step's pairs; returns averages of the last, or {}."""
         self._drop_stale(step)
         metrics: dict[str, float] = {}
         num_fruitless = 0
@@ -177,7 +177,8 @@ class OnlineSource:
         bound = self.settings.max_staleness_steps
         if bound is None:
             return
-        # Else no phase could fill the queue. recipe/schema.py refuses such a bound for a server's weights.
+        # Otherwise new pairs would be dropped at once. A server's weights get older with each step, but
+        # recipe/schema.py refuses a bound that they would exceed.
         assert step - self.generator.weights_step(step) <= bound
         fresh = [pair for pair in self.pending if step - pair.weights_step <= bound]
         self.tally.stale_pairs += len(self.pending) - len(fresh)
@@ -209,7 +210,7 @@ class OnlineSource:
             real_tokens=lengths.row_tokens(share_prompt=builder.is_packed and builder.share_prompt),
             epoch=self.num_draws / len(self._order),
         )
-        # Other code names a pair by its row in data.train. Here this is the row of the pair's prompt.
+        # Other code expects the pairs' positions in data.train. Here these are positions of their prompts.
         prompt_indices = np.array([pair.prompt_index for pair in pairs], dtype=np.int64)
         staleness = np.array([step - pair.weights_step for pair in pairs])
         return replace(
@@ -236,17 +237,17 @@ class OnlineSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after the latest batch that was handed out."""
+        """Restores the state. Iteration then continues after the last batch before `state_dict`."""
         self.next_step = int(state["next_step"])
         self.num_draws = int(state["num_draws"])
         self.num_phases = int(state["num_phases"])
         self.tally = Tally(**state["tally"])
         self.pending = load_pending(state["pending"])
-        self._set_order(0)  # `_batch` needs the length of an epoch
+        self._set_order(0)  # `_batch` needs the number of prompts in an epoch
 
 
 def _fruitless(step: int, outcomes: list[Outcome], num_prompts: int) -> str:
-    """Returns the message that says why there are no pairs, with a remedy."""
+    """Returns an error message that says why the phases gave no pairs, and a remedy."""
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     asked = f"step {step + 1}: {FRUITLESS_PHASES} times {num_prompts} prompts gave no pair"
     if failures:

@@ -1,7 +1,7 @@
 """The policy answers prompts on the training device, with transformers' `generate`.
 
-The module that trains also generates, so no weight is loaded or copied. While the module generates, its
-attention is a stock kernel, it has a cache, and it does not recompute activations. Afterwards the module is
+The module that trains also generates, so no weight is loaded or copied. While it generates, the module uses
+transformers' own attention and a KV cache, and it does not recompute activations. Afterwards the module is
 set up for training again.
 
 Legend: B sequences of a batch, n completions of a prompt.
@@ -40,7 +40,8 @@ from dpo_pack.online.sampling import (
 class TransformersGenerator:
     """Draws n completions for each prompt from the current policy.
 
-    `token_budget` limits the cache of a batch: sequences x (longest prompt + max_new_tokens).
+    The KV cache of a batch, sequences x (longest prompt + max_new_tokens), has at most `token_budget` tokens
+    (a batch of one sequence may have more).
     """
 
     policy: CompletionLogps
@@ -80,7 +81,7 @@ class TransformersGenerator:
 
     @torch.no_grad()
     def _complete(self, sequences: Sequence[tuple[Draw, int]], ends: set[int]) -> list[Completion]:
-        sampling, pad = self.sampling, 0  # masked everywhere; a tokenizer's own id may be one too many
+        sampling, pad = self.sampling, 0  # masked; the tokenizer's pad id may be too large for the model
         prompts = [torch.tensor(draw.prompt.ids, dtype=torch.int64) for draw, _ in sequences]
         ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")  # [B, longest]
         ones = [torch.ones_like(prompt) for prompt in prompts]
@@ -97,7 +98,7 @@ class TransformersGenerator:
                 attention_mask=mask.to(self.device),
                 generation_config=GenerationConfig(
                     max_new_tokens=sampling.max_new_tokens,
-                    do_sample=False,  # the logits processor draws, and leaves only one possible token
+                    do_sample=False,  # `drawing` draws, and leaves `generate` one possible token
                     use_cache=True,
                     pad_token_id=pad,
                     eos_token_id=sorted(ends) or None,
@@ -114,7 +115,7 @@ class TransformersGenerator:
 
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
-    """Sets up a training model for generation; afterwards, sets it up for training again."""
+    """In this `with` block, a model in training is set up for generation; afterwards for training again."""
     attention = model.config._attn_implementation
     config, model.generation_config = model.generation_config, GenerationConfig()
     training = [module for module in model.modules() if module.training]
@@ -164,7 +165,7 @@ class _StopStrings(StoppingCriteria):
         self.tokenizer = tokenizer
         self.stop = stop
         self.prompt_tokens = prompt_tokens
-        # In a byte-level vocabulary a character may take four tokens.
+        # Tokens to decode: in a byte-level vocabulary each character of a stop string may take four.
         self.tail_tokens = 4 * max(map(len, stop), default=0) + 4
         self.ends: list[int | None] = [None] * num_sequences  # number of tokens up to a stop string's end
 

@@ -1,8 +1,8 @@
-"""Completions from vLLM in this process: the start of vLLM, its weights and requests, and its proof.
+"""Completions from vLLM in this process: starts vLLM, gives it weights and prompts, checks its log-probs.
 
-If vLLM ran in another process, we would have to send it every weight before every phase. In this process,
-vLLM's loader reads the policy's own tensors. vLLM has its own copy of the weights and its own cache, and it
-does not change the policy. So training needs no preparation after a phase.
+If vLLM ran in another process, dpo-pack would have to send it all weights before every phase. In this
+process, vLLM's loader reads the policy's own tensors. vLLM has its own copy of the weights and its own cache,
+and it does not change the policy. So training needs no preparation after a phase.
 
 Legend: L tokens of a completion.
 """
@@ -38,7 +38,7 @@ from dpo_pack.system.memory import release_memory
 KEY = "online.generator.type"
 OTHERS = "use transformers, or http with a vLLM server"
 _INSTALL = "pip install 'dpo-pack[vllm]'"
-LOWEST_VERSION = (0, 29)  # the first version that can load our tensors; the pip extra needs it too
+LOWEST_VERSION = (0, 29)  # the first version that can load our tensors; pyproject.toml requires it too
 _MOST_SHOWN = 200  # characters of vLLM's own message
 
 
@@ -51,7 +51,7 @@ class VllmEngine:
     device: torch.device
 
     def take_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Loads weights, named as in a checkpoint; vLLM drops results that it computed with older weights.
+        """Loads weights, named as in a checkpoint, and empties the cache that older weights have filled.
 
         Raises ModelError with vLLM's own message.
         """
@@ -68,7 +68,7 @@ class VllmEngine:
     def answer(
         self, prompts: Sequence[npt.NDArray[np.int32]], options: Sequence[dict[str, Any]]
     ) -> list[Any]:
-        """Returns vLLM's CompletionOutput for each prompt. options: SamplingParams' arguments for each."""
+        """Returns vLLM's CompletionOutput for each prompt. options: arguments of SamplingParams."""
         from vllm import SamplingParams
 
         outputs = self.llm.generate(
@@ -139,8 +139,8 @@ def start_engine(
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=max_tokens,
                 gpu_memory_utilization=gpu_memory_utilization,
-                load_format="dummy",  # the policy's weights follow
-                model_impl="vllm",  # vLLM would rewrite transformers' classes, which the policy uses
+                load_format="dummy",  # random weights; `take_weights` loads the policy's
+                model_impl="vllm",  # otherwise vLLM rewrites transformers' classes, which the policy uses
                 generation_config="vllm",  # not the model's config: the recipe sets the sampling
                 enforce_eager=device.type == "cpu",
                 disable_log_stats=True,
@@ -161,9 +161,9 @@ def _module_of(model: nn.Module) -> str:
 
 
 def _pack_heads(model: nn.Module) -> None:
-    """Renews the packed copy of the output head; vLLM's CPU build computes with this copy.
+    """Renews the packed copy of the output head, with which vLLM's CPU build computes.
 
-    vLLM renews the copy when it loads a head. If the head is the embedding, vLLM loads no head.
+    vLLM itself renews the copy only when it loads a head. It loads none if the head is the embedding.
     """
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead":
@@ -195,7 +195,7 @@ def _unchanged_process() -> Iterator[None]:
 
 
 def _brief(error: Exception) -> str:
-    """vLLM's message in one line, without pydantic's frame and the list of all models that vLLM knows."""
+    """Returns vLLM's message in one line, without pydantic's frame and without the list of known models."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = text.rpartition("Value error, ")[2].partition(" [type=")[0]
     text = text.partition(". Supported architectures")[0]
@@ -207,7 +207,7 @@ def _brief(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmGenerator:
-    """Draws n completions for each prompt from the current policy. Each is a request with its own seed."""
+    """Draws n completions for each prompt from the current policy, each by a request with its own seed."""
 
     engine: VllmEngine
     policy: CompletionLogps
@@ -241,12 +241,12 @@ class VllmGenerator:
         if output.finish_reason not in ("stop", "length"):
             return Failure(reason=f"vLLM ended a completion with {output.finish_reason!r}")
         ids = np.array(output.token_ids, dtype=np.int32)
-        stop_end = len(ids) if isinstance(output.stop_reason, str) else None  # int: a token id
+        stop_end = len(ids) if isinstance(output.stop_reason, str) else None  # int: id of an end token
         return completion_of(ids, self.tokenizer, ends=ends, stop=self.sampling.stop, stop_end=stop_end)
 
 
 def sampling_options(sampling: SamplingSettings, seed: int, ends: set[int]) -> dict[str, Any]:
-    """Returns arguments of vLLM's SamplingParams. They list all end tokens, because vLLM's EOS is off."""
+    """Returns arguments of SamplingParams, with all end tokens, because `ignore_eos` turns vLLM's EOS off."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -268,7 +268,7 @@ def _of_one_prompt(results: Sequence[Completion | Failure]) -> tuple[Completion,
 
 # ------------------------------------------------------------------------------------------------------ proof
 
-# Nats, mean over tokens: rounding errors are well below (see docs/online.md), wrong weights far above.
+# The largest mean difference in nats a token. Rounding gives less (docs/online.md), wrong weights more.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _PROMPT_TOKENS = 64
 _WRITTEN_TOKENS = 32
@@ -287,8 +287,8 @@ def prove_agreement(
 
     vLLM, which has the policy's weights, continues the start of `prompt`, and the policy computes the
     log-probs of the new tokens too. Only this check finds a tensor that vLLM did not load. Returns the mean
-    difference in nats. Raises ModelError when the difference is larger than rounding in `dtype`, the dtype of
-    the activations, explains.
+    difference in nats. Raises ModelError if the difference is larger than rounding in `dtype` (the dtype of
+    the activations) can explain.
     """
     start = prompt[:_PROMPT_TOKENS]
     num_tokens = min(max_new_tokens, _WRITTEN_TOKENS)
@@ -304,7 +304,7 @@ def prove_agreement(
     theirs = torch.tensor(logps, dtype=torch.float64)  # [L] before temperature
     ours = _policy_logps(policy, Group(context=start, completions=(written,)), device)  # [L]
     difference = float((ours - theirs).abs().mean())
-    if not difference <= TOLERANCES[dtype]:  # also where it is NaN
+    if not difference <= TOLERANCES[dtype]:  # `not <=` is true for NaN, too
         raise ModelError(
             f"{KEY}: vLLM's log-probs differ from the policy's by {difference:.2g} nats a token; rounding "
             f"explains only {TOLERANCES[dtype]:g}. So vLLM does not compute this model as training does; use "

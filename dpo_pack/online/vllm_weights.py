@@ -23,14 +23,14 @@ from dpo_pack.model.lora import plain_name
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-_LAYER = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.)")  # up to the first number: model.layers.3
+_LAYER = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.)")  # a name up to its first number, such as model.layers.3
 
 
 @torch.no_grad()
 def checkpoint_tensors(model: PreTrainedModel, *, has_adapter: bool) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) of all parameters and persistent buffers; tied tensors come once.
 
-    A tensor that no adapter changes lies in the model's memory, so read it before the next training step.
+    A tensor that no adapter changes is no copy but the model's own, so read it before the next training step.
     """
     adapted = _adapted_layers(model) if has_adapter else {}
     for layer, named in groupby(_untied(model).items(), key=lambda item: _layer_of(item[0])):
@@ -77,7 +77,7 @@ def _merged(layers: Sequence[Any]) -> Iterator[None]:
     before = [(parameter, parameter.data) for base in bases for parameter in base.parameters(recurse=False)]
     try:
         for layer in layers:
-            layer.merge(safe_merge=True)  # into a copy
+            layer.merge(safe_merge=True)  # peft writes the sum into a new tensor
         yield
     finally:
         for parameter, data in before:

@@ -1,8 +1,9 @@
-"""Evaluation of an online run: on held-out prompts, the current policy plays against the starting policy.
+"""Evaluation of an online run: compares the current policy with the starting policy on held-out prompts.
 
 Both policies write one completion for each prompt, with the same random numbers. The judge scores the two
-completions together. So an unchanged policy wins exactly half, and each difference is between answers to the
-same prompt. The ranks divide the prompts, and every rank gets the metrics over all prompts.
+completions together, so each difference is between answers to the same prompt. An unchanged policy writes the
+same answers; these are ties, and its win rate is exactly one half. The ranks divide the prompts, and every
+rank gets the metrics over all prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class WinRate:
     def __init__(
         self, sets: Mapping[str, Sequence[Prompt]], generator: Generator, judge: Judge, *, seed: int
     ) -> None:
-        """Create the object before the first step. `generator` writes one completion for each prompt."""
+        """Lets the starting policy answer all prompts, so call this before the first step."""
         self.generator = generator
         self.judge = judge
         self.seed = seed  # for the intervals
@@ -55,7 +56,7 @@ class WinRate:
         return [None if isinstance(result, Failure) else result[0] for result in results]
 
     def _play(self, openings: Sequence[tuple[Draw, Completion | None]]) -> list[Game | None]:
-        """Returns a game for each (prompt, starting policy's answer); None if something failed."""
+        """Lets the current policy answer, and the judge score both answers; None where one of them failed."""
         draws = [draw for draw, _ in openings]
         both = [
             Failure(reason="no answer") if first is None or now is None else (first, now)

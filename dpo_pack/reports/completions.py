@@ -12,15 +12,15 @@ from rich.text import Text
 from dpo_pack.system.output import printable
 
 _NARROWEST = 24  # columns of a completion; in less room, completions stand below each other
-_MOST_OF_PROMPT = 300  # characters: the end of a prompt says what is asked
+_MOST_OF_PROMPT = 300  # characters; the end is kept, because it says what is asked
 
 
 def render_completions(
     prompts: Sequence[tuple[str, str]], completions: Mapping[str, Sequence[str]], console: Console
 ) -> None:
-    """Prints each prompt (where it comes from, its text) and below it a column for each model.
+    """Prints each prompt and below it the completions, in a column for each model.
 
-    `completions`: by the name of the model, the text for each prompt.
+    prompts: (source, text). completions: model name -> a text for each prompt.
     """
     is_wide = console.width // max(len(completions), 1) >= _NARROWEST
     for number, (source, prompt) in enumerate(prompts):

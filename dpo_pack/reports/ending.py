@@ -32,7 +32,7 @@ def print_ending(
     warnings: Sequence[str],
     console: Console,
 ) -> None:
-    """Prints the ending of a finished run. `evaluation`: of the model that is left, by held-out set."""
+    """Prints the ending of a finished run. `evaluation`: metrics of its final model, by held-out set."""
     if console.quiet:
         return
     _print_learned(_first_evaluation(run.metrics), evaluation, console)
@@ -71,7 +71,7 @@ def _print_learned(
 
 
 def _first_evaluation(metrics: Path) -> dict[str, dict[str, Any]]:
-    """Returns the metrics before the first step, by held-out set; {} if metrics.jsonl begins later."""
+    """Returns the metrics before the first step, by held-out set; {} if metrics.jsonl has none."""
     found = {}
     with metrics.open(encoding="utf-8") as lines:
         for line in lines:
@@ -92,7 +92,7 @@ def _print_samples(run: RunDir, console: Console) -> None:
 
 
 def _program() -> str:
-    """Returns how a user calls dpopack here: by its path if the shell does not find it."""
+    """Returns the word that starts dpopack in a shell: its path, if PATH does not have it."""
     called = sys.argv[0]
     if shutil.which("dpopack") is None and Path(called).name == "dpopack":
         return shlex.quote(called)

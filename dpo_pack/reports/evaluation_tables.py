@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dpo_pack.reports.tables import Cells, terminal_table
 
-if TYPE_CHECKING:  # these modules import torch, and the page of a run needs only the texts of this one
+if TYPE_CHECKING:  # these modules import torch; run pages use this file without torch
     from dpo_pack.run.evaluation import Comparison
     from dpo_pack.training.held_out import HeldOutResult
 
@@ -20,7 +20,7 @@ METRIC_NAMES = {
     "kl/chosen": "log-ratio of chosen",
     "kl/rejected": "log-ratio of rejected",
 }
-# Short names of LENGTH_BUCKETS, for 80 columns.
+# Short names of LENGTH_BUCKETS (chosen tokens / rejected tokens), so that tables fit 80 columns.
 RATIO_NAMES = {
     "chosen_under_half": "below 1/2",
     "chosen_shorter": "to 1/1.1",
@@ -72,7 +72,7 @@ def render_comparisons(
 
 
 def _print_parts(record: Mapping[str, Any], console: Console, *, sign: str) -> None:
-    """Prints accuracy and margin for each source and each length ratio."""
+    """Prints accuracy and margin for each source and for each range of length ratios."""
     for breakdown, words in BREAKDOWNS.items():
         cells = part_cells(record, breakdown, sign=sign)
         if cells.rows:
@@ -81,7 +81,7 @@ def _print_parts(record: Mapping[str, Any], console: Console, *, sign: str) -> N
 
 
 def part_cells(record: Mapping[str, Any], breakdown: str, *, sign: str = "") -> Cells:
-    """Returns accuracy and margin of the parts of an evaluation; `breakdown` is a key of BREAKDOWNS."""
+    """Returns accuracy and margin by source or by length ratio; `breakdown` is a key of BREAKDOWNS."""
     rows = [
         (
             RATIO_NAMES[part] if breakdown == "by_length" else part,
@@ -97,7 +97,7 @@ def part_cells(record: Mapping[str, Any], breakdown: str, *, sign: str = "") -> 
 def estimate(summary: Mapping[str, Any], metric: str, *, sign: str = "") -> tuple[str, str]:
     """Returns mean and interval as texts. With `sign` "+", positive numbers have a sign too.
 
-    A number that is not finite is null in metrics.jsonl; the texts are empty then.
+    The texts are empty if a number is null, which metrics.jsonl has for a number that is not finite.
     """
     low, high = summary.get("intervals", {}).get(metric) or (None, None)
     if None in (summary.get(metric), low, high):

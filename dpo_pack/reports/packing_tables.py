@@ -20,7 +20,7 @@ _KINDS = {
     "merged": ("magenta", "#", "█", "pairs of one prompt, merged"),
     "padding": ("bright_black", ".", "·", "padding"),
 }
-# The first key figure compares with padded micro-batches of this size, TRL's default.
+# The first key figure compares with padded micro-batches of so many pairs, TRL's default.
 _KEY_MICROBATCH_PAIRS = 8
 
 
@@ -75,7 +75,7 @@ def layout_sentence(report: PackingReport) -> str:
 
 
 def head_sentence(ours: PackingStatistics) -> str:
-    """Returns a sentence about the positions that the output head skips."""
+    """Returns a sentence about the positions for which the output head is not computed."""
     skipped = 1 - ours.head_tokens / ours.computed_tokens
     positions = f"{ours.head_tokens:,} of {ours.computed_tokens:,} positions"
     return f"The output head sees completions only: {positions}, {skipped:.1%} saved."
@@ -206,13 +206,13 @@ def left_out_cells(report: PackingReport) -> Cells:
 
 
 def draw_bars(counts: Sequence[int], *, bars: str = _BARS) -> str:
-    """Returns one character for each bin, by its part of the largest count. Only an empty bin is blank."""
+    """Returns a bar (character) for each bin, in proportion to the largest count. An empty bin is blank."""
     tallest = max(counts)
     return "".join(bars[-(-count * len(bars) // tallest) - 1] if count else " " for count in counts)
 
 
 def drawn_kinds(rows: Sequence[DrawnRow]) -> list[tuple[str, str]]:
-    """Returns the kinds of segments in the drawn rows, with their full names."""
+    """Returns the kinds of segments (keys of _KINDS) in the drawn rows, with their full names."""
     drawn = {segment.kind for row in rows for segment in row.segments}
     return [(kind, name) for kind, (*_, name) in _KINDS.items() if kind in drawn]
 
@@ -225,9 +225,9 @@ def segments(row: DrawnRow) -> list[tuple[str, int]]:
 def draw_rows(
     title: str, rows: Sequence[DrawnRow], console: Console, *, names: Sequence[str] | None = None
 ) -> None:
-    """Prints rows as bars with one scale; a segment keeps its position in the row.
+    """Prints rows as bars with the same scale. The parts of a bar are the row's segments, in their order.
 
-    names: what stands beside each row; by default its number of pairs.
+    names: a label for each row; by default its number of pairs.
     """
     symbol = 1 if console.options.ascii_only else 2
     cells = {kind: style[symbol] for kind, style in _KINDS.items()}

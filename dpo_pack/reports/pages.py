@@ -1,4 +1,4 @@
-"""Renders reports as HTML pages from templates/. A page is one file and loads nothing."""
+"""Renders reports as HTML pages from templates/. A page is one file and loads no other file."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def pairs_page(shown: ShownRecipe) -> str:
 
 
 def write_run_page(paths: Sequence[Path], target: Path) -> None:
-    """Writes the page of the runs in `paths`. Raises RunError if a path holds none, and CacheError."""
+    """Writes the page of the runs in `paths`. Raises RunError if a path has no run; CacheError (disk)."""
     write_text_atomically(target, run_page(paths))
 
 
 def run_page(paths: Sequence[Path]) -> str:
-    """Returns the page of the runs in `paths`, side by side. Raises RunError if a path holds none."""
+    """Returns the page that compares the runs in `paths`. Raises RunError if a path has no run."""
     names = run_files.run_names(paths)
     runs = [run_files.read_run(path, name) for path, name in zip(paths, names, strict=True)]
     assets = files("dpo_pack.reports") / "assets"

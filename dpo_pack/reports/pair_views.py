@@ -1,4 +1,4 @@
-"""Pairs as the model will meet them: sentences for the terminal and the page, and what the terminal shows."""
+"""Shows pairs as the model gets them: sentences for terminal and HTML page, and the terminal's output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports torch
     from dpo_pack.run.show import PackedRow, ShownPair, ShownRecipe
 
 _MOST_COLUMNS = 120
-# The terminal shows so many tokens at the beginning and at the end of a longer part.
+# The terminal shows only so many tokens at the beginning and at the end of a long prompt or completion.
 _SHOWN_TOKENS = {"prompt": (60, 60), "completion": (120, 40)}
 _SHOWN_CUT_TOKENS = (12, 12)
 _SHOWN_CHARACTERS = (240, 60)  # of a value in a row that is left out
@@ -32,15 +32,15 @@ _COLOURS = {"prompt": "blue", "chosen": "green", "rejected": "red"}
 
 
 class _Marks(NamedTuple):
-    """What stands between and after tokens."""
+    """Marks that the terminal shows between tokens."""
 
-    between: str  # two tokens; "" if colour shows it
-    newline: str
+    between: str  # between two tokens; "" if underlining shows the border
+    newline: str  # for a line break in a token
     differs: str  # before the first token that chosen and rejected do not share
 
 
 def render_pairs(shown: ShownRecipe, console: Console, *, lists_dropped: bool = False) -> None:
-    """Prints the report. No line is wider than the terminal, and never wider than 120 columns."""
+    """Prints the report in lines that are at most as wide as the terminal, and at most 120 columns."""
     has_colour = console.color_system is not None and not console.no_color
     ascii_only = console.options.ascii_only
     marks = _Marks(
@@ -171,7 +171,7 @@ def row_sentence(row: PackedRow) -> str:
 
 
 def row_cells(row: PackedRow) -> Cells:
-    """Returns the tokens of each pair of the drawn row."""
+    """Returns the numbers of tokens of each pair in the drawn row, by kind."""
     kinds = ("prompt", "chosen", "rejected")
     rows = []
     for pair in row.pairs:
@@ -200,12 +200,12 @@ def prompt_tokens(pair: ShownPair) -> list[Token]:
 
 
 def num_shared_completion(pair: ShownPair) -> int:
-    """Returns the number of first tokens that both completions have."""
+    """Returns with how many common tokens the two completions begin."""
     return pair.num_shared - sum(not token.is_cut for token in pair.chosen if token.part == "prompt")
 
 
 def row_text(content: Any) -> list[tuple[str, str]]:
-    """Returns the columns of a row as names and texts. What is no row is one text without a name."""
+    """Returns (name, text) of each column of a row; ("", text) if `content` is no dict."""
     if not isinstance(content, dict):
         return [("", content if isinstance(content, str) else repr(content))]
     return [
@@ -280,7 +280,7 @@ def _print_part(name: str, sentence: str, text: Text, colour: str, console: Cons
 
 
 def _tokens(tokens: Sequence[Token], part: str, marks: _Marks, *, has_ids: bool, num_shared: int = 0) -> Text:
-    """Returns tokens as a text, with a mark for those that were cut and for those that are not shown."""
+    """Returns tokens as a text, with a note where tokens were cut off or are not shown."""
     text, number = Text(), 0
     num_kept = len(_split_cut(tokens)[0])
     head, tail = _SHOWN_TOKENS["prompt" if part == "prompt" else "completion"]

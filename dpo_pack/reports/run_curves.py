@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from dpo_pack.reports.run_files import RunFiles, warnings_of
 
 _MOST_POINTS = 2_000  # of a curve
-_MOST_POINTS_OF_ALL_RUNS = 8_000  # of one metric: so that a page of many runs stays small
-INTERVALS = ("loss", "rewards/accuracies", "rewards/margins")  # metrics with a curve of the evaluations
+_MOST_POINTS_OF_ALL_RUNS = 8_000  # of one metric in all runs, so that a page of many runs stays small
+INTERVALS = ("loss", "rewards/accuracies", "rewards/margins")  # evaluations have curves of these
 
 
 class Chart(NamedTuple):
@@ -79,9 +79,10 @@ def chart_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
 def thinned(
     lines: Sequence[Mapping[str, Any]], metrics: Sequence[str], most: int
 ) -> dict[str, list[float | None]]:
-    """Returns at most `most` values of each metric with 5 digits; each the mean of as many successive lines.
+    """Returns at most `most` values of each metric, with 5 digits. A value is the mean over a group of lines.
 
-    Values that are not finite are no part of a mean. A metric that no line has is left out.
+    All groups have the same number of successive lines; the last may have fewer. Values that are not finite
+    are left out of the mean. A metric that no line has is left out.
     """
     group = lines_per_point(len(lines), most)
     starts = range(0, len(lines), group)
@@ -92,7 +93,7 @@ def thinned(
             continue
         parts = ([v for v in values[start : start + group] if v is not None] for start in starts)
         curves[metric] = [_rounded(sum(part) / len(part)) if part else None for part in parts]
-    if "step" in curves:  # a point stands at the last of its steps
+    if "step" in curves:  # a point is drawn at the last step of its group
         curves["step"] = [lines[min(start + group, len(lines)) - 1]["step"] for start in starts]
     return {"step": [], **curves}
 

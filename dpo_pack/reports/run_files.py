@@ -23,7 +23,7 @@ from dpo_pack.recipe.text import read_yaml
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import parse_json, read_json
 
-_MOST_PAIRS = 100  # with which the run disagrees most
+_MOST_PAIRS = 100  # with the lowest margins, on the page
 _MOST_CHARACTERS = 800  # of a text of such a pair
 
 
@@ -36,9 +36,9 @@ class RunFiles:
     info: Mapping[str, Any]  # run.json
     recipe: Mapping[str, Any]
     train: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
-    evals: Mapping[str, Sequence[Mapping[str, Any]]]  # the same, by held-out set
+    evals: Mapping[str, Sequence[Mapping[str, Any]]]  # evaluation lines of metrics.jsonl, by held-out set
     samples: Sequence[Mapping[str, Any]]
-    notes: Sequence[str]  # warnings of console.log that no line of metrics.jsonl has; what cannot be read
+    notes: Sequence[str]  # warnings that only console.log has, and notes on lines that cannot be read
     data: Mapping[str, Any] | None
     packing: Mapping[str, Any] | None
 
@@ -109,7 +109,8 @@ def _text(path: Path) -> str:
 def sample_rows(runs: Sequence[RunFiles]) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """Returns source and prompt of each sample, and its completions, each with the name of its model.
 
-    Of one run: before training, and the last of the policy. Of several: the last of each run's policy.
+    If there is one run: the completions before training and the latest ones. If there are several runs: the
+    latest ones of each run.
     """
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for run in runs:
@@ -149,14 +150,14 @@ def disagreements(run: RunFiles) -> list[Disagreement]:
 def pair_texts(run: RunFiles, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], tuple[str, str, str]]:
     """Returns prompt, chosen and rejected of pairs, which `keys` name by source and row.
 
-    The texts are the tokens of the cache, decoded. A pair whose tokens are gone is left out.
+    The texts are decoded from the tokens in the cache. A pair that the cache no longer has is left out.
     """
     texts: dict[tuple[str, int], tuple[str, str, str]] = {}
     tokenizer = _tokenizer(run)
     for source in (run.data or {}).get("train", {}).get("sources", ()):
         rows = [row for name, row in keys if name == source["name"]]
         with contextlib.suppress(CacheError):
-            store = open_store(Path(source.get("token_store", "None")))  # "None": it was in memory only
+            store = open_store(Path(source.get("token_store", "None")))  # "None": tokens are not on disk
             if tokenizer is None or store is None:
                 continue
             table = PairTable.of([store])

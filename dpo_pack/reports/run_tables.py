@@ -1,4 +1,4 @@
-"""The tables and sentences of a run's page. Where several runs are compared, a run is a row or a column."""
+"""The tables and sentences of the page of a run, or of several runs: a run is then a row or a column."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpo_pack.system.console import format_seconds
 
 
 def comparison_notes(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns what a reader must know before comparing curves of these runs."""
+    """Returns notes on differences between the runs that make their curves or metrics not comparable."""
     notes = []
     losses = [_loss_of(run.recipe) for run in runs]
     if len(set(losses)) > 1:
@@ -131,7 +131,7 @@ def source_cells(run: RunFiles) -> Cells:
 
 
 def length_cells(run: RunFiles) -> Cells:
-    """Returns the lengths of the training data's parts in tokens."""
+    """Returns the lengths of the prompts and completions of the training data, in tokens."""
     lengths = (run.data or {}).get("train", {}).get("lengths_tokens", {})
     columns = ("mean", "p50", "p90", "p99", "max")
     rows = [
@@ -142,7 +142,7 @@ def length_cells(run: RunFiles) -> Cells:
 
 
 def packing_sentence(run: RunFiles) -> str:
-    """Returns what packing did in an epoch; empty if no plan was made before the run (online)."""
+    """Returns a sentence on an epoch's packing; "" if there is no packing report, as in online runs."""
     if run.packing is None:
         return ""
     ours = run.packing["statistics"]

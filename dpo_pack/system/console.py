@@ -1,4 +1,4 @@
-"""The console of a command: what it prints, and the copy of it that a run keeps in its directory."""
+"""The console of a command. It prints, and copies what it prints into a run's console.log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_console(*, quiet: bool = False, verbose: bool = False) -> Console:
 
 
 def print_detail(console: Console, text: str) -> None:
-    """Prints a text that few readers need. A terminal has it with --verbose, a run's console.log always."""
+    """Prints a text that few readers need: in a terminal only with --verbose, in console.log always."""
     if not isinstance(console, _Console) or console.verbose:
         console.print(text)
     else:
@@ -34,23 +34,24 @@ def print_detail(console: Console, text: str) -> None:
 
 
 def keep_log(console: Console, path: Path) -> None:
-    """Appends to a file what the console has printed, and from now on what it prints. Raises CacheError.
+    """Makes the console copy to the file `path` what it has printed and what it prints from now on.
 
-    Other consoles than those of `make_console`, and quiet ones, keep nothing.
+    A print raises CacheError if the file cannot be written. A quiet console, or one that `make_console` has
+    not made, writes no file.
     """
     if isinstance(console, _Console) and not console.quiet:
         console.log_path = path
 
 
 def log_only(console: Console, text: str) -> None:
-    """Writes a text into the file of `keep_log`: an error, which the terminal gets another way."""
+    """Writes a text only into the file of `keep_log`: an error that other code prints in the terminal."""
     if isinstance(console, _Console) and console.log_path is not None:
-        with contextlib.suppress(CacheError):  # the user must see the error that ended the run
+        with contextlib.suppress(CacheError):  # a full disk must not hide the error that ended the run
             console.keep(text)
 
 
 class _Plain(Console):
-    """Shows strings, also those in tables, without the control characters that names in them may have."""
+    """Prints strings, also those in tables, with escapes for control characters that names may contain."""
 
     def __init__(self, **options: Any) -> None:
         # Names and paths may contain brackets, which rich would read as markup.
@@ -61,7 +62,7 @@ class _Plain(Console):
 
 
 class _Console(_Plain):
-    """Prints, and keeps a copy of its lines: without colours, without lines that move."""
+    """Prints, and keeps a copy of its lines without colours and without progress lines."""
 
     def __init__(self, *, verbose: bool, **options: Any) -> None:
         super().__init__(**options)
@@ -74,11 +75,11 @@ class _Console(_Plain):
         if self.is_terminal:
             shown = tuple(_wrapped(item, self.width) if isinstance(item, str) else item for item in objects)
         super().print(*shown, **options)
-        if not any(isinstance(item, Control | NewLine) for item in objects):  # of a line that moves
+        if not any(isinstance(item, Control | NewLine) for item in objects):  # of a progress line
             self.keep(*objects, **options)
 
     def keep(self, *objects: Any, **options: Any) -> None:
-        """Prints into the copy only, and appends it to the file if there is one. Raises CacheError."""
+        """Prints only into the copy, and appends the copy to the log file, if any. Raises CacheError."""
         if self.quiet:
             return
         self._copy.print(*objects, **options)

@@ -1,7 +1,7 @@
-"""Ends a command after an error or a stop signal: one rank prints one line, and all get an exit status.
+"""Ends a command after an error or a stop signal: one rank prints one line, then all ranks exit.
 
 Exit status 2: the user can repair the mistake. 130 or 143: the command was interrupted. 1: a bug of dpo-pack.
-To import this file does not import torch.
+Importing this file does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUR_BUG = 1
 USER_CAN_MEND = 2
 
 _POLL_SECONDS = 0.05
-# Any file may meet these: of a cache, of output_dir, of a library, or the file that takes the output.
+# Errors of the disk. A file of a cache, of output_dir or of a library may raise them, and so may stdout.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 # A rank that failed waits this long, so that other ranks with the same mistake can report it too. If a rank
 # was killed, its launcher ends the others in this time, before they print that a connection broke.
@@ -41,10 +41,10 @@ _SECONDS_TO_END = 60
 class Ending:
     """The message and the exit status for an exception that ended a command."""
 
-    message: str | None  # one line; None: a bug of dpo-pack, for which the traceback is printed
+    message: str | None  # one line; None: a bug of dpo-pack, so the traceback is printed
     exit_status: int
     is_interruption: bool = False
-    is_urgent: bool = False  # a second signal came: the process waits for nothing, not even for files
+    is_urgent: bool = False  # a second signal came, so the process exits at once and saves nothing
 
 
 def ending_of(error: BaseException) -> Ending:
@@ -89,7 +89,7 @@ def settle_failure(error: BaseException, *, rank: int, num_ranks: int, store: St
     rank writes its message to `store`. The first rank in the store prints its message; the other ranks print
     nothing and end with the exit status of the first rank.
     """
-    from torch._C._distributed_c10d import PrefixStore  # torch.distributed's, with its types
+    from torch._C._distributed_c10d import PrefixStore  # as in torch.distributed, but with types
 
     ending = ending_of(error)
     store = PrefixStore("dpo_pack/failures", store)
@@ -114,7 +114,8 @@ def settle_failure(error: BaseException, *, rank: int, num_ranks: int, store: St
 
 
 def end_soon(error: BaseException) -> None:
-    """Sets an alarm that ends this process in 60 seconds; after an interruption, ignores stop signals."""
+    """Lets an alarm end this process after 60 seconds. Stop signals are ignored after an interruption;
+    after other errors they end the process."""
     is_interruption = ending_of(error).is_interruption
     for number in taken_signals():
         signal.signal(number, signal.SIG_IGN if is_interruption else signal.SIG_DFL)

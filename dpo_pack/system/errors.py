@@ -13,8 +13,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-# Words of errors that mean too little memory, of torch's allocators, the CUDA driver, Triton, cuBLAS and
-# hipBLAS. Only the first have an error class of their own.
+# Words that mean too little memory in errors of torch's allocators, the CUDA driver, Triton, cuBLAS and
+# hipBLAS. Only torch's allocators have an error class for it.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|BLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)", re.IGNORECASE
 )
@@ -32,7 +32,7 @@ class DpoPackError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        """Cuts the middle out of a message that quotes very much: data may have a million column names."""
+        """Cuts the middle out of a very long message: it may quote a million column names of a data file."""
         if len(message) > _MESSAGE_CHARACTERS:
             half = _MESSAGE_CHARACTERS // 2
             message = f"{message[:half]} ... {message[-half:]}"
@@ -60,4 +60,4 @@ class UnsupportedModelError(ModelError):
 
 
 class RunError(DpoPackError):
-    """`output_dir`, or an earlier run in it, prevents the run; the message gives the remedies."""
+    """Something outside recipe, data and model (output_dir, a server, another rank) prevents the run."""

@@ -1,6 +1,6 @@
-"""Writes files that are whole or absent: to a temporary path first, then synced, then renamed.
+"""Writes files to a temporary path, syncs and renames them. So after a crash a file is whole or absent.
 
-Reads JSON files, and holds locks on files.
+Also reads JSON files, and holds locks on files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def writing(path: Path) -> Iterator[None]:
     """Raises CacheError, which names `path`, if the disk refuses to write (full, read-only) in the block."""
     try:
         yield
-    except Exception as error:  # tokenizers raises no other class
+    except Exception as error:  # the package tokenizers raises plain Exception
         reason = _refusal_of_disk(error)
         if reason is None:
             raise
@@ -81,11 +81,11 @@ def put_in_place(temporary: Path, path: Path) -> None:
         path.rename(replaced)  # a rename cannot replace a directory that has files
     temporary.replace(path)
     sync(path.parent)
-    discard(replaced)  # as the last action: a large directory takes minutes
+    discard(replaced)  # last, because removing a large directory takes minutes
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory. If the process is killed meanwhile, `path` has all of the directory or nothing."""
+    """Removes a directory. If the process is killed meanwhile, `path` is the whole directory or is absent."""
     aside = path_aside(path)
     path.rename(aside)
     discard(aside)
@@ -112,8 +112,8 @@ def write_json_atomically(path: Path, value: Any) -> None:
 def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
     """Returns the content of a JSON file; None if the file does not exist, is damaged or has another `shape`.
 
-    `shape` is a type for pydantic, for instance dict[str, float]. For a dataclass it returns an instance, and
-    leaves out other keys of the file.
+    `shape` is a type for pydantic, for instance dict[str, float]. If it is a dataclass, the result is an
+    instance, and keys of the file that are no fields are ignored.
     """
     try:
         return parse_json(path.read_bytes(), shape)
@@ -125,14 +125,14 @@ def parse_json(text: bytes, shape: Any = dict[str, Any]) -> Any:
     """Returns the value of a JSON text; None if the text is damaged or its value has another `shape`."""
     try:
         return TypeAdapter(shape).validate_json(text, strict=True)
-    except ValueError:  # pydantic's error; it also limits how deep values may be nested
+    except ValueError:  # pydantic's error, also for values that are nested too deep
         return None
 
 
 def add_to_json(path: Path, shape: Any, entries: Mapping[str, Any]) -> None:
-    """Adds entries to a file of a cache. It reads the file again, because other processes add to it, too.
+    """Adds entries to a cache's JSON file. Reads it again first, because other processes add to it, too.
 
-    If it loses an entry, or if the cache is read-only, the value is only computed another time.
+    An entry is lost if two processes write at once or the cache is read-only. It is then computed again.
     """
     content = {**(read_json(path, shape) or {}), **entries}
     with contextlib.suppress(CacheError):
@@ -173,8 +173,8 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
 
     The kernel frees the lock when the process ends, also if it is killed. Raises RunError if another process
     holds the lock; the message begins with `what` and names this process. If the file system has no locks,
-    `say` gets a warning. On a network file system, the kernel of each host decides whether other hosts see
-    the lock.
+    `say` gets a warning. On a network file system, it depends on the kernels whether other hosts see the
+    lock.
     """
     has_parent = path.parent.exists()
     with writing(path):
@@ -190,9 +190,9 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.unlink()  # while we hold it: nobody else's file is removed
+            path.unlink()  # still locked, so no other process uses this file
             if not has_parent:
-                path.parent.rmdir()  # nothing was written here
+                path.parent.rmdir()  # only if empty: rmdir refuses a directory with files
         with contextlib.suppress(OSError):
             file.close()
 
@@ -217,4 +217,4 @@ def _lock(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        file.close()  # its holder has ended and removed it in the meantime
+        file.close()  # another process has removed this file in the meantime: try again

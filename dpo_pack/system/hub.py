@@ -1,7 +1,8 @@
 """Checks that the Hugging Face hub can be reached, before a client of the hub waits for it.
 
-A mistyped path looks like a hub id. If the hub cannot be reached, its clients repeat their requests for half
-a minute. This file does not use the hub's answer about an id: the clients report a wrong id.
+A mistyped path looks like a hub id. If the hub cannot be reached, its clients (transformers, datasets) repeat
+their requests for half a minute. This file checks only whether the hub answers. A wrong id is reported later,
+by the clients.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> 
             return None
         except HfHubHTTPError:
             return None
-        except Exception as error:  # its class depends on the HTTP library of the hub's client
+        except Exception as error:  # the class of the error depends on the client's HTTP library
             reason = first_line(error)
     return (
         f"the hub, which may have it, cannot be reached ({reason}); correct {recipe_key}, or connect, or "

@@ -21,7 +21,7 @@ def many_imports() -> Iterator[None]:
     among them would take a sixth of the import time. After the block these objects are frozen, so that later
     collections do not search them either.
     """
-    if "transformers" in sys.modules:  # no large import follows, and living objects may become garbage later
+    if "transformers" in sys.modules:  # nothing large to import, and a freeze would keep garbage
         yield
         return
     was_enabled = gc.isenabled()
@@ -35,7 +35,7 @@ def many_imports() -> Iterator[None]:
 
 
 def load_function(name: str, recipe_key: str) -> Callable[..., Any]:
-    """Imports the function `module:function`. Raises RecipeError in one line."""
+    """Returns the function that `name` gives as module:function. Raises RecipeError, in one line."""
     module_name, _, function_name = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:

@@ -1,8 +1,9 @@
 """Handles stop signals: Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, by which schedulers announce preemption.
 
-The first signal stops the command at once, except in a `deferred` block, where work could be lost. There the
-signal waits until every rank has called `poll`, at a point where all ranks may stop. A second signal stops
-the command at once in every part of the program. Signals within SAME_REQUEST_SECONDS count as one signal.
+The first signal stops the command at once, except in a `deferred` block, where work could be lost. There it
+stops the command only when every rank has called `poll`, which ranks do where all of them can stop. A second
+signal stops the command at once in every part of the program. Signals within SAME_REQUEST_SECONDS count as
+one signal.
 
 `recorded`, `held_back` and `accept_stop_signals` are for a process that starts ranks, and for these ranks.
 """
@@ -19,15 +20,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# Launcher and terminal may each send a signal for one Ctrl-C. Signals within this time are one request.
+# Launcher and terminal may each send a signal for one Ctrl-C. Signals within this time count as one.
 SAME_REQUEST_SECONDS = 1.0
 
 
 class Interrupted(BaseException):
     """The user or the scheduler asked the run to stop; `exit_status` is the shell's convention.
 
-    SIGUSR1 and SIGHUP give the exit status of SIGTERM. This class, like KeyboardInterrupt, is no Exception:
-    libraries retry after an Exception, or report it as their own failure.
+    SIGUSR1 and SIGHUP give the exit status of SIGTERM. Like KeyboardInterrupt, this class does not inherit
+    from Exception, because libraries catch an Exception and retry, or report a failure of their own.
     """
 
     def __init__(self, signum: int, *, is_urgent: bool = False) -> None:
@@ -62,7 +63,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Within `deferred`: a signal stops this block at once, or with several ranks, waits for `poll`."""
+        """Used inside `deferred`: a signal stops this block at once; with several ranks, only at `poll`."""
         from dpo_pack.system.ranks import num_ranks  # imports torch
 
         yield from self._deferring(num_ranks() > 1)
@@ -77,7 +78,7 @@ class Interruption:
             self.is_deferred = before
 
     def poll(self) -> None:
-        """Raises Interrupted on every rank if one rank got a signal. All ranks must call it equally often."""
+        """Raises Interrupted on all ranks if one got a signal. Each call must be made on every rank."""
         from dpo_pack.system.ranks import largest_number  # imports torch
 
         signum = largest_number(self.signum or 0)
@@ -87,7 +88,7 @@ class Interruption:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Raises `Interrupted` for stop signals in this block. Python handles signals in the main thread only."""
+    """Raises `Interrupted` for stop signals in this block; only in the main thread, as Python requires."""
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
@@ -120,15 +121,15 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 
 def taken_signals() -> list[signal.Signals]:
-    """Returns the stop signals, without SIGHUP if it is ignored: nohup starts commands so."""
+    """Returns the stop signals to handle. SIGHUP is left out if it is ignored, as under nohup."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (number == signal.SIGHUP and is_ignored)]
 
 
 def _leave_lost_terminal() -> None:
-    """Discards further output if the terminal is gone: else each print would fail, and the save after it."""
+    """Discards further output if the terminal is gone. Otherwise a print would fail and prevent the save."""
     for descriptor in (1, 2):  # stdout and stderr
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # the descriptor is closed
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, descriptor)
@@ -150,5 +151,5 @@ def held_back() -> Iterator[None]:
 
 
 def accept_stop_signals() -> None:
-    """Lets stop signals reach this process, also those that came while they were held back."""
+    """Lets stop signals reach this process, including signals that `held_back` has delayed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

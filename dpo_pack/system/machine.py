@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
-# Instructions that multiply bfloat16. Keys are the names in Linux. They are for x86 vectors, x86 tiles, Arm.
+# CPU instructions that multiply bfloat16, on x86 and Arm: name in /proc/cpuinfo -> name for people.
 _BFLOAT16_FLAGS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
 _PACKAGES = (
     "torch",
@@ -30,7 +30,7 @@ _PACKAGES = (
 
 
 def cpu_name() -> str:
-    """Returns the CPU's name for people. On Linux, platform.processor() is empty or an architecture."""
+    """Returns the CPU's model name. (On Linux, platform.processor() is empty or only the architecture.)"""
     return _field("model name") or platform.processor() or platform.machine()
 
 

@@ -59,8 +59,8 @@ def free_memory_bytes() -> int:
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yields (limit, bytes in use) of each control group of this process, from innermost to outermost.
 
-    In a container the path of the group may be a path on the host. The container then sees only the mount
-    point of this path.
+    In a container the path of the group may be a path on the host, which does not exist in the container.
+    Then only the last path that is tried, the mount point, has the limit.
     """
     mount = root / "sys/fs/cgroup"
     for line in _text_of(root / "proc/self/cgroup").splitlines():
@@ -98,9 +98,9 @@ def _text_of(path: Path) -> str:
 def keep_freed_memory() -> None:
     """Makes glibc keep freed blocks for later allocations, instead of returning them to the system at once.
 
-    A step on the CPU frees and allocates activations of megabytes, hundreds of times. A new block from the
-    operating system costs a page fault and a clearing for every page. `release_memory` still returns all free
-    memory.
+    A step on the CPU frees and allocates activations of megabytes, hundreds of times. For every page of a new
+    block, the operating system handles a page fault and clears the page, which takes time. `release_memory`
+    still returns all free memory.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library: its settings are not changed
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -121,7 +121,7 @@ def release_memory() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCopies:
-    """Copies of tensors on the host that can be read while the device works on."""
+    """Copies of tensors on the host, which the host can read while the device continues to compute."""
 
     tensors: tuple[Tensor, ...]  # on the host
     arrival: torch.cuda.Event | None  # when all copies are complete; None: they are complete at once

@@ -1,6 +1,6 @@
-"""Where text leaves the process. Control characters in names and answers never reach a terminal or a log.
+"""Prints text. Control characters in names of files or in models' answers never reach a terminal or a log.
 
-Otherwise the name of a file could clear the screen, or overwrite or add a line. `say`, `complain` and the
+Otherwise such a name could clear the screen, or overwrite or add a line. `say`, `complain` and the
 console (console.py) print our lines with such characters as escapes. `guard_output` does the same to what
 libraries, warnings and tracebacks print.
 """
@@ -12,7 +12,7 @@ import re
 import sys
 from typing import Any
 
-_OF_PROGRESS_BARS = re.compile(r"(\x1b\[A|[\n\r\t])")  # bars of libraries overwrite a line and move up
+_OF_PROGRESS_BARS = re.compile(r"(\x1b\[A|[\n\r\t])")  # what progress bars of libraries need
 
 
 def printable(text: str) -> str:
@@ -35,7 +35,7 @@ def complain(line: str) -> None:
 def guard_output() -> None:
     """From now on, escapes control characters in all that Python code writes to stdout and stderr.
 
-    Also escapes characters that stdout's encoding lacks: data has any character, and a terminal may be ASCII.
+    Also escapes characters that stdout's encoding lacks, because data may have any character.
     """
     stdout = unguarded(sys.stdout)
     if isinstance(stdout, io.TextIOWrapper):
@@ -53,7 +53,7 @@ def _guarded(stream: Any) -> Any:
 
 
 class _Guarded:
-    """A text stream that makes what is written printable; in all else it is the stream itself."""
+    """A text stream that writes control characters as escapes. Other attributes are those of `stream`."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

@@ -1,7 +1,7 @@
 """Reads the rank of this process, and the number of ranks, from the environment. Imports no torch.
 
-torchrun and accelerate launch set RANK, WORLD_SIZE, LOCAL_RANK and the address where ranks meet. `srun` sets
-variables of SLURM; the rank, the number of ranks and the address follow from these variables.
+torchrun and accelerate launch set RANK, WORLD_SIZE, LOCAL_RANK and the address of the store to which all
+ranks connect. `srun` sets variables of SLURM, from which this file computes the same values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LAUNCHERS = "start it with dpopack itself, torchrun, accelerate launch or srun"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The numbers of one rank, and the address and port where all ranks meet."""
+    """The numbers of one rank, and the address and port to which all ranks connect first."""
 
     rank: int
     num_ranks: int
@@ -51,7 +51,7 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
     """
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _placement_of_launcher(environ)
-    # A batch script has SLURM_PROCID and SLURM_NTASKS too, but only processes that srun starts are in a step.
+    # A batch script has SLURM_PROCID and SLURM_NTASKS, too. Only srun starts a step of several tasks.
     if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _placement_of_slurm(environ)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):

@@ -4,8 +4,8 @@ torchrun is not used. Since torch 2.13, torchrun can wait for ranks that save af
 (--shutdown_timeout) and pass on SIGUSR1 (--signals_to_handle), but the oldest supported torch cannot. And in
 2.13, too, torchrun sends SIGTERM to the other ranks if a rank fails, waits 30 seconds for them, and prints a
 page about the failure after the rank's line. If torchrun is killed, its ranks go on. Ranks get the same
-variables from this file as from torchrun. They meet at a store that the parent serves, so that no port is
-guessed.
+variables from this file as from torchrun. They connect to a store in the parent process. The system chooses
+the store's port, so the port is always free.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from torch._C._distributed_c10d import TCPStore  # torch.distributed's, with its types
+from torch._C._distributed_c10d import TCPStore  # as in torch.distributed, but with types
 
 from dpo_pack.system.endings import OUR_BUG
 from dpo_pack.system.interrupts import Interrupted, held_back, recorded
 from dpo_pack.system.output import complain
 from dpo_pack.system.placement import Placement
 
-PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; reading it ends when the parent has ended
+PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; a read from it returns when the parent has ended
 
 _POLL_SECONDS = 0.05
-# After a rank has failed, the others get this time to end: some notice broken connections, some never.
+# After a rank has failed, the others get this time to end. Some notice a broken connection, others wait on.
 _SECONDS_AFTER_A_FAILURE = 5.0
 # After an interrupted rank has ended, the others get this time: they may still write large files.
 _SECONDS_AFTER_AN_INTERRUPTION = 600.0
@@ -43,7 +43,7 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
 
     The status is that of the rank that failed first. If a rank was killed, this function prints a message and
     returns 1. The first stop signal is sent once to every rank; a second one ends all ranks at once. Raises
-    Interrupted after a second signal, or if no rank could report the first one.
+    Interrupted after a second signal, or if the first one ended ranks before they could handle it.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = _environment(num_ranks)
@@ -83,7 +83,7 @@ def _environment(num_ranks: int) -> dict[str, str]:
     """Returns the environment variables of all ranks. Variables that the user has set are not changed."""
     defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks))}
     if "lo" in (name for _, name in socket.if_nameindex()):
-        # All ranks are on this host: they must meet even if its name resolves to a wrong address.
+        # All ranks are on this host. `lo` works even if the host's name resolves to a wrong address.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
     return {**defaults, **os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 

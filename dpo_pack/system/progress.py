@@ -1,4 +1,4 @@
-"""Says how far work is: in a terminal a line that moves, elsewhere a plain line every ten seconds."""
+"""Shows progress: in a terminal, one line that is redrawn; elsewhere, a plain line every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from rich.text import Text
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.output import printable
 
-# Without a terminal a moving line would fill the log. One line in this time shows that work goes on.
+# A log cannot redraw a line, so each redraw would add a line. A log gets one line in this time instead.
 _LINE_EVERY_SECONDS = 10.0
 _REFRESHES_PER_SECOND = 2
 _NARROWEST_BAR, _WIDEST_BAR = 8, 40  # columns
-_NARROWEST_WITH_BAR = 72  # columns: in fewer, facts are worth more than a bar
+_NARROWEST_WITH_BAR = 72  # columns; in fewer, facts come before the bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """How far work is: what it is, which part of it is done, and facts, the most important first."""
+    """A progress line: the name of the work, the fraction done, and facts, the most important first."""
 
     label: str
-    fraction: float | None  # None if nobody knows how much there is to do
+    fraction: float | None  # None: unknown
     facts: Sequence[str]
 
     def plain(self) -> str:
         return f"{self.label}: {', '.join(self.facts)}"
 
     def fitted(self, width: int, *, ascii_only: bool = False) -> Text:
-        """Returns the line in at most `width` columns: a narrow line loses the last facts, then its bar."""
+        """Returns the line in at most `width` columns. If they do not suffice, the last facts are left out;
+        below 72 columns, the bar is left out first."""
         pieces = [self.label] if self.fraction is None else [self.label, f"{self.fraction:4.0%}"]
         least_bar = 0 if self.fraction is None or width < _NARROWEST_WITH_BAR else _NARROWEST_BAR + 1
         for fact in self.facts:
@@ -51,16 +52,16 @@ class Line:
         return Text.assemble(self.label, " ", bar, text[len(self.label) :], no_wrap=True)
 
 
-_shown: list[Callable[[], Line]] = []  # what the process does, and at the end what it does inside of that
+_shown: list[Callable[[], Line]] = []  # lines of nested work; the innermost is last
 
 
 @contextlib.contextmanager
 def live(
     console: Console, line: Callable[[], Line], clock: Callable[[], float] | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Shows what `line()` returns while the `with` block runs. Yields a function to call after each unit.
+    """Shows what `line()` returns while the `with` block runs. Yields a function to call as work proceeds.
 
-    A terminal has one such line, at the bottom: work inside of other work has it until that work is done.
+    A terminal shows one such line, at the bottom. If blocks are nested, it is the line of the innermost.
     """
     if console.is_terminal:
         _shown.append(line)
@@ -114,7 +115,7 @@ def progress_bar(
 
 @contextlib.contextmanager
 def reading_progress(console: Console) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Yields a function that takes what is done now, and how many of how many rows of it (None: unknown)."""
+    """Yields a function that takes the task's name, the rows done, and all its rows (None: unknown)."""
     begun, task, done, total = time.monotonic(), "Reading data", 0, None
 
     def line() -> Line:
@@ -142,7 +143,7 @@ def _work_line(what: str, seconds: float, done: int, total: int | None, unit: st
 
 
 class TrainingLines:
-    """Shows how training goes: a line for logged steps, and in a terminal a line that moves between them."""
+    """Shows training: a line for logged steps, and below them, in a terminal, a progress line."""
 
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self.console = console
@@ -153,15 +154,15 @@ class TrainingLines:
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
-        """Shows the line that moves while the `with` block runs."""
-        if not self.console.is_terminal:  # logged steps have their lines
+        """In a terminal, shows the progress line while the `with` block runs."""
+        if not self.console.is_terminal:  # the lines of logged steps suffice
             yield
             return
         with live(self.console, self._line):
             yield
 
     def advance(self, step: int, seconds: float) -> None:
-        """Takes the number of steps done, and the seconds that all of them took."""
+        """Sets the progress line's number of steps done, and the seconds that all of them took."""
         self._step, self._seconds, self._at = step, seconds, time.monotonic()
 
     def _line(self) -> Line:
@@ -182,7 +183,7 @@ class TrainingLines:
         return Line(label=label, fraction=self._step / self.num_steps, facts=facts)
 
     def show(self, record: Mapping[str, Any], *, seconds_left: float) -> None:
-        """Takes a train line of metrics.jsonl. Prints the first and the last, and at most one a second."""
+        """Prints a train line of metrics.jsonl: the first, the last, and of others at most one a second."""
         now = time.monotonic()
         self._newest = record
         if now - self._printed < 1.0 and record["step"] not in (1, self.num_steps):

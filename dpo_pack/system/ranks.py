@@ -1,7 +1,7 @@
 """Communication between ranks. Every rank makes the same calls in the same order.
 
-A single process does not communicate: its functions return at once. Objects go from host to host by gloo, so
-they wait for no device. Tensors (the functions at the end of this file) go from device to device.
+If there is only one process, these functions return at once. Objects go from host to host by gloo, so they
+wait for no device. Tensors (the functions at the end of this file) go from device to device.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from dpo_pack.system.errors import DpoPackError, RunError
 
-# Ranks wait at most this long for rank 0, which may tokenise for hours. If a rank ends, the others notice it
-# by the broken connection.
+# Ranks wait at most this long for rank 0, which may tokenise for hours. If a rank ends, the others notice the
+# broken connection at once.
 _HOST_TIME = timedelta(days=7)
 _MOST_SHOWN = 40  # characters of a value in an error message
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 
-_host_groups: dict[Any, Any] = {}  # keys are default groups; tests make several of these
+_host_groups: dict[Any, Any] = {}  # by default group, of which a test makes several
 
 
 def rank() -> int:
@@ -52,7 +52,7 @@ def uses_cuda() -> bool:
 
 
 def host_group() -> Any:
-    """Returns the group whose messages go between hosts. All ranks must make the first call together."""
+    """Returns the gloo group. The first call creates it, so all ranks must make that call together."""
     default = dist.group.WORLD
     if default not in _host_groups:
         _host_groups[default] = dist.new_group(backend="gloo", timeout=_HOST_TIME)
@@ -60,17 +60,17 @@ def host_group() -> Any:
 
 
 def leave() -> None:
-    """Destroys the groups of this process, which cannot communicate with other ranks afterwards.
+    """Destroys this process's groups and ends their threads. Afterwards it cannot reach other ranks.
 
-    The threads of a group end when the last reference to the group is deleted. A thread that runs on while
-    the interpreter ends may call the interpreter; the process would then abort after all its work.
+    The threads of a group end when the last reference to the group is deleted. If a thread still ran while
+    the interpreter shuts down, it could call Python, and the process would abort although its work is done.
     """
     dist.destroy_process_group()
     _host_groups.clear()
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on some rank."""
+    """Whether `flag` is true on at least one rank."""
     return bool(largest_number(int(flag)))
 
 
@@ -107,7 +107,8 @@ def every_rank_says(value: Value, group: Any = None) -> list[Value]:
 
 
 def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]:
-    """Runs `work` on every rank; returns all values. If some raise a DpoPackError, all raise the first."""
+    """Runs `work` on every rank; returns all values. If it raises a DpoPackError on some ranks, all ranks
+    raise that of the lowest rank."""
     value: Any = None
     failure: DpoPackError | None = None
     try:
@@ -226,13 +227,13 @@ def _shown(value: Any) -> str:
 def gather_over_ranks(rows: Tensor) -> Tensor:
     """Concatenates the `rows` of all ranks, on every rank. Ranks may have different numbers of rows.
 
-    rows: [n, ...] -> [sum of n over ranks, ...]. Waits for the device, which sends the numbers of rows.
+    rows: [n, ...] -> [sum of n over ranks, ...]. Waits for the device: the host needs the numbers of rows.
     """
     return gather_and_place(rows)[0]
 
 
 def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
-    """Returns `gather_over_ranks` of the rows, and the slice of this rank's rows in it."""
+    """Returns `gather_over_ranks(rows)`, and the slice that selects this rank's own rows in it."""
     if num_ranks() == 1:
         return rows, slice(0, len(rows))
     counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(num_ranks())]

@@ -20,6 +20,6 @@ def seed_step(seed: int, *, step: int, rank: int) -> None:
 
     A resumed run draws the same numbers as a run without a stop, if the number of ranks is the same.
     """
-    # The first number of the key is the purpose; rollouts have 2, see online/sampling.py.
+    # In the key, 3 stands for dropout; completions have 2 (online/sampling.py), so no numbers are the same.
     state = np.random.SeedSequence(seed, spawn_key=(3, step, rank)).generate_state(1, np.uint64)
     torch.manual_seed(int(state[0] >> np.uint64(1)))
