@@ -208,7 +208,7 @@ _AGE_SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 def _seconds(age: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", age)
     if match is None:
-        raise RecipeError(f"--older-than: {age!r} is no age; write it as 90d, 12h, 30m or 2w")
+        raise RecipeError(f"--older-than: {age!r} is not an age; write it as 90d, 12h, 30m or 2w")
     return float(match[1]) * _AGE_SECONDS[match[2]]
 
 
@@ -218,7 +218,7 @@ def _bytes(size: str) -> int:
     try:
         return int(TypeAdapter(ByteSize).validate_python(size))
     except ValidationError:
-        raise RecipeError(f"--max-size: {size!r} is no size; write it as 20GB, 500MB or 0B") from None
+        raise RecipeError(f"--max-size: {size!r} is not a size; write it as 20GB, 500MB or 0B") from None
 
 
 def _format_bytes(size: int) -> str:

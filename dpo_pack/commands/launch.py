@@ -115,7 +115,7 @@ def wanted_processes(recipe: Recipe, place: Placement | None) -> int:
     if 1 < num_devices < place.num_local_ranks:  # if one GPU is visible, each rank may see a different GPU
         raise RecipeError(
             f"distributed.num_processes: {place.num_local_ranks} processes were started on a node with "
-            f"{num_devices} visible GPUs; start one a GPU"
+            f"{num_devices} visible GPUs; start one process for each GPU"
         )
     return place.num_ranks
 
@@ -230,7 +230,7 @@ def _require_own_device(device: torch.device, place: Placement, store: Store) ->
     if len(sharing) > 1:
         raise RecipeError(
             f"distributed.num_processes: ranks {', '.join(map(str, sharing))} were given the same GPU; start "
-            "one process a GPU"
+            "one process for each GPU"
         )
 
 

@@ -168,7 +168,7 @@ def ranked(row: Row) -> tuple[list[Message], list[Message]]:
     """
     answers = _value(row, "answers")
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
-        raise BadRow("wrong_type", "answers is no list of {answer, rank} objects")
+        raise BadRow("wrong_type", "answers is not a list of {answer, rank} objects")
     if len(answers) < 2:
         raise BadRow("too_few_answers", f"answers has {len(answers)}, and a pair needs two")
     ranks = [_number(answer, "rank") for answer in answers]
@@ -191,7 +191,7 @@ def alpaca_prompt(row: Row) -> list[Message]:
     turns = []
     for turn in history if isinstance(history, list) else [None]:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
-            raise BadRow("wrong_type", "history is no list of [question, answer]")
+            raise BadRow("wrong_type", "history is not a list of [question, answer]")
         turns += [_said("user", turn[0]), _said("assistant", turn[1])]
     return [*turns, _said("user", "\n".join(text for text in (instruction, input) if text))]
 
@@ -205,7 +205,9 @@ def dialogue_prompt(row: Row, column: str) -> list[Message]:
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, not a list of messages")
     messages = [_message(message, column) for message in value]
     if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-        detail = f"{column} ends with an answer, so chosen and rejected are no answers to its last message"
+        detail = (
+            f"{column} ends with an answer already, so chosen and rejected cannot answer its last message"
+        )
         raise BadRow("answered_prompt", detail)
     return messages
 
@@ -478,7 +480,7 @@ def _check_prompt_is_repeated(prompt: str, common: list[Message]) -> None:
     if all(message.get("content") != prompt for message in common if message["role"] == "user"):
         raise BadRow(
             "prompt_mismatch",
-            "the text prompt is no user message that chosen and rejected both begin with",
+            "prompt is text, but chosen and rejected do not both begin with a user message of that text",
         )
 
 
@@ -515,7 +517,7 @@ def _messages(row: Row, column: str) -> list[Message]:
     messages: list[Message] = _without_nulls(value, column)
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRow("wrong_type", f"message {number} of {column} is no {{role, content}} object")
+            raise BadRow("wrong_type", f"message {number} of {column} is not a {{role, content}} object")
         content = message.setdefault("content", None)
         if not (content is None or isinstance(content, str | list)):
             raise BadRow("wrong_type", f"the content of message {number} of {column} is {_kind(content)}")
@@ -584,7 +586,7 @@ def _drop_nulls(value: Any) -> Any:
 def _token_ids(row: Row, column: str) -> list[int]:
     value = _value(row, column)
     if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise BadRow("wrong_type", f"{column} is no list of integers")
+        raise BadRow("wrong_type", f"{column} is not a list of integers")
     return value
 
 

@@ -268,7 +268,7 @@ def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
         with closing(_read_csv(path)) as records:
             header = next(records)[1]
     except StopIteration:
-        raise DataError(f"{names.label} is empty: give a file with rows, or remove the source") from None
+        raise DataError(f"{names.label} is empty; give a file with rows, or remove the source") from None
     except _FILE_ERRORS as error:
         raise _unreadable(names.label, "row", 0, error) from error
     return open_rows(
@@ -444,7 +444,8 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
         if not more or num_read > _MAX_ROW_SIZE:
             problem += f", or a row of more than {_MAX_ROW_SIZE:,} characters" if more else ""
             raise DataError(
-                f"{label} row {number}: invalid JSON ({problem}); mend the file: what follows cannot be read"
+                f"{label} row {number}: invalid JSON ({problem}); correct this line, because "
+                "the rows after it cannot be read"
             )
         buffer, position = buffer[position:] + more, 0
 

@@ -216,7 +216,7 @@ def render(pair: Pair, settings: TokenizationSettings, tokenizer: Tokenizer) -> 
             text.encode()
         except UnicodeEncodeError as error:
             lone = f"\\u{ord(text[error.start]):04x}"
-            raise BadRow("invalid_unicode", f"half of a surrogate pair ({lone}), which is no text") from None
+            raise BadRow("invalid_unicode", f"half of a surrogate pair ({lone}), which is not text") from None
     return texts
 
 

@@ -85,7 +85,7 @@ def _workers(
         yield lambda batch: pool.submit(_tokenize_in_worker, batch).result
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that tokenised died, most likely because memory ran out; set data.num_workers: 0"
+            "a process that tokenised was killed, probably because memory ran out; set data.num_workers: 0"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -138,8 +138,8 @@ def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
     config = read_json(directory / "adapter_config.json")
     if not present or config is None:
         raise ModelError(
-            f"{directory} is no PEFT adapter: it needs adapter_config.json and adapter_model.safetensors or "
-            ".bin; save the adapter again"
+            f"{directory} is not a PEFT adapter: it needs adapter_config.json and adapter_model.safetensors "
+            "or .bin; save the adapter again"
         )
     relevant = {
         key: sorted(value, key=str) if key in _UNORDERED_ADAPTER_CONFIG and isinstance(value, list) else value

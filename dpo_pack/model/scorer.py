@@ -172,7 +172,7 @@ class CompletionLogps(nn.Module):
         if calls.count != self.num_attention_layers:
             raise UnsupportedModelError(
                 f"{name} has {self.num_attention_layers} layers, but {calls.count} of "
-                "them went through packed attention; the others would mix the sequences of a row. "
+                "them used the attention of packed rows; the other layers would mix the sequences of a row. "
                 "Use packing.mode: padded"
             )
         if calls.recurrent != self.num_recurrent_calls:

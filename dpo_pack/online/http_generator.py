@@ -81,7 +81,7 @@ class HttpGenerator:
 
     def _completion(self, choice: Any) -> Completion:
         if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
-            raise UnusableAnswer("a choice without text")
+            raise UnusableAnswer("one of the choices has no text")
         text, is_finished = str(choice["text"]), choice.get("finish_reason") == "stop"
         # The stop string, or the id of the stop token, that ended the completion. vLLM calls this field
         # stop_reason, SGLang matched_stop. The completion's text does not contain the stop string or token.
@@ -90,7 +90,7 @@ class HttpGenerator:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UnusableAnswer("half of a surrogate pair in the text") from None
+            raise UnusableAnswer("the text has half of a surrogate pair") from None
         ids = list(self.tokenizer(text + end, add_special_tokens=False)["input_ids"])
         if is_finished and not end:
             ids += self._end_token(stopped_by)

@@ -193,8 +193,8 @@ def _read_verdict(answer: Any) -> float:
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        raise UnusableAnswer("no message in the answer") from None
+        raise UnusableAnswer("the answer has no message") from None
     verdict = _VERDICT.match(text) if isinstance(text, str) else None
     if verdict is None:
-        raise UnusableAnswer(f"neither A, B nor T: {text!r}")
+        raise UnusableAnswer(f"the answer is neither A, B nor T: {text!r}")
     return _WINS[verdict.group(1).lower()]

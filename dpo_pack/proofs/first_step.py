@@ -52,16 +52,17 @@ def check_start(
     if worst := _worst_excess((again - sums).nan_to_num(0.0), noise):  # NaN is not caused by dropout
         raise RunError(
             f"the policy is not repeatable: a log-prob of the first row differs by {worst[0]:.3g} nats when "
-            f"it is computed again, noise explains {worst[1]:.2g}; dropout or router noise is on: set it to "
-            "zero in the model's config.json"
+            f"it is computed again, and rounding explains only {worst[1]:.2g}; dropout or router noise "
+            "is on: set it to zero in the model's config.json"
         )
     noise = torch.maximum(noise, 10 * (turned - sums).abs().max())
     if worst := _worst_excess(sums - reference, noise):
         raise RunError(
             f"the policy at step 0 is not its cached reference: a log-prob differs by {worst[0]:.3g} nats, "
-            f"noise explains {worst[1]:.2g}; likely causes: the model or its adapter changed on disk while "
-            "it was read, policy and reference ran in different dtypes or autocast, or another release "
-            "filled the cache (set another reference.cache_dir to compute the reference again)"
+            f"and rounding explains only {worst[1]:.2g}; likely causes: the model or its adapter "
+            "changed on disk while it was read, policy and reference ran in different dtypes or autocast, "
+            "or another release filled the cache (set another reference.cache_dir to compute the "
+            "reference again)"
         )
 
 

@@ -99,7 +99,7 @@ def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: to
         passed=leaks <= bound and moved > 0.0,
         numbers={"change of earlier tokens": leaks, "change of the last": moved},
         bound=f"earlier tokens change by {keeps}, the last by more than 0",
-        remedy="its tokens see later ones, so it is no causal language model: train one that is",
+        remedy="its tokens see later ones, so it is not a causal language model; choose a causal one",
     )
 
 

@@ -41,7 +41,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
         if len(content) > MAX_RECIPE_BYTES:
-            fail(f"{path}: larger than {MAX_RECIPE_BYTES:,} bytes, so it is no recipe; {begin}")
+            fail(f"{path}: larger than {MAX_RECIPE_BYTES:,} bytes, so it is not a recipe; {begin}")
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
         fail(f"{path}: no such recipe; {begin}")

@@ -80,7 +80,7 @@ class FrozenReference:
             sums = cache.lookup(keys)
         if np.isnan(sums).any():
             raise CacheError(
-                f"{int(np.isnan(sums).sum())} reference log-probs have vanished from {cache.directory} since "
+                f"{int(np.isnan(sums).sum())} reference log-probs are no longer in {cache.directory} since "
                 "they were computed; run the command again"
             )
         return FrozenReference(keys=keys, sums=sums, tokens=tokens)
@@ -122,7 +122,7 @@ class FrozenReference:
         index = KeyIndex.of(self.keys)
         places = np.stack([index.find(keys) for keys in (table.chosen_keys, table.rejected_keys)], axis=1)
         if (places < 0).any():
-            raise CacheError("this run's reference.parquet is for other data; use another output_dir")
+            raise CacheError("this run's reference.parquet belongs to other data; use another output_dir")
         places = index.first[places]
         return PairReference(
             chosen=self.sums[places[:, 0]],

@@ -94,7 +94,7 @@ def find_namespaces(cache_dir: Path) -> list[Namespace]:
     try:
         directories = [path for path in root.iterdir() if is_namespace(path)] if root.is_dir() else []
     except OSError as error:
-        raise CacheError(f"cannot read {root}: {error.strerror}; mend its permissions") from error
+        raise CacheError(f"cannot read {root}: {error.strerror}; correct its permissions") from error
     return sorted(map(_namespace_at, directories), key=lambda found: -found.last_used)
 
 
@@ -209,7 +209,9 @@ def remove(removal: Removal) -> list[str]:
         if not left:
             directory.rmdir()
     except OSError as error:
-        raise CacheError(f"cannot remove {error.filename}: {error.strerror}; mend its permissions") from error
+        raise CacheError(
+            f"cannot remove {error.filename}: {error.strerror}; correct its permissions"
+        ) from error
     return left
 
 

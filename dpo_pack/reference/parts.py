@@ -150,7 +150,7 @@ def read_part(part: Path, columns: Sequence[str]) -> pa.Table | None:
         return None
     except OSError as error:
         raise CacheError(
-            f"cannot read {part}: {error.strerror}; mend its permissions or set reference.cache_dir"
+            f"cannot read {part}: {error.strerror}; correct its permissions or set reference.cache_dir"
         ) from error
     if part.stem != f"part-{hashlib.sha256(content).hexdigest()}":
         raise DamagedPart(f"{part} is damaged: its bytes have changed")
@@ -160,7 +160,9 @@ def read_part(part: Path, columns: Sequence[str]) -> pa.Table | None:
         # No threads: an Arrow thread may free `content` while Python ends, and then the process aborts.
         return file.read(columns=known, use_threads=False)
     except pa.ArrowException as error:
-        raise CacheError(f"{part} is no part of a reference cache; move it elsewhere") from error
+        raise CacheError(
+            f"{part} is not a part of a reference cache; move it to another directory"
+        ) from error
 
 
 def key_column(keys: Keys) -> pa.Array:

@@ -80,7 +80,7 @@ def summary(shown: ShownRecipe) -> list[str]:
     own = shown.tokenizer == shown.model
     tokenizer = "its own tokenizer" if own else f"tokenizer {shown.tokenizer}"
     template = (
-        "no chat template, because the data is no conversation"
+        "no chat template, because the data is not a conversation"
         if shown.template is None
         else f"chat template: {shown.template}"
     )
@@ -250,7 +250,7 @@ def _legend(marks: _Marks) -> str:
     between = (
         f"{marks.between} is between two tokens" if marks.between else "every second token is underlined"
     )
-    return f"{between}, {marks.newline} is a line break; [marks] in brackets are no text of the pair."
+    return f"{between}, {marks.newline} is a line break; [marks] in brackets are not text of the pair."
 
 
 def _print_pair(pair: ShownPair, shown: ShownRecipe, marks: _Marks, console: Console) -> None:

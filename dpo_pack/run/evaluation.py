@@ -187,7 +187,7 @@ def evaluate_models(
     if the recipe has no held-out set, ModelError if a model cannot be loaded.
     """
     if not recipe.data.eval:
-        raise RecipeError("data.eval: the recipe holds nothing out; name a source or a fraction")
+        raise RecipeError("data.eval: the recipe has no held-out data; name a source or a fraction")
     paths = [_model_path(recipe, model) for model in models]
     objective = recipe_objective(recipe)
     prepared = prepare(recipe, console)
@@ -231,6 +231,6 @@ def _model_path(recipe: Recipe, model: str | None) -> Path:
     is_hub_id = model is not None and HUB_ID.fullmatch(model) is not None and not path.exists()
     if not is_hub_id and not (is_adapter(path) or (path / "config.json").is_file()):
         raise ModelError(
-            f"{path}: no trained model there; finish the run first, or give another with --model"
+            f"{path}: there is no trained model; finish the run first, or give another one with --model"
         )
     return path

@@ -83,7 +83,9 @@ def check_generator(prepared: Prepared) -> None:
         )
     check_installed(prepared.device)
     if prepared.policy_facts.quantization is not None:
-        raise ModelError(f"{KEY}: vllm cannot be handed quantised weights; use transformers, or another base")
+        raise ModelError(
+            f"{KEY}: vllm cannot take quantised weights; use transformers, or a base that is not quantised"
+        )
 
 
 def _generator(prepared: Prepared, policy: LoadedModel) -> Generator:

@@ -182,7 +182,7 @@ def prepare(
     wanted, num_ranks = recipe.distributed.num_processes, ranks.num_ranks()
     if runs_models and wanted not in ("auto", num_ranks):
         raise RecipeError(
-            f"distributed.num_processes: {wanted} are asked for, but this is {num_ranks}; the dpopack "
+            f"distributed.num_processes: {wanted} are asked for, but this run has {num_ranks}; the dpopack "
             "command starts them, a program of your own is started by torchrun"
         )
     accelerator = _accelerator(recipe)

@@ -166,7 +166,9 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
         owner = checkpoint.resolve().parents[1]
         _refuse_changes(owner, recipe, "use another checkpoint")
         if info is not None and owner != root.resolve():
-            raise RunError(f"output_dir: {root} holds another run than {checkpoint}; use another output_dir")
+            raise RunError(
+                f"output_dir: {root} holds another run than the one of {checkpoint}; use another output_dir"
+            )
         return RunDir(root=root, checkpoint=checkpoint, is_finished=False, info=info or {})
     if info is None or overwrite or _stopped_before_it_began(root, info):
         return RunDir(root=root, checkpoint=None, is_finished=False)
@@ -217,7 +219,8 @@ def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -
             return
         if recipe.checkpoint.resume != "auto":
             raise RunError(
-                f"checkpoint.resume: {path} is damaged: {damage}; give another, or auto for the newest whole"
+                f"checkpoint.resume: {path} is damaged: {damage}; give another checkpoint, "
+                "or auto for the newest undamaged one"
             )
         older = ranks.first_says([c for c in checkpoints(path.parent) if step_of(c) < step_of(path)])
         run.checkpoint = older[-1] if older else None

@@ -210,7 +210,9 @@ def _lock(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
             file.close()
             holder = read_json(path, _Holder)
             who = "" if holder is None else f", process {holder.pid} on {holder.host} since {holder.since}"
-            raise RunError(f"{what} is in use by another run{who}; wait until it ends, or stop it") from error
+            raise RunError(
+                f"{what} is in use by another run{who}; wait until that run ends, or stop it"
+            ) from error
         except OSError as error:
             say(f"Warning: {what} has no locks ({error.strerror}): start no second run there")
             return file

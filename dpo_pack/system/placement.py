@@ -56,7 +56,10 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
         return _placement_of_slurm(environ)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if _number(environ, name, 1) > 1:
-            raise RecipeError(f"distributed.num_processes: {name} is set, but MPI is not read; {_LAUNCHERS}")
+            raise RecipeError(
+                f"distributed.num_processes: {name} is set, but dpo-pack does not read MPI's "
+                f"variables; {_LAUNCHERS}"
+            )
     return None
 
 

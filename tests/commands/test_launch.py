@@ -120,7 +120,7 @@ def test_one_process_that_a_launcher_started_says_that_it_uses_one_of_the_device
 
 def test_from_python_several_processes_are_not_started_behind_the_caller_s_back(tmp_path: Path) -> None:
     recipe = load_recipe(tiny_run(tmp_path), [TWO])
-    with pytest.raises(RecipeError, match="num_processes: 2 are asked for, but this is 1"):
+    with pytest.raises(RecipeError, match="num_processes: 2 are asked for, but this run has 1"):
         prepare(recipe, make_console(quiet=True))
 
 

@@ -331,8 +331,10 @@ def test_one_process_where_the_launcher_was_asked_for_two_is_refused(
 
 
 def test_evaluate_needs_held_out_pairs_and_a_trained_model(recipe: Path, dpopack: Dpopack) -> None:
-    assert_refused(dpopack("evaluate", recipe), r"run/model: no trained model there; finish the run.*--model")
-    assert_refused(dpopack("evaluate", recipe, "data.eval=[]"), r"data\.eval: .*nothing out; name a source")
+    assert_refused(
+        dpopack("evaluate", recipe), r"run/model: there is no trained model; finish the run.*--model"
+    )
+    assert_refused(dpopack("evaluate", recipe, "data.eval=[]"), r"no held-out data; name a source")
 
 
 def test_commands_that_do_not_train_need_no_tracker(
@@ -697,7 +699,7 @@ def test_evaluate_takes_one_model_or_two(recipe: Path, dpopack: Dpopack) -> None
     small = ("--model", recipe.parent / "small")
     assert_refused(dpopack("evaluate", recipe, *small), r"--model: the data has token id 3\d\d, but .*/small")
     missing = ("--compare", recipe.parent / "model", recipe.parent / "missing")
-    assert_refused(dpopack("evaluate", recipe, *missing), r"missing: no trained model there")
+    assert_refused(dpopack("evaluate", recipe, *missing), r"missing: there is no trained model")
 
 
 def test_evaluate_of_the_reference_itself_prefers_nothing(recipe: Path, dpopack: Dpopack) -> None:

@@ -587,7 +587,7 @@ def test_several_processes_give_what_one_gives() -> None:
 
 def test_a_process_that_dies_while_it_tokenises_is_one_line() -> None:
     message = one_line(_die, DataError)
-    assert "a process that tokenised died" in message and "data.num_workers: 0" in message
+    assert "a process that tokenised was killed" in message and "data.num_workers: 0" in message
 
 
 def _die() -> None:

@@ -228,7 +228,11 @@ def test_auto_takes_the_first_backend_without_an_obstacle_and_says_why() -> None
         ({"has_sinks": True}, torch.bfloat16, "sinks"),
         ({"value_head_dim": 32}, torch.bfloat16, "differ"),
         ({"head_dim": 512, "value_head_dim": 512}, torch.bfloat16, "above 256"),
-        ({"head_dim": 100, "value_head_dim": 100}, torch.bfloat16, "100 is no multiple of 8"),  # OpenLLaMA 3B
+        (
+            {"head_dim": 100, "value_head_dim": 100},
+            torch.bfloat16,
+            "100 is not a multiple of 8",
+        ),  # OpenLLaMA 3B
     ],
 )
 def test_a_kernel_that_cannot_be_exact_is_refused_with_the_reason(

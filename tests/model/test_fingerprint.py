@@ -344,7 +344,7 @@ def test_an_adapter_is_part_of_the_namespace_by_its_content(
     save_file(weights, renamed / "adapter_model.safetensors")
     assert digest(model, adapter=renamed) not in (without, before)
     (renamed / "adapter_model.safetensors").unlink()
-    with pytest.raises(ModelError, match="no PEFT adapter") as caught:
+    with pytest.raises(ModelError, match="is not a PEFT adapter") as caught:
         digest(model, adapter=renamed)
     assert str(caught.value).isprintable()
 

@@ -117,7 +117,7 @@ def test_a_token_that_does_not_exist_is_not_trained_on(number: int) -> None:
 def test_a_choice_without_text_sets_its_prompt_aside(choice: Any) -> None:
     with serving(Stub(lambda path, body: {"choices": [choice] * 3})) as stub:
         (result,) = generator(stub, retries=0).generate(DRAWS[:1])
-    assert isinstance(result, Failure) and "a choice without text" in result.reason
+    assert isinstance(result, Failure) and "one of the choices has no text" in result.reason
 
 
 def test_half_a_surrogate_pair_sets_its_prompt_aside() -> None:

@@ -393,5 +393,5 @@ def test_a_changed_model_config_is_refused_because_a_checkpoint_holds_only_weigh
     stop_after(1, recipe)
     config = own / "model" / "config.json"
     config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 10001.0'))
-    with pytest.raises(RunError, match="was taken with another model config, so going on"):
+    with pytest.raises(RunError, match="was saved with another model config, so going on"):
         train(recipe, console)

@@ -221,7 +221,7 @@ def test_a_lock_has_one_holder_whom_others_are_told_of(tmp_path: Path) -> None:
         message = str(caught.value)
         holder = f"process {os.getpid()} on {socket.gethostname()} since 2"
         assert f"output_dir: new is in use by another run, {holder}" in message
-        assert "wait until it ends, or stop it" in message and message.isprintable()
+        assert "wait until that run ends, or stop it" in message and message.isprintable()
         assert names(lock.parent) == ["run.lock"]  # the refused one has removed nothing
     assert names(tmp_path) == []  # nor is a directory left that nothing was written into
     (tmp_path / "new").mkdir()

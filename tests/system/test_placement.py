@@ -121,5 +121,5 @@ def test_half_a_launcher_is_named(missing: str) -> None:
 def test_nonsense_and_mpi_are_refused() -> None:
     with pytest.raises(RecipeError, match="RANK must be a whole number, not 'first'"):
         placement({**TORCHRUN, "RANK": "first"})
-    with pytest.raises(RecipeError, match="OMPI_COMM_WORLD_SIZE is set, but MPI is not read"):
+    with pytest.raises(RecipeError, match="OMPI_COMM_WORLD_SIZE is set, but dpo-pack does not read MPI"):
         placement({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"})

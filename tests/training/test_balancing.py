@@ -238,7 +238,7 @@ def test_a_mixture_does_not_go_on_with_another_load_balancing_loss(assets: Path,
     for run, then, now in (("without", 0.0, None), ("with", None, 0.0)):
         with pytest.raises(RunError, match="stopped"):
             train(recipe(run, then), Console(quiet=True), after_step=stop)
-        with pytest.raises(RunError, match="was taken with another load-balancing loss"):
+        with pytest.raises(RunError, match="was saved with another load-balancing loss"):
             train(recipe(run, now), Console(quiet=True))
 
 

@@ -87,8 +87,8 @@ def row_attention(
         )
     if getattr(module, "is_causal", True) is False:  # some families have no such attribute
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends to later tokens as well, which no packed row can have; use a "
-            "causal model"
+            f"{type(module).__name__} attends to later tokens as well, so it would see the next "
+            "sequence of a row; use a causal model"
         )
     if dropout > 0.0:
         raise UnsupportedModelError(
@@ -97,13 +97,13 @@ def row_attention(
         )
     if query.shape[0] != 1 or attention_mask is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} called attention with a batch of {query.shape[0]} rows or a mask of "
-            "its own, which a packed row cannot have; use packing.mode: padded"
+            f"{type(module).__name__} called attention with a batch of {query.shape[0]} rows or with its own "
+            "mask, which a packed row cannot have; use packing.mode: padded"
         )
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to {key.shape[2]} keys in a row of {query.shape[2]} tokens; "
-            "keys of its own making belong to no sequence; use packing.mode: padded"
+            "it adds keys, and a key that it adds belongs to no sequence of the row; use packing.mode: padded"
         )
     if seam_calls is not None:
         seam_calls.count += 1

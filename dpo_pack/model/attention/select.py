@@ -84,7 +84,7 @@ def backend_obstacle(
     if torch.version.hip is not None:
         return "on ROCm torch's kernel aligns queries with the first keys, not with the last"
     if needs.head_dim % 8 != 0:  # the flash-attn package pads such heads itself
-        return f"head dimension {needs.head_dim} is no multiple of 8"
+        return f"head dimension {needs.head_dim} is not a multiple of 8"
     if needs.has_softcap:
         return "the model caps attention logits"
     if (needs.has_window or needs.has_custom_scale) and not supports_window_and_scale():

@@ -250,7 +250,7 @@ def _refuse_another_run(path: Path, counters: Counters, identity: Identity) -> N
     ]
     if changed:
         raise RunError(
-            f"{path} was taken with another {' and another '.join(changed)}, so going on would train "
+            f"{path} was saved with another {' and another '.join(changed)}, so going on would train "
             "something else; use another output_dir, or start again with checkpoint.resume=never and "
             "--overwrite"
         )
