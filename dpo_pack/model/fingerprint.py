@@ -25,6 +25,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from dpo_pack.model.config import rotary_kinds
 from dpo_pack.model.loading import load_errors
+from dpo_pack.model.quantize import Quantization
 from dpo_pack.model.scorer import Precision
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import add_to_json, read_json
@@ -86,12 +87,14 @@ def reference_namespace(
     precision: Precision,
     memo_path: Path,
     adapter: Path | None = None,
+    quantize: Quantization | None = None,
 ) -> dict[str, Any]:
     """Returns all that a reference log-prob depends on, except the token ids, as a JSON object.
 
     `architecture` is the model without its weights (`model.shape.without_weights`). `memo_path` is a file in
     which we store tensor hashes, so that an unchanged model is not read again. `adapter` is the directory of
-    a PEFT adapter that is part of the reference. Raises ModelError when weights are missing or unreadable.
+    a PEFT adapter that is part of the reference; `quantize` says how its base is quantised while it is
+    loaded. Raises ModelError when weights are missing or unreadable.
     """
     namespace = {
         "numerics_version": NUMERICS_VERSION,
@@ -103,6 +106,8 @@ def reference_namespace(
     }
     if precision.gathered is not None:  # without it no key, so that other namespaces stay the same
         namespace["gathered"] = str(precision.gathered).removeprefix("torch.")
+    if quantize is not None:
+        namespace["quantized"] = quantize
     if adapter is not None:
         namespace["adapter"] = adapter_fingerprint(adapter, memo_path)
     return namespace

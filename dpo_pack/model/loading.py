@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from dpo_pack.model.attention.select import BackendChoice, select_backend
 from dpo_pack.model.config import attention_needs, check_packs, own_attention, training_settings
 from dpo_pack.model.logps import WantedStatistics
 from dpo_pack.model.lora import LoraSettings, attach_adapter
+from dpo_pack.model.quantize import Quantization, keep_weights_as_they_are, quantization_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.model.speed import apply_liger, keep_products, speed_up_linears, trim_last_layer
@@ -87,14 +89,16 @@ def load_model(
     weights_on: torch.device | None = None,
     wanted: WantedStatistics | None = None,
     kernels: str = "none",
+    quantize: Quantization | None = None,
     config: PretrainedConfig | None = None,
 ) -> LoadedModel:
     """Loads a causal LM for packed rows or padded batches. No weight stays random.
 
     `adapter` is a new LoRA adapter or the directory of a saved one; then only the adapter is trained. The
     model will run on `device`. Its weights are first put on `weights_on` (None: on `device`); on the meta
-    device weights are not read. `config` is the model's config if the caller has loaded it; it never changes.
-    Raises ModelError when loading fails, UnsupportedModelError when the model cannot be computed exactly.
+    device weights are not read. `quantize` stores the weights of linear layers in fewer bits. `config` is the
+    model's config if the caller has loaded it; it never changes. Raises ModelError when loading fails,
+    UnsupportedModelError when the model cannot be computed exactly.
     """
     weights_on = weights_on or device
     reads_weights = weights_on.type != "meta"
@@ -118,6 +122,9 @@ def load_model(
         "dtype": precision.parameters,
         "attn_implementation": ATTENTION_NAME if packed else own,
     }
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that it does not need
+    if quantize is not None:
+        options["quantization_config"] = quantization_settings(quantize, precision.activations)
     if reads_weights:
         # Directly onto a CUDA device, so that the processes of a machine do not all hold a copy on the CPU.
         options["device_map"] = {"": weights_on} if weights_on.type == "cuda" else None
@@ -142,6 +149,7 @@ def load_model(
         apply_liger(model)
     if device.type == "cpu":
         speed_up_linears(model)
+        keep_weights_as_they_are(model)
     if packed:
         wrap_recurrent_layers(model)
         trim_last_layer(model)

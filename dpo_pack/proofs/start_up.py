@@ -24,6 +24,7 @@ from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Group
 from dpo_pack.model.logps import sequence_sums
+from dpo_pack.model.quantize import computing_in
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.speed import stock_layers
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
@@ -78,7 +79,8 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
         bound = f"max <= {FLOAT32_BOUND:.0e}, or {bound}"
     elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
         # All computation is in fp32, with a backend that takes fp32.
-        with replaced(scorer, autocast=None, backend=scorer.backend and BACKENDS["sdpa"]):
+        backend = scorer.backend and BACKENDS["sdpa"]
+        with replaced(scorer, autocast=None, backend=backend), computing_in(scorer.model, torch.float32):
             exact_numbers, is_exact = _distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
         passed, bound = passed and is_exact, f"{bound}; in float32 max <= {FLOAT32_BOUND:.0e}, or the same"

@@ -39,6 +39,8 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
             "model.path is an adapter, which is trained further as it is; leave model.lora out, or merge the "
             "adapter first with 'dpopack merge'",
         )
+    if recipe.model.quantize is not None and recipe.model.lora is None and not _is_adapter(recipe.model.path):
+        yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
     if recipe.model.revision and os.path.isdir(recipe.model.path):
         yield "model.revision", "a local directory has no revisions; leave it out"
     if recipe.tokenizer.path:
@@ -125,6 +127,7 @@ def _package_problems(recipe: Recipe) -> Iterator[Problem]:
         ("model.path", "peft", "peft", _is_adapter(recipe.model.path)),
         ("reference.path", "peft", "peft", _is_adapter(recipe.reference.path or "")),
         ("model.kernels", "liger_kernel", "liger", recipe.model.kernels == "liger"),
+        ("model.quantize", "bitsandbytes", "bitsandbytes", recipe.model.quantize is not None),
         ("optim.name", "bitsandbytes", "bitsandbytes", recipe.optim.name == "adamw_8bit"),
         ("online.generator.type", "vllm", "vllm", recipe.online and recipe.online.generator.type == "vllm"),
     ):

@@ -80,6 +80,9 @@ class ModelRecipe(Section):
     """liger: liger-kernel computes norms, rotary positions and gated MLPs; on CUDA, for families it fits."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
+    quantize: Literal["int8", "nf4"] | None = None
+    """Quantise the frozen base of an adapter while it is loaded, with bitsandbytes; nf4: QLoRA, 4 bits a
+    weight. A reference at reference.path is quantised only if it is an adapter. See docs/lora.md."""
     lora: LoraRecipe | None = None
     """Train a new low-rank adapter, e.g. {r: 16, alpha: 32}; null: all parameters, or those of the adapter at
     model.path. See docs/lora.md."""
@@ -263,6 +266,8 @@ class Recipe(Section):
             if self.packing.merge_prompts:
                 what = "packing.merge_prompts, which computes a prompt once"
                 yield "model.lora.dropout", f"must be 0 for {what}"
+        if self.model.quantize is not None and self.distributed.strategy == "fsdp2":
+            yield "distributed.strategy", "quantised weights are not sharded (model.quantize); set ddp"
         if self.distributed.gather_dtype and self.model.autocast not in ("auto", "none"):
             yield "distributed.gather_dtype", "takes the place of model.autocast; leave one of the two out"
 

@@ -51,7 +51,7 @@ def _config(family: str, hidden: int, layers: int, ffn: int, heads: int, kv: int
     }  # fmt: skip
 
 
-_SMALL, _MIDDLE = "full-1gpu lora-1gpu full-8gpu", "lora-1gpu full-8gpu full-2nodes"
+_SMALL, _MIDDLE = "full-1gpu lora-1gpu full-8gpu", "lora-1gpu qlora-1gpu full-8gpu full-2nodes"
 SHAPES: dict[str, Shape] = {
     "qwen3-0.6b": Shape(
         path="Qwen/Qwen3-0.6B", title="Qwen3 0.6B", parameters=596_049_920, setups=_SMALL,
@@ -74,7 +74,8 @@ SHAPES: dict[str, Shape] = {
         config=_config("qwen3", 5120, 40, 17408, 40, 8, 128, 151936),
     ),
     "qwen3-32b": Shape(
-        path="Qwen/Qwen3-32B", title="Qwen3 32B", parameters=32_762_123_264, setups="lora-8gpu full-2nodes",
+        path="Qwen/Qwen3-32B", title="Qwen3 32B", parameters=32_762_123_264,
+        setups="qlora-1gpu lora-8gpu full-2nodes",
         config=_config("qwen3", 5120, 64, 25600, 64, 8, 128, 151936),
     ),
     "llama3.2-1b": Shape(
@@ -94,7 +95,8 @@ SHAPES: dict[str, Shape] = {
     ),
     "llama3.3-70b": Shape(
         path="meta-llama/Llama-3.3-70B-Instruct", title="Llama 3.3 70B", parameters=70_553_706_496,
-        setups="lora-8gpu full-4nodes", config=_config("llama", 8192, 80, 28672, 64, 8, 128, 128256),
+        setups="qlora-1gpu lora-8gpu full-4nodes",
+        config=_config("llama", 8192, 80, 28672, 64, 8, 128, 128256),
     ),
     "gemma3-1b": Shape(
         path="google/gemma-3-1b-it", title="Gemma 3 1B", parameters=999_885_952, setups=_SMALL,
@@ -107,7 +109,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "mistral-small-24b": Shape(
         path="mistralai/Mistral-Small-24B-Instruct-2501", title="Mistral Small 24B",
-        parameters=23_572_403_200, setups="lora-1gpu full-8gpu full-2nodes",
+        parameters=23_572_403_200, setups="lora-1gpu qlora-1gpu full-8gpu full-2nodes",
         config=_config("mistral", 5120, 40, 32768, 32, 8, 128, 131072),
     ),
     "gpt-oss-20b": Shape(
@@ -128,11 +130,13 @@ class Setup:
     is_lora: bool
     gpus: int  # of all nodes
     nodes: int = 1
+    is_quantised: bool = False
 
 
 SETUPS: dict[str, Setup] = {
     "full-1gpu": Setup("all parameters, on one GPU", False, 1),
     "lora-1gpu": Setup("a LoRA adapter, on one GPU", True, 1),
+    "qlora-1gpu": Setup("a LoRA adapter on a base in 4 bits, on one GPU", True, 1, is_quantised=True),
     "full-8gpu": Setup("all parameters, on a machine with eight GPUs", False, 8),
     "lora-8gpu": Setup("a LoRA adapter, on a machine with eight GPUs", True, 8),
     "full-2nodes": Setup("all parameters, on two machines with eight GPUs each", False, 16, 2),
@@ -201,6 +205,12 @@ def recipe_template(name: str) -> str:
     is_large = shape.parameters > 20e9  # fp32 weights and 16-bit casts would not leave room for a row
     number_bytes = 2 if setup.is_lora else 14 if is_large else 16
     total = shape.parameters * number_bytes / 1e9
+    if (
+        setup.is_quantised
+    ):  # 4 bits and a scale of 8 bits for 64 weights; embeddings and head stay in bfloat16
+        config = shape.config
+        tables = config["vocab_size"] * config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
+        total = (2 * tables + (4 + 8 / 64) / 8 * (shape.parameters - tables)) / 1e9
     model = "  gradient_checkpointing: true             # less memory, a third more time\n"
     if setup.is_lora or is_large:
         weights = (
@@ -211,8 +221,11 @@ def recipe_template(name: str) -> str:
         model = f"  dtype: bfloat16                          # {weights}\n{model}"
     if setup.is_lora:
         model += "  lora: {r: 16, alpha: 32}\n"
+    if setup.is_quantised:
+        model += "  quantize: nf4                            # QLoRA: needs pip install bitsandbytes\n"
     is_sharded = setup.gpus > 1 and total > 50  # else each GPU has a copy
     part = total / setup.gpus if is_sharded else total
+    state = " in bfloat16" if setup.is_lora else ", gradients and AdamW's moments"
     how = "because FSDP2 divides them" if is_sharded else "where each GPU has a copy"
     return _TEMPLATE.format(
         name=name,
@@ -220,7 +233,7 @@ def recipe_template(name: str) -> str:
         setup=setup.title,
         command=_ONE_NODE if setup.nodes == 1 else _NODES.format(nodes=setup.nodes),
         billions=shape.parameters / 1e9,
-        state=" in bfloat16" if setup.is_lora else ", gradients and AdamW's moments",
+        state=" in 4 bits" if setup.is_quantised else state,
         total=total,
         each=f",\n# {part:.0f} GB on each GPU, {how}." if setup.gpus > 1 else ".",
         note=f"\n# {shape.note}." if shape.note else "",

@@ -24,13 +24,18 @@ def describe_run(
     """
     recipe, console = prepared.recipe, prepared.console
     parameters = list(policy.scorer.parameters())
-    size = f"{format_count(sum(p.numel() for p in parameters))} parameters"
+    num_trained = sum(p.numel() for p in parameters if p.requires_grad)
+    num_parameters = sum(p.numel() for p in parameters)
+    if prepared.policy_facts.quantize is not None:  # two weights of 4 bits count as one element
+        num_parameters = prepared.policy_facts.num_parameters + num_trained
+    size = f"{format_count(num_parameters)} parameters"
     if policy.adapter is not None:
-        num_trained = sum(p.numel() for p in parameters if p.requires_grad)
         size += f", of which the adapter's {format_count(num_trained)} are trained"
         if policy.adapter.left_out:
             size += f"; all-linear leaves out {', '.join(policy.adapter.left_out)}, which peft refuses here"
     precision = str(prepared.precision.parameters).removeprefix("torch.")
+    if prepared.policy_facts.quantize is not None:
+        precision += f" with linear layers in {prepared.policy_facts.quantize}"
     if prepared.precision.autocast is not None:
         precision += f" with {str(prepared.precision.autocast).removeprefix('torch.')} autocast"
     if prepared.precision.gathered is not None:

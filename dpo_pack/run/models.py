@@ -21,6 +21,7 @@ from dpo_pack.model.loading import load_config, load_errors, load_model
 from dpo_pack.model.logps import WantedStatistics, compile_head
 from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter, require_peft
 from dpo_pack.model.parallel import ALONE, Strategy, shard_model
+from dpo_pack.model.quantize import Quantization, quantization_settings
 from dpo_pack.model.routing import RouterBalance, router_balance
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
@@ -53,6 +54,7 @@ class ModelFacts:
     is_packed: bool
     cache_dir: Path
     router_aux_coef: float | None = 0.0  # of the recipe, for the policy; see `balance`
+    quantize: Quantization | None = None  # how the weights are quantised while they are loaded
 
     @property
     def label(self) -> str:
@@ -61,8 +63,10 @@ class ModelFacts:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """The config's quantisation settings; None if the weights are not quantised."""
+        """How the weights are quantised, in the files or while they are loaded; None: not at all."""
         settings: dict[str, Any] | None = self.config.to_dict().get("quantization_config")
+        if settings is None and self.quantize is not None:
+            return quantization_settings(self.quantize, self.precision.activations).to_dict()
         return settings
 
     @functools.cached_property
@@ -106,6 +110,7 @@ class ModelFacts:
                 precision=self.precision,
                 memo_path=self.cache_dir / "model_hashes.json",
                 adapter=self.adapter,
+                quantize=self.quantize,
             )
 
 
@@ -133,13 +138,13 @@ def resolve_model(
 
     Raises ModelError.
     """
-    adapter = None
-    router_aux_coef = recipe.loss.router_aux_coef if recipe_key == "model.path" else 0.0
+    adapter, is_policy = None, recipe_key == "model.path"
     if is_adapter(path):
         saved = read_adapter(Path(path), recipe_key)
         recipe_key = f"{recipe_key} (the base of {path})"
         path, revision, adapter = saved.base, saved.base_revision, saved.directory
     trusts = recipe.model.trust_remote_code
+    has_adapter = adapter is not None or (is_policy and recipe.model.lora is not None)
     return ModelFacts(
         path=path,
         revision=revision,
@@ -150,7 +155,8 @@ def resolve_model(
         precision=precision,
         is_packed=recipe.packing.mode == "packed",
         cache_dir=cache_directory(recipe),
-        router_aux_coef=router_aux_coef,
+        router_aux_coef=recipe.loss.router_aux_coef if is_policy else 0.0,
+        quantize=recipe.model.quantize if has_adapter else None,
     )
 
 
@@ -180,7 +186,7 @@ def check_model(recipe: Recipe, model: ModelFacts, device: torch.device, *, is_t
         except ModelError as error:
             raise ModelError(f"{model.recipe_key}: {error}") from error
     is_whole = model.adapter is None and recipe.model.lora is None
-    _check_quantised(model, device, is_trained=is_trained and is_whole)
+    _check_quantised(model, is_trained=is_trained and is_whole)
     if is_trained and recipe.loss.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
     check_kernels(recipe.model.kernels, model.config, device)
@@ -190,19 +196,19 @@ def check_model(recipe: Recipe, model: ModelFacts, device: torch.device, *, is_t
         check_packs(model.config)
 
 
-def _check_quantised(model: ModelFacts, device: torch.device, *, is_trained: bool) -> None:
-    """Raises ModelError if weights are quantised and cannot be used on this machine, or would be trained."""
-    if model.quantization is None:
+def _check_quantised(model: ModelFacts, *, is_trained: bool) -> None:
+    """Raises ModelError if the weights are quantised in the files and cannot be used here, or be trained."""
+    settings = model.config.to_dict().get("quantization_config")
+    if settings is None:
         return
-    method = model.quantization.get("quant_method", "an unknown method")
+    method = settings.get("quant_method", "an unknown method")
     what = f"{model.recipe_key}: the weights of {model.path} are quantised ({method})"
+    if model.quantize is not None:
+        raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
     if method != "bitsandbytes":
         raise ModelError(f"{what}, and only bitsandbytes is supported; use the unquantised model")
-    if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(
-            f"{what}, which needs a CUDA device and {install_command('bitsandbytes')}; use the "
-            "unquantised model here"
-        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(f"{what}, which needs {install_command('bitsandbytes')}")
     if is_trained:
         raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
 
@@ -246,6 +252,7 @@ def load_weights(
             weights_on=weights_on,
             wanted=WantedStatistics(squares=recipe.loss.weighting == "wpo"),
             kernels=recipe.model.kernels,
+            quantize=model.quantize,
         )
         # Selective checkpointing has to see each product.
         is_selective = recipe.model.gradient_checkpointing == "selective"

@@ -39,9 +39,12 @@ def test_a_template_is_a_recipe_that_says_what_it_is_for(name: str, tmp_path: Pa
     text = recipe_template(name)
     recipe = load(text, tmp_path)
     shape = next(shape for key, shape in SHAPES.items() if name.startswith(f"{key}-"))
-    setup = next(setup for key, setup in SETUPS.items() if name.endswith(key))
+    setup = next(setup for key, setup in SETUPS.items() if name.endswith(f"-{key}"))
     assert recipe.model.path == shape.path and text.startswith(f"# {shape.title}: {setup.title}")
-    assert (recipe.model.lora is not None) == setup.is_lora
+    assert (recipe.model.lora is not None, recipe.model.quantize) == (
+        setup.is_lora,
+        "nf4" if setup.is_quantised else None,
+    )
     assert str(recipe.output_dir) == f"runs/{name}" and max(map(len, text.splitlines())) <= 110
 
 

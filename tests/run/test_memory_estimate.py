@@ -404,7 +404,7 @@ def test_a_dry_run_that_does_not_fit_says_so_first_and_what_would(
         ((), (None, None, False, True)),
         (("reference.sync.mixup=0.5",), (None, None, True, True)),
         (("model.lora={r: 4}",), (4, None, False, True)),
-        (("model.lora={}", "model.path=quantised"), (16, 4, False, False)),
+        (("model.lora={}", "model.path=quantised"), (16, 4.5, False, False)),
         (("reference.path=quantised",), (None, None, False, False)),
     ],
 )
@@ -464,8 +464,8 @@ def test_a_system_that_does_not_say_how_much_memory_there_is(monkeypatch: pytest
     assert available_memory(CPU) is None
 
 
-@pytest.mark.parametrize(("bits", "in_layers"), [(None, 4.0), (8, 1.0), (4, 9 / 16)])
-def test_quantised_layers_count_with_their_scales(bits: int | None, in_layers: float) -> None:
+@pytest.mark.parametrize(("bits", "in_layers"), [(None, 4.0), (8, 1.0), (4.5, 9 / 16)])
+def test_quantised_layers_count_with_their_scales(bits: float | None, in_layers: float) -> None:
     facts = plain(shape_of("llama"), lora_rank=4, bits=bits)
     part = facts.shape.num_layers * facts.shape.layer_parameters / facts.shape.num_parameters
     base = facts.shape.num_parameters * (part * in_layers + 4 * (1 - part))

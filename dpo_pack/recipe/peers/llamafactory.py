@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from dpo_pack.recipe.peers.rules import (
+    QUANTIZE,
     TRANSFORMERS,
     Absent,
     Known,
@@ -191,7 +192,7 @@ LLAMAFACTORY: Table = {
     "disable_gradient_checkpointing": to("model.gradient_checkpointing", lambda value, s: not value),
     "enable_liger_kernel": TRANSFORMERS["use_liger_kernel"],
     "moe_aux_loss_coef": to("loss.router_aux_coef"),
-    "quantization_bit": to("model.quantize", _quantize, "else the base is trained on unquantised"),
+    "quantization_bit": to("model.quantize", _quantize, QUANTIZE),
     "early_stopping_steps": to("train.early_stopping", lambda value, s: {"patience": value}),
     "use_swanlab": to(
         "logging.trackers", lambda value, s: ["swanlab"] if value else Unneeded("it is off"), "swanlab"

@@ -131,7 +131,7 @@ class MemoryFacts:
     row: RowSize
     device: torch.device
     lora_rank: int | None = None  # rank of the policy's adapter; None if the whole model is trained
-    bits: int | None = None  # bits of a parameter in the layers of a quantised base, 4 or 8; else None
+    bits: float | None = None  # bits of a parameter in the layers of a quantised base, with its scale
     has_second_model: bool = False  # whether a reference that follows the policy is loaded too
     can_shard: bool = True  # false for quantised weights
     num_shards: int = 1
@@ -152,7 +152,8 @@ def estimate_memory(recipe: Recipe, facts: MemoryFacts) -> dict[str, float]:
         num_outside = shape.num_parameters - shape.num_layers * shape.layer_parameters
         gathered = (3 * shape.layer_parameters + num_outside) * precision.parameters.itemsize
     layer, num_whole, inputs = layer_bytes(recipe, facts), shape.num_layers, 0.0
-    num_cast = 1 if recipe.model.gradient_checkpointing else shape.num_layers
+    # A quantised layer is restored for one product at a time; autocast keeps no copies of all layers.
+    num_cast = 1 if recipe.model.gradient_checkpointing or facts.bits is not None else shape.num_layers
     # `selective` counts as if layers kept everything: an upper limit.
     if recipe.model.gradient_checkpointing is True:
         # Each layer keeps its input; the final norm keeps input and result.
@@ -178,9 +179,9 @@ def state_bytes(recipe: Recipe, facts: MemoryFacts) -> StateBytes:
     if facts.lora_rank is not None:
         num_trained = shape.num_adapter_parameters(facts.lora_rank)
     frozen_bytes = float(dtype.itemsize)
-    if facts.bits is not None:  # bitsandbytes quantises layers; with 4 bits, 64 weights have an fp32 scale
+    if facts.bits is not None:  # bitsandbytes quantises layers only
         part = shape.num_layers * shape.layer_parameters / shape.num_parameters
-        frozen_bytes += part * (facts.bits / 8 + (4 / 64 if facts.bits == 4 else 0) - frozen_bytes)
+        frozen_bytes += part * (facts.bits / 8 - frozen_bytes)
     state = training_bytes(
         num_trained=num_trained,
         num_frozen=shape.num_parameters * (is_adapter + facts.has_second_model),

@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.losses import Objective
+from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Row
 from dpo_pack.model.lora import read_adapter
 from dpo_pack.model.parallel import DistributedPolicy
+from dpo_pack.model.quantize import bits_per_weight, quantization_settings
 from dpo_pack.packing.lengths import IntArray
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import Recipe, check_environment, parse_recipe
@@ -102,7 +104,8 @@ def memory_facts(
         row=row,
         device=prepared.device,
         lora_rank=_lora_rank(prepared),
-        bits=None if quantised is None else 4 if quantised.get("load_in_4bit") else 8,
+        # Experts are not linear layers of torch, so bitsandbytes leaves them as they are: an upper limit.
+        bits=None if quantised is None or routes_tokens(policy.config) else bits_per_weight(quantised),
         can_shard=quantised is None and prepared.reference_facts.quantization is None,
         has_second_model=objective.needs_reference and prepared.recipe.reference.sync is not None,
         num_shards=1 if mesh is None else mesh.size(mesh.ndim - 1),
@@ -203,12 +206,15 @@ def _changes(recipe: Recipe, facts: MemoryFacts, longest_pair: int) -> list[list
     # With an adapter, policy and reference are one base model. So the reference cannot be offloaded alone.
     moves_base = recipe.online is not None and recipe.online.offload_reference and not recipe.reference.path
     can_adapt = facts.lora_rank is None and not moves_base
+    nf4: dict[str, Any] = {"bits": bits_per_weight(quantization_settings("nf4", torch.bfloat16).to_dict())}
+    can_quantize = facts.lora_rank is not None and facts.bits is None and facts.num_shards == 1
     return [
         [] if recipe.model.gradient_checkpointing is True else [(["model.gradient_checkpointing=true"], {})],
         shorter_rows,
         [(["model.dtype=bfloat16"], {})] if is_fp32 else [],
         shards,
         [([f"model.lora={{r: {LORA_RANK}}}"], {"lora_rank": LORA_RANK})] if can_adapt else [],
+        [(["model.quantize=nf4"], nf4)] if can_quantize else [],
     ]
 
 

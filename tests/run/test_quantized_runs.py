@@ -1,0 +1,185 @@
+"""model.quantize: LoRA on a base that bitsandbytes stores in 4 or 8 bits; on the CPU, as on CUDA."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from rich.console import Console
+from safetensors.torch import load_file
+from support.run_files import timeless
+from support.tiny_adapters import refusal
+from support.tiny_run import tiny_run
+from transformers import AutoModelForCausalLM
+
+from dpo_pack.commands.merge import merge_adapter
+from dpo_pack.model.quantize import quantization_settings
+from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.recipe.machine import check_environment
+from dpo_pack.run.evaluation import evaluate_models
+from dpo_pack.run.models import load_and_prove, new_adapter
+from dpo_pack.run.prepare import prepare
+from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.files import read_json
+from dpo_pack.train import train
+
+pytest.importorskip("bitsandbytes", reason="model.quantize needs bitsandbytes")
+# peft reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+CPU, LORA, NF4, INT8 = torch.device("cpu"), "model.lora={r: 4}", "model.quantize=nf4", "model.quantize=int8"
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe with its model and pairs, and run/, a finished run on a base in 4 bits."""
+    directory = tmp_path_factory.mktemp("quantized")
+    tiny_run(directory)
+    train(recipe_in(directory, LORA, NF4), Console(quiet=True))
+    return directory
+
+
+def recipe_in(directory: Path, *overrides: str) -> Recipe:
+    return load_recipe(
+        directory / "recipe.yaml", ["optim.lr=1e-2", "train.epochs=2", "packing.pairs_per_step=4", *overrides]
+    )
+
+
+def run_in(assets: Path, run: Path, *overrides: str) -> Path:
+    train(recipe_in(assets, f"output_dir={run}", *overrides), Console(quiet=True))
+    return run
+
+
+def num_computed(run: Path) -> int:
+    return int(read_json(run / "run.json")["totals"]["reference_sequences_computed"])
+
+
+@pytest.mark.parametrize("kind", [NF4, INT8])
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+def test_packed_rows_of_a_quantised_base_are_proved_exact(kind: str, autocast: str, assets: Path) -> None:
+    recipe = recipe_in(assets, LORA, kind, f"model.autocast={autocast}")
+    prepared = prepare(recipe, Console(quiet=True))
+    loaded, outcome = load_and_prove(
+        recipe, prepared.policy_facts, device=CPU, adapter=new_adapter(recipe), again=True
+    )
+    types = {parameter.dtype for parameter in loaded.model.parameters()}
+    assert types == {torch.float32, torch.uint8 if kind == NF4 else torch.int8}
+    assert [proof.name for proof in outcome.proofs if not proof.passed] == []
+    if kind == NF4:
+        equivalence = next(proof for proof in outcome.proofs if proof.name == "equivalence")
+        name = "max error" if autocast == "none" else "max error, in float32"
+        assert equivalence.numbers[name] <= 1e-4
+
+
+def test_only_the_adapter_is_trained_and_it_learns(assets: Path) -> None:
+    lines = timeless(assets / "run")
+    assert lines[0]["rewards/margins"] == 0.0 and lines[-1]["rewards/margins"] > 0.1
+    assert {path.name for path in (assets / "run" / "model").glob("*.safetensors")} == {
+        "adapter_model.safetensors"
+    }
+    assert all("lora_" in name for name in load_file(assets / "run" / "model" / "adapter_model.safetensors"))
+
+
+def test_padded_and_packed_runs_on_a_quantised_base_take_the_same_steps(assets: Path, tmp_path: Path) -> None:
+    padded = timeless(run_in(assets, tmp_path / "padded", LORA, NF4, "packing.mode=padded"))
+    packed = timeless(assets / "run")
+    assert len(padded) == len(packed) > 4
+    for ours, theirs in zip(packed, padded, strict=True):
+        for name in ("loss", "rewards/margins", "logps/chosen"):
+            if name in ours:
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-4)
+
+
+def test_a_quantised_base_is_a_reference_of_its_own(assets: Path, tmp_path: Path) -> None:
+    num_sequences = num_computed(assets / "run")
+    assert num_sequences > 0
+    once = "train.max_steps=1"
+    for name, overrides, computed in (
+        ("plain", (LORA,), num_sequences),
+        ("again", (LORA, NF4), 0),
+        ("int8", (LORA, INT8), num_sequences),
+    ):
+        assert num_computed(run_in(assets, tmp_path / name, *overrides, once)) == computed
+
+
+def test_a_stopped_run_on_a_quantised_base_goes_on_bitwise(assets: Path, tmp_path: Path) -> None:
+    recipe = recipe_in(assets, LORA, NF4, f"output_dir={tmp_path / 'run'}", "checkpoint.every_steps=2")
+
+    def stop(learner: Any) -> None:
+        if learner.state.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, Console(quiet=True), after_step=stop)
+    train(recipe, Console(quiet=True))
+    assert timeless(tmp_path / "run") == timeless(assets / "run")
+
+
+def test_checkpointed_activations_change_no_step(assets: Path, tmp_path: Path) -> None:
+    run = run_in(assets, tmp_path / "run", LORA, NF4, "model.gradient_checkpointing=true")
+    for ours, theirs in zip(timeless(run), timeless(assets / "run"), strict=True):
+        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-6)
+
+
+def test_the_adapter_is_evaluated_on_the_quantised_base_it_was_trained_on(assets: Path) -> None:
+    trained = timeless(assets / "run")[-1]
+    adapter = str(assets / "run" / "model")
+    for kind, is_same in ((NF4, True), (INT8, False)):
+        (results,) = evaluate_models(recipe_in(assets, LORA, kind), [adapter], Console(quiet=True))
+        margin = results["heldout"].record["rewards/margins"]
+        assert (margin == pytest.approx(trained["rewards/margins"], abs=1e-6)) is is_same
+
+
+def test_plain_peft_and_merge_take_the_adapter_on_the_base_that_is_not_quantised(
+    assets: Path, tmp_path: Path
+) -> None:
+    adapter = assets / "run" / "model"
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(assets / "model"), str(adapter)
+        )
+        expected = adapted.eval()(tokens).logits
+        merge_adapter(adapter, tmp_path / "merged", base=None, dtype="auto", trust_remote_code=False)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(tokens).logits
+    torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_quantised_weights_of_files_are_loaded_and_not_quantised_again(assets: Path, tmp_path: Path) -> None:
+    settings = quantization_settings("nf4", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        assets / "model", quantization_config=settings, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    shutil.copytree(assets / "model", tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    model.save_pretrained(tmp_path / "model")
+    start = f"model.path={tmp_path / 'model'}"
+    lines = timeless(run_in(assets, tmp_path / "run", LORA, start))
+    for ours, theirs in zip(lines, timeless(assets / "run"), strict=True):
+        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-6)
+    message = refusal(lambda: run_in(assets, tmp_path / "next", LORA, NF4, start))
+    assert "are quantised (bitsandbytes) already; leave model.quantize out" in message
+    message = refusal(lambda: run_in(assets, tmp_path / "next", start))
+    assert "quantised weights cannot be trained; set model.lora" in message
+
+
+def test_what_cannot_be_quantised_is_refused_in_one_line(
+    assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = refusal(lambda: check_environment(recipe_in(assets, NF4)), RecipeError)
+    assert message.startswith("model.quantize: quantised weights cannot be trained; set model.lora")
+    message = refusal(lambda: recipe_in(assets, LORA, NF4, "distributed.strategy=fsdp2"), RecipeError)
+    assert message.startswith("distributed.strategy: quantised weights are not sharded")
+    assert "nf4" in refusal(lambda: recipe_in(assets, LORA, "model.quantize=fp4"), RecipeError)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name)
+    )
+    message = refusal(functools.partial(check_environment, recipe_in(assets, LORA, NF4)), RecipeError)
+    assert message.startswith("model.quantize: needs the package bitsandbytes") and "pip install" in message
