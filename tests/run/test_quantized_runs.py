@@ -13,9 +13,11 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
+from support.distributed_runs import assert_same_metrics
 from support.run_files import timeless
 from support.tiny_adapters import refusal
 from support.tiny_run import tiny_run
+from support.two_ranks import run_on_ranks
 from transformers import AutoModelForCausalLM
 
 from dpo_pack.commands.merge import merge_adapter
@@ -60,7 +62,7 @@ def num_computed(run: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", [NF4, INT8])
-@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+@pytest.mark.parametrize("autocast", ["none", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_packed_rows_of_a_quantised_base_are_proved_exact(kind: str, autocast: str, assets: Path) -> None:
     recipe = recipe_in(assets, LORA, kind, f"model.autocast={autocast}")
     prepared = prepare(recipe, Console(quiet=True))
@@ -95,6 +97,7 @@ def test_padded_and_packed_runs_on_a_quantised_base_take_the_same_steps(assets: 
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_quantised_base_is_a_reference_of_its_own(assets: Path, tmp_path: Path) -> None:
     num_sequences = num_computed(assets / "run")
     assert num_sequences > 0
@@ -107,6 +110,7 @@ def test_a_quantised_base_is_a_reference_of_its_own(assets: Path, tmp_path: Path
         assert num_computed(run_in(assets, tmp_path / name, *overrides, once)) == computed
 
 
+@pytest.mark.slow
 def test_a_stopped_run_on_a_quantised_base_goes_on_bitwise(assets: Path, tmp_path: Path) -> None:
     recipe = recipe_in(assets, LORA, NF4, f"output_dir={tmp_path / 'run'}", "checkpoint.every_steps=2")
 
@@ -120,12 +124,14 @@ def test_a_stopped_run_on_a_quantised_base_goes_on_bitwise(assets: Path, tmp_pat
     assert timeless(tmp_path / "run") == timeless(assets / "run")
 
 
+@pytest.mark.slow
 def test_checkpointed_activations_change_no_step(assets: Path, tmp_path: Path) -> None:
     run = run_in(assets, tmp_path / "run", LORA, NF4, "model.gradient_checkpointing=true")
     for ours, theirs in zip(timeless(run), timeless(assets / "run"), strict=True):
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_adapter_is_evaluated_on_the_quantised_base_it_was_trained_on(assets: Path) -> None:
     trained = timeless(assets / "run")[-1]
     adapter = str(assets / "run" / "model")
@@ -150,6 +156,7 @@ def test_plain_peft_and_merge_take_the_adapter_on_the_base_that_is_not_quantised
     torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_quantised_weights_of_files_are_loaded_and_not_quantised_again(assets: Path, tmp_path: Path) -> None:
     settings = quantization_settings("nf4", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(
@@ -167,6 +174,12 @@ def test_quantised_weights_of_files_are_loaded_and_not_quantised_again(assets: P
     assert "are quantised (bitsandbytes) already; leave model.quantize out" in message
     message = refusal(lambda: run_in(assets, tmp_path / "next", start))
     assert "quantised weights cannot be trained; set model.lora" in message
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_copy_each_take_the_steps_of_one(assets: Path, tmp_path: Path) -> None:
+    run_on_ranks(run_in, assets, tmp_path / "run", LORA, NF4, "distributed.strategy=ddp")
+    assert_same_metrics(timeless(tmp_path / "run"), timeless(assets / "run"), ("ddp", "nf4", ()))
 
 
 def test_what_cannot_be_quantised_is_refused_in_one_line(
