@@ -127,7 +127,9 @@ def load_model(
         options["quantization_config"] = quantization_settings(quantize, precision.activations)
     if reads_weights:
         # Directly onto a CUDA device, so that the processes of a machine do not all hold a copy on the CPU.
-        options["device_map"] = {"": weights_on} if weights_on.type == "cuda" else None
+        # Without a map transformers puts quantised weights onto the first GPU, in every process.
+        has_map = weights_on.type == "cuda" or quantize is not None
+        options["device_map"] = {"": weights_on} if has_map else None
         model = _read_model(path, config, recipe_key=recipe_key, revision=revision, **options)
     else:
         model = _empty_model(path, config, recipe_key=recipe_key, **options)

@@ -268,6 +268,11 @@ class Recipe(Section):
                 yield "model.lora.dropout", f"must be 0 for {what}"
         if self.model.quantize is not None and self.distributed.strategy == "fsdp2":
             yield "distributed.strategy", "quantised weights are not sharded (model.quantize); set ddp"
+        if self.model.quantize is not None and reference.sync is not None:
+            yield (
+                "reference.sync",
+                "a quantised reference (model.quantize) cannot follow the policy; leave it out",
+            )
         if self.distributed.gather_dtype and self.model.autocast not in ("auto", "none"):
             yield "distributed.gather_dtype", "takes the place of model.autocast; leave one of the two out"
 

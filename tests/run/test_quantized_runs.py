@@ -189,6 +189,8 @@ def test_what_cannot_be_quantised_is_refused_in_one_line(
     assert message.startswith("model.quantize: quantised weights cannot be trained; set model.lora")
     message = refusal(lambda: recipe_in(assets, LORA, NF4, "distributed.strategy=fsdp2"), RecipeError)
     assert message.startswith("distributed.strategy: quantised weights are not sharded")
+    message = refusal(lambda: recipe_in(assets, LORA, NF4, "reference.sync={}"), RecipeError)
+    assert message.startswith("reference.sync: a quantised reference")
     assert "nf4" in refusal(lambda: recipe_in(assets, LORA, "model.quantize=fp4"), RecipeError)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
