@@ -139,11 +139,17 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
 
 
 def _join(place: Placement, store: Store) -> None:
-    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+    refused = {
+        "DEEPSPEED": "DeepSpeed",
+        "MEGATRON_LM": "Megatron-LM",
+        "PARALLELISM_CONFIG": "a parallelism_config",
+        **({} if os.environ.get("FSDP_VERSION") == "2" else {"FSDP": "FSDP 1"}),
+    }
+    for variable, name in refused.items():
+        if os.environ.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true":
             raise RecipeError(
-                f"distributed.strategy: accelerate's own configuration asks for {name}, which dpo-pack does "
-                "not take from there; choose a configuration without it, and set distributed.strategy"
+                f"distributed.strategy: accelerate's configuration asks for {name}, which dpo-pack does not "
+                "have; choose one of distributed_type: MULTI_GPU, or FSDP with fsdp_version: 2"
             )
     if "OMP_NUM_THREADS" not in os.environ:
         num_threads = max(1, usable_cores() // place.num_local_ranks)

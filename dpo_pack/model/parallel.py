@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
@@ -88,14 +89,17 @@ class DistributedPolicy:
         output.sums.backward(gradient=torch.zeros_like(output.sums))
 
 
-def distribute_policy(scorer: CompletionLogps, strategy: Strategy) -> DistributedPolicy:
+def distribute_policy(
+    scorer: CompletionLogps, strategy: Strategy, accelerator: Accelerator | None = None
+) -> DistributedPolicy:
     """Turns the ranks' scorers into one policy that all ranks train together. Every rank must call it.
 
+    With the strategy ddp, accelerate's `accelerator` wraps the scorer; None: a new one without settings.
     A sharded scorer reduces gradients after each row, so that no rank ever holds a whole gradient. But with
     `accumulate_unsharded` each rank holds whole gradients and reduces them after a step's last row.
     """
     if strategy.name == "ddp":
-        copies = _copies(scorer)
+        copies = _copies(scorer, accelerator or Accelerator(cpu=not ranks.uses_cuda()))
         keeps_gradients = not copies.find_unused_parameters
         return DistributedPolicy(
             forward=copies, without_reduction=copies.no_sync, keeps_gradients=keeps_gradients
@@ -108,8 +112,8 @@ def distribute_policy(scorer: CompletionLogps, strategy: Strategy) -> Distribute
     return DistributedPolicy(forward=scorer, without_reduction=contextlib.nullcontext)
 
 
-def _copies(scorer: CompletionLogps) -> DistributedDataParallel:
-    """Wraps the scorer in DDP. Buffers never change, so DDP need not send them before each forward.
+def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDataParallel:
+    """Wraps the scorer in DDP, through accelerate. Buffers never change, so DDP need not send them before each forward.
 
     DDP's buckets (its send buffers) always exist and are as large as all gradients. Gradients that exist
     before DDP become views of the buckets, and stay views if they are set to zero in place. If they were no
@@ -124,12 +128,14 @@ def _copies(scorer: CompletionLogps) -> DistributedDataParallel:
     with warnings.catch_warnings():
         # Newer torch calls `broadcast_buffers` forward_sync_buffers; older torch has only this name.
         warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(
-            scorer,
+        accelerator.ddp_handler = DistributedDataParallelKwargs(
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=leaves_some_out,
         )
+        copies = accelerator.prepare_model(scorer, device_placement=False)
+    assert isinstance(copies, DistributedDataParallel)
+    return copies
 
 
 @contextlib.contextmanager

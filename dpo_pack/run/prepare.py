@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import patch_environment
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -37,7 +38,7 @@ from dpo_pack.run.models import (
     new_adapter,
     resolve_models,
 )
-from dpo_pack.run.strategy import choose_strategy
+from dpo_pack.run.strategy import check_accelerate_config, choose_strategy
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, print_detail
 from dpo_pack.system.errors import ModelError, RecipeError
@@ -192,6 +193,7 @@ def prepare(
         keep_freed_memory()
     model, gather_dtype = recipe.model, recipe.distributed.gather_dtype
     precision = resolve_precision(model.dtype, model.autocast, device, gather_dtype=gather_dtype)
+    check_accelerate_config(recipe, precision)
     check_optimizer(recipe.optim.name, device)
     policy, reference = resolve_models(recipe, precision)
     check_model(recipe, policy, device, is_trained=True)
@@ -228,12 +230,17 @@ def prepare(
 
 def _accelerator(recipe: Recipe) -> Accelerator:
     """Creates accelerate's Accelerator; asserts that it counts ranks as this package does."""
-    accelerator = Accelerator(
-        # Only CUDA or the CPU. Otherwise accelerate would use a Mac's GPU, or one process on several ranks.
-        cpu=not ranks.uses_cuda(),
-        log_with=list(recipe.logging.trackers) or None,
-        project_dir=str(recipe.output_dir / "trackers"),
-    )
+    # The recipe sets precision and compilation, and shards are torch's (docs/distributed.md). Without these
+    # settings accelerate would take all three from its own configuration.
+    with patch_environment(ACCELERATE_USE_FSDP="false"):
+        accelerator = Accelerator(
+            # Only CUDA or the CPU. Otherwise accelerate would use a Mac's GPU, or one process on several ranks.
+            cpu=not ranks.uses_cuda(),
+            mixed_precision="no",
+            dynamo_backend="no",
+            log_with=list(recipe.logging.trackers) or None,
+            project_dir=str(recipe.output_dir / "trackers"),
+        )
     assert (accelerator.num_processes, accelerator.process_index) == (ranks.num_ranks(), ranks.rank())
     return accelerator
 

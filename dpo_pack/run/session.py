@@ -131,7 +131,7 @@ def start_session(
     state = _new_state(recipe, beginning)
     learner = Learner(
         state=state,
-        policy=distribute_policy(policy.scorer, prepared.strategy),
+        policy=distribute_policy(policy.scorer, prepared.strategy, prepared.accelerator),
         reference=beginning.reference,
         objective=objective,
         guard=NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=prepared.device),

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.parallel import ALONE, Strategy
+from dpo_pack.model.scorer import Precision
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.schema import why_not_sharded
 from dpo_pack.run.memory.estimate import training_bytes
@@ -39,6 +40,13 @@ def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) ->
             )
         return ALONE
     name, reason = settings.strategy, "distributed.strategy"
+    if is_set("ACCELERATE_USE_FSDP"):
+        if name == "ddp" or why_not_sharded(recipe) is not None or policy.quantization is not None:
+            raise RecipeError(
+                "distributed.strategy: accelerate's configuration asks for FSDP2, and this run needs a whole "
+                "model in each process; choose a configuration of distributed_type: MULTI_GPU"
+            )
+        name, reason = "fsdp2", "accelerate's configuration"
     if name == "auto":
         needs_copies = why_not_sharded(recipe)
         name, reason = _by_size(recipe, policy, device) if needs_copies is None else ("ddp", needs_copies)
@@ -60,6 +68,48 @@ def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) ->
         cpu_offload=settings.cpu_offload,
         accumulate_unsharded=settings.accumulate_unsharded,
     )
+
+
+def check_accelerate_config(recipe: Recipe, precision: Precision) -> None:
+    """Raises RecipeError if the file of `accelerate config` asks for what the recipe does not.
+
+    `accelerate launch` writes its configuration into environment variables. dpo-pack takes devices, processes
+    and FSDP2 from it; the recipe sets everything else.
+    """
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if mixed != "no" and (mixed != "bf16" or precision.activations != torch.bfloat16):
+        remedy = "set model.autocast: bfloat16" if mixed == "bf16" else "dpo-pack has no such type"
+        raise RecipeError(
+            f"model.autocast: accelerate's configuration asks for mixed_precision: {mixed}, and this run "
+            f"computes in {str(precision.activations).removeprefix('torch.')}; {remedy}, or set "
+            "mixed_precision: 'no' there"
+        )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    for key, name, is_asked, is_done in (
+        ("model.compile", f"dynamo_backend: {backend}", backend != "no", recipe.model.compile is True),
+        (
+            "distributed.cpu_offload",
+            "fsdp_offload_params: true",
+            is_set("FSDP_OFFLOAD_PARAMS"),
+            recipe.distributed.cpu_offload,
+        ),
+        (
+            "model.gradient_checkpointing",
+            "fsdp_activation_checkpointing: true",
+            is_set("FSDP_ACTIVATION_CHECKPOINTING"),
+            recipe.model.gradient_checkpointing is not False,
+        ),
+    ):
+        if is_asked and not is_done:
+            raise RecipeError(
+                f"{key}: accelerate's configuration asks for {name}, and the recipe does not; set "
+                f"{key}: true, or leave it out there"
+            )
+
+
+def is_set(variable: str) -> bool:
+    """Returns whether an environment variable of accelerate says yes."""
+    return os.environ.get(variable, "false").lower() in ("true", "1")
 
 
 def _by_size(recipe: Recipe, policy: ModelFacts, device: torch.device) -> tuple[Literal["ddp", "fsdp2"], str]:
