@@ -142,7 +142,10 @@ def trl(microbatch_pairs: int, **options: Any) -> Contender:
     contender = Contender(name="", trainer="trl", microbatch_pairs=microbatch_pairs, **options)
     batch = contender.reference_batch
     if contender.reference_only:
-        return replace(contender, name=f"TRL, reference alone, batch {batch}")
+        parts = [f"TRL, reference alone, batch {batch}"]
+        parts += [contender.attention] if contender.attention != "sdpa" else []
+        parts += [contender.malloc] if contender.malloc else []
+        return replace(contender, name=", ".join(parts))
     parts = [f"TRL, micro-batch {microbatch_pairs}"]
     parts += ["precomputed reference" if contender.precompute else "live reference"]
     parts += [f"in batches of {batch}"] if batch and contender.precompute else []
