@@ -596,6 +596,35 @@ def test_a_peer_with_another_learning_rate_is_found_out(
     assert other_work(largest_differences(base, other), TOLERANCES["fp32"], who="TRL")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "smaller"),
+    [
+        ("qwen3_5-7m", {"head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}),
+        ("lfm2-7m", {}),
+    ],
+)
+def test_trl_pads_hybrids_on_the_right_and_so_does_the_same_work(
+    name: str, smaller: dict[str, int], tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl")
+    from benchmarking import run_trl
+
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, **smaller}
+    monkeypatch.setitem(SHAPES, name, {**SHAPES[name], **sizes})
+    save_model(name, tmp_path / "model", parameters="float32", device="cpu")
+    hybrid = replace(tiny, model=str(tmp_path / "model"))
+    for directory in ("ours", "padded", "trl"):
+        (tmp_path / directory).mkdir()
+    base = run_dpo_pack.run_dpo_pack(ours(1024), hybrid, tmp_path / "ours", None)
+    padded = run_dpo_pack.run_dpo_pack(list(ablations(8192))[1], hybrid, tmp_path / "padded", None)
+    peer = run_trl.run_trl(trl(2), hybrid, tmp_path / "trl", None)
+    assert peer.computed_tokens > sum(peer.step_tokens)  # it has padded
+    for other in (padded, peer):
+        assert other_work(largest_differences(base, other), TOLERANCES["fp32"], who=other.contender) == []
+
+
 @pytest.mark.parametrize(
     ("devices", "told"),
     [
