@@ -61,7 +61,7 @@ from dpo_pack.system.machine import git_commit
 FEWEST_STEPS = 4  # timed, of every run that settings are ranked by
 # For the estimate before the start, which is all that they are for. Of these models and machines' two cores.
 ASSUMED_MFU = {"dpo-pack": 0.35, "trl": 0.09}
-ASSUMED_RECURRENT_MFU = {"dpo-pack": 0.15, "trl": 0.05}
+ASSUMED_RECURRENT_MFU = {"dpo-pack": 0.1, "trl": 0.04}
 PROCESS_SECONDS, COMPILING_SECONDS = 7.0, 60.0
 
 
@@ -378,6 +378,8 @@ def _sweeps(plan: Plan) -> Iterator[Measurement]:
 def _measure_missing(plan: Plan, wanted: dict[str, Contender], setting: Setting) -> None:
     """Measure what has no entry yet, and keep each result as soon as it is there."""
     missing = {key: contender for key, contender in wanted.items() if key not in plan.results}
+    if not missing:
+        return
     with closing(measure(list(missing.values()), setting)) as measured:
         for key in missing:
             _check_time(plan)

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from benchmarking.contenders import SERIES_LEARNING_RATES, Contender, Measuremen
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 OUT_OF_MEMORY = "out of memory"
+COMPILED_LIMIT_SECONDS = 600.0  # code for lengths that always change can be made again and again
 RESULT_MARK = "@result "
 
 
@@ -36,12 +38,18 @@ def measure(contenders: Sequence[Contender], setting: Setting) -> Iterator[Measu
         contenders, key=lambda one: one.name if one.compiled or one.malloc else ""
     ):
         together = list(batch)
-        job = {"kind": "measure", "contenders": [asdict(contender) for contender in together]}
-        lines = _run({**job, "setting": asdict(setting)}, setting.device, together[0].environment)
+        job: dict[str, Any] = {"kind": "measure"}
+        job["contenders"] = [asdict(contender) for contender in together]
+        limit = COMPILED_LIMIT_SECONDS if together[0].compiled else None
+        job["setting"] = asdict(setting)
+        begun = time.monotonic()
+        lines = _run(job, setting.device, together[0].environment, limit_seconds=limit)
         for contender in together:
             line = next(lines, None)
+            is_late = limit is not None and time.monotonic() - begun >= limit
+            failure = f"ended after {limit:.0f} seconds" if is_late else OUT_OF_MEMORY
             yield (
-                Measurement(contender=contender.name, failure=OUT_OF_MEMORY)
+                Measurement(contender=contender.name, failure=failure)
                 if line is None
                 else Measurement(**line)
             )
@@ -79,11 +87,15 @@ def visible_devices(device: str) -> str:
 
 
 def _run(
-    job: dict[str, Any], device: str, variables: dict[str, str] | None = None
+    job: dict[str, Any],
+    device: str,
+    variables: dict[str, str] | None = None,
+    *,
+    limit_seconds: float | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Results as the process left them. Exits with its last lines unless it ran out of memory.
 
-    The process ends early if the caller wants no more of its results.
+    The process is ended after `limit_seconds`, and if the caller wants no more of its results.
     """
     environment = {
         **os.environ,
@@ -108,6 +120,9 @@ def _run(
             ) as process,
         ):
             assert process.stdout is not None
+            timer = threading.Timer(limit_seconds or 0.0, process.kill)
+            if limit_seconds is not None:
+                timer.start()
             try:
                 for line in process.stdout:  # libraries print there too
                     if line.startswith(RESULT_MARK):
@@ -115,6 +130,8 @@ def _run(
             except GeneratorExit:
                 process.kill()
                 raise
+            finally:
+                timer.cancel()
         sys.stderr.write(errors.read_text()[-4000:] if "Traceback" in errors.read_text() else "")
         if process.returncode not in (0, -9):  # -9: the kernel killed what took too much memory
             sys.exit(f"a measurement failed ({job['kind']}):\n{errors.read_text()[-4000:]}")
