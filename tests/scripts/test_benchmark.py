@@ -355,6 +355,9 @@ def test_results_go_on_where_they_were_and_only_for_the_same_setting(tmp_path: P
     assert "run/0/x" in again and again["run/0/x"] == {"a": 1} and again.get("profile") is None
     with pytest.raises(SystemExit, match=r"another setting \(model differ\)"):
         Results.open(path, {"model": "25m"})
+    path.write_text('{"command": "of an earlier version"}')
+    with pytest.raises(SystemExit, match=r"another setting \(model differ\)"):
+        Results.open(path, {"model": "7m"})
 
 
 def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
