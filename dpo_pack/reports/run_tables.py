@@ -134,27 +134,29 @@ def last_evaluations_cells(runs: Sequence[RunFiles], name: str) -> Cells:
 
 
 def difference_cells(runs: Sequence[RunFiles], name: str) -> tuple[Cells, list[str]]:
-    """Returns each run's metrics minus those of the first run on the same held-out pairs, with intervals.
+    """Returns metrics minus those of the first run that has metrics of single pairs, with intervals.
 
-    A run without the same pairs has no row, but a sentence with the reason. Metrics that the recipes make
-    incomparable are left out, see `comparison_notes`.
+    A run without the same held-out pairs has no row, but a sentence with the reason. Metrics that the recipes
+    make incomparable are left out, see `comparison_notes`.
     """
-    first, *others = runs
-    base = held_out_pairs(first, name)
-    if base is None:
-        missing = "no held_out.parquet of its last evaluation"
-        return Cells((), ()), [f"No differences pair by pair: {first.name} has {missing} on {name}."]
+    found = [(run, held_out_pairs(run, name)) for run in runs]
+    reasons = [f"{run.name} {_why_no_pairs(run, name)}." for run, pairs in found if pairs is None]
+    measured = [(run, pairs) for run, pairs in found if pairs is not None]
+    if all(run.recipe.get("online") for run in runs):  # measured on prompts
+        return Cells((), ()), []
+    if len(measured) < 2:
+        return Cells((), ()), [f"No differences pair by pair on {name}. {' '.join(reasons)}"]
+    (first, base), *others = measured
     same_beta = len({str(run.recipe.get("loss", {}).get("beta")) for run in runs}) == 1
     metrics = ["rewards/accuracies"] + ["rewards/margins"] * same_beta
     metrics += ["loss"] * (same_beta and len({_loss_of(run.recipe) for run in runs}) == 1)
-    rows, reasons = [], []
-    for run in others:
-        pairs = held_out_pairs(run, name)
-        if pairs is None or not pairs["pair"].equals(base["pair"]):
-            reason = (
-                "no metrics of single pairs are there" if pairs is None else "its held-out pairs are others"
+    rows = []
+    for run, pairs in others:
+        if not pairs["pair"].equals(base["pair"]):
+            reasons.append(
+                f"{run.name} cannot be compared with {first.name} pair by pair: its held-out pairs are "
+                "others."
             )
-            reasons.append(f"{run.name} cannot be compared with {first.name} pair by pair: {reason}.")
             continue
         differences = np.stack([pairs[m].to_numpy() - base[m].to_numpy() for m in metrics], axis=1)
         bounds = mean_intervals(differences, seed=0)
@@ -165,6 +167,15 @@ def difference_cells(runs: Sequence[RunFiles], name: str) -> tuple[Cells, list[s
         rows.append((f"{run.name} - {first.name}", *(text for both in texts for text in both)))
     titles = (title for metric in metrics for title in (METRIC_NAMES[metric], "interval"))
     return Cells(("difference", *titles), rows), reasons
+
+
+def _why_no_pairs(run: RunFiles, name: str) -> str:
+    """Returns the words after the run's name that say why it has no metrics of single held-out pairs."""
+    if name not in run.evals:
+        return f"was not measured on {name}"
+    if run.recipe.get("online"):
+        return "was trained online and is measured on prompts, not on pairs"
+    return "has no held_out.parquet of its last evaluation"
 
 
 def source_cells(run: RunFiles) -> Cells:
