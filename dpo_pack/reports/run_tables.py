@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def comparison_notes(runs: Sequence[RunFiles]) -> list[str]:
         )
     for name in {name for run in runs for name in run.evals}:
         sizes = {run.evals[name][-1].get("pairs") for run in runs if name in run.evals}
-        if len(sizes) > 1:
+        if len(sizes - {None}) > 1:  # None: an online run, measured on prompts
             notes.append(f"The held-out set {name} has not the same number of pairs in all runs.")
     return notes
 
@@ -60,7 +61,7 @@ def differing_keys(runs: Sequence[RunFiles]) -> Cells:
     """Returns the keys of the recipes that differ, with each run's value. `output_dir` is left out."""
     flat = [dict(_flat(run.recipe)) for run in runs]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key != "output_dir"]
-    rows = [[key, *(str(one.get(key, "")) for one in flat)] for key in keys]
+    rows = [[key, *(_as_in_yaml(one.get(key, "")) for one in flat)] for key in keys]
     return Cells(["key", *(run.name for run in runs)], [row for row in rows if len(set(row[1:])) > 1])
 
 
@@ -70,6 +71,10 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         dotted = f"{key}.{name}" if key else str(name)
         nested = isinstance(item, Mapping) or (isinstance(item, list) and any(map(_is_mapping, item)))
         yield from _flat(item, dotted) if nested else [(dotted, item)]
+
+
+def _as_in_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _is_mapping(value: object) -> bool:

@@ -310,6 +310,8 @@ def test_online_and_offline_runs_that_share_no_held_out_pairs_say_so(tmp_path: P
     pairs = [b"1" * 32, b"2" * 32]
     write_held_out(offline, step=30, accuracies=[0.0, 1.0], pairs=pairs)
     text = said(run_page([online, offline]))
+    assert "online.max_new_tokens 8" in text and "online null" not in text
+    assert "has not the same number of pairs" not in text
     assert "Held-out pairs and prompts" in text and "bootstrap over pairs and prompts." in text
     assert "No differences pair by pair on held<out>. on was not measured on held<out>." in text
     assert (
@@ -364,13 +366,15 @@ def test_a_browser_draws_every_chart_on_a_narrow_screen(num_runs: int, tmp_path:
     probe = (
         "<script>document.title = [document.querySelectorAll('.chart').length,"
         "document.querySelectorAll('.chart canvas').length,"
-        "document.documentElement.scrollWidth, innerWidth].join(' ')</script>"
+        "document.documentElement.scrollWidth, innerWidth, [...document.querySelectorAll('.scroll')]"
+        ".filter(box => box.scrollWidth > box.clientWidth).length].join(' ')</script>"
     )
     page.write_text(run_page(runs).replace("</body>", f"{probe}</body>"), encoding="utf-8")
     title = re.search(
-        r"<title>(\d+) (\d+) (\d+) (\d+)</title>",
+        r"<title>(\d+) (\d+) (\d+) (\d+) (\d+)</title>",
         run_browser("--dump-dom", "--window-size=500,900", page=page),
     )
     assert title is not None
-    charts, canvases, width, screen = map(int, title.groups())
+    charts, canvases, width, screen, cut_tables = map(int, title.groups())
     assert charts == canvases == 15 and width <= screen
+    assert cut_tables == 0, "a table shows all its columns"
