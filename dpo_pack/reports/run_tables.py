@@ -126,13 +126,19 @@ def evaluation_cells(lines: Sequence[Mapping[str, Any]]) -> Cells:
     return Cells(("", after[0], "interval", after[1], "interval"), rows)
 
 
-def last_evaluations_cells(runs: Sequence[RunFiles], name: str) -> Cells:
-    """Returns the last evaluation of a held-out set, a row for each run that has the set."""
-    metrics = interval_metrics([run for run in runs if name in run.evals])
+def last_evaluations(runs: Sequence[RunFiles], name: str) -> list[Cells]:
+    """Returns the last evaluations of a held-out set: a table of runs on pairs, and one of online runs."""
+    offline = [run for run in runs if name in run.evals and not run.recipe.get("online")]
+    online = [run for run in runs if name in run.evals and run.recipe.get("online")]
+    return [_last_evaluations_cells(alike, name) for alike in (offline, online) if alike]
+
+
+def _last_evaluations_cells(runs: Sequence[RunFiles], name: str) -> Cells:
+    metrics = interval_metrics(runs)
     rows = [
         (run.name, str(last["step"]), *(text for metric in metrics for text in estimate(last, metric)))
         for run in runs
-        for last in run.evals.get(name, ())[-1:]
+        for last in run.evals[name][-1:]
     ]
     titles = (title for metric in metrics for title in (METRIC_NAMES[metric], "interval"))
     return Cells(("run", "after step", *titles), rows)

@@ -312,6 +312,8 @@ def test_online_and_offline_runs_that_share_no_held_out_pairs_say_so(tmp_path: P
     text = said(run_page([online, offline]))
     assert "online.max_new_tokens 8" in text and "online null" not in text
     assert "has not the same number of pairs" not in text
+    assert "run after step loss interval reward accuracy interval reward margin interval off 30" in text
+    assert "score above the start's interval on 3 0.600" in text
     assert "Held-out pairs and prompts" in text and "bootstrap over pairs and prompts." in text
     assert "No differences pair by pair on held<out>. on was not measured on held<out>." in text
     assert (
