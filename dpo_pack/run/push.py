@@ -127,7 +127,8 @@ def _removals(api: HfApi, repo: str, model: Path) -> Iterator[CommitOperationDel
 def _quiet_client(repo: str) -> Iterator[None]:
     """Turns an error of the network, the hub or a file into a RunError of one line. Hides the client's
     warnings and, if stderr is not a terminal, its progress bars."""
-    from huggingface_hub.errors import HTTPError  # of the client's HTTP library
+    # The base class of the HTTP library's errors.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
