@@ -56,7 +56,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.errors import CacheError, RunError, first_line
 from dpo_pack.system.hub import why_no_upload
-from dpo_pack.system.interrupts import Interrupted, interruptible
+from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.progress import waiting_line
 from dpo_pack.system.seeding import seed_step
 from dpo_pack.training.balancing import StepBalance
@@ -123,7 +123,8 @@ def _train(
             with contextlib.suppress(CacheError):  # the user must see the error that ended the run
                 run.update(status=status, totals=session.recorder.totals(session.state))
             raise
-        push_model(recipe, run, console)  # the run is finished: neither an error nor a signal changes that
+        # The run is finished: neither an error of the upload nor a signal changes that.
+        push_model(recipe, run, console, interruption)
 
 
 def run_steps(session: Session, after_step: AfterStep | None = None) -> None:
@@ -388,22 +389,26 @@ def write_page(session: Session) -> bool:
     return True
 
 
-def push_model(recipe: Recipe, run: RunDir, console: Console) -> None:
+def push_model(recipe: Recipe, run: RunDir, console: Console, interruption: Interruption) -> None:
     """Uploads the model of the finished run, if the recipe says so; prints its URL, or how to repeat. Only
-    rank 0 uploads; the other ranks end when it ends."""
+    rank 0 uploads; the other ranks end when it ends.
+
+    Raises Interrupted, also for a signal that came while the model was written: the user does not want to
+    wait for an upload.
+    """
     settings = recipe.export.push_to_hub
-    if settings is None or not ranks.is_first():
+    if settings is None:
         return
-    console.print(f"Uploading {run.model} to {settings.repo}")
-    reason = "stopped"
+    again = push_command(run.root, settings.repo, private=settings.private)
     try:
-        pushed = push(run.root, settings.repo, private=settings.private)
-        reason = ""
-        for line in pushed.lines():
-            console.print(line)
+        interruption.poll()
+        if ranks.is_first():
+            console.print(f"Uploading {run.model} to {settings.repo}")
+            for line in push(run.root, settings.repo, private=settings.private).lines():
+                console.print(line)
     except RunError as error:
         reason = str(error).removeprefix("push: ")
-    finally:  # also after a signal
-        if reason:
-            again = push_command(run.root, settings.repo, private=settings.private)
-            console.print(f"Warning: the model is not on the hub: {reason}. To repeat: {again}")
+        console.print(f"Warning: the model is not on the hub: {reason}. To repeat: {again}")
+    except Interrupted as stopped:
+        stopped.next_step = f"the run is finished and its model is saved; to upload it: {again}"
+        raise
