@@ -98,15 +98,22 @@ def kept_numbers(module: nn.Module) -> float:
 
 def _row_functions(module: nn.Module) -> set[str]:
     """Returns the names of `ROW_FUNCTIONS` that a module's own forward calls."""
-    forward = inspect.unwrap(type(module).forward)
-    return ROW_FUNCTIONS.keys() & set(forward.__code__.co_names)
+    return ROW_FUNCTIONS.keys() & set(_own_forward(module).__code__.co_names)
+
+
+def _own_forward(module: nn.Module) -> types.FunctionType:
+    """Returns the forward that the family's code defines, without decorators."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    variables = inspect.getclosurevars(forward).nonlocals if forward.__closure__ else {}
+    # The decorator `force_accelerate_hooks` of transformers 5.15 sets no `__wrapped__`.
+    return inspect.unwrap(variables.get("forward_func", forward))
 
 
 def wrap_recurrent_layers(model: nn.Module) -> None:
     """Changes the model's recurrent layers so that they compute packed rows. Other inputs work as before."""
     for module in model.modules():
         if _row_functions(module):
-            on_row = _with_row_functions(inspect.unwrap(type(module).forward))
+            on_row = _with_row_functions(_own_forward(module))
             module.forward = functools.partial(_forward, module, on_row)
 
 
