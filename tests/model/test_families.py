@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support import tiny_models
 from support.family_errors import (
     CPU,
@@ -23,6 +22,7 @@ from support.family_errors import (
     measure,
     packs,
     prove_under_autocast,
+    skip_unless_packed,
     table_cells,
 )
 from support.oracle import completion_logps_one_by_one
@@ -50,11 +50,6 @@ REFUSED = [name for name, family in FAMILIES.items() if not family.packs]
 # own arithmetic, in norm. That of its worst entry may be four times: it is the largest of 100,000 values, and
 # so is its floor, of one draw each. Of two CPUs and 94 families the most was 2.4 times (stablelm, padded).
 ABSOLUTE = ("llama", "qwen3", "mistral", "gemma2", "gpt2")
-
-
-def skip_unless_packed(family: str) -> None:
-    if not packs(family):
-        pytest.skip(f"transformers {transformers.__version__} has another {family}")
 
 
 def test_every_family_has_a_tiny_model_and_is_a_causal_lm_of_transformers() -> None:

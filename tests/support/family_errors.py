@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+import transformers
 from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dpo_pack.model.attention import ATTENTION_NAME, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.families import FAMILIES, packing_obstacle
+from dpo_pack.model.families import packing_obstacle
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.recurrence import wrap_recurrent_layers
@@ -55,8 +58,13 @@ def load(directory: Path, *, packed: bool, gradient_checkpointing: bool = False)
 
 
 def packs(family: str) -> bool:
-    """Also false for a family that an older transformers cannot pack."""
-    return FAMILIES[family].packs and packing_obstacle(tiny_config(family)) is None
+    """Also false for a family that an older transformers lacks or cannot pack."""
+    return family in CONFIG_MAPPING and packing_obstacle(tiny_config(family)) is None
+
+
+def skip_unless_packed(family: str) -> None:
+    if not packs(family):
+        pytest.skip(f"transformers {transformers.__version__} cannot pack {family}")
 
 
 def make_row(groups: Sequence[Group], mode: str) -> Row:
