@@ -78,9 +78,10 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     if scorer.compute_dtype == torch.float32:
         bound = f"max <= {FLOAT32_BOUND:.0e}, or {bound}"
     elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
-        # All computation is in fp32, with a backend that takes fp32.
+        # All computation is in fp32, with functions that take fp32.
         backend = scorer.backend and BACKENDS["sdpa"]
-        with replaced(scorer, autocast=None, backend=backend), computing_in(scorer.model, torch.float32):
+        without_kernels = replaced(scorer, autocast=None, backend=backend, recurrent_kernels={})
+        with without_kernels, computing_in(scorer.model, torch.float32):
             exact_numbers, is_exact = _distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
         passed, bound = passed and is_exact, f"{bound}; in float32 max <= {FLOAT32_BOUND:.0e}, or the same"
@@ -183,7 +184,10 @@ def prove_head(scorer: CompletionLogps, groups: Sequence[Group], device: torch.d
     """
     row = proof_row(scorer, groups, device)
     ours = scorer(row).sums
-    layout = {} if row.segments is None else {"row_segments": row.segments, "row_backend": scorer.backend}
+    layout: dict[str, Any] = {}
+    if row.segments is not None:
+        layout = {"row_segments": row.segments, "row_backend": scorer.backend}
+        layout |= {"row_kernels": scorer.recurrent_kernels}
 
     def add_layout(module: nn.Module, inputs: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return inputs, {**keywords, **layout}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dpo_pack.model.attention import SeamCalls
 from dpo_pack.model.recurrence.convolution import row_convolution
 from dpo_pack.model.recurrence.delta import DELTA_CHUNK, KIMI_CHUNK, row_delta_rule, row_kimi_delta_rule
+from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.recurrence.mamba2 import MAMBA2_CHUNK, no_fused_path, row_mamba2_scan
 
 RowFunction = Callable[..., Any]
@@ -51,8 +52,11 @@ class RecurrentCall:
     stock: RowFunction  # the replaced function, which takes one sequence or a batch of equal lengths
     arguments: tuple[Any, ...]
     options: dict[str, Any]  # includes `row_segments`
+    kernel: RowFunction | None = None  # the function of another package that computes it, see kernels.py
 
     def run(self) -> Any:
+        if self.kernel is not None:
+            return KERNELS[self.name].compute(self.kernel, *self.arguments, **self.options)
         return ROW_FUNCTIONS[self.name](*self.arguments, **self.options)
 
 
@@ -140,9 +144,11 @@ def _seam(name: str, stock: RowFunction) -> RowFunction:
         *arguments: Any,
         seam_calls: SeamCalls | None = None,
         row_recurrence: Callable[[RecurrentCall], Any] | None = None,
+        row_kernels: Mapping[str, RowFunction] | None = None,
         **options: Any,
     ) -> Any:
-        call = RecurrentCall(name=name, stock=stock, arguments=arguments, options=options)
+        kernel = (row_kernels or {}).get(name)
+        call = RecurrentCall(name=name, stock=stock, arguments=arguments, options=options, kernel=kernel)
         if ROW_FUNCTIONS[name] is no_fused_path:
             return call.run()
         if seam_calls is not None:
