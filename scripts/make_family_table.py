@@ -98,7 +98,7 @@ NOTES = """
   names the release: `falcon_h1` before 5.16, `mamba2` and `nemotron_h` before 5.17, `lfm2` and `lfm2_moe`
   before 5.22.
 - A hybrid family whose config has attention layers only (`layer_types`) is packed; a family that is not
-  listed and whose config has other layers (`qwen4_exp_text`, `inkling`, `zaya`) is refused.
+  listed and whose config has other layers (`inkling`, `zaya`) is refused.
 - `llama4_text`: packed sequences must fit into one attention chunk (8,192 tokens), and rows stay below the
   step of its query scaling (8,192 tokens too); both are checked.
 - `phi3`, `phimoe` and others with `longrope` or `dynamic` rotary positions: sequences must stay within the

@@ -95,6 +95,7 @@ def _refused(special: str, reason: str) -> Family:
 _MAMBA1 = "transformers' scan of Mamba 1 takes no state that a tail could start from"
 _NOT_WRITTEN = "its recurrence is not written for packed rows, and would mix their sequences"
 _OWN_ATTENTION = "it computes attention itself, where a row's layout cannot reach"
+_SELECTS = "its attention selects tokens, and its n-grams join tokens, across the sequences of a row"
 _DROPS_ARGUMENTS = "its layers do not pass a row's layout on to their attention"
 
 FAMILIES: dict[str, Family] = {
@@ -190,6 +191,10 @@ FAMILIES: dict[str, Family] = {
     "minimax": _refused("linear attention on most layers, mixture of experts", _NOT_WRITTEN),
     "mpt": _refused("ALiBi", _OWN_ATTENTION),
     "nemotron": _refused("partial rotary positions, squared ReLU", _DROPS_ARGUMENTS),
+    "qwen4_exp_text": _refused(
+        "gated delta nets on most layers, mixture of experts, n-gram embeddings, selected tokens",
+        _SELECTS,
+    ),
     "recurrent_gemma": _refused("linear recurrences on most layers, logit softcap", _NOT_WRITTEN),
     "rwkv": _refused("recurrence instead of attention", _NOT_WRITTEN),
     "stablelm": _refused("partial rotary positions", _DROPS_ARGUMENTS),
