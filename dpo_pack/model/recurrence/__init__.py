@@ -110,7 +110,8 @@ def _own_forward(module: nn.Module) -> types.FunctionType:
     forward: Any = inspect.unwrap(type(module).forward)
     variables = inspect.getclosurevars(forward).nonlocals if forward.__closure__ else {}
     # The decorator `force_accelerate_hooks` of transformers 5.15 sets no `__wrapped__`.
-    return inspect.unwrap(variables.get("forward_func", forward))
+    own: types.FunctionType = inspect.unwrap(variables.get("forward_func", forward))
+    return own
 
 
 def wrap_recurrent_layers(model: nn.Module) -> None:
