@@ -21,6 +21,7 @@ from support.recurrent_stand_ins import (
 )
 from support.tiny_models import tiny_model
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dpo_pack.model.attention import ATTENTION_NAME, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
@@ -94,6 +95,27 @@ def test_a_model_with_kernels_passes_the_proofs_under_autocast(
     proofs = prove(scorer, CPU)
     assert all(proof.passed for proof in proofs), proofs
     assert dtypes == ({torch.bfloat16} if family == "qwen3_5_text" else set())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_proofs_in_fp32_need_no_kernel_that_transformers_itself_calls(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+    @functools.wraps(stock)
+    def installed(query: Tensor, *arguments: Any, **options: Any) -> Any:
+        assert query.dtype != torch.float32, "does not support float32"
+        return stock(query, *arguments, **options)
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", installed)
+    scorer = make_scorer("qwen3_5_text", torch.bfloat16)
+    if not packed:
+        model = tiny_model("qwen3_5_text")
+        scorer = CompletionLogps(model, backend=None, autocast=torch.bfloat16)
+    proofs = prove(scorer, CPU)
+    assert all(proof.passed for proof in proofs), proofs
+    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is installed
 
 
 def test_without_the_packages_layers_keep_the_torch_functions() -> None:

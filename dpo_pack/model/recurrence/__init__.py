@@ -15,10 +15,12 @@ never use the module's cache, because it changes states in place, which cuts or 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +114,22 @@ def _own_forward(module: nn.Module) -> types.FunctionType:
     # The decorator `force_accelerate_hooks` of transformers 5.15 sets no `__wrapped__`.
     own: types.FunctionType = inspect.unwrap(variables.get("forward_func", forward))
     return own
+
+
+@contextlib.contextmanager
+def torch_recurrences(model: nn.Module) -> Iterator[None]:
+    """Context in which inputs that are no packed rows use transformers' own functions in torch.
+
+    transformers calls flash-linear-attention, causal-conv1d and mamba-ssm wherever they are installed. They
+    refuse fp32 or round more in it, so what a proof takes for the truth must not come from them.
+    """
+    code = vars(sys.modules[type(model).__module__])
+    own = {name: code[name] for name in ROW_FUNCTIONS if name in code}
+    code.update({name: inspect.unwrap(function) for name, function in own.items()})
+    try:
+        yield
+    finally:
+        code.update(own)
 
 
 def wrap_recurrent_layers(model: nn.Module) -> None:
