@@ -236,8 +236,8 @@ def accumulate_gradients(
     """
     objective, policy = learner.objective, learner.policy
     batch = learner.reference.score_batch(batch)
-    tangents = coupled_tangents(learner, batch) if objective.couples_pairs else None
-    if balance is not None:
+    tangents = coupled_tangents(learner, batch, balance) if objective.couples_pairs else None
+    if balance is not None and tangents is None:
         count_experts_ahead(learner, batch, balance)
     # R ranks average their gradients. Each rank divides the sum of its losses by num_pairs / R. So the
     # average over ranks is the sum over all pairs / num_pairs, also if ranks have different numbers of pairs.
@@ -281,20 +281,25 @@ def poll_before_pass(learner: Learner, batch: GlobalBatch, number: int) -> None:
 
 
 @torch.no_grad()
-def coupled_tangents(learner: Learner, batch: GlobalBatch) -> list[Tangent]:
+def coupled_tangents(
+    learner: Learner, batch: GlobalBatch, balance: StepBalance | None = None
+) -> list[Tangent]:
     """Returns for each row its part ("tangent") of a loss that couples the pairs of a step (aot).
 
     It first runs a forward pass without gradients on every row; other losses do not need this pass. See
-    training/coupling.py.
+    training/coupling.py. The same pass counts experts for `balance`, as in `count_experts_ahead`.
     """
     objective, scorer = learner.objective, learner.state.policy
     with scorer.measuring(False):
-        rows = [
-            score_pairs(objective, by_pair(scorer(pair_row.row), pair_row), pair_row)
-            for pair_row in batch.rows
-        ]
-        for idle_row in batch.idle_rows:
-            scorer(idle_row)
+        outputs = [scorer(pair_row.row) for pair_row in batch.rows]
+        idle_outputs = [scorer(idle_row) for idle_row in batch.idle_rows]
+    if balance is not None:
+        for output in [*outputs, *idle_outputs][1:]:
+            balance.add(output.expert_counts)
+    rows = [
+        score_pairs(objective, by_pair(output, pair_row), pair_row)
+        for output, pair_row in zip(outputs, batch.rows, strict=True)
+    ]
     return row_tangents(
         objective, rows, mean_chosen_tokens=batch.mean_chosen_tokens, device=learner.clock.device
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -81,6 +81,8 @@ class CompletionLogps(nn.Module):
         self.num_recurrent_calls = num_recurrent_calls(model.config)
         # Computes the calls of recurrent layers' functions; None: the calls run as usual. Proofs set it.
         self.recurrence: Callable[[RecurrentCall], Any] | None = None
+        # Functions of other packages for recurrent layers, by names in `ROW_FUNCTIONS`. A proof adds them.
+        self.recurrent_kernels: dict[str, Callable[..., Any]] = {}
         self.seam_calls = SeamCalls()  # of the last packed row
         self.is_wired = False  # whether `_check_wiring` has passed
 
@@ -154,6 +156,7 @@ class CompletionLogps(nn.Module):
             self.seam_calls = SeamCalls()
             arguments |= {"row_segments": segments, "seam_calls": self.seam_calls}
             arguments |= {"row_backend": self.backend, "row_recurrence": self.recurrence}
+            arguments |= {"row_kernels": self.recurrent_kernels}
         outputs = self.backbone(**arguments)
         if segments is not None and not self.is_wired:
             self._check_wiring()
@@ -234,6 +237,7 @@ class LoadedModel:
     scorer: CompletionLogps
     attention: BackendChoice
     replaced: dict[str, Any]  # the config's own values of keys that training changes
+    kernels: list[str] = field(default_factory=list)  # a line a kernel for recurrent layers, for the user
 
     @property
     def model(self) -> PreTrainedModel:
