@@ -43,7 +43,12 @@ from dpo_pack.system.errors import CacheError, DataError
 Progress = Callable[[str, int, int | None], None]  # task, rows done, rows in all (None if not known)
 
 # data.truncation decides about rows with these reasons; data.on_bad_row decides about all other bad rows.
-_TRUNCATION_REASONS = ("too_long", "prompt_too_long", "identical_after_truncation")
+_TRUNCATION_REASONS = (
+    "too_long",
+    "prompt_too_long",
+    "identical_after_truncation",
+    "unscored_after_truncation",
+)
 LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
 _NAMED_COLUMNS = 20  # an error message names at most so many columns
 _CHECKED_ROWS = 100  # `check_source` reads so many rows
@@ -85,6 +90,9 @@ def load_source(
     name = _store_key(located, source, data, tokenizer_key, ingestion.find_format())
     directory = cache_dir / "tokens" / name
     store, num_rows = open_store(directory), 0
+    if store is not None and ingestion.reads_more_than(store):
+        store.forget()
+        store = None
     if store is None:
         pairs = (batch.pairs for batch in ingestion.batches(progress))
         write_store(directory, pairs, ingestion.summary)
@@ -232,6 +240,12 @@ class Ingestion:
         settings = TokenizationSettings.of(self.data, self.source, self.format, self.completion_tokens)
         check_tokenizer(self.tokenizer, settings, self.located.label)
         return rows, settings
+
+    def reads_more_than(self, store: TokenStore) -> bool:
+        """Returns True if an earlier release wrote the store and did not read a column that is read now."""
+        added = {"chosen_weights", "rejected_weights"} - self.source.columns.keys()
+        not_read = store.summary.get("columns_not_read", ())
+        return store.summary.get("format") == "tokenized" and not added.isdisjoint(not_read)
 
     def summary(self) -> dict[str, Any]:
         """Returns the counts of rows and pairs, for the store's manifest and for data_report.json."""

@@ -123,7 +123,7 @@ def tokenize_batch(
     for (number, pair, texts), *sequences in zip(parsed, *[ids] * sequences_per_row, strict=True):
         try:
             if settings.completion_tokens is None:
-                whole = split_at_boundary(*sequences)
+                whole = with_weights(split_at_boundary(*sequences), pair)
                 fitted = truncate(whole, settings.limits, tokenizer.bos_token_id)
                 counts.update(_pair_notes(len(sequences[0]), whole, fitted, ends))
             else:
@@ -167,6 +167,15 @@ def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: To
     if np.array_equal(pair.chosen, pair.rejected):
         raise BadRow("identical_completions", "chosen and rejected are the same, so the pair prefers nothing")
     return pair
+
+
+def with_weights(ids: PairIds, pair: Pair) -> PairIds:
+    """Returns the token ids with the weights of the row."""
+    chosen, rejected = (
+        None if of_side is None else np.array(of_side, dtype=np.float32)
+        for of_side in (pair.chosen_weights, pair.rejected_weights)
+    )
+    return replace(ids, chosen_weights=chosen, rejected_weights=rejected)
 
 
 def _whole_prompt_key(pair: Pair) -> bytes:
