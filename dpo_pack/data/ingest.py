@@ -58,7 +58,7 @@ _DETECTION_ROWS = 1000  # `format: auto` looks for a readable row in so many row
 # somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
 # A hub data set's content, which `datasets` names, depends on config, data_dir and revision.
 _SOURCE_KEYS_BESIDE_TOKENS = {"path", "name", "weight", "config", "data_dir", "revision"}
-_DATA_KEYS_BESIDE_TOKENS = {"train", "eval", "shuffle", "num_workers"}
+_DATA_KEYS_BESIDE_TOKENS = {"train", "eval", "shuffle", "num_workers", "scored_turns"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +168,11 @@ def _store_key(
     """
     others = {option for format in FORMATS.values() for option in format.options}
     others.difference_update(FORMATS[found_format].options)
+    # Stores of earlier releases, which scored all turns, have no such key.
+    masks_turns = FORMATS[found_format].content == "messages" and data.scored_turns == "assistant"
     return content_key(
         {
+            **({"scored_turns": data.scored_turns} if masks_turns else {}),
             "version": TOKENIZATION_VERSION,
             "source": located.fingerprint,
             "tokenizer": tokenizer_key,
@@ -429,6 +432,11 @@ class Ingestion:
             "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
             "answered_prompt": f"name another column in {self.located.key}.columns, or set its format",
             "tie": "remove such rows",
+            "rewritten_turns": "set data.scored_turns: all, or name a template that has "
+            "{% generation %} marks in tokenizer.chat_template",
+            "nothing_scored": None
+            if self.format == "tokenized"
+            else "set data.scored_turns: all, or mend the rows",
             "media": "remove them from the data if the text alone is enough",
             "too_long": f"raise data.max_length{shorter} or choose another data.truncation",
             "prompt_too_long": "raise data.max_prompt_length or choose another data.truncation",

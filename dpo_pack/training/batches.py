@@ -278,17 +278,16 @@ def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredP
         pair_weights = pair_weights * wpo_weights(policy - output.log_square_sums.view(-1, 2), num_tokens)
     if objective.ld_alpha is not None:
         assert row.reference_tokens is not None, "the reference was frozen without per-token values"
-    if objective.ld_alpha is not None and row.token_weights is not None:
-        lengths = row.row.completion_lengths
-        lengths = lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
-        weights = length_desensitized_weights(row.token_weights, lengths, objective.ld_alpha)
-        policy, reference = (
-            weighted_sums(values, weights, lengths).view(-1, 2)
-            for values in (output.token_logps, row.reference_tokens)
-        )
-    elif objective.ld_alpha is not None:
-        policy = length_desensitized_sums(output.token_logps, num_tokens, objective.ld_alpha)
-        reference = length_desensitized_sums(row.reference_tokens, num_tokens, objective.ld_alpha)
+        both = (output.token_logps, row.reference_tokens)
+        if row.token_weights is None:
+            policy, reference = (
+                length_desensitized_sums(values, num_tokens, objective.ld_alpha) for values in both
+            )
+        else:
+            lengths = row.row.completion_lengths
+            lengths = lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
+            weights = length_desensitized_weights(row.token_weights, lengths, objective.ld_alpha)
+            policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
     return ScoredPairs(
         policy=_pair_logps(policy, num_tokens),
         reference=_pair_logps(reference, num_tokens),
