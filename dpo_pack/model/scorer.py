@@ -34,12 +34,13 @@ class RowLogps(NamedTuple):
     """The scorer's results for one row: a NamedTuple, because sharding hooks look for tensors in outputs."""
 
     sums: Tensor  # [S] float64, differentiable
-    num_tokens: Tensor  # [S] int64
+    num_tokens: Tensor  # [S] int64; in `by_pair` of weighted tokens [S] float64, the sums of weights
     entropy_sums: Tensor  # [S] float64, detached, as the next three; NaN if not in `wanted`
     top1_sums: Tensor  # [S]
     mean_logit_sums: Tensor  # [S]
     log_square_sums: Tensor  # [S] of log sum_v p(v)^2, nats
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
+    token_statistics: Tensor  # [4, N] fp32: the terms of the four sums of statistics, in their order
     expert_counts: (
         Tensor  # [R, E] float64, see model/routing.py; this and the next are [0] without `Row.token_copies`
     )
@@ -116,6 +117,7 @@ class CompletionLogps(nn.Module):
             mean_logit_sums=sequence_sums(statistics.mean_logit, lengths),
             log_square_sums=sequence_sums(statistics.log_sum_squares, lengths),
             token_logps=logps,
+            token_statistics=torch.stack(statistics),
             expert_counts=routing.counts,
             expert_probs=routing.probabilities,
         )
