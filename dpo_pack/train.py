@@ -56,7 +56,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.errors import CacheError, RunError, first_line
 from dpo_pack.system.hub import why_no_upload
-from dpo_pack.system.interrupts import Interrupted, interruptible
+from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.progress import waiting_line
 from dpo_pack.system.seeding import seed_step
 from dpo_pack.training.balancing import StepBalance
@@ -123,7 +123,8 @@ def _train(
             with contextlib.suppress(CacheError):  # the user must see the error that ended the run
                 run.update(status=status, totals=session.recorder.totals(session.state))
             raise
-        push_model(recipe, run, console)  # the run is finished: neither an error nor a signal changes that
+        # The run is finished: neither an error of the upload nor a signal changes that.
+        push_model(recipe, run, console, interruption)
 
 
 def run_steps(session: Session, after_step: AfterStep | None = None) -> None:
@@ -235,8 +236,8 @@ def accumulate_gradients(
     """
     objective, policy = learner.objective, learner.policy
     batch = learner.reference.score_batch(batch)
-    tangents = coupled_tangents(learner, batch) if objective.couples_pairs else None
-    if balance is not None:
+    tangents = coupled_tangents(learner, batch, balance) if objective.couples_pairs else None
+    if balance is not None and tangents is None:
         count_experts_ahead(learner, batch, balance)
     # R ranks average their gradients. Each rank divides the sum of its losses by num_pairs / R. So the
     # average over ranks is the sum over all pairs / num_pairs, also if ranks have different numbers of pairs.
@@ -280,20 +281,25 @@ def poll_before_pass(learner: Learner, batch: GlobalBatch, number: int) -> None:
 
 
 @torch.no_grad()
-def coupled_tangents(learner: Learner, batch: GlobalBatch) -> list[Tangent]:
+def coupled_tangents(
+    learner: Learner, batch: GlobalBatch, balance: StepBalance | None = None
+) -> list[Tangent]:
     """Returns for each row its part ("tangent") of a loss that couples the pairs of a step (aot).
 
     It first runs a forward pass without gradients on every row; other losses do not need this pass. See
-    training/coupling.py.
+    training/coupling.py. The same pass counts experts for `balance`, as in `count_experts_ahead`.
     """
     objective, scorer = learner.objective, learner.state.policy
     with scorer.measuring(False):
-        rows = [
-            score_pairs(objective, by_pair(scorer(pair_row.row), pair_row), pair_row)
-            for pair_row in batch.rows
-        ]
-        for idle_row in batch.idle_rows:
-            scorer(idle_row)
+        outputs = [scorer(pair_row.row) for pair_row in batch.rows]
+        idle_outputs = [scorer(idle_row) for idle_row in batch.idle_rows]
+    if balance is not None:
+        for output in [*outputs, *idle_outputs][1:]:
+            balance.add(output.expert_counts)
+    rows = [
+        score_pairs(objective, by_pair(output, pair_row), pair_row)
+        for output, pair_row in zip(outputs, batch.rows, strict=True)
+    ]
     return row_tangents(
         objective, rows, mean_chosen_tokens=batch.mean_chosen_tokens, device=learner.clock.device
     )
@@ -388,22 +394,26 @@ def write_page(session: Session) -> bool:
     return True
 
 
-def push_model(recipe: Recipe, run: RunDir, console: Console) -> None:
+def push_model(recipe: Recipe, run: RunDir, console: Console, interruption: Interruption) -> None:
     """Uploads the model of the finished run, if the recipe says so; prints its URL, or how to repeat. Only
-    rank 0 uploads; the other ranks end when it ends."""
+    rank 0 uploads; the other ranks end when it ends.
+
+    Raises Interrupted, also for a signal that came while the model was written: the user does not want to
+    wait for an upload.
+    """
     settings = recipe.export.push_to_hub
-    if settings is None or not ranks.is_first():
+    if settings is None:
         return
-    console.print(f"Uploading {run.model} to {settings.repo}")
-    reason = "stopped"
+    again = push_command(run.root, settings.repo, private=settings.private)
     try:
-        pushed = push(run.root, settings.repo, private=settings.private)
-        reason = ""
-        for line in pushed.lines():
-            console.print(line)
+        interruption.poll()
+        if ranks.is_first():
+            console.print(f"Uploading {run.model} to {settings.repo}")
+            for line in push(run.root, settings.repo, private=settings.private).lines():
+                console.print(line)
     except RunError as error:
         reason = str(error).removeprefix("push: ")
-    finally:  # also after a signal
-        if reason:
-            again = push_command(run.root, settings.repo, private=settings.private)
-            console.print(f"Warning: the model is not on the hub: {reason}. To repeat: {again}")
+        console.print(f"Warning: the model is not on the hub: {reason}. To repeat: {again}")
+    except Interrupted as stopped:
+        stopped.next_step = f"the run is finished and its model is saved; to upload it: {again}"
+        raise

@@ -35,7 +35,7 @@ hh=(--workload hh-like)
 [[ $# -lt 2 ]] || hh=(--workload hh --pairs "$2")
 python=${PYTHON:-python}
 work=${BENCHMARK_WORK:-$output/work}
-# A stand-in for machines without a GPU: the quick parts on the CPU, with a small model.
+# A stand-in for machines without a GPU: the quick parts on the CPU, with a tiny model.
 device=${BENCHMARK_DEVICE:-cuda}
 [[ $device == cpu ]] || "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
     echo "error: no CUDA device" >&2
@@ -44,7 +44,7 @@ device=${BENCHMARK_DEVICE:-cuda}
 mkdir -p "$output" "$work"
 export BENCHMARK_OUTPUT=$output
 shape=0.5b
-[[ $device == cuda ]] || shape=7m
+[[ $device == cuda ]] || shape=tiny
 failed=()
 
 # left: the seconds that are left; empty if there is no limit.
@@ -56,10 +56,10 @@ left() {
 in_time() {
     local seconds
     seconds=$(left)
+    [[ -z $seconds ]] || ((${most:-$seconds} >= seconds)) || seconds=$most
     if [[ -z $seconds ]]; then
         "$@"
     elif ((seconds > 10)); then
-        ((${most:-$seconds} >= seconds)) || seconds=$most
         timeout --kill-after=5 "$seconds" "$@"
     else
         echo "no time left for this part"
@@ -73,7 +73,7 @@ part() {
     shift 2
     [[ -f $file ]] && grep -qxF "== $title: done" "$file" && return
     echo "== $title ($(left) s left)" | tee -a "$file"
-    in_time "$@" 2>&1 | tail -n 60 | tee -a "$file"
+    in_time "$@" 2>&1 | tee -a "$file"
     status=${PIPESTATUS[0]}
     if [[ $status == 0 ]]; then
         echo "== $title: done" | tee -a "$file"
@@ -120,36 +120,6 @@ sys.exit(failed)
 END
 }
 
-# reference_search: the search of the longest row, with a tenth of the memory.
-reference_search() {
-    "$python" - "$work" "$device" "$shape" <<'END'
-import sys, time, torch
-from pathlib import Path
-sys.path.insert(0, "scripts")
-from benchmarking.process import save_model
-from benchmarking.workloads import make_workload
-from benchmarking.shapes import SHAPES
-from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.run.prepare import prepare
-from dpo_pack.run.reference_stage import prepare_reference
-from dpo_pack.system.console import make_console
-work, device, shape = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-if device == "cuda":
-    torch.cuda.set_per_process_memory_fraction(0.1)
-pairs = make_workload("tulu3", work / "search", num_pairs=64, vocabulary=SHAPES[shape]["vocab_size"])
-save_model(shape, work / f"model-{shape}-float32", parameters="float32", device=device)
-recipe = parse_recipe({
-    "output_dir": str(work / "search-run"),
-    "model": {"path": str(work / f"model-{shape}-float32"), "compile": False},
-    "reference": {"cache_dir": str(work / f"search-cache-{time.time():.0f}")},
-    "data": {"train": {"path": f"{pairs.directory}/pairs.jsonl", "format": "tokenized"}, "max_length": pairs.max_length},
-}, [])
-begun = time.monotonic()
-filled = prepare_reference(prepare(recipe, make_console()), None)
-print(f"{filled.num_computed} sequences in {time.monotonic() - begun:.1f} s")
-END
-}
-
 quick_parts() {
     export HF_HUB_OFFLINE=1
     local files
@@ -158,14 +128,19 @@ quick_parts() {
         "$python" -m pytest -q -m gpu -p no:cacheprovider "${files[@]}"
     most=$((minutes * 15)) part doctor.txt "proofs at head dimensions 64, 128 and 256, eager and compiled" \
         "$BASH" "$script" --call proofs_at_head_dimensions
-    local sizes=(--num-pairs 256 --sweep-pairs 192 --pairs-per-step 64 --warmup-steps 1 --token-budgets 16384)
-    [[ $device == cuda ]] || sizes=(--num-pairs 12 --sweep-pairs 8 --pairs-per-step 4 --token-budgets 4096)
-    part speed.txt "$shape at Tulu 3 lengths, one turn, with a profile" \
+    local sizes=(--num-pairs 256 --sweep-pairs 160 --pairs-per-step 32 --token-budgets 16384)
+    local batches=2,4
+    [[ $device == cuda ]] || batches=1,2
+    [[ $device == cuda ]] || sizes=(--num-pairs 10 --sweep-pairs 10 --pairs-per-step 2 --token-budgets 4096)
+    # A tenth of the time stays for the last part.
+    most=$(($(left) - minutes * 6)) part speed.txt "$shape at Tulu 3 lengths, one turn, with a profile" \
         "$python" scripts/benchmark.py --device "$device" --output "$output/speed" --work "$work" --workload tulu3 \
-        --model "$shape" --repeats 1 --microbatches 2,4 --finalists 2 "${sizes[@]}" --no-ablations \
+        --model "$shape" --repeats 1 --microbatches "$batches" --reference-batches 2 --finalists 2 \
+        "${sizes[@]}" --no-ablations \
         --also model.compile=true
     most=$((minutes * 12)) part reference.txt "search of the longest row with a tenth of the memory" \
-        "$BASH" "$script" --call reference_search
+        env PYTHONPATH="scripts${PYTHONPATH:+:$PYTHONPATH}" \
+        "$python" -m benchmarking.search "$work" "$device" "$shape"
 }
 
 # measure NAME ARGUMENTS...: one benchmark, unless its page is there and its contenders agree.
@@ -224,31 +199,30 @@ fi
 kept tests.txt "$python" -m pytest -q -m gpu --continue-on-collection-errors
 kept proofs-0.5b.txt "$BASH" "$script" --call prove 0.5b float32
 
-# TRL's micro-batches are pairs. Grouped by length it sorts each quarter of the pairs, the longest first: these
-# counts make that two steps, which are the two that are not timed, so that what is timed is of average length.
+# TRL's micro-batches are pairs. Two steps are not timed, and in the sweeps four are.
 budgets=8192,16384,32768,65536
 also=(--also model.compile=true)
 "$python" -c 'import liger_kernel' 2>/dev/null && also+=(--also model.kernels=liger)
-measure hh-0.5b "${hh[@]}" --model 0.5b --num-pairs 512 --sweep-pairs 256 --repeats 3 \
+measure hh-0.5b "${hh[@]}" --model 0.5b --num-pairs 512 --sweep-pairs 384 --repeats 3 \
     --microbatches 1,2,4,8,16 --token-budgets $budgets "${also[@]}"
-measure tulu3-0.5b --workload tulu3 --model 0.5b --num-pairs 512 --sweep-pairs 256 --repeats 3 \
+measure tulu3-0.5b --workload tulu3 --model 0.5b --num-pairs 512 --sweep-pairs 384 --repeats 3 \
     --microbatches 1,2,4,8 --token-budgets $budgets
-measure tulu3-1.5b --workload tulu3 --model 1.5b --num-pairs 384 --sweep-pairs 192 --repeats 3 \
+measure tulu3-1.5b --workload tulu3 --model 1.5b --num-pairs 384 --sweep-pairs 384 --repeats 3 \
     --microbatches 1,2,4,8 --token-budgets $budgets --no-ablations "${also[@]}"
-measure hh-1.5b "${hh[@]}" --model 1.5b --num-pairs 512 --sweep-pairs 256 --repeats 3 \
+measure hh-1.5b "${hh[@]}" --model 1.5b --num-pairs 512 --sweep-pairs 384 --repeats 3 \
     --microbatches 1,2,4,8,16 --token-budgets $budgets --no-ablations
-measure tulu3-8b-lora --workload tulu3 --model 8b --parameters bfloat16 --lora --num-pairs 256 \
-    --sweep-pairs 192 --repeats 2 --microbatches 1,2,4 --token-budgets 4096,8192 --no-ablations
+measure tulu3-8b-lora --workload tulu3 --model 8b --parameters bfloat16 --lora --num-pairs 384 \
+    --sweep-pairs 384 --repeats 2 --microbatches 1,2,4 --token-budgets 4096,8192 --no-ablations
 if "$python" -c 'import sys, torch; sys.exit(torch.cuda.mem_get_info()[1] < 130 * 2**30)'; then
     measure tulu3-8b-full --workload tulu3 --model 8b --parameters bfloat16 --gradient-checkpointing \
-        --num-pairs 256 --sweep-pairs 192 --repeats 2 --microbatches 1,2,4 --token-budgets 8192,16384 \
+        --num-pairs 384 --sweep-pairs 384 --repeats 2 --microbatches 1,2,4 --token-budgets 8192,16384 \
         --no-ablations
 else
     echo "== tulu3-8b-full left out: weights, gradients and moments of 8B in full take 112 GB, more than this GPU has"
 fi
-measure ultrafeedback-0.5b --workload ultrafeedback --model 0.5b --num-pairs 512 --sweep-pairs 256 --repeats 3 \
+measure ultrafeedback-0.5b --workload ultrafeedback --model 0.5b --num-pairs 512 --sweep-pairs 384 --repeats 3 \
     --microbatches 1,2,4,8 --token-budgets $budgets --no-ablations
-measure long16k-0.5b --workload long16k --model 0.5b --num-pairs 256 --sweep-pairs 192 --repeats 2 \
+measure long16k-0.5b --workload long16k --model 0.5b --num-pairs 384 --sweep-pairs 384 --repeats 2 \
     --microbatches 1,2,4 --token-budgets 16384,32768 --no-ablations
 kept proofs-1.5b.txt "$BASH" "$script" --call prove 1.5b float32
 kept proofs-8b.txt "$BASH" "$script" --call prove 8b bfloat16

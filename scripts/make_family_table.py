@@ -86,12 +86,19 @@ NOTES = """
 
 - Layers with a state (gated delta nets, Kimi delta attention, Mamba 2, short convolutions) are exact in
   packed rows, with shared prompts: a shared part runs once from the zero state, and each tail starts from the
-  state behind it. Convolutions see the end of the shared part in the same way. The states are fp32, computed
-  by torch, on CPU and CUDA; the kernels of flash-linear-attention, causal-conv1d and mamba-ssm are not called
-  in packed rows. If the layers of the installed transformers release do not call the functions that are
-  replaced (those of 5.23 do), the run is refused in one line that names the release.
+  state behind it. Convolutions see the end of the shared part in the same way. Functions in torch compute the
+  states, in fp32. On CUDA the kernels of flash-linear-attention (gated delta nets, Kimi delta attention),
+  causal-conv1d (convolutions) and mamba-ssm (Mamba 2) replace them if these packages are installed. Before a
+  run each kernel's output and gradients are compared with the family's own functions, for this model's
+  shapes, see [proofs](proofs.md). A kernel that is missing, raises an error or is not exact enough is not
+  used, and a line says why. mamba-ssm has no gradients through the final states of sequences that lie one
+  after another, so it gets padded sequences, with a step of 0 at the padding. Its kernel for whole layers is
+  never used: it would mix sequences and ignore an adapter of `out_proj`. No GPU has run these kernels yet.
+- The layers of older transformers do not pass a row's layout on, so the run is refused in one line that
+  names the release: `falcon_h1` before 5.16, `mamba2` and `nemotron_h` before 5.17, `lfm2` and `lfm2_moe`
+  before 5.22.
 - A hybrid family whose config has attention layers only (`layer_types`) is packed; a family that is not
-  listed and whose config has other layers (`qwen4_exp_text`, `inkling`, `zaya`) is refused.
+  listed and whose config has other layers (`inkling`, `zaya`) is refused.
 - `llama4_text`: packed sequences must fit into one attention chunk (8,192 tokens), and rows stay below the
   step of its query scaling (8,192 tokens too); both are checked.
 - `phi3`, `phimoe` and others with `longrope` or `dynamic` rotary positions: sequences must stay within the

@@ -21,6 +21,7 @@ from dpo_pack.recipe.machine import TOKENIZER_FILES
 from dpo_pack.run.export import USAGE_TITLE, usage, write_model
 from dpo_pack.system.errors import ModelError, RunError
 from dpo_pack.system.files import written_aside
+from dpo_pack.system.hub import name_for_others
 
 
 def merge_adapter(
@@ -59,7 +60,8 @@ def _card(adapter: SavedAdapter, example: str) -> str:
     """
     name = adapter.directory.resolve()
     name = name.parent if name.name == "model" else name
-    told = f"The LoRA adapter {name.name}, merged into {adapter.base} by dpo-pack {dpo_pack.__version__}."
+    base = name_for_others(adapter.base)
+    told = f"The LoRA adapter {name.name}, merged into {base} by dpo-pack {dpo_pack.__version__}."
     file = adapter.directory / "README.md"
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # users may edit it
         text = file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -203,7 +203,8 @@ def _labels(view: SourceView) -> list[Fault]:
     for part in ("prompt", *SIDES):
         texts = [_text_of(getattr(pair.pair, part)).strip() for pair in view.pairs]
         if all(texts) and are_labels(texts):
-            sentence = f"{part} is an id or a category, no text: {', '.join(map(quoted, texts[:3]))}, ..."
+            examples = ", ".join(map(quoted, texts[:3]))
+            sentence = f"{part} is an id or a category, no text: {examples}, and others"
             column = columns.get(part) or format.completion_columns[0]
             remedy = f"wrong column? Name the column of the texts in {view.origin.key}.columns.{column}"
             faults.append(_fault(view, f"{part}_is_a_label", sentence, remedy, view.pairs))

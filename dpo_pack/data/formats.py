@@ -20,7 +20,7 @@ Message = dict[str, Any]
 Row = Mapping[str, Any]
 
 _ASSISTANT_TURN = "\n\nAssistant:"
-_MAX_FLOAT32 = 3.4028234e38
+_MIN_FLOAT32, _MAX_FLOAT32 = 1.1754944e-38, 3.4028234e38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,9 @@ class Pair:
     )
     rejected: str | list[Message] | list[int] = ""
     weight: float = 1.0  # a factor of the pair's loss
+    # What each token of a completion counts in its sum, where the row says it; only with token ids.
+    chosen_weights: Sequence[float] | None = None
+    rejected_weights: Sequence[float] | None = None
     has_inferred_prompt: bool = False  # the prompt is the text with which both completions happen to begin
     template_options: Mapping[str, Any] = field(default_factory=dict)  # tools and chat_template_kwargs
 
@@ -129,12 +132,18 @@ def _conversation(row: Row) -> Pair:
 
 
 def tokenized(row: Row) -> Pair:
-    """Reads the user's own token ids: `prompt_ids`, `chosen_ids` and `rejected_ids`. No EOS is added."""
+    """Reads the user's own token ids: `prompt_ids`, `chosen_ids` and `rejected_ids`. No EOS is added.
+
+    `chosen_weights` and `rejected_weights` may say what each token of a completion counts.
+    """
+    prompt, chosen, rejected = (_token_ids(row, f"{part}_ids") for part in ("prompt", "chosen", "rejected"))
     return Pair(
-        prompt=_token_ids(row, "prompt_ids"),
-        chosen=_token_ids(row, "chosen_ids"),
-        rejected=_token_ids(row, "rejected_ids"),
+        prompt=prompt,
+        chosen=chosen,
+        rejected=rejected,
         weight=_weight(row),
+        chosen_weights=_token_weights(row, "chosen_weights", len(chosen)),
+        rejected_weights=_token_weights(row, "rejected_weights", len(rejected)),
     )
 
 
@@ -588,6 +597,27 @@ def _token_ids(row: Row, column: str) -> list[int]:
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise BadRow("wrong_type", f"{column} is not a list of integers")
     return value
+
+
+def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None:
+    """Returns a weight for each token of a completion; None if the row has none. Raises BadRow."""
+    weights = row.get(column)
+    if weights is None:
+        return None
+    if isinstance(weights, BadRow):  # the reader put this error in place of an invalid object
+        raise weights
+    if not isinstance(weights, list) or not all(type(weight) in (int, float) for weight in weights):
+        raise BadRow("wrong_type", f"{column} is no list of numbers")
+    if len(weights) != num_tokens:
+        detail = f"{column} has {len(weights):,} numbers for a completion of {num_tokens:,} tokens"
+        raise BadRow("invalid_token_weights", detail)
+    for place, weight in enumerate(weights, start=1):
+        if not 0 <= weight <= _MAX_FLOAT32:
+            detail = f"number {place:,} of {column} is {weight}, not a finite number of at least 0"
+            raise BadRow("invalid_token_weights", detail)
+    if num_tokens and max(weights) < _MIN_FLOAT32:
+        raise BadRow("nothing_scored", f"{column} are all 0, so the completion adds nothing to a loss")
+    return weights
 
 
 def _number(row: Row, column: str) -> float:

@@ -43,7 +43,12 @@ from dpo_pack.system.errors import CacheError, DataError
 Progress = Callable[[str, int, int | None], None]  # task, rows done, rows in all (None if not known)
 
 # data.truncation decides about rows with these reasons; data.on_bad_row decides about all other bad rows.
-_TRUNCATION_REASONS = ("too_long", "prompt_too_long", "identical_after_truncation")
+_TRUNCATION_REASONS = (
+    "too_long",
+    "prompt_too_long",
+    "identical_after_truncation",
+    "unscored_after_truncation",
+)
 LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
 _NAMED_COLUMNS = 20  # an error message names at most so many columns
 _CHECKED_ROWS = 100  # `check_source` reads so many rows
@@ -53,7 +58,7 @@ _DETECTION_ROWS = 1000  # `format: auto` looks for a readable row in so many row
 # somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
 # A hub data set's content, which `datasets` names, depends on config, data_dir and revision.
 _SOURCE_KEYS_BESIDE_TOKENS = {"path", "name", "weight", "config", "data_dir", "revision"}
-_DATA_KEYS_BESIDE_TOKENS = {"train", "eval", "shuffle", "num_workers"}
+_DATA_KEYS_BESIDE_TOKENS = {"train", "eval", "shuffle", "num_workers", "scored_turns"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +90,9 @@ def load_source(
     name = _store_key(located, source, data, tokenizer_key, ingestion.find_format())
     directory = cache_dir / "tokens" / name
     store, num_rows = open_store(directory), 0
+    if store is not None and ingestion.reads_more_than(store):
+        store.forget()
+        store = None
     if store is None:
         pairs = (batch.pairs for batch in ingestion.batches(progress))
         write_store(directory, pairs, ingestion.summary)
@@ -160,8 +168,11 @@ def _store_key(
     """
     others = {option for format in FORMATS.values() for option in format.options}
     others.difference_update(FORMATS[found_format].options)
+    # Stores of earlier releases, which scored all turns, have no such key.
+    masks_turns = FORMATS[found_format].content == "messages" and data.scored_turns == "assistant"
     return content_key(
         {
+            **({"scored_turns": data.scored_turns} if masks_turns else {}),
             "version": TOKENIZATION_VERSION,
             "source": located.fingerprint,
             "tokenizer": tokenizer_key,
@@ -232,6 +243,12 @@ class Ingestion:
         settings = TokenizationSettings.of(self.data, self.source, self.format, self.completion_tokens)
         check_tokenizer(self.tokenizer, settings, self.located.label)
         return rows, settings
+
+    def reads_more_than(self, store: TokenStore) -> bool:
+        """Returns True if an earlier release wrote the store and did not read a column that is read now."""
+        added = {"chosen_weights", "rejected_weights"} - self.source.columns.keys()
+        not_read = store.summary.get("columns_not_read", ())
+        return store.summary.get("format") == "tokenized" and not added.isdisjoint(not_read)
 
     def summary(self) -> dict[str, Any]:
         """Returns the counts of rows and pairs, for the store's manifest and for data_report.json."""
@@ -415,6 +432,11 @@ class Ingestion:
             "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
             "answered_prompt": f"name another column in {self.located.key}.columns, or set its format",
             "tie": "remove such rows",
+            "rewritten_turns": "set data.scored_turns: all, or name a template that has "
+            "{% generation %} marks in tokenizer.chat_template",
+            "nothing_scored": None
+            if self.format == "tokenized"
+            else "set data.scored_turns: all, or mend the rows",
             "media": "remove them from the data if the text alone is enough",
             "too_long": f"raise data.max_length{shorter} or choose another data.truncation",
             "prompt_too_long": "raise data.max_prompt_length or choose another data.truncation",

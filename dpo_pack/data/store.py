@@ -1,9 +1,11 @@
 """Stores tokenised pairs on disk and reads them through a memory map.
 
-A store is a directory with the token ids, one record for each pair, and a manifest. It is written under a
+A store is a directory with the token ids, one record for each pair, and a manifest. If a token has another
+weight than 1, there is also a file with the weights of all tokens. A store is written under a
 temporary name and then renamed, so it is whole or absent. A changed byte is noticed: opening a store
-compares its manifest and records with a checksum. The tokens of a pair are compared with their hash only when
-they are read, so a store of gigabytes opens at once. P is the number of pairs; lengths are in tokens.
+compares its manifest, records and weights with a checksum. The tokens of a pair are compared with their hash
+only when they are read, so a store of gigabytes opens at once. P is the number of pairs; lengths are in
+tokens.
 """
 
 import contextlib
@@ -17,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpo_pack.data.keys import KEY_BYTES, content_key, sequence_key
-from dpo_pack.data.truncation import PairIds, TokenIds
+from dpo_pack.data.truncation import PairIds, TokenIds, TokenWeights
 from dpo_pack.packing.lengths import PairLengths
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import read_json, write_json_atomically, written_aside
 
-TOKEN_DTYPE = np.dtype("<i4")
+TOKEN_DTYPE, WEIGHT_DTYPE = np.dtype("<i4"), np.dtype("<f4")
 RECORD_DTYPE = np.dtype(
     [
         ("prompt_length", "<i4"),
@@ -39,7 +41,7 @@ RECORD_DTYPE = np.dtype(
 )
 Records = NDArray[np.void]  # of RECORD_DTYPE
 
-_TOKENS, _RECORDS, _MANIFEST = "tokens.bin", "records.bin", "manifest.json"
+_TOKENS, _WEIGHTS, _RECORDS, _MANIFEST = "tokens.bin", "weights.bin", "records.bin", "manifest.json"
 NO_TOKENS = np.zeros(0, dtype=TOKEN_DTYPE)
 
 
@@ -49,6 +51,7 @@ class TokenizedPairs:
 
     tokens: TokenIds  # [total] prompt | chosen | rejected of each pair, one after another
     records: Records  # [P]
+    token_weights: TokenWeights | None = None  # [total], see TokenStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,20 +60,31 @@ class TokenStore:
 
     tokens: TokenIds  # [total]
     records: Records  # [P]
+    # [total] what the log-prob of each token counts in the sum of its completion (of a prompt's tokens: 1,
+    # without a meaning); None: every token counts 1.
+    token_weights: TokenWeights | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)  # the counts of the pass that wrote the store
     directory: Path | None = None  # None: the pairs are in memory only
+
+    @staticmethod
+    def in_memory(pairs: TokenizedPairs) -> "TokenStore":
+        return TokenStore(tokens=pairs.tokens, records=pairs.records, token_weights=pairs.token_weights)
 
     def damaged(self, row_number: int) -> CacheError:
         """Returns the error for changed tokens. Removes the manifest: the next run writes the store again."""
         remedy = "run the same command again, which writes this store again"
         try:
-            if self.directory is not None:
-                (self.directory / _MANIFEST).unlink(missing_ok=True)
+            self.forget()
         except OSError:
             remedy = "remove this directory and run the same command again"
         return CacheError(
             f"{self.directory} is damaged: its token ids of row {row_number} have changed; {remedy}"
         )
+
+    def forget(self) -> None:
+        """Removes the manifest, so that the store can be written again. Raises OSError."""
+        if self.directory is not None:
+            (self.directory / _MANIFEST).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,6 +99,11 @@ class PairTable:
     rejected_lengths: NDArray[np.int32]  # [P]
     shared_lengths: NDArray[np.int32]  # [P] common prefix of both sequences, at least the prompt
     weights: NDArray[np.float32]  # [P] a factor of the pair's loss
+    has_token_weights: NDArray[np.bool_]  # [P] a completion token of the pair has another weight than 1
+    # [P] the sums of the completions' token weights, which are their lengths where all weights are 1. Losses
+    # and metrics that divide by a length divide by these.
+    chosen_scored: NDArray[np.float64]
+    rejected_scored: NDArray[np.float64]
     row_numbers: NDArray[np.int64]  # [P] position in the source, from 1
     prompt_keys: NDArray[np.uint8]  # [P, 16]
     chosen_keys: NDArray[np.uint8]  # [P, 16] sequence_key of prompt and chosen
@@ -98,10 +117,15 @@ class PairTable:
         sizes = [len(store.records) for store in stores]
         # A column of the table has the name of a field of the records, with an "s" at its end.
         columns = {f"{name}s": np.ascontiguousarray(records[name]) for name in RECORD_DTYPE.fields or ()}
+        weighed = (np.concatenate(columns) for columns in zip(*map(_weigh, stores), strict=True))
+        differs, chosen_scored, rejected_scored = weighed
         return PairTable(
             stores=tuple(stores),
             source_indices=np.repeat(np.arange(len(stores), dtype=np.int16), sizes),
             offsets=np.concatenate([_offsets(store) for store in stores]),
+            has_token_weights=differs,
+            chosen_scored=chosen_scored,
+            rejected_scored=rejected_scored,
             **columns,
         )
 
@@ -111,10 +135,14 @@ class PairTable:
 
     @property
     def fingerprint(self) -> str:
-        """Returns 32 hex digits that name the pairs: ids, boundaries, weights, sources and order."""
+        """Returns 32 hex digits that name the pairs: ids, boundaries, all weights, sources and order."""
         digest = hashlib.blake2b(digest_size=KEY_BYTES)
         for column in (self.chosen_keys, self.rejected_keys, self.weights, self.source_indices):
             digest.update(column.data)
+        for store in self.stores:
+            if store.token_weights is not None:
+                digest.update(store.token_weights.data)
+                digest.update(self.offsets.data)
         return digest.hexdigest()
 
     def prompt(self, pair: int) -> TokenIds:
@@ -129,6 +157,16 @@ class PairTable:
         """Returns the token ids of the rejected completion as a view. Raises CacheError as `prompt` does."""
         before, length = self.chosen_lengths[pair], self.rejected_lengths[pair]
         return self._sequence(pair, self.rejected_keys, before, length)[1]
+
+    def token_weights(self, pair: int) -> tuple[TokenWeights, TokenWeights]:
+        """Returns what each token of the chosen, and of the rejected completion counts in its sum."""
+        lengths = int(self.chosen_lengths[pair]), int(self.rejected_lengths[pair])
+        weights = self.stores[self.source_indices[pair]].token_weights
+        if weights is None:
+            return np.ones(lengths[0], dtype=WEIGHT_DTYPE), np.ones(lengths[1], dtype=WEIGHT_DTYPE)
+        begin = int(self.offsets[pair]) + int(self.prompt_lengths[pair])
+        middle = begin + lengths[0]
+        return weights[begin:middle], weights[middle : middle + lengths[1]]
 
     def select(self, indices: NDArray[np.int64]) -> "PairTable":
         """Returns a table of the pairs at `indices`, in the order of `indices`."""
@@ -174,7 +212,25 @@ def join_pairs(
     records["chosen_key"] = _keys(sequence_key(pair.prompt, pair.chosen) for pair in pairs)
     records["rejected_key"] = _keys(sequence_key(pair.prompt, pair.rejected) for pair in pairs)
     parts = [part for pair in pairs for part in (pair.prompt, pair.chosen, pair.rejected)]
-    return TokenizedPairs(tokens=np.concatenate([NO_TOKENS, *parts]), records=records)
+    return TokenizedPairs(
+        tokens=np.concatenate([NO_TOKENS, *parts]), records=records, token_weights=_join_weights(pairs)
+    )
+
+
+def _join_weights(pairs: Sequence[PairIds]) -> TokenWeights | None:
+    """Returns the weights of all tokens in a store's order; None if every weight is 1."""
+    if all(pair.chosen_weights is None and pair.rejected_weights is None for pair in pairs):
+        return None
+    parts = []
+    for pair in pairs:
+        given = (
+            (pair.prompt, None),
+            (pair.chosen, pair.chosen_weights),
+            (pair.rejected, pair.rejected_weights),
+        )
+        parts += [np.ones(len(ids), dtype=WEIGHT_DTYPE) if of is None else of for ids, of in given]
+    weights = np.concatenate(parts)
+    return None if (weights == 1).all() else weights
 
 
 def common_prefix_length(ids: TokenIds, other_ids: TokenIds) -> int:
@@ -194,10 +250,21 @@ def write_store(
     """
     with contextlib.suppress(_WrittenMeanwhile), written_aside(directory) as temporary:
         temporary.mkdir()
-        with (temporary / _TOKENS).open("wb") as tokens, (temporary / _RECORDS).open("wb") as records:
+        with contextlib.ExitStack() as files:
+            tokens, records = (
+                files.enter_context((temporary / name).open("wb")) for name in (_TOKENS, _RECORDS)
+            )
+            weights, num_tokens = None, 0
             for batch in batches:
+                if batch.token_weights is not None and weights is None:  # all earlier tokens count 1
+                    weights = files.enter_context((temporary / _WEIGHTS).open("wb"))
+                    weights.write(np.ones(num_tokens, dtype=WEIGHT_DTYPE).data)
+                if weights is not None:
+                    ones = np.ones(len(batch.tokens), dtype=WEIGHT_DTYPE)
+                    weights.write((ones if batch.token_weights is None else batch.token_weights).data)
                 tokens.write(batch.tokens.data)
                 records.write(batch.records.tobytes())
+                num_tokens += len(batch.tokens)
         summary = summarize()
         checksum = _checksum(*_map_files(temporary), summary)
         write_json_atomically(temporary / _MANIFEST, {"checksum": checksum, "summary": summary})
@@ -209,15 +276,19 @@ def open_store(directory: Path) -> TokenStore | None:
     """Opens the store in `directory`. Returns None if no store is there, or if the store is damaged."""
     manifest = read_json(directory / _MANIFEST)
     try:
-        tokens, records = _map_files(directory)
+        tokens, records, weights = _map_files(directory)
     except (FileNotFoundError, ValueError):  # ValueError: a file is empty or ends within an entry
         return None
     except OSError as error:
         raise CacheError(f"cannot read {directory}: {error.strerror}; check its permissions") from error
     summary = manifest.get("summary") if isinstance(manifest, dict) else None
-    if not isinstance(summary, dict) or manifest.get("checksum") != _checksum(tokens, records, summary):
+    if not isinstance(summary, dict) or manifest.get("checksum") != _checksum(
+        tokens, records, weights, summary
+    ):
         return None
-    return TokenStore(tokens=tokens, records=records, summary=summary, directory=directory)
+    return TokenStore(
+        tokens=tokens, records=records, token_weights=weights, summary=summary, directory=directory
+    )
 
 
 class _WrittenMeanwhile(Exception):
@@ -236,20 +307,43 @@ def _offsets(store: TokenStore) -> NDArray[np.int64]:
     return offsets
 
 
+def _weigh(store: TokenStore) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
+    """Returns [P] whether a token's weight is not 1, and the sums of weights of chosen and of rejected."""
+    records, weights = store.records, store.token_weights
+    chosen, rejected = (records[name].astype(np.float64) for name in ("chosen_length", "rejected_length"))
+    if weights is None:
+        return np.zeros(len(records), dtype=np.bool_), chosen, rejected
+    chosen_begins = _offsets(store) + records["prompt_length"]
+    middles = chosen_begins + records["chosen_length"]
+    ends = middles + records["rejected_length"]
+    # `reduceat` takes the values from each position to the next one. The last `end` is the end of the file.
+    begins = np.stack((chosen_begins, middles, ends), axis=1).ravel()[:-1]
+    sums = np.add.reduceat(weights, begins, dtype=np.float64)
+    differs = np.logical_or.reduceat(weights != 1, begins)
+    return differs[0::3] | differs[1::3], sums[0::3], sums[1::3]
+
+
 def _keys(keys: Iterable[bytes]) -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
 
 
-def _map_files(directory: Path) -> tuple[TokenIds, Records]:
+def _map_files(directory: Path) -> tuple[TokenIds, Records, TokenWeights | None]:
+    weights = directory / _WEIGHTS
     return (
         np.asarray(np.memmap(directory / _TOKENS, dtype=TOKEN_DTYPE, mode="r")),
         np.asarray(np.memmap(directory / _RECORDS, dtype=RECORD_DTYPE, mode="r")),
+        np.asarray(np.memmap(weights, dtype=WEIGHT_DTYPE, mode="r")) if weights.exists() else None,
     )
 
 
-def _checksum(tokens: TokenIds, records: Records, summary: dict[str, Any]) -> str:
+def _checksum(
+    tokens: TokenIds, records: Records, weights: TokenWeights | None, summary: dict[str, Any]
+) -> str:
     """Returns a hash of a store. Of the tokens only the count is hashed: records have the tokens' hashes."""
-    return content_key([len(tokens), hashlib.blake2b(records.view(np.uint8).data).hexdigest(), summary])
+    parts = [len(tokens), hashlib.blake2b(records.view(np.uint8).data).hexdigest(), summary]
+    if weights is not None:
+        parts.append(hashlib.blake2b(weights.data).hexdigest())
+    return content_key(parts)
 
 
 def pair_lengths(table: PairTable) -> PairLengths:

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from dpo_pack.data.chat import assistant_weights, has_other_turns, rendering
 from dpo_pack.data.formats import FORMATS, BadRow, Pair, with_system_message
 from dpo_pack.data.keys import beginning_key, prompt_key
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.splits import Prompt
 from dpo_pack.data.store import NO_TOKENS, TokenizedPairs, common_prefix_length, join_pairs
-from dpo_pack.data.tokenizer import Tokenizer, bounded_template
-from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, truncate
+from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, TokenWeights, truncate
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
-from dpo_pack.system.errors import ModelError, RecipeError, first_line
+from dpo_pack.system.errors import ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
 TOKENIZATION_VERSION = 3
@@ -41,6 +42,7 @@ class TokenizationSettings:
     format: str
     system_prompt: str | None
     limits: LengthLimits
+    scored_turns: str = "assistant"  # or "all"; of conversations
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
 
@@ -58,6 +60,7 @@ class TokenizationSettings:
             format=format,
             system_prompt=data.system_prompt,
             limits=limits,
+            scored_turns=data.scored_turns,
             completion_tokens=completion_tokens,
             format_options=FORMATS[format].options_of(source),
         )
@@ -104,12 +107,17 @@ def tokenize_batch(
 ) -> TokenizedBatch:
     """Returns the token ids of the rows that give a pair or a prompt, and the reasons of all other rows."""
     is_text = FORMATS[settings.format].content != "token_ids"
+    is_dialogue = FORMATS[settings.format].content == "messages" and settings.completion_tokens is None
     parsed: list[tuple[int, Pair, tuple[str, ...]]] = []  # for the texts see render
+    weights: dict[int, list[TokenWeights | None]] = {}  # by row number, of rows with several turns
     dropped: list[DroppedRow] = []
     for number, row in rows:
         try:
             pair = parse_row(row, settings, tokenizer)
-            parsed.append((number, pair, render(pair, settings, tokenizer) if is_text else ()))
+            texts = render(pair, settings, tokenizer) if is_text else ()
+            if is_dialogue and settings.scored_turns == "assistant" and has_other_turns(pair):
+                weights[number] = assistant_weights(pair, texts[1:], tokenizer)
+            parsed.append((number, pair, texts))
         except BadRow as bad:
             dropped.append((number, bad.with_traceback(None)))
     if is_text:
@@ -123,7 +131,7 @@ def tokenize_batch(
     for (number, pair, texts), *sequences in zip(parsed, *[ids] * sequences_per_row, strict=True):
         try:
             if settings.completion_tokens is None:
-                whole = split_at_boundary(*sequences)
+                whole = with_weights(split_at_boundary(*sequences), pair, weights.get(number))
                 fitted = truncate(whole, settings.limits, tokenizer.bos_token_id)
                 counts.update(_pair_notes(len(sequences[0]), whole, fitted, ends))
             else:
@@ -136,6 +144,8 @@ def tokenize_batch(
         else:
             kept.append((number, pair, fitted))
             counts["prompts_inferred"] += pair.has_inferred_prompt
+            if is_dialogue and has_other_turns(pair):
+                counts["pairs_with_other_turns"] += 1
     pairs = [fitted for _, _, fitted in kept]
     return TokenizedBatch(
         num_rows=len(rows),
@@ -167,6 +177,27 @@ def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: To
     if np.array_equal(pair.chosen, pair.rejected):
         raise BadRow("identical_completions", "chosen and rejected are the same, so the pair prefers nothing")
     return pair
+
+
+def with_weights(ids: PairIds, pair: Pair, of_turns: Sequence[TokenWeights | None] | None) -> PairIds:
+    """Returns the token ids with the weights of the row, or with those of its turns.
+
+    `of_turns` has the weights of all tokens of prompt + chosen and of prompt + rejected, or None. Raises
+    BadRow if a completion has no token that is scored.
+    """
+    given: dict[str, Any] = {"chosen": pair.chosen_weights, "rejected": pair.rejected_weights}
+    if of_turns is not None:
+        cut = (None if of_side is None else of_side[len(ids.prompt) :] for of_side in of_turns)
+        given = dict(zip(given, cut, strict=True))
+    weights = {
+        column: None if of_side is None else np.asarray(of_side, dtype=np.float32)
+        for column, of_side in given.items()
+    }
+    for column, of_side in weights.items():
+        assert of_side is None or len(of_side) == len(getattr(ids, column))
+        if of_side is not None and not of_side.any():
+            raise BadRow("nothing_scored", f"{column} has nothing that the assistant says")
+    return replace(ids, chosen_weights=weights["chosen"], rejected_weights=weights["rejected"])
 
 
 def _whole_prompt_key(pair: Pair) -> bytes:
@@ -223,19 +254,11 @@ def render(pair: Pair, settings: TokenizationSettings, tokenizer: Tokenizer) -> 
 def _apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Tokenizer) -> tuple[str, ...]:
     prompt: Any = pair.prompt
     options = {**pair.template_options, "tokenize": False}
-    try:
-        with bounded_template("mend it, or name another in tokenizer.chat_template"):
-            return (
-                tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options),
-                *(
-                    tokenizer.apply_chat_template(prompt + completion, **options)
-                    for completion in completions
-                ),
-            )
-    except ModelError:
-        raise
-    except Exception as error:  # a template is a program that came with the model: it may raise any error
-        raise BadRow("template_error", f"the chat template cannot render it ({first_line(error)})") from error
+    with rendering():
+        return (
+            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options),
+            *(tokenizer.apply_chat_template(prompt + completion, **options) for completion in completions),
+        )
 
 
 def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:

@@ -1,6 +1,6 @@
 """Cuts a pair of token id arrays so that it fits `data.max_length`, or refuses it. Lengths are in tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from dpo_pack.data.formats import BadRow
 
 TokenIds = NDArray[np.int32]
+TokenWeights = NDArray[np.float32]
 Truncation = Literal["drop", "prompt_left", "completion_right", "error"]
 
 
@@ -23,11 +24,14 @@ class LengthLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairIds:
-    """The token ids of a pair."""
+    """The token ids of a pair, and the weights of its completions' tokens."""
 
     prompt: TokenIds
     chosen: TokenIds
     rejected: TokenIds
+    # What the log-prob of each completion token counts in the sequence's sum; None: 1.
+    chosen_weights: TokenWeights | None = None
+    rejected_weights: TokenWeights | None = None
 
     @property
     def longest_length(self) -> int:
@@ -42,8 +46,9 @@ def truncate(pair: PairIds, limits: LengthLimits, bos_token_id: int | None) -> P
     - `completion_right` cuts the ends of completions, never a prompt.
     - `drop` and `error` cut nothing.
 
-    Raises BadRow `prompt_too_long` or `too_long` for a pair that still does not fit, and
-    `identical_after_truncation` if cutting makes the completions equal.
+    Raises BadRow `prompt_too_long` or `too_long` for a pair that still does not fit,
+    `identical_after_truncation` if cutting makes the completions equal, and `unscored_after_truncation` if it
+    leaves a completion without a token that is scored.
     """
     cuts_prompt = limits.truncation == "prompt_left"
     prompt_limit = limits.max_prompt_length
@@ -69,7 +74,7 @@ def _with_newest_prompt(pair: PairIds, length: int, bos_token_id: int | None) ->
         prompt = np.concatenate([pair.prompt[:1], pair.prompt[1 - length :]])
     else:
         prompt = pair.prompt[-length:]
-    return PairIds(prompt=prompt, chosen=pair.chosen, rejected=pair.rejected)
+    return replace(pair, prompt=prompt)
 
 
 def _with_shorter_completions(pair: PairIds, length: int) -> PairIds:
@@ -77,4 +82,13 @@ def _with_shorter_completions(pair: PairIds, length: int) -> PairIds:
     if np.array_equal(chosen, rejected):
         detail = f"the first {length} tokens of the completions, all that data.max_length leaves, are equal"
         raise BadRow("identical_after_truncation", detail)
-    return PairIds(prompt=pair.prompt, chosen=chosen, rejected=rejected)
+    weights = [
+        None if of_side is None else of_side[:length]
+        for of_side in (pair.chosen_weights, pair.rejected_weights)
+    ]
+    if any(of_side is not None and not of_side.any() for of_side in weights):
+        detail = f"the first {length} tokens of a completion, all that data.max_length leaves, are not scored"
+        raise BadRow("unscored_after_truncation", detail)
+    return replace(
+        pair, chosen=chosen, rejected=rejected, chosen_weights=weights[0], rejected_weights=weights[1]
+    )

@@ -96,12 +96,15 @@ class ViewedPair:
         cut = [begin <= position < end for position in range(len(prompt))]
         cut += [position >= kept for position in range(len(completion))]
         ids = [*prompt.tolist(), *completion.tolist()]
+        weights = self.whole.chosen_weights if side == "chosen" else self.whole.rejected_weights
+        assert weights is not None
+        scored = [bool(weight) if weight in (0, 1) else weight for weight in weights.tolist()]
         return [
             Token(
                 id=id,
                 text=text,
                 part="prompt" if position < len(prompt) else "completion",
-                scored=position >= len(prompt) and not is_cut,
+                scored=position >= len(prompt) and not is_cut and scored[position - len(prompt)],
                 is_cut=is_cut,
             )
             for position, (id, text, is_cut) in enumerate(zip(ids, texts, cut, strict=True))
@@ -217,7 +220,7 @@ def view_source(
                 stores.append(store)
     if ingestion.num_rows == 0:
         raise DataError(f"{located.label} has no rows; correct or remove {key}")
-    joined = TokenStore(
+    joined = TokenStore(  # whose token weights nobody reads: the row of it that is drawn has lengths only
         tokens=np.concatenate([store.tokens for store in stores]),
         records=np.concatenate([store.records for store in stores]),
     )
@@ -311,9 +314,15 @@ def _view(
 
 
 def _pair_ids(pairs: TokenizedPairs) -> list[PairIds]:
-    table = PairTable.of([TokenStore(tokens=pairs.tokens, records=pairs.records)])
+    table = PairTable.of([TokenStore.in_memory(pairs)])
     return [
-        PairIds(prompt=table.prompt(i), chosen=table.chosen(i), rejected=table.rejected(i))
+        PairIds(
+            prompt=table.prompt(i),
+            chosen=table.chosen(i),
+            rejected=table.rejected(i),
+            chosen_weights=table.token_weights(i)[0],
+            rejected_weights=table.token_weights(i)[1],
+        )
         for i in range(table.num_pairs)
     ]
 

@@ -19,6 +19,7 @@ from dpo_pack.losses.objective import (
     Objective,
     ScoredPairs,
     length_desensitized_sums,
+    length_desensitized_weights,
     weighted_losses,
     wpo_weights,
 )
@@ -28,7 +29,8 @@ from dpo_pack.recipe.loss import LOSS_DECLARATIONS
 
 __all__ = [
     "LOSSES", "CoupledLoss", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs",
-    "length_desensitized_sums", "load_loss", "make_objective", "weighted_losses", "wpo_weights",
+    "length_desensitized_sums", "length_desensitized_weights", "load_loss", "make_objective",
+    "weighted_losses", "wpo_weights",
 ]  # fmt: skip
 
 _BY_PAIR = {**CONTRASTIVE, **REFERENCE_FREE}

@@ -58,7 +58,7 @@ def _unmet_requirement(function: Callable[..., Any], options: LossOptions) -> st
 
 def _made_up(chosen: list[float]) -> PairLogps:
     logps = torch.tensor(chosen, dtype=torch.float64)
-    tokens = torch.tensor([7, 12, 3])
+    tokens = torch.tensor([7, 12, 3], dtype=torch.float64)
     return PairLogps(
         chosen=logps, rejected=logps.flip(0) - 1, chosen_tokens=tokens, rejected_tokens=tokens + 2
     )

@@ -15,12 +15,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLogps:
-    """Summed completion log-probs of P pairs under one model, and the number of tokens in each sum."""
+    """Summed completion log-probs of P pairs under one model, and the number of tokens in each sum.
+
+    If tokens have weights, a sum is a weighted sum, and its number of tokens is the sum of the weights.
+    """
 
     chosen: Tensor  # [P] float64, nats
     rejected: Tensor  # [P] float64, nats
-    chosen_tokens: Tensor  # [P] int64
-    rejected_tokens: Tensor  # [P] int64
+    chosen_tokens: Tensor  # [P] float64, above 0
+    rejected_tokens: Tensor  # [P] float64, above 0
 
     @staticmethod
     def join(parts: Sequence[PairLogps]) -> PairLogps:

@@ -77,6 +77,7 @@ def wpo_weights(alignment: Tensor, num_tokens: Tensor) -> Tensor:
 
     alignment: [P, 2], for each completion the sum over its tokens of log p(y_t) - log sum_v p(v)^2.
     num_tokens: [P, 2]. Returns [P] detached w(y_w|x) * w(y_l|x), where w(y|x) = exp(alignment / num_tokens).
+    If tokens have weights, `alignment` is a weighted sum and `num_tokens` the sum of weights.
     """
     return torch.exp((alignment.detach() / num_tokens).sum(dim=1))
 
@@ -93,3 +94,20 @@ def length_desensitized_sums(token_logps: Tensor, num_tokens: Tensor, alpha: flo
     starts = ends - num_tokens
     turns = starts + num_tokens.amin(dim=1, keepdim=True)
     return upto[turns] - upto[starts] + alpha * (upto[ends] - upto[turns])
+
+
+def length_desensitized_weights(token_weights: Tensor, lengths: Tensor, alpha: float) -> Tensor:
+    """LD-DPO's factors of tokens that have weights: those of `length_desensitized_sums`, times the weights.
+
+    token_weights: [N] float64, in the order of `length_desensitized_sums`. lengths: [2 P] tokens of chosen,
+    rejected, chosen, ... Here |y| is the sum of a completion's weights. The weight of a token counts in full
+    up to a sum of min(|y_w|, |y_l|) over the completion's first tokens, and times alpha beyond. Returns [N].
+    """
+    upto = torch.nn.functional.pad(token_weights.cumsum(0), (1, 0))  # [N + 1]
+    ends = lengths.cumsum(0)
+    before = upto[ends - lengths]  # [2 P] the sum of all weights before each completion
+    shorter = (upto[ends] - before).view(-1, 2).amin(dim=1).repeat_interleave(2)
+    num_tokens = len(token_weights)
+    turns = (before + shorter).repeat_interleave(lengths, output_size=num_tokens)
+    beyond = (upto[1:] - turns).clamp(min=0).minimum(token_weights)
+    return token_weights - (1 - alpha) * beyond

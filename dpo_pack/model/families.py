@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import transformers
 from transformers import PretrainedConfig
 
 
@@ -20,6 +21,8 @@ class Family:
     reason: str | None = None  # why its rows cannot be packed
     # How many functions of recurrence/ a recurrent layer calls: usually 2, a convolution and a recurrence.
     functions: int = 0
+    # The first release of transformers whose layers pass a row's layout on; older ones cannot be packed.
+    since: tuple[int, int] = (0, 0)
 
 
 # Layers in which tokens depend on other tokens only through attention.
@@ -61,6 +64,11 @@ def packing_obstacle(config: PretrainedConfig) -> str | None:
     family = FAMILIES.get(text.model_type)
     if family is not None and not family.packs and (others or not layers):
         return family.reason
+    if family is not None and _transformers_release() < family.since:
+        return (
+            f"its layers of transformers {transformers.__version__} do not pass a row's layout on; install "
+            "transformers {}.{} or newer".format(*family.since)
+        )
     if family is not None and family.functions:
         others = sorted(layers - ATTENTION_LAYERS - RECURRENT_LAYERS - _NO_MIXING_LAYERS)
     if others:
@@ -68,12 +76,16 @@ def packing_obstacle(config: PretrainedConfig) -> str | None:
     return None
 
 
+def _transformers_release() -> tuple[int, ...]:
+    return tuple(int(number) for number in transformers.__version__.split(".")[:2])
+
+
 def _packs(special: str) -> Family:
     return Family(packs=True, special=special)
 
 
-def _hybrid(special: str, *, functions: int = 2) -> Family:
-    return Family(packs=True, special=special, functions=functions)
+def _hybrid(special: str, *, functions: int = 2, since: tuple[int, int] = (0, 0)) -> Family:
+    return Family(packs=True, special=special, functions=functions, since=since)
 
 
 def _refused(special: str, reason: str) -> Family:
@@ -83,6 +95,7 @@ def _refused(special: str, reason: str) -> Family:
 _MAMBA1 = "transformers' scan of Mamba 1 takes no state that a tail could start from"
 _NOT_WRITTEN = "its recurrence is not written for packed rows, and would mix their sequences"
 _OWN_ATTENTION = "it computes attention itself, where a row's layout cannot reach"
+_SELECTS = "its attention selects tokens, and its n-grams join tokens, across the sequences of a row"
 _DROPS_ARGUMENTS = "its layers do not pass a row's layout on to their attention"
 
 FAMILIES: dict[str, Family] = {
@@ -104,7 +117,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": _packs("mixture of experts from the second layer on"),
     "exaone4": _packs("sliding window on some layers, no positions on the others, norms after"),
     "exaone_moe": _packs("mixture of experts, sliding window on some layers, no positions on the others"),
-    "falcon_h1": _hybrid("Mamba 2 beside attention, head multiplier"),
+    "falcon_h1": _hybrid("Mamba 2 beside attention, head multiplier", since=(5, 16)),
     "flex_olmo": _packs("mixture of experts, query and key norms"),
     "gemma": _packs("scaled embeddings, tied head"),
     "gemma2": _packs("attention and logit softcaps, sliding window on some layers, own scale"),
@@ -129,13 +142,13 @@ FAMILIES: dict[str, Family] = {
     "hyperclovax": _packs("logit factor, own attention scale"),
     "jetmoe": _packs("mixtures of experts, of attention heads too"),
     "kimi_linear": _hybrid("linear attention on most layers, MLA, mixture of experts"),
-    "lfm2": _hybrid("short convolutions on most layers", functions=1),
-    "lfm2_moe": _hybrid("short convolutions on most layers, mixture of experts", functions=1),
+    "lfm2": _hybrid("short convolutions on most layers", functions=1, since=(5, 22)),
+    "lfm2_moe": _hybrid("short convolutions on most layers, mixture of experts", functions=1, since=(5, 22)),
     "lfm3": _hybrid("short convolutions on most layers, sliding window on others", functions=1),
     "llama": _packs("nothing: the plain case"),
     "llama4_text": _packs("mixture of experts, chunked attention, queries scaled by their place in the row"),
     "longcat_flash": _packs("mixture of experts, two MLA attentions a block"),
-    "mamba2": _hybrid("Mamba 2"),
+    "mamba2": _hybrid("Mamba 2", since=(5, 17)),
     "minicpm3": _packs("MLA, logit divisor"),
     "minimax_m2": _packs("mixture of experts, query and key norms"),
     "ministral": _packs("sliding window on some layers"),
@@ -143,7 +156,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": _packs("sliding window"),
     "mixtral": _packs("mixture of experts, sliding window"),
     "nanochat": _packs("logit softcap, norms of rotated queries and keys"),
-    "nemotron_h": _hybrid("Mamba 2 on most layers, mixture of experts"),
+    "nemotron_h": _hybrid("Mamba 2 on most layers, mixture of experts", since=(5, 17)),
     "olmo": _packs("clipped queries, keys and values"),
     "olmo2": _packs("norms after attention and MLP"),
     "olmo3": _packs("sliding window on some layers"),
@@ -178,6 +191,10 @@ FAMILIES: dict[str, Family] = {
     "minimax": _refused("linear attention on most layers, mixture of experts", _NOT_WRITTEN),
     "mpt": _refused("ALiBi", _OWN_ATTENTION),
     "nemotron": _refused("partial rotary positions, squared ReLU", _DROPS_ARGUMENTS),
+    "qwen4_exp_text": _refused(
+        "gated delta nets on most layers, mixture of experts, n-gram embeddings, selected tokens",
+        _SELECTS,
+    ),
     "recurrent_gemma": _refused("linear recurrences on most layers, logit softcap", _NOT_WRITTEN),
     "rwkv": _refused("recurrence instead of attention", _NOT_WRITTEN),
     "stablelm": _refused("partial rotary positions", _DROPS_ARGUMENTS),

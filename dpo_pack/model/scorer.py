@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,12 +34,13 @@ class RowLogps(NamedTuple):
     """The scorer's results for one row: a NamedTuple, because sharding hooks look for tensors in outputs."""
 
     sums: Tensor  # [S] float64, differentiable
-    num_tokens: Tensor  # [S] int64
+    num_tokens: Tensor  # [S] int64; in `by_pair` of weighted tokens [S] float64, the sums of weights
     entropy_sums: Tensor  # [S] float64, detached, as the next three; NaN if not in `wanted`
     top1_sums: Tensor  # [S]
     mean_logit_sums: Tensor  # [S]
     log_square_sums: Tensor  # [S] of log sum_v p(v)^2, nats
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
+    token_statistics: Tensor  # [4, N] fp32: the terms of the four sums of statistics, in their order
     expert_counts: (
         Tensor  # [R, E] float64, see model/routing.py; this and the next are [0] without `Row.token_copies`
     )
@@ -81,6 +82,8 @@ class CompletionLogps(nn.Module):
         self.num_recurrent_calls = num_recurrent_calls(model.config)
         # Computes the calls of recurrent layers' functions; None: the calls run as usual. Proofs set it.
         self.recurrence: Callable[[RecurrentCall], Any] | None = None
+        # Functions of other packages for recurrent layers, by names in `ROW_FUNCTIONS`. A proof adds them.
+        self.recurrent_kernels: dict[str, Callable[..., Any]] = {}
         self.seam_calls = SeamCalls()  # of the last packed row
         self.is_wired = False  # whether `_check_wiring` has passed
 
@@ -114,6 +117,7 @@ class CompletionLogps(nn.Module):
             mean_logit_sums=sequence_sums(statistics.mean_logit, lengths),
             log_square_sums=sequence_sums(statistics.log_sum_squares, lengths),
             token_logps=logps,
+            token_statistics=torch.stack(statistics),
             expert_counts=routing.counts,
             expert_probs=routing.probabilities,
         )
@@ -154,6 +158,7 @@ class CompletionLogps(nn.Module):
             self.seam_calls = SeamCalls()
             arguments |= {"row_segments": segments, "seam_calls": self.seam_calls}
             arguments |= {"row_backend": self.backend, "row_recurrence": self.recurrence}
+            arguments |= {"row_kernels": self.recurrent_kernels}
         outputs = self.backbone(**arguments)
         if segments is not None and not self.is_wired:
             self._check_wiring()
@@ -234,6 +239,7 @@ class LoadedModel:
     scorer: CompletionLogps
     attention: BackendChoice
     replaced: dict[str, Any]  # the config's own values of keys that training changes
+    kernels: list[str] = field(default_factory=list)  # a line a kernel for recurrent layers, for the user
 
     @property
     def model(self) -> PreTrainedModel:

@@ -168,7 +168,7 @@ def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingP
 def pair_table(pairs: Sequence[PendingPair]) -> PairTable:
     """Returns the pairs as a table in memory, of the same type as a table of pairs on disk."""
     joined = join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))
-    return PairTable.of([TokenStore(tokens=joined.tokens, records=joined.records)])
+    return PairTable.of([TokenStore.in_memory(joined)])
 
 
 def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:

@@ -15,15 +15,21 @@ from torch import Tensor
 
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row
 from dpo_pack.model.recurrence import RecurrentCall
+from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.proofs.kernel import relative_error
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_row, replaced
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_groups, proof_row, replaced
+from dpo_pack.system.errors import first_line
 
 # (tokens of the shared prefix, tokens of each completion after it): some are longer than a kernel's chunk,
 # some shorter than a convolution; some completions have one token or none; the last prefix has no completion.
 _PROOF_GROUPS = ((70, (40, 33)), (2, (5, 1)), (3, (0, 6)), (1, (1, 2)), (9, (4, 0, 3)), (20, ()))
 # The allowed relative error in fp32. We measured up to 5e-6, where a model's own rounding is as large.
 _FLOAT32_BOUND = 1e-4
+# The allowed relative error of another package's kernel in bf16 and fp16, in units of the dtype's epsilon.
+# Its matrix products round keys, values, scores and states to the dtype; flash-linear-attention's own tests
+# allow five units.
+_KERNEL_ROUNDINGS = 4.0
 
 
 @torch.no_grad()
@@ -40,17 +46,9 @@ def prove_recurrence(
     """
     if not scorer.num_recurrent_calls:
         return []
-    calls: dict[Any, RecurrentCall] = {}
     run = scorer.recurrence or RecurrentCall.run
-
-    def recording(call: RecurrentCall) -> Any:
-        shapes = tuple(part.shape for part in call.arguments if isinstance(part, Tensor))
-        calls.setdefault((call.name, shapes), call)
-        return run(call)
-
-    with replaced(scorer, recurrence=recording):
-        (compute or scorer)(proof_row(scorer, groups, device))
-    measured = [recurrence_error(call, run, device) for call in calls.values()]
+    calls = _kinds_of_calls(scorer, groups, device, compute or scorer)
+    measured = [recurrence_error(call, run, device) for call in calls]
     error, bound = max(measured, key=lambda pair: pair[0] / pair[1])
     return [
         Proof(
@@ -63,12 +61,75 @@ def prove_recurrence(
     ]
 
 
+@torch.no_grad()
+def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
+    """Lets the scorer's recurrent layers use the kernels of `KERNELS` that are installed and right.
+
+    Each is compared with the family's own functions, as in `prove_recurrence`. Instead of a kernel that is
+    missing, raises an error or is not exact enough, the layers keep our torch functions. Returns a line for
+    each function that the layers call: the kernel, or the reason why it is not used.
+    """
+    if scorer.backend is None or not scorer.num_recurrent_calls:
+        return []
+    lines = []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        groups = proof_groups(int(scorer.model.config.get_text_config().vocab_size))
+        calls = _kinds_of_calls(scorer, groups, device, scorer)
+        for name in dict.fromkeys(call.name for call in calls):
+            kernel = KERNELS[name]
+            obstacle = _take(scorer, name, [call for call in calls if call.name == name], device)
+            reason = "" if obstacle is None else f" is not used: {obstacle}"
+            lines.append(f"{kernel.name} of {kernel.package}{reason}")
+    return lines
+
+
+def _take(
+    scorer: CompletionLogps, name: str, calls: Sequence[RecurrentCall], device: torch.device
+) -> str | None:
+    """Lets the scorer use a kernel if it computes these calls; otherwise returns why it does not."""
+    function = import_kernel(KERNELS[name])
+    if isinstance(function, str):
+        return function
+    for call in calls:
+        try:
+            by_kernel = replace(call, kernel=function)
+            error, bound = recurrence_error(by_kernel, RecurrentCall.run, device)
+        except Exception as raised:  # a kernel for another GPU, dtype or size can raise anything
+            return first_line(raised) or type(raised).__name__
+        if not error <= bound:
+            return f"its relative error is {error:.1e}, and {bound:.1e} is allowed"
+    scorer.recurrent_kernels[name] = function
+    return None
+
+
+def _kinds_of_calls(
+    scorer: CompletionLogps,
+    groups: Sequence[Group],
+    device: torch.device,
+    compute: Callable[[Row], object],
+) -> list[RecurrentCall]:
+    """Runs the proof's row; returns one recurrent call for each function and shape."""
+    calls: dict[Any, RecurrentCall] = {}
+    run = scorer.recurrence or RecurrentCall.run
+
+    def recording(call: RecurrentCall) -> Any:
+        shapes = tuple(part.shape for part in call.arguments if isinstance(part, Tensor))
+        calls.setdefault((call.name, shapes), call)
+        return run(call)
+
+    with replaced(scorer, recurrence=recording):
+        compute(proof_row(scorer, groups, device))
+    return list(calls.values())
+
+
 def recurrence_error(
     call: RecurrentCall, run: Callable[[RecurrentCall], Any], device: torch.device
 ) -> tuple[float, float]:
     """Returns (error, bound) of the output or the gradient with the largest ratio of error to bound.
 
-    Errors and bounds are as in `kernel_error`; in low precision the plain computation is the family's own.
+    Errors and bounds are as in `kernel_error`; in low precision the plain computation is the family's own. A
+    kernel of another package may have an error of `_KERNEL_ROUNDINGS`.
     """
     layout = layout_row(_proof_groups(), share_prompt=True)
     segments = packed_row(layout, device).segments
@@ -115,12 +176,13 @@ def recurrence_error(
 
     reference = results(one_by_one, torch.float32)
     errors = [relative_error(*both) for both in zip(results(in_row, None), reference, strict=True)]
-    bounds = [_FLOAT32_BOUND] * len(errors)
+    least = _FLOAT32_BOUND
+    if call.kernel is not None:
+        least = max(least, _KERNEL_ROUNDINGS * torch.finfo(call.arguments[0].dtype).eps)
+    bounds = [least] * len(errors)
     if any(tensor.dtype != torch.float32 for tensor in given.tensors.values()):
         plain = results(one_by_one, None)
-        bounds = [
-            max(_FLOAT32_BOUND, 2 * relative_error(*both)) for both in zip(plain, reference, strict=True)
-        ]
+        bounds = [max(least, 2 * relative_error(*both)) for both in zip(plain, reference, strict=True)]
     return max(zip(errors, bounds, strict=True), key=lambda pair: pair[0] / pair[1])
 
 

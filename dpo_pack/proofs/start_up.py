@@ -25,6 +25,7 @@ from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Group
 from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.quantize import computing_in
+from dpo_pack.model.recurrence import torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.speed import stock_layers
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
@@ -78,9 +79,10 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     if scorer.compute_dtype == torch.float32:
         bound = f"max <= {FLOAT32_BOUND:.0e}, or {bound}"
     elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
-        # All computation is in fp32, with a backend that takes fp32.
+        # All computation is in fp32, with functions that take fp32.
         backend = scorer.backend and BACKENDS["sdpa"]
-        with replaced(scorer, autocast=None, backend=backend), computing_in(scorer.model, torch.float32):
+        without_kernels = replaced(scorer, autocast=None, backend=backend, recurrent_kernels={})
+        with without_kernels, torch_recurrences(scorer.model), computing_in(scorer.model, torch.float32):
             exact_numbers, is_exact = _distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
         passed, bound = passed and is_exact, f"{bound}; in float32 max <= {FLOAT32_BOUND:.0e}, or the same"
@@ -162,11 +164,12 @@ def _rounded_otherwise(model: PreTrainedModel, eps: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """In this context the model uses its own eager attention instead of ours."""
+    """In this context the model uses its own eager attention instead of ours, and no recurrent kernel."""
     ours = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        yield
+        with torch_recurrences(model):
+            yield
     finally:
         model.set_attn_implementation(ours)
 
@@ -183,7 +186,10 @@ def prove_head(scorer: CompletionLogps, groups: Sequence[Group], device: torch.d
     """
     row = proof_row(scorer, groups, device)
     ours = scorer(row).sums
-    layout = {} if row.segments is None else {"row_segments": row.segments, "row_backend": scorer.backend}
+    layout: dict[str, Any] = {}
+    if row.segments is not None:
+        layout = {"row_segments": row.segments, "row_backend": scorer.backend}
+        layout |= {"row_kernels": scorer.recurrent_kernels}
 
     def add_layout(module: nn.Module, inputs: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return inputs, {**keywords, **layout}

@@ -29,7 +29,14 @@ FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected", "weight"),
     "conversational": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
     "transcript": ("chosen", "rejected", "weight"),
-    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "weight"),
+    "tokenized": (
+        "prompt_ids",
+        "chosen_ids",
+        "rejected_ids",
+        "chosen_weights",
+        "rejected_weights",
+        "weight",
+    ),
     "messages": ("messages", "chosen", "rejected", *_MESSAGE_FIELDS),
     "sharegpt": ("conversations", "chosen", "rejected", *_MESSAGE_FIELDS),
     "alpaca": ("instruction", "input", "history", "chosen", "rejected", *_MESSAGE_FIELDS),
@@ -155,6 +162,9 @@ class DataRecipe(Section):
     """Rows that are not valid pairs: stop the run (error), or leave them out, count and list them (skip)."""
     system_prompt: str | None = None
     """System message for conversations that have none."""
+    scored_turns: Literal["assistant", "all"] = "assistant"
+    """assistant: of a completion of several messages only what the assistant says is scored; tool results and
+    turns of the user are not. all: every token after the prompt is scored, as TRL does."""
     shuffle: bool = True
     """Train on the pairs in a new random order each epoch; the seed decides it. false: in file order."""
     num_workers: Literal["auto"] | CountOrZero = "auto"

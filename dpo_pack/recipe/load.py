@@ -88,9 +88,12 @@ def _without_shorthands(tree: Mapping[str, Any]) -> Tree:
     return full
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """Returns the recipe with all its keys as YAML. Loading this YAML gives an equal recipe."""
-    return to_yaml(recipe.model_dump(mode="json"))
+def dump_recipe(recipe: Recipe, *, for_others: bool = False) -> str:
+    """Returns the recipe with all its keys as YAML. Loading this YAML gives an equal recipe.
+
+    With `for_others`, paths on this machine are only their last parts.
+    """
+    return to_yaml(recipe.model_dump(mode="json", context={"for_others": for_others}))
 
 
 def recipe_schema() -> dict[str, Any]:

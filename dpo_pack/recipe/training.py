@@ -4,19 +4,19 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
-from pydantic import BeforeValidator, Strict, model_validator
+from pydantic import Strict, model_validator
 
 from dpo_pack.recipe.types import (
     Allowed,
     Count,
     CountOrZero,
+    IsPath,
     Name,
     NonNegativeNumber,
     PartBelowOne,
     PositiveNumber,
     Problem,
     Section,
-    expand_path,
     is_changed,
 )
 
@@ -128,7 +128,7 @@ class CheckpointRecipe(Section):
     asynchronous: Literal["auto"] | bool = "auto"
     """Copy the state to CPU memory and write it while training goes on; auto: on CUDA, if the copy takes at
     most half of the free CPU memory."""
-    resume: Annotated[str, BeforeValidator(expand_path), Allowed("auto, never or a path")] = "auto"
+    resume: Annotated[str, *IsPath, Allowed("auto, never or a path")] = "auto"
     """auto: from the newest valid checkpoint in output_dir; never; or a checkpoint's path."""
 
     def broken_rules(self) -> Iterator[Problem]:

@@ -13,12 +13,17 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
     Strict,
     ValidationError,
     ValidationInfo,
+    WrapSerializer,
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from dpo_pack.system.hub import name_for_others
 
 Problem = tuple[str, str]  # (dotted key, what is wrong with it and how to mend it)
 
@@ -122,12 +127,17 @@ def expand_path(value: object, info: ValidationInfo) -> object:
     return os.path.expanduser(value.replace("${recipe_dir}", context.get("recipe_dir", ".")))
 
 
+def _dump_path(value: object, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+    """Dumps a path; with `context={"for_others": True}` as `name_for_others` has it."""
+    is_for_others = value is not None and (info.context or {}).get("for_others")
+    return name_for_others(str(value)) if is_for_others else handler(value)
+
+
+IsPath = (BeforeValidator(expand_path), WrapSerializer(_dump_path))
 # YAML has no tuples and no paths: `Strict(False)` lets pydantic convert the values of these keys only.
-PathText = Annotated[str, BeforeValidator(expand_path), Allowed("a path or a hub id")]
-LocalPath = Annotated[Path, Strict(False), BeforeValidator(expand_path), Allowed("a path")]
-OptionalLocalPath = Annotated[
-    Path | None, Strict(False), BeforeValidator(expand_path), Allowed("a path or null")
-]
+PathText = Annotated[str, *IsPath, Allowed("a path or a hub id")]
+LocalPath = Annotated[Path, Strict(False), *IsPath, Allowed("a path")]
+OptionalLocalPath = Annotated[Path | None, Strict(False), *IsPath, Allowed("a path or null")]
 Name = Annotated[str, MinLen(1)]
 MODULE_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # a function that the user wrote
 Count = Annotated[int, Ge(1)]

@@ -144,10 +144,9 @@ class ReferenceCache:
                 sums.append(numbers_of(table[SUM])[rows])
                 num_found += len(rows)
         # An empty sequence at the end stands for all sequences that were not found.
-        nothing = TokenLogps(values=np.zeros(0, dtype=np.float32), offsets=np.zeros(2, dtype=np.int64))
         every_sum = np.concatenate([*sums, np.full(1, np.nan)])
         which = np.where(which < 0, num_found, which)[index.inverse]
-        return every_sum[which], TokenLogps.join([*found, nothing]).take(which)
+        return every_sum[which], TokenLogps.join([*found, TokenLogps.none(1)]).take(which)
 
     def contains(self, keys: Keys, *, per_token: bool) -> npt.NDArray[np.bool_]:
         """Returns [n]: True if the cache has the sequence's sum, or with `per_token` its per-token values."""

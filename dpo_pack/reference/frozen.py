@@ -32,17 +32,22 @@ from dpo_pack.reference.parts import (
     token_column,
     tokens_of,
 )
+from dpo_pack.reference.work import weighted_keys
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import written_aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairReference:
-    """Reference log-probs of a table's pairs: `chosen` and `rejected` are sums over tokens, in nats, [P]."""
+    """Reference log-probs of a table's pairs: `chosen` and `rejected` are sums over tokens, in nats, [P].
+
+    Where tokens have weights, they are weighted sums.
+    """
 
     chosen: Floats
     rejected: Floats
-    # Per-token values if the loss needs them. Those of pair p are at `places[p, 0]` (chosen), `places[p, 1]`.
+    # Per-token values, if the loss or weights of tokens need them. Those of pair p are at `places[p, 0]`
+    # (chosen) and `places[p, 1]`.
     tokens: TokenLogps | None = None
     places: IntArray | None = None  # [P, (chosen, rejected)]
 
@@ -62,7 +67,7 @@ class FrozenReference:
 
     keys: Keys  # [U, 16], ascending
     sums: Floats  # [U]
-    tokens: TokenLogps | None = None  # per-token values of the U sequences
+    tokens: TokenLogps | None = None  # per-token values of the U sequences; of some none, see `take`
 
     @staticmethod
     def take(
@@ -70,12 +75,19 @@ class FrozenReference:
     ) -> FrozenReference:
         """Copies the values of the tables' sequences from `cache`. Raises CacheError if a value is missing.
 
-        `per_token` copies the log-prob of each token too, for a loss that weighs single tokens.
+        `per_token` copies the log-prob of each token too, for a loss that weighs single tokens. Otherwise
+        this is done only for the sequences whose tokens have weights.
         """
         keys = unique_keys(tables)
         tokens = None
-        if per_token:
-            sums, tokens = cache.lookup_tokens(keys)
+        needs_tokens = np.full(len(keys), per_token) | (KeyIndex.of(weighted_keys(tables)).find(keys) >= 0)
+        if needs_tokens.any():
+            sums = np.full(len(keys), np.nan)
+            sums[needs_tokens], found = cache.lookup_tokens(keys[needs_tokens])
+            sums[~needs_tokens] = cache.lookup(keys[~needs_tokens])
+            # An empty sequence at the end stands for all sequences that need only their sum.
+            places = np.where(needs_tokens, needs_tokens.cumsum() - 1, len(found))
+            tokens = TokenLogps.join([found, TokenLogps.none(1)]).take(places)
         else:
             sums = cache.lookup(keys)
         if np.isnan(sums).any():
@@ -96,7 +108,11 @@ class FrozenReference:
 
     def covers(self, table: PairTable) -> bool:
         """Returns True if this reference has the values of all sequences of the table."""
-        return bool((KeyIndex.of(self.keys).find(unique_keys([table])) >= 0).all())
+        index, weighted = KeyIndex.of(self.keys), weighted_keys([table])
+        if (index.find(unique_keys([table])) < 0).any():
+            return False
+        places = index.first[index.find(weighted)]
+        return not len(weighted) or (self.tokens is not None and bool(self.tokens.lengths[places].all()))
 
     def only(self, table: PairTable) -> FrozenReference:
         """Returns the values of the table's sequences only. This reference must have all of them."""
@@ -107,12 +123,13 @@ class FrozenReference:
         return FrozenReference(keys=keys, sums=self.sums[places], tokens=tokens)
 
     def joined(self, other: FrozenReference) -> FrozenReference:
-        """Adds the values that only `other` has. Both references must have per-token values, or neither."""
+        """Adds the values that only `other` has."""
         keys = np.concatenate([self.keys, other.keys])
         first = KeyIndex.of(keys).first  # if both have a key, the first position is in `self`
         tokens = None
-        if self.tokens is not None and other.tokens is not None:
-            tokens = TokenLogps.join([self.tokens, other.tokens]).take(first)
+        if self.tokens is not None or other.tokens is not None:
+            both = [part.tokens or TokenLogps.none(len(part.keys)) for part in (self, other)]
+            tokens = TokenLogps.join(both).take(first)
         return FrozenReference(
             keys=keys[first], sums=np.concatenate([self.sums, other.sums])[first], tokens=tokens
         )
@@ -121,12 +138,19 @@ class FrozenReference:
         """Returns the values of the table's pairs. Raises CacheError if a sequence has no value here."""
         index = KeyIndex.of(self.keys)
         places = np.stack([index.find(keys) for keys in (table.chosen_keys, table.rejected_keys)], axis=1)
-        if (places < 0).any():
+        if (places < 0).any() or not self.covers(table):
             raise CacheError("this run's reference.parquet belongs to other data; use another output_dir")
         places = index.first[places]
+        sums = self.sums[places]  # [P, (chosen, rejected)]
+        for pair in np.flatnonzero(table.has_token_weights).tolist():
+            for side, weights in enumerate(table.token_weights(pair)):
+                assert self.tokens is not None, "`covers` says so"
+                is_scored = weights > 0
+                logps = self.tokens.of(places[pair, side])[is_scored].astype(np.float64)
+                sums[pair, side] = (logps * weights[is_scored]).sum()
         return PairReference(
-            chosen=self.sums[places[:, 0]],
-            rejected=self.sums[places[:, 1]],
+            chosen=sums[:, 0],
+            rejected=sums[:, 1],
             tokens=self.tokens,
             places=None if self.tokens is None else places,
         )
@@ -140,13 +164,14 @@ class FrozenReference:
 
     @staticmethod
     def load(path: Path, *, per_token: bool = False) -> FrozenReference:
-        """Reads what `save` wrote. Raises CacheError if it is missing, damaged or lacks the token values."""
+        """Reads what `save` wrote. Raises CacheError if it is missing, damaged or lacks the token values that
+        `per_token` asks for."""
         try:
             table = pq.read_table(path, page_checksum_verification=True)
             return FrozenReference(
                 keys=keys_of(table),
                 sums=numbers_of(table[SUM]),
-                tokens=tokens_of(table) if per_token else None,
+                tokens=tokens_of(table) if per_token or TOKENS in table.column_names else None,
             )
         except (OSError, KeyError, pa.ArrowException) as error:
             raise CacheError(

@@ -69,6 +69,12 @@ class TokenLogps:
         return TokenLogps(values=np.concatenate(values), offsets=_ends(np.concatenate(lengths)))
 
     @staticmethod
+    def none(num_sequences: int) -> TokenLogps:
+        """Returns sequences without values."""
+        offsets = np.zeros(num_sequences + 1, dtype=np.int64)
+        return TokenLogps(values=np.zeros(0, dtype=np.float32), offsets=offsets)
+
+    @staticmethod
     def of_lengths(values: npt.NDArray[np.float32], lengths: npt.NDArray[np.integer]) -> TokenLogps:
         return TokenLogps(values=values.astype(np.float32, copy=False), offsets=_ends(lengths))
 

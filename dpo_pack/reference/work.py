@@ -129,12 +129,18 @@ class ReferenceWork:
 def find_work(
     cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
 ) -> ReferenceWork:
-    """Finds the sequences that the cache lacks, or with `per_token` those without per-token values in it."""
+    """Finds the sequences that the cache lacks, or with `per_token` those without per-token values in it.
+
+    Sequences in pairs whose tokens have weights need per-token values in any case.
+    """
     keys = np.concatenate([np.stack((t.chosen_keys, t.rejected_keys), axis=1) for t in tables])
     first = KeyIndex.of(keys.reshape(-1, 16)).first
     is_first, is_missing = np.zeros((2, 2 * len(keys)), dtype=np.bool_)
     is_first[first] = True
-    is_missing[first] = ~cache.contains(keys.reshape(-1, 16)[first], per_token=per_token)
+    unique = keys.reshape(-1, 16)[first]
+    needs_tokens = np.full(len(unique), per_token) | (KeyIndex.of(weighted_keys(tables)).find(unique) >= 0)
+    is_missing[first[needs_tokens]] = ~cache.contains(unique[needs_tokens], per_token=True)
+    is_missing[first[~needs_tokens]] = ~cache.contains(unique[~needs_tokens], per_token=False)
     sides, missing = is_first.reshape(-1, 2), is_missing.reshape(-1, 2)
     pairs = np.flatnonzero(sides.any(axis=1))
     sizes = [table.num_pairs for table in tables]
@@ -153,6 +159,14 @@ def find_work(
             shared=np.concatenate([table.shared_lengths for table in tables])[pairs].astype(np.int64),
         ),
     )
+
+
+def weighted_keys(tables: Sequence[PairTable]) -> Keys:
+    """Returns keys of the sequences in pairs whose tokens have weights: their sums do not suffice."""
+    sides = [
+        side[table.has_token_weights] for table in tables for side in (table.chosen_keys, table.rejected_keys)
+    ]
+    return np.concatenate(sides)
 
 
 def plan_rows(

@@ -23,12 +23,12 @@ METRIC_NAMES = {
     "online/scores": "score",
     "online/score_gain": "score above the start's",
 }
-# Short names of LENGTH_BUCKETS (chosen tokens / rejected tokens), so that tables fit 80 columns.
+# Names of LENGTH_BUCKETS (ranges of chosen tokens / rejected tokens), short: tables fit 80 columns.
 RATIO_NAMES = {
     "chosen_under_half": "below 1/2",
-    "chosen_shorter": "to 1/1.1",
-    "similar_length": "to 1.1",
-    "chosen_longer": "to 2",
+    "chosen_shorter": "1/2-1/1.1",
+    "similar_length": "1/1.1-1.1",
+    "chosen_longer": "1.1-2",
     "chosen_over_twice": "2 and up",
 }
 BREAKDOWNS = {"by_source": "by source", "by_length": "by chosen tokens / rejected tokens"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +21,7 @@ from dpo_pack.reports import (
     run_tables,
 )
 from dpo_pack.system.files import write_text_atomically
+from dpo_pack.system.output import printable
 
 if TYPE_CHECKING:  # the page of a run is written without torch
     from dpo_pack.run.show import ShownRecipe
@@ -60,7 +62,9 @@ def run_page(paths: Sequence[Path]) -> str:
 
 def render_page(template: str, **values: Any) -> str:
     """Returns the page from a template and its `values`; text in `values` is escaped."""
-    return _environment().get_template(template).render(**values)
+    page = _environment().get_template(template).render(**values)
+    # HTML allows no such characters, and a tokenizer may decode tokens to them.
+    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", lambda control: printable(control[0]), page)
 
 
 @functools.cache

@@ -140,6 +140,15 @@ def interval_metrics(runs: Sequence[RunFiles]) -> tuple[str, ...]:
     return tuple(metric for metric in (*INTERVALS, *ONLINE_INTERVALS) if metric in there)
 
 
+def measured_on(metrics: Sequence[str]) -> str:
+    """Returns what evaluations with these metrics, those of `interval_metrics`, are computed on."""
+    return " and ".join(
+        what
+        for what, names in (("pairs", INTERVALS), ("prompts", ONLINE_INTERVALS))
+        if set(names) & set(metrics)
+    )
+
+
 def _interval_curves(lines: Sequence[Mapping[str, Any]], metric: str) -> list[list[float | None]]:
     """Returns the metric, and the lower and upper bounds of its interval, each over the lines."""
     intervals = [line.get("intervals", {}).get(metric) or (None, None) for line in lines]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def comparison_notes(runs: Sequence[RunFiles]) -> list[str]:
         )
     for name in {name for run in runs for name in run.evals}:
         sizes = {run.evals[name][-1].get("pairs") for run in runs if name in run.evals}
-        if len(sizes) > 1:
+        if len(sizes - {None}) > 1:  # None: an online run, measured on prompts
             notes.append(f"The held-out set {name} has not the same number of pairs in all runs.")
     return notes
 
@@ -60,7 +61,7 @@ def differing_keys(runs: Sequence[RunFiles]) -> Cells:
     """Returns the keys of the recipes that differ, with each run's value. `output_dir` is left out."""
     flat = [dict(_flat(run.recipe)) for run in runs]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key != "output_dir"]
-    rows = [[key, *(str(one.get(key, "")) for one in flat)] for key in keys]
+    rows = [[key, *(_as_in_yaml(one.get(key, "")) for one in flat)] for key in keys]
     return Cells(["key", *(run.name for run in runs)], [row for row in rows if len(set(row[1:])) > 1])
 
 
@@ -70,6 +71,10 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         dotted = f"{key}.{name}" if key else str(name)
         nested = isinstance(item, Mapping) or (isinstance(item, list) and any(map(_is_mapping, item)))
         yield from _flat(item, dotted) if nested else [(dotted, item)]
+
+
+def _as_in_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _is_mapping(value: object) -> bool:
@@ -121,40 +126,48 @@ def evaluation_cells(lines: Sequence[Mapping[str, Any]]) -> Cells:
     return Cells(("", after[0], "interval", after[1], "interval"), rows)
 
 
-def last_evaluations_cells(runs: Sequence[RunFiles], name: str) -> Cells:
-    """Returns the last evaluation of a held-out set, a row for each run that has the set."""
-    metrics = interval_metrics([run for run in runs if name in run.evals])
+def last_evaluations(runs: Sequence[RunFiles], name: str) -> list[Cells]:
+    """Returns the last evaluations of a held-out set: a table of runs on pairs, and one of online runs."""
+    offline = [run for run in runs if name in run.evals and not run.recipe.get("online")]
+    online = [run for run in runs if name in run.evals and run.recipe.get("online")]
+    return [_last_evaluations_cells(alike, name) for alike in (offline, online) if alike]
+
+
+def _last_evaluations_cells(runs: Sequence[RunFiles], name: str) -> Cells:
+    metrics = interval_metrics(runs)
     rows = [
         (run.name, str(last["step"]), *(text for metric in metrics for text in estimate(last, metric)))
         for run in runs
-        for last in run.evals.get(name, ())[-1:]
+        for last in run.evals[name][-1:]
     ]
     titles = (title for metric in metrics for title in (METRIC_NAMES[metric], "interval"))
     return Cells(("run", "after step", *titles), rows)
 
 
 def difference_cells(runs: Sequence[RunFiles], name: str) -> tuple[Cells, list[str]]:
-    """Returns each run's metrics minus those of the first run on the same held-out pairs, with intervals.
+    """Returns metrics minus those of the first run that has metrics of single pairs, with intervals.
 
-    A run without the same pairs has no row, but a sentence with the reason. Metrics that the recipes make
-    incomparable are left out, see `comparison_notes`.
+    A run without the same held-out pairs has no row, but a sentence with the reason. Metrics that the recipes
+    make incomparable are left out, see `comparison_notes`.
     """
-    first, *others = runs
-    base = held_out_pairs(first, name)
-    if base is None:
-        missing = "no held_out.parquet of its last evaluation"
-        return Cells((), ()), [f"No differences pair by pair: {first.name} has {missing} on {name}."]
+    found = [(run, held_out_pairs(run, name)) for run in runs]
+    reasons = [f"{run.name} {_why_no_pairs(run, name)}." for run, pairs in found if pairs is None]
+    measured = [(run, pairs) for run, pairs in found if pairs is not None]
+    if all(run.recipe.get("online") for run in runs):  # measured on prompts
+        return Cells((), ()), []
+    if len(measured) < 2:
+        return Cells((), ()), [f"No differences pair by pair on {name}. {' '.join(reasons)}"]
+    (first, base), *others = measured
     same_beta = len({str(run.recipe.get("loss", {}).get("beta")) for run in runs}) == 1
     metrics = ["rewards/accuracies"] + ["rewards/margins"] * same_beta
     metrics += ["loss"] * (same_beta and len({_loss_of(run.recipe) for run in runs}) == 1)
-    rows, reasons = [], []
-    for run in others:
-        pairs = held_out_pairs(run, name)
-        if pairs is None or not pairs["pair"].equals(base["pair"]):
-            reason = (
-                "no metrics of single pairs are there" if pairs is None else "its held-out pairs are others"
+    rows = []
+    for run, pairs in others:
+        if not pairs["pair"].equals(base["pair"]):
+            reasons.append(
+                f"{run.name} cannot be compared with {first.name} pair by pair: its held-out pairs are "
+                "others."
             )
-            reasons.append(f"{run.name} cannot be compared with {first.name} pair by pair: {reason}.")
             continue
         differences = np.stack([pairs[m].to_numpy() - base[m].to_numpy() for m in metrics], axis=1)
         bounds = mean_intervals(differences, seed=0)
@@ -165,6 +178,15 @@ def difference_cells(runs: Sequence[RunFiles], name: str) -> tuple[Cells, list[s
         rows.append((f"{run.name} - {first.name}", *(text for both in texts for text in both)))
     titles = (title for metric in metrics for title in (METRIC_NAMES[metric], "interval"))
     return Cells(("difference", *titles), rows), reasons
+
+
+def _why_no_pairs(run: RunFiles, name: str) -> str:
+    """Returns the words after the run's name that say why it has no metrics of single held-out pairs."""
+    if name not in run.evals:
+        return f"was not measured on {name}"
+    if run.recipe.get("online"):
+        return "was trained online and is measured on prompts, not on pairs"
+    return "has no held_out.parquet of its last evaluation"
 
 
 def source_cells(run: RunFiles) -> Cells:

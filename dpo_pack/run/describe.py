@@ -50,6 +50,8 @@ def describe_run(
     # On a GPU a slower attention backend costs money, so the reason is always printed there.
     say_why = console.print if prepared.device.type == "cuda" else functools.partial(print_detail, console)
     say_why(f"  attention is {attention.name}: {attention.reason}")
+    for kernel in policy.kernels:
+        say_why(f"  recurrent layers: {kernel}")
     console.print(
         f"Training: {num_steps:,} steps of {_step_size(recipe)}, "
         f"{recipe.packing.mode} rows of up to {recipe.packing.token_budget:,} tokens; "

@@ -24,7 +24,8 @@ from dpo_pack.run.samples import Sample
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.files import written_aside
-from dpo_pack.system.hub import HUB_ID
+from dpo_pack.system.hub import is_on_hub, name_for_others
+from dpo_pack.system.output import printable
 
 
 def export_model(
@@ -94,18 +95,18 @@ def model_card(
     """
     name = recipe.logging.run_name or recipe.output_dir.name
     base = adapter_base or recipe.model.path
-    datasets = dict.fromkeys(source.path for source in recipe.data.train if _is_on_hub(source.path))
+    datasets = dict.fromkeys(source.path for source in recipe.data.train if is_on_hub(source.path))
     head = ModelCardData(
         library_name="transformers" if adapter_base is None else "peft",
         pipeline_tag="text-generation",
         # The hub refuses a card that names a base model or data set which the hub does not have.
-        base_model=base if _is_on_hub(base) else None,
+        base_model=base if is_on_hub(base) else None,
         datasets=list(datasets) or None,
         tags=["dpo", "preference-optimization", "dpo-pack"] + ["lora"] * (adapter_base is not None),
         model_name=name,
         eval_results=_held_out_results(recipe, evaluation) or None,
     )
-    adapter = "" if adapter_base is None else f"A LoRA adapter for {adapter_base}: "
+    adapter = "" if adapter_base is None else f"A LoRA adapter for {name_for_others(adapter_base)}: "
     lines = [
         "---",
         head.to_yaml().strip(),
@@ -113,8 +114,8 @@ def model_card(
         "",
         f"# {name}",
         "",
-        f"{adapter}{recipe.model.path} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) by "
-        f"dpo-pack {dpo_pack.__version__}.",
+        f"{adapter}{name_for_others(recipe.model.path)} fine-tuned with DPO (Rafailov et al. 2023, "
+        f"arXiv 2305.18290) by dpo-pack {dpo_pack.__version__}.",
         "",
         *usage(
             str(recipe.output_dir / "model"),
@@ -143,7 +144,7 @@ def model_card(
         "## Recipe",
         "",
         "```yaml",
-        dump_recipe(recipe).strip(),
+        dump_recipe(recipe, for_others=True).strip(),
         "```",
         "",
     ]
@@ -155,7 +156,8 @@ def _samples_in_markdown(samples: Sequence[tuple[str, Sample]]) -> list[str]:
     for before, after in samples:
         texts = {"Prompt": after.prompt, "Before": before, f"After step {after.step}": after.completion}
         for title, text in texts.items():
-            lines += [f"{title}:", "", textwrap.indent(text, "    ", lambda line: True), ""]
+            shown = "\n".join(map(printable, text.split("\n")))
+            lines += [f"{title}:", "", textwrap.indent(shown, "    ", lambda line: True), ""]
     return lines
 
 
@@ -202,7 +204,7 @@ def _held_out_results(recipe: Recipe, evaluation: Mapping[str, Mapping[str, Any]
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=path if (path := paths.get(held_out, "")) and _is_on_hub(path) else held_out,
+            dataset_type=path if (path := paths.get(held_out, "")) and is_on_hub(path) else held_out,
             dataset_name=held_out,
             metric_type="accuracy" if name == "rewards/accuracies" else name,
             metric_name=title,
@@ -222,14 +224,10 @@ def _data_sources(recipe: Recipe) -> Iterator[str]:
             yield f"- held out: a fraction of {sources.fraction} of the training data"
             continue
         for source in sources:
-            path = source.path
-            where = f"[{path}](https://huggingface.co/datasets/{path})" if _is_on_hub(path) else f"`{path}`"
+            path = name_for_others(source.path)
+            is_link = is_on_hub(source.path)
+            where = f"[{path}](https://huggingface.co/datasets/{path})" if is_link else f"`{path}`"
             yield f"- {part}: {where}"
-
-
-def _is_on_hub(path: str) -> bool:
-    """Returns whether a recipe's path is a hub id of the form owner/name, and not a path on this machine."""
-    return HUB_ID.fullmatch(path) is not None and "/" in path and not Path(path).exists()
 
 
 def _cells(metrics: Mapping[str, float], columns: Mapping[str, str]) -> str:

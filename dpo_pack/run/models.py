@@ -27,6 +27,7 @@ from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.model.speed import check_compiler, check_kernels, compile_layers, compiles
 from dpo_pack.packing.flops import ModelShape
+from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.rows import Proof, ProofOutcome
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import Recipe
@@ -281,6 +282,8 @@ def load_and_prove(
     """
     loaded = load_weights(recipe, model, device=device, strategy=strategy, adapter=adapter)
     begun = time.monotonic()
+    if device.type == "cuda":
+        loaded.kernels.extend(take_kernels(loaded.scorer, device))
     setting: dict[str, Any] = {
         "model": model.namespace,
         "lora": None if adapter is None else asdict(adapter),
@@ -290,6 +293,7 @@ def load_and_prove(
         else f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "code": own_code(),
         "layers": [recipe.model.kernels, "compiled" if loaded.scorer.is_compiled else "eager"],
+        "recurrent kernels": sorted(loaded.scorer.recurrent_kernels),
         "versions": package_versions(),
     }
     if strategy.shards:

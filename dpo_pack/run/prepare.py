@@ -132,12 +132,13 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Co
         f"Data: {data.train.num_pairs:,} pairs to train on{', ' + held_out if held_out else ''}; "
         f"{format_seconds(time.monotonic() - begun)}"
     )
-    _print_notes(data, console)
+    _print_notes(data, console, recipe.data.scored_turns)
     return data
 
 
-def _print_notes(data: DataSplits, console: Console) -> None:
-    """Prints notes: whether the split is not by prompt, rows that are left out, columns that are not read."""
+def _print_notes(data: DataSplits, console: Console, scored_turns: str = "assistant") -> None:
+    """Prints notes: whether the split is not by prompt, rows that are left out, on how many pairs
+    `scored_turns` matters, columns that are not read."""
     shared = data.report["held_out_by"]
     if shared not in (None, "prompt"):
         console.print(
@@ -149,6 +150,13 @@ def _print_notes(data: DataSplits, console: Console) -> None:
         dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in source["dropped"].items())
         if dropped:
             console.print(f"  left out of {source['name']}, {source['rows_read']:,} rows: {dropped}")
+        if others := source.get("pairs_with_other_turns"):
+            scored = (
+                "only what the assistant says is scored (data.scored_turns: all scores the other turns too)"
+                if scored_turns == "assistant"
+                else "turns of others than the assistant are scored too (data.scored_turns: all)"
+            )
+            console.print(f"  {source['name']}: in {others:,} of {source['pairs_kept']:,} pairs {scored}")
         if source["columns_not_read"]:
             console.print(
                 f"  columns of {source['name']} that are not read: {', '.join(source['columns_not_read'])}"
@@ -168,7 +176,7 @@ def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console:
     assert data.prompts is not None
     held_out = ", ".join(f"{len(prompts):,} held out ({name})" for name, prompts in data.prompts.eval.items())
     console.print(f"Data: {len(data.prompts.train):,} prompts to answer{', ' + held_out if held_out else ''}")
-    _print_notes(data, console)
+    _print_notes(data, console, recipe.data.scored_turns)
     return data
 
 

@@ -125,8 +125,10 @@ def _removals(api: HfApi, repo: str, model: Path) -> Iterator[CommitOperationDel
 
 @contextlib.contextmanager
 def _quiet_client(repo: str) -> Iterator[None]:
-    """Turns every error of the hub's client into a RunError of one line. Hides the client's warnings and,
-    if stderr is not a terminal, its progress bars."""
+    """Turns an error of the network, the hub or a file into a RunError of one line. Hides the client's
+    warnings and, if stderr is not a terminal, its progress bars."""
+    # The base class of the HTTP library's errors.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -140,9 +142,8 @@ def _quiet_client(repo: str) -> Iterator[None]:
         disable_progress_bars()
     try:
         yield
-    except RunError:
-        raise
-    except Exception as error:  # the class of the error depends on the client's HTTP library
+    except (OSError, HTTPError, ValueError, RuntimeError) as error:
+        # ValueError: a malformed answer. RuntimeError: the upload of a large file failed.
         raise RunError(f"push: {repo}: {_reason(error)}") from error
     finally:
         logger.setLevel(level)

@@ -157,7 +157,7 @@ def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[st
         return None
     if not all(loss.needs_reference for loss, _ in objective.terms):
         return None
-    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.int64)
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     same = PairLogps(chosen=zero, rejected=zero, chosen_tokens=one, rejected_tokens=one)
     weight = torch.from_numpy(table.weights.max(keepdims=True)).double()
     pair = ScoredPairs(policy=same, reference=same, pair_weights=weight)

@@ -31,7 +31,7 @@ class ReferencePass:
 
     cache: ReferenceCache
     tables: Sequence[PairTable]  # the pairs whose log-probs the cache now has
-    per_token: bool  # whether the cache also has a log-prob for each token
+    per_token: bool  # whether the loss needs a log-prob for each token
     num_computed: int  # sequences that the pass computed
     num_cached: int  # sequences that the cache had before
     seconds: float
@@ -83,7 +83,8 @@ def prepare_reference(
     if todo:
         cache.check_writable()
         loaded = policy or load_proved(prepared, facts)
-        settings = _pass_settings(prepared, loaded, per_token=per_token)
+        keeps_tokens = per_token or any(table.has_token_weights.any() for table in tables)
+        settings = _pass_settings(prepared, loaded, per_token=keeps_tokens)
         search = _budget_search(prepared, facts)
         with loaded.as_reference():
             fill_cache(cache, work, loaded.scorer, facts.shape, settings, search=search, console=console)

@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 import dpo_pack
+from dpo_pack.model.routing import router_balance
+from dpo_pack.model.scorer import Precision
 from dpo_pack.recipe.changes import changed_values
 from dpo_pack.recipe.errors import show
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
@@ -24,6 +28,7 @@ from dpo_pack.run.checkpoint.directory import (
     step_of,
 )
 from dpo_pack.run.checkpoint.state import saved_counters
+from dpo_pack.run.models import resolve_policy
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.files import (
@@ -178,6 +183,7 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     found = checkpoints(root / "checkpoints")
     if info["status"] == "finished":
         _require_model(root, found, ways_out)
+        _refuse_another_router_loss(root, recipe, ways_out)
     return RunDir(
         root=root,
         checkpoint=found[-1] if found else None,
@@ -328,6 +334,21 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
     if changed:
         differences = ", ".join(f"{key}{_then_and_now(*values)}" for key, values in changed.items())
         raise RunError(f"output_dir: {root} holds a run with another {differences}; {ways_out}")
+
+
+def _refuse_another_router_loss(root: Path, recipe: Recipe, ways_out: str) -> None:
+    """Raises RunError if the finished run in `root` had another load-balancing loss.
+
+    `loss.router_aux_coef` 0 and null differ for some mixtures of experts only, so `changed_values` does not
+    compare these two. A run that is not finished finds the difference in its checkpoint.
+    """
+    then, now = load_recipe(root / RECIPE_FILE).loss.router_aux_coef, recipe.loss.router_aux_coef
+    if then == now:
+        return
+    model = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
+    if router_balance(model.architecture, None) is not None:
+        difference = f"loss.router_aux_coef{_then_and_now(then, now)}"
+        raise RunError(f"output_dir: {root} holds a run with another {difference}; {ways_out}")
 
 
 def _then_and_now(then: Any, now: Any) -> str:

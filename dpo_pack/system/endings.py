@@ -51,7 +51,7 @@ def ending_of(error: BaseException) -> Ending:
     match error:
         case Interrupted():
             return Ending(
-                message=f"{error}; the same command goes on from what is done",
+                message=f"{error}; {error.next_step}",
                 exit_status=error.exit_status,
                 is_interruption=True,
                 is_urgent=error.is_urgent,

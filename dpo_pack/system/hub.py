@@ -44,6 +44,16 @@ def check_dataset(path: str, recipe_key: str) -> None:
         raise DataError(f"{path}: no such file here, and {obstacle}")
 
 
+def is_on_hub(path: str) -> bool:
+    """Returns whether a path has the form owner/name of a hub id, and is not a path on this machine."""
+    return HUB_ID.fullmatch(path) is not None and "/" in path and not Path(path).exists()
+
+
+def name_for_others(path: str) -> str:
+    """Returns a hub id whole, and of a path only its last part: the rest describes the user's disk."""
+    return path if is_on_hub(path) else Path(path).name or path
+
+
 def repo_fault(repo: str) -> str | None:
     """Returns why `repo` cannot be the name of a repository on the hub; None if it can."""
     from huggingface_hub.errors import HFValidationError

@@ -25,6 +25,9 @@ _PACKAGES = (
     "pyarrow",
     "numpy",
     "flash-attn",
+    "flash-linear-attention",
+    "causal-conv1d",
+    "mamba-ssm",
     "liger-kernel",
     "peft",
 )

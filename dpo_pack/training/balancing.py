@@ -6,7 +6,8 @@ of all rows and ranks must be known before the first backward pass. The loss is 
 probabilities, and each row adds its own part, however the step is divided into rows and ranks.
 
 The training forward pass of a rank's first row counts this row's choices. For all later rows, a forward pass
-without gradients at the start of the step counts them. With one row a rank, this extra pass is not needed.
+without gradients at the start of the step counts them (for aot the pass in coupling.py). With one row a rank,
+this extra pass is not needed.
 
 Legend: E experts, R layers with a router.
 """

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from dpo_pack.data.merging import merge_group
 from dpo_pack.data.store import PairTable, pair_lengths
-from dpo_pack.losses import Objective, PairLogps, ScoredPairs, length_desensitized_sums, wpo_weights
+from dpo_pack.losses import (
+    Objective,
+    PairLogps,
+    ScoredPairs,
+    length_desensitized_sums,
+    length_desensitized_weights,
+    wpo_weights,
+)
 from dpo_pack.model.layout import (
     Group,
     Row,
@@ -29,6 +36,7 @@ from dpo_pack.model.layout import (
     packed_row,
     padded_row,
 )
+from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.packing.lengths import IntArray, PromptMerging
 from dpo_pack.packing.plan import PackingPlan
@@ -46,6 +54,7 @@ class PairRow:
     row: Row
     sequence_index: Tensor | None  # [2 P] int64, chosen and rejected of each pair; None: 0, 1, 2, ...
     token_index: Tensor | None  # [N] int64, scored tokens of those sequences; None: 0, 1, 2, ...
+    token_weights: Tensor | None  # [N] float64, pair by pair: what tokens count in their sums; None: 1
     reference_chosen: Tensor  # [P] float64, summed log-probs, nats
     reference_rejected: Tensor  # [P] float64
     reference_tokens: Tensor | None  # [N] per-token log-probs, pair by pair, for LD-DPO
@@ -59,7 +68,7 @@ class GlobalBatch:
 
     epoch: float  # epochs finished after this step
     num_pairs: int  # over all ranks, like the three following counts
-    num_chosen_tokens: int
+    num_chosen_tokens: float  # the sum of the tokens' weights, which is their number where all count 1
     num_rows: int
     num_tokens: int  # without padding; a shared prompt counts once
     rows: Sequence[PairRow]  # the rows of this rank
@@ -144,12 +153,19 @@ class RowBuilder:
             row=row,
             sequence_index=None if is_as_it_lies else on_device(sequences, self.device),
             token_index=None if is_as_it_lies else on_device(_token_index(groups, sequences), self.device),
+            token_weights=self._token_weights(pairs),
             reference_chosen=self._put(chosen),
             reference_rejected=self._put(rejected),
             reference_tokens=None if tokens is None else self._put(tokens),
             pair_weights=self._put(self.table.weights[pairs]),
             pair_indices=pairs,
         )
+
+    def _token_weights(self, pairs: npt.NDArray[np.int64]) -> Tensor | None:
+        if not self.table.has_token_weights[pairs].any():
+            return None
+        weights = [of_side for pair in pairs.tolist() for of_side in self.table.token_weights(pair)]
+        return self._put(np.concatenate(weights))
 
     def _groups(self, pairs: npt.NDArray[np.int64]) -> tuple[list[Group], npt.NDArray[np.int64]]:
         """Returns the row's groups, and [2 P] positions of each pair's chosen and rejected sequence."""
@@ -210,16 +226,42 @@ def by_pair(output: RowLogps, row: PairRow) -> RowLogps:
     """Returns a row's outputs of a model pair by pair: [2 P] chosen, rejected, chosen, ...
 
     The output of a sequence that belongs to several pairs is repeated; its gradient is then the sum of the
-    gradients of these pairs.
+    gradients of these pairs. If the row's tokens have weights, all sums are weighted sums: a sequence may
+    have other weights in each of its pairs.
     """
-    if row.sequence_index is None or row.token_index is None:
+    if row.sequence_index is not None and row.token_index is not None:
+        sequences = {
+            name: values.index_select(0, row.sequence_index)
+            for name, values in output._asdict().items()
+            if name not in ("token_logps", "token_statistics", "expert_counts", "expert_probs")
+        }
+        output = output._replace(
+            **sequences,
+            token_logps=output.token_logps.index_select(0, row.token_index),
+            token_statistics=output.token_statistics.index_select(1, row.token_index),
+        )
+    if row.token_weights is None:
         return output
-    sequences = {
-        name: values.index_select(0, row.sequence_index)
-        for name, values in output._asdict().items()
-        if name not in ("token_logps", "expert_counts", "expert_probs")
-    }
-    return output._replace(**sequences, token_logps=output.token_logps.index_select(0, row.token_index))
+    lengths, weights = output.num_tokens, row.token_weights
+    entropy, top1, mean_logit, log_squares = (
+        weighted_sums(values, weights, lengths) for values in output.token_statistics
+    )
+    return output._replace(
+        sums=weighted_sums(output.token_logps, weights, lengths),
+        num_tokens=sequence_sums(weights, lengths),
+        entropy_sums=entropy,
+        top1_sums=top1,
+        mean_logit_sums=mean_logit,
+        log_square_sums=log_squares,
+    )
+
+
+def weighted_sums(token_values: Tensor, weights: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the weighted sum of each sequence's tokens, [S] float64, of [N] values and [N] weights.
+
+    A token of weight zero adds nothing, also if its value is not finite.
+    """
+    return sequence_sums(token_values.double().masked_fill(weights == 0, 0.0) * weights, lengths)
 
 
 def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredPairs:
@@ -236,8 +278,16 @@ def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredP
         pair_weights = pair_weights * wpo_weights(policy - output.log_square_sums.view(-1, 2), num_tokens)
     if objective.ld_alpha is not None:
         assert row.reference_tokens is not None, "the reference was frozen without per-token values"
-        policy = length_desensitized_sums(output.token_logps, num_tokens, objective.ld_alpha)
-        reference = length_desensitized_sums(row.reference_tokens, num_tokens, objective.ld_alpha)
+        both = (output.token_logps, row.reference_tokens)
+        if row.token_weights is None:
+            policy, reference = (
+                length_desensitized_sums(values, num_tokens, objective.ld_alpha) for values in both
+            )
+        else:
+            lengths = row.row.completion_lengths
+            lengths = lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
+            weights = length_desensitized_weights(row.token_weights, lengths, objective.ld_alpha)
+            policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
     return ScoredPairs(
         policy=_pair_logps(policy, num_tokens),
         reference=_pair_logps(reference, num_tokens),
@@ -247,6 +297,7 @@ def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredP
 
 def _pair_logps(sums: Tensor, num_tokens: Tensor) -> PairLogps:
     """Splits [P, (chosen, rejected)] sums and token counts into columns."""
+    num_tokens = num_tokens.double()
     return PairLogps(
         chosen=sums[:, 0],
         rejected=sums[:, 1],
@@ -272,7 +323,7 @@ def global_batch(
     return GlobalBatch(
         epoch=epoch,
         num_pairs=len(pairs),
-        num_chosen_tokens=int(builder.table.chosen_lengths[pairs].sum()),
+        num_chosen_tokens=float(builder.table.chosen_scored[pairs].sum()),
         num_rows=sum(map(len, of_ranks)),
         num_tokens=num_tokens,
         rows=[builder.build(row) for row in largest_first],

@@ -58,7 +58,7 @@ def _gather_pairs(rows: Sequence[ScoredPairs], device: torch.device) -> tuple[Sc
     gathered, own = gather_and_place(_columns(ScoredPairs.join(rows)) if rows else none)
     policy_chosen, policy_rejected, chosen_tokens, rejected_tokens, *others = gathered.unbind(dim=1)
     reference_chosen, reference_rejected, pair_weights = others
-    tokens = {"chosen_tokens": chosen_tokens.long(), "rejected_tokens": rejected_tokens.long()}
+    tokens = {"chosen_tokens": chosen_tokens, "rejected_tokens": rejected_tokens}
     pairs = ScoredPairs(
         policy=PairLogps(chosen=policy_chosen.clone(), rejected=policy_rejected.clone(), **tokens),
         reference=PairLogps(chosen=reference_chosen, rejected=reference_rejected, **tokens),
@@ -72,8 +72,8 @@ def _columns(pairs: ScoredPairs) -> Tensor:
     columns = (
         pairs.policy.chosen,
         pairs.policy.rejected,
-        pairs.policy.chosen_tokens.double(),
-        pairs.policy.rejected_tokens.double(),
+        pairs.policy.chosen_tokens,
+        pairs.policy.rejected_tokens,
         pairs.reference.chosen,
         pairs.reference.rejected,
         pairs.pair_weights,

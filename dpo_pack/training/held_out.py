@@ -47,8 +47,8 @@ LENGTH_BUCKETS: dict[str, float] = {
 class PairTraits:
     """The properties by which held-out pairs are grouped."""
 
-    chosen_tokens: npt.NDArray[np.integer]  # [P]
-    rejected_tokens: npt.NDArray[np.integer]  # [P]
+    chosen_tokens: npt.NDArray[np.floating]  # [P] sums of token weights: tokens, where all weights are 1
+    rejected_tokens: npt.NDArray[np.floating]  # [P]
     source_indices: npt.NDArray[np.integer]  # [P] positions in `source_names`
     source_names: Sequence[str]
 
@@ -104,7 +104,7 @@ def evaluate_pairs(
     scored = ScoredPairs(
         policy=joined.policy_logps(), reference=joined.reference_logps(), pair_weights=joined.losses
     )
-    mean_chosen_tokens = float(builder.table.chosen_lengths.mean())
+    mean_chosen_tokens = float(builder.table.chosen_scored.mean())
     return joined.with_losses(weighted_losses(objective, scored, mean_chosen_tokens=mean_chosen_tokens))
 
 
@@ -134,8 +134,8 @@ def held_out_result(
     metrics = {metric: columns[metric].cpu().numpy() for metric in judged}
     table = builder.table
     traits = PairTraits(
-        chosen_tokens=table.chosen_lengths,
-        rejected_tokens=table.rejected_lengths,
+        chosen_tokens=table.chosen_scored,
+        rejected_tokens=table.rejected_scored,
         source_indices=table.source_indices,
         source_names=source_names,
     )
@@ -226,7 +226,7 @@ def length_preference(accuracies: Floats, traits: PairTraits) -> dict[str, float
     completion has the larger reward; a tie counts half. accuracies: [P] 1 where the chosen completion has the
     larger reward, 0.5 where there is a tie, 0 elsewhere. Returns {} if no pair is left.
     """
-    difference = traits.chosen_tokens.astype(np.int64) - traits.rejected_tokens
+    difference = traits.chosen_tokens - traits.rejected_tokens
     differs = difference != 0
     if not differs.any():
         return {}

@@ -88,8 +88,8 @@ class PairValues:
         return PairLogps(
             chosen=self.column(f"{model}_chosen"),
             rejected=self.column(f"{model}_rejected"),
-            chosen_tokens=self.column("chosen_tokens").long(),
-            rejected_tokens=self.column("rejected_tokens").long(),
+            chosen_tokens=self.column("chosen_tokens"),
+            rejected_tokens=self.column("rejected_tokens"),
         )
 
     def select(self, indices: Tensor) -> PairValues:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,7 +11,23 @@ from typing import Any
 
 BETA = 0.1
 LEARNING_RATE = 1e-4  # high, so that a difference in any update shows in the next step
+SERIES_LEARNING_RATES = (1e-4, 5e-5, 2e-5, 1e-5)  # four runs on the same pairs and reference
 LORA_RANK, LORA_ALPHA = 16, 32
+
+# What glibc is told through the environment, by name. dpo-pack gives itself the first at its start.
+_KEEPS_FREED = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+}
+MALLOCS: dict[str, dict[str, str]] = {
+    "": {},
+    "glibc keeps freed memory": _KEEPS_FREED,
+    "glibc keeps freed memory in one arena": {**_KEEPS_FREED, "MALLOC_ARENA_MAX": "1"},
+    **(
+        {"jemalloc": {"LD_PRELOAD": _JEMALLOC}} if (_JEMALLOC := ctypes.util.find_library("jemalloc")) else {}
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +44,14 @@ class Contender:
     attention: str = "sdpa"
     liger: bool = False
     compiled: bool = False
+    reference_batch: int = 0  # pairs, of the precomputed reference
+    reference_only: bool = False  # no steps
+    malloc: str = ""  # of MALLOCS; of both trainers
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that its process starts with."""
+        return MALLOCS[self.malloc]
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Contender:
@@ -47,6 +72,8 @@ class Setting:
     lora: bool
     gradient_checkpointing: bool  # of dpo-pack; TRL's is its contender's
     warmup_steps: int  # left out of the times: they compile kernels and grow memory pools
+    learning_rate: float = LEARNING_RATE
+    shared: str = ""  # directory of a reference cache that several runs use; empty: each run has its own
 
     @property
     def model_path(self) -> Path:
@@ -62,6 +89,7 @@ class Measurement:
     digest: str = ""  # of the token ids trained on, in their order
     pairs: int = 0
     step_seconds: list[float] = field(default_factory=list)
+    step_tokens: list[int] = field(default_factory=list)  # [steps], both sequences whole, without padding
     reference_seconds: float = 0.0  # of a pass over all pairs; 0 where the reference runs in each step
     startup_seconds: float | None = (
         None  # from the start of the process to the first step, reference left out
@@ -74,11 +102,19 @@ class Measurement:
     rejected_logps: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)  # seconds of all steps
 
+    def train_seconds(self, *, warmup_steps: int) -> float:
+        """Of all steps, those that are not timed taken to be as fast, token by token, as the timed ones.
+
+        Grouped by length, steps at the start hold longer pairs than others, so steps cannot stand for steps.
+        """
+        if not self.step_seconds:
+            return 0.0
+        tokens = self.step_tokens or [1] * len(self.step_seconds)
+        return sum(self.step_seconds[warmup_steps:]) * sum(tokens) / sum(tokens[warmup_steps:])
+
     def seconds_a_pair(self, *, warmup_steps: int) -> float:
-        """Of the reference and of training, warm-up steps left out. Steps have equally many pairs."""
-        timed = self.step_seconds[warmup_steps:]
-        train = sum(timed) / len(timed) * len(self.step_seconds) / self.pairs
-        return train + self.reference_seconds / self.pairs
+        """Of the reference and of training."""
+        return (self.train_seconds(warmup_steps=warmup_steps) + self.reference_seconds) / self.pairs
 
     def reference_share(self, *, warmup_steps: int) -> float:
         """Part of the time that a reference pass of its own takes."""
@@ -104,17 +140,41 @@ def ablations(token_budget: int) -> Iterator[Contender]:
 def trl(microbatch_pairs: int, **options: Any) -> Contender:
     """TRL; its name says every setting it was tried with."""
     contender = Contender(name="", trainer="trl", microbatch_pairs=microbatch_pairs, **options)
+    batch = contender.reference_batch
+    if contender.reference_only:
+        parts = [f"TRL, reference alone, batch {batch}"]
+        parts += [contender.attention] if contender.attention != "sdpa" else []
+        parts += [contender.malloc] if contender.malloc else []
+        return replace(contender, name=", ".join(parts))
     parts = [f"TRL, micro-batch {microbatch_pairs}"]
     parts += ["precomputed reference" if contender.precompute else "live reference"]
+    parts += [f"in batches of {batch}"] if batch and contender.precompute else []
     parts += ["grouped by length"] if contender.grouped else []
     parts += ["gradient checkpointing"] if contender.gradient_checkpointing else []
     parts += [contender.attention] if contender.attention != "sdpa" else []
     parts += ["liger kernels"] if contender.liger else []
     parts += ["torch.compile"] if contender.compiled else []
+    parts += [contender.malloc] if contender.malloc else []
     return replace(contender, name=", ".join(parts))
 
 
-def trl_sweep(microbatches: Sequence[int], *, gradient_checkpointing: bool) -> Iterator[Contender]:
+def changed(contender: Contender, **options: Any) -> Contender:
+    """One of TRL's with other settings, and the name that says so."""
+    fields = {**asdict(contender), **options}
+    return trl(
+        **{name: value for name, value in fields.items() if name not in ("name", "trainer", "settings")}
+    )
+
+
+def trl_references(batches: Sequence[int]) -> Iterator[Contender]:
+    """The precomputed reference alone: its batch size is a setting of its own."""
+    for batch in batches:
+        yield trl(batch, precompute=True, reference_batch=batch, reference_only=True)
+
+
+def trl_sweep(
+    microbatches: Sequence[int], *, reference_batch: int, gradient_checkpointing: bool
+) -> Iterator[Contender]:
     """Micro-batch sizes with live and precomputed reference, in the given order and grouped by length."""
     for grouped in (False, True):
         for precompute in (False, True):
@@ -124,33 +184,29 @@ def trl_sweep(microbatches: Sequence[int], *, gradient_checkpointing: bool) -> I
                 yield trl(
                     microbatch,
                     precompute=precompute,
+                    reference_batch=reference_batch if precompute else 0,
                     grouped=grouped,
                     gradient_checkpointing=gradient_checkpointing,
                 )
 
 
 def trl_variants(
-    fastest: Sequence[Contender], out_of_memory: Sequence[Contender], *, compiled: bool
+    fastest: Sequence[Contender], out_of_memory: Sequence[Contender], *, device: str, compiled: bool
 ) -> Iterator[Contender]:
-    """What else could be its best: kernels that are installed here, checkpointing where memory ran out.
-
-    Compiled too, if asked for: compiling takes it minutes.
+    """What else could be its best: checkpointing where memory ran out; the fastest settings with other
+    attention, compiled, with kernels that are installed here, with other settings of malloc.
     """
     for contender in out_of_memory:
         if not contender.gradient_checkpointing:
-            yield trl(
-                contender.microbatch_pairs,
-                precompute=contender.precompute,
-                grouped=contender.grouped,
-                gradient_checkpointing=True,
-            )
+            yield changed(contender, gradient_checkpointing=True)
     for contender in fastest:
-        options = asdict(contender)
-        for name in ("name", "trainer", "settings", "microbatch_pairs"):
-            del options[name]
+        if device == "cpu":  # on a GPU it takes memory and time that grow with the square of the length
+            yield changed(contender, attention="eager")
         if importlib.util.find_spec("flash_attn") is not None:
-            yield trl(contender.microbatch_pairs, **{**options, "attention": "flash_attention_2"})
+            yield changed(contender, attention="flash_attention_2")
         if importlib.util.find_spec("liger_kernel") is not None:
-            yield trl(contender.microbatch_pairs, **{**options, "liger": True})
+            yield changed(contender, liger=True)
         if compiled:
-            yield trl(contender.microbatch_pairs, **{**options, "compiled": True})
+            yield changed(contender, compiled=True)
+        if device == "cpu":
+            yield from (changed(contender, malloc=malloc) for malloc in MALLOCS if malloc)

@@ -7,36 +7,60 @@ The parent writes the job and reads results from the standard output, a line as 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarking.contenders import Contender, Measurement, Setting
+from benchmarking.contenders import SERIES_LEARNING_RATES, Contender, Measurement, Setting
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 OUT_OF_MEMORY = "out of memory"
+COMPILED_LIMIT_SECONDS = 600.0  # code for lengths that always change can be made again and again
 RESULT_MARK = "@result "
 
 
 def measure(contenders: Sequence[Contender], setting: Setting) -> Iterator[Measurement]:
-    """Each contender measured, one after another in one new process; those it did not reach have failed."""
-    job = {"kind": "measure", "contenders": [asdict(contender) for contender in contenders]}
-    lines = _run({**job, "setting": asdict(setting)}, setting.device)
-    for contender in contenders:
-        line = next(lines, None)
-        yield (
-            Measurement(contender=contender.name, failure=OUT_OF_MEMORY)
-            if line is None
-            else Measurement(**line)
-        )
+    """Each contender measured, one after another; those that a process did not reach have failed.
+
+    Neighbours have a process in common, unless one of them is compiled or wants other variables at its start.
+    """
+    for _, batch in itertools.groupby(
+        contenders, key=lambda one: one.name if one.compiled or one.malloc else ""
+    ):
+        together = list(batch)
+        job: dict[str, Any] = {"kind": "measure"}
+        job["contenders"] = [asdict(contender) for contender in together]
+        limit = COMPILED_LIMIT_SECONDS if together[0].compiled else None
+        job["setting"] = asdict(setting)
+        begun = time.monotonic()
+        lines = _run(job, setting.device, together[0].environment, limit_seconds=limit)
+        for contender in together:
+            line = next(lines, None)
+            is_late = limit is not None and time.monotonic() - begun >= limit
+            failure = f"ended after {limit:.0f} seconds" if is_late else OUT_OF_MEMORY
+            yield (
+                Measurement(contender=contender.name, failure=failure)
+                if line is None
+                else Measurement(**line)
+            )
+        for _ in lines:  # so that its end is checked
+            pass
+
+
+def measure_series(contender: Contender, setting: Setting) -> list[Measurement]:
+    """Runs on the same pairs, with SERIES_LEARNING_RATES; the first leaves its reference to the others."""
+    job = {"kind": "series", "contenders": [asdict(contender)], "setting": asdict(setting)}
+    return [Measurement(**line) for line in _run(job, setting.device, contender.environment)]
 
 
 def measure_peak(device: str, dtype: str) -> dict[str, float]:
@@ -47,7 +71,7 @@ def measure_peak(device: str, dtype: str) -> dict[str, float]:
 def profile(contender: Contender, setting: Setting) -> dict[str, float]:
     """Seconds of a few steps by kind of operation, see profiling.py; empty where the profiler failed."""
     job = {"kind": "profile", "contenders": [asdict(contender)], "setting": asdict(setting)}
-    return next(_run(job, setting.device))
+    return next(_run(job, setting.device, contender.environment))
 
 
 def save_model(name: str, target: Path, *, parameters: str, device: str) -> None:
@@ -62,10 +86,20 @@ def visible_devices(device: str) -> str:
     return "" if device == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
-def _run(job: dict[str, Any], device: str) -> Iterator[dict[str, Any]]:
-    """Results as the process left them. Exits with its last lines unless it ran out of memory."""
+def _run(
+    job: dict[str, Any],
+    device: str,
+    variables: dict[str, str] | None = None,
+    *,
+    limit_seconds: float | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Results as the process left them. Exits with its last lines unless it ran out of memory.
+
+    The process is ended after `limit_seconds`, and if the caller wants no more of its results.
+    """
     environment = {
         **os.environ,
+        **(variables or {}),
         "PYTHONPATH": os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -86,9 +120,18 @@ def _run(job: dict[str, Any], device: str) -> Iterator[dict[str, Any]]:
             ) as process,
         ):
             assert process.stdout is not None
-            for line in process.stdout:  # libraries print there too
-                if line.startswith(RESULT_MARK):
-                    yield json.loads(line.removeprefix(RESULT_MARK))
+            timer = threading.Timer(limit_seconds or 0.0, process.kill)
+            if limit_seconds is not None:
+                timer.start()
+            try:
+                for line in process.stdout:  # libraries print there too
+                    if line.startswith(RESULT_MARK):
+                        yield json.loads(line.removeprefix(RESULT_MARK))
+            except GeneratorExit:
+                process.kill()
+                raise
+            finally:
+                timer.cancel()
         sys.stderr.write(errors.read_text()[-4000:] if "Traceback" in errors.read_text() else "")
         if process.returncode not in (0, -9):  # -9: the kernel killed what took too much memory
             sys.exit(f"a measurement failed ({job['kind']}):\n{errors.read_text()[-4000:]}")
@@ -116,6 +159,13 @@ def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
         except Exception:  # a page without a profile is better than none
             traceback.print_exc()
             yield {}
+        return
+    if job["kind"] == "series":
+        for number, learning_rate in enumerate(SERIES_LEARNING_RATES):
+            directory = scratch / str(number)
+            directory.mkdir()
+            again = replace(setting, learning_rate=learning_rate, shared=str(scratch / "shared"))
+            yield _measure_here(contenders[0], again, directory, None).to_json()
         return
     spawned_at = job["spawned_at"] if len(contenders) == 1 else None  # the others start in a warm process
     for number, contender in enumerate(contenders):

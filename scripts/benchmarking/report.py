@@ -7,12 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarking.contenders import Measurement
+from benchmarking.contenders import SERIES_LEARNING_RATES, Measurement
 from benchmarking.kinds import PRODUCTIVE_KINDS
 from benchmarking.results import hardware
 from benchmarking.work import Work
 
 GIB = 2**30
+TRL_BEST, PADDED = "TRL's best", "dpo-pack, padded"  # whom a target may name
+# Why no other program that packs pairs is on a page: what was read in their sources.
+OTHER_PROGRAMS = """Other programs that pack pairs, and why they are not measured on a CPU:
+
+- dpo-prefix-sharing (code of arXiv 2410.20305): its attention is FlexAttention, which has no backward on a
+  CPU (torch 2.13: "FlexAttention does not support backward on CPU"). It is no package, and needs commits of
+  transformers and TRL of 2024.
+- open-instruct: it is no package on PyPI, and its repository (August 2026) needs Python 3.12, vLLM and
+  flash-attn; its packed pairs are told apart by the `cu_seq_lens` that FlashAttention takes.
+- ms-swift: `packing` and `padding_free` are refused without FlashAttention ("requires a flash attention
+  implementation"), whose kernels are for GPUs.
+- TRL itself: version 1.16 has `padding_free`, and turns it off with a warning.
+"""
 NOT_COMPARABLE = "**These times cannot be compared:**"  # benchmark_gpu.sh looks for it
 
 
@@ -29,8 +42,12 @@ class Report:
     work: Work
     peaks: Sequence[dict[str, float]]  # FLOPs a second, a measurement a repeat
     sweep: Sequence[Measurement]
+    sweep_pairs: int  # of each run of the sweep and of the series
+    series: dict[str, Sequence[Sequence[Measurement]]]  # by contender: runs on the same pairs, by measurement
     runs: dict[str, Sequence[Measurement]]  # by contender, ours first, in the order of the repeats
     finalists: Sequence[str]  # TRL's; empty: it ran at no setting
+    targets: dict[str, float]  # by TRL_BEST or PADDED: ours is to be so many times as fast
+    prediction: str  # empty: there was none
     differences: dict[str, dict[str, float]]  # by contender, from ours
     disagreements: Sequence[str]  # who did other work, and what shows it
     profile: dict[str, float] | None
@@ -54,10 +71,11 @@ class Report:
         """Pairs a second of each repeat."""
         return [1 / run.seconds_a_pair(warmup_steps=self.warmup_steps) for run in self.runs[contender]]
 
-    def ratios(self, contender: str) -> list[float]:
-        """Of a contender's rates to those of TRL's best, repeat by repeat."""
-        assert self.best_trl is not None
-        return [own / trl for own, trl in zip(self.rates(contender), self.rates(self.best_trl), strict=True)]
+    def ratios(self, contender: str, other: str | None = None) -> list[float]:
+        """Of a contender's rates to those of `other` (None: TRL's best), repeat by repeat."""
+        other = other or self.best_trl
+        assert other is not None
+        return [own / its for own, its in zip(self.rates(contender), self.rates(other), strict=True)]
 
     def mfu(self, contender: str) -> float:
         """The work's FLOPs over time and the measured peak: padding and repetition earn nothing."""
@@ -65,12 +83,10 @@ class Report:
 
     def training_mfu(self, contender: str) -> float:
         """The same of the steps alone, reference pass left out."""
-        rates = []
-        for run in self.runs[contender]:
-            timed = run.step_seconds[self.warmup_steps :]
-            pairs = run.pairs * len(timed) / len(run.step_seconds)
-            rates.append(pairs * self.work.training_flops / sum(timed) / self.peak_flops)
-        return statistics.median(rates)
+        rates = [
+            run.pairs / run.train_seconds(warmup_steps=self.warmup_steps) for run in self.runs[contender]
+        ]
+        return statistics.median(rates) * self.work.training_flops / self.peak_flops
 
 
 def markdown(report: Report) -> str:
@@ -78,11 +94,16 @@ def markdown(report: Report) -> str:
     sections = [
         _heading(report),
         _disagreements(report),
+        _prediction(report),
         _table(report),
+        _targets(report),
+        _turns(report),
+        _series(report),
         _same_work(report),
         _phases(report),
-        "" if report.profile is None else _profile(report),
+        _profile(report) if report.profile else "",
         _sweep(report),
+        OTHER_PROGRAMS if report.setting["device"] == "cpu" and report.finalists else "",
     ]
     return "\n".join(section for section in sections if section)
 
@@ -91,9 +112,12 @@ def _heading(report: Report) -> str:
     machine, work, setting = report.machine, report.work, report.setting
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     trained = "LoRA" if setting["lora"] else "all weights"
-    warmup = (
-        f" The first {report.warmup_steps} steps of each run are not timed." if report.warmup_steps else ""
-    )
+    warmup = ""
+    if report.warmup_steps:
+        warmup = (
+            f" The first {report.warmup_steps} steps of each run are not timed, and taken to be as fast, "
+            "token by token, as the others."
+        )
     return (
         f"# {report.title}\n\n<!-- Written by scripts/benchmark.py. -->\n\n"
         f"`{report.command}`, {report.date}, commit {machine['git_commit']}, {hardware(machine)}; "
@@ -160,6 +184,81 @@ def _table(report: Report) -> str:
             "",
         ]
     )
+
+
+def _prediction(report: Report) -> str:
+    if not report.prediction:
+        return ""
+    quoted = [f"> {line}".rstrip() for line in report.prediction.splitlines()]
+    return "\n".join(["Predicted, and committed before anything was measured:", "", *quoted, ""])
+
+
+def _targets(report: Report) -> str:
+    """What was to be shown, and whether the medians of the turns show it."""
+    lines = []
+    own = next(iter(report.runs))
+    for name, times in report.targets.items():
+        other = report.best_trl if name == TRL_BEST else name
+        runs = [*report.runs[own], *(report.runs.get(other, []) if other else [])]
+        if other not in report.runs or any(run.failure for run in runs):
+            found = "**not measured**"
+        else:
+            ratio = statistics.median(report.ratios(own, other))
+            found = f"{ratio:.2f}x: {'met' if ratio >= times else '**missed**'}"
+        lines.append(f"- at least {times:g}x {name}: {found}")
+    return "\n".join([f"Targets of {own}:", "", *lines, ""]) if lines else ""
+
+
+def _turns(report: Report) -> str:
+    """Every measurement that the table's medians are of."""
+    lines = ["Every turn, pairs/s, in the order of measuring:", ""]
+    for name, runs in report.runs.items():
+        rates = [run.failure or f"{_rate(run, report):.2f}" for run in runs]
+        lines.append(f"- {name}: {', '.join(rates)}")
+    return "\n".join([*lines, ""])
+
+
+def _series(report: Report) -> str:
+    """Runs on the same pairs that have a reference in common."""
+    if not report.series:
+        return ""
+    lines = [
+        f"Four runs with four learning rates on the same {report.sweep_pairs} pairs, one after another: the "
+        "first computes the reference, where it is computed in advance, and the others read it. Seconds of "
+        "every measurement; ratios are medians:",
+        "",
+        "| | first run | second run | all four | ours, so many times as fast |",
+        "|---|---|---|---|---|",
+    ]
+    seconds = {
+        name: [_seconds_of_runs(runs, report) for runs in runs_] for name, runs_ in report.series.items()
+    }
+    own = next(iter(seconds.values()))
+    for name, measured in seconds.items():
+        if None in measured or None in own:
+            lines.append(f"| {name} | a run failed | | | |")
+            continue
+        columns = [[values[0], values[1], sum(values)] for values in measured if values]
+        bases = [[values[0], values[1], sum(values)] for values in own if values]
+        cells = [", ".join(f"{values[column]:.1f}" for values in columns) for column in range(3)]
+        ratios = [
+            statistics.median(its[column] / base[column] for its, base in zip(columns, bases, strict=True))
+            for column in range(3)
+        ]
+        cells += ["; ".join(f"{ratio:.2f}x" for ratio in ratios)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _seconds_of_runs(runs: Sequence[Measurement], report: Report) -> list[float] | None:
+    """None where one failed, or ended them all."""
+    if len(runs) < len(SERIES_LEARNING_RATES) or any(run.failure for run in runs):
+        return None
+    return [run.pairs / _rate(run, report) for run in runs]
+
+
+def _rate(run: Measurement, report: Report) -> float:
+    return 1 / run.seconds_a_pair(warmup_steps=report.warmup_steps)
 
 
 def _ratio(report: Report, name: str) -> str:
@@ -234,9 +333,5 @@ def _profile(report: Report) -> str:
 def _sweep(report: Report) -> str:
     if not report.sweep:
         return ""
-    warmup = report.warmup_steps
-    parts = [
-        f"{run.contender}: {run.failure or f'{1 / run.seconds_a_pair(warmup_steps=warmup):.2f}'}"
-        for run in report.sweep
-    ]
-    return "\n".join(["Sweeps, one short run each, pairs/s:\n", *(f"- {part}" for part in parts), ""])
+    parts = [f"- {run.contender}: {run.failure or f'{_rate(run, report):.2f}'}" for run in report.sweep]
+    return "\n".join([f"Sweeps, one run of {report.sweep_pairs} pairs each, pairs/s:", "", *parts, ""])

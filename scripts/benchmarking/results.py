@@ -26,8 +26,9 @@ class Results:
         if not path.is_file():
             return cls(path, {"setting": setting, "entries": {}})
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["setting"] != setting:
-            changed = [key for key in setting if content["setting"].get(key) != setting[key]]
+        found = content.get("setting", {})
+        if found != setting:
+            changed = [key for key in {**setting, **found} if found.get(key) != setting.get(key)]
             raise SystemExit(
                 f"--output: {path} holds measurements of another setting ({', '.join(changed)} differ); "
                 "give another --output, or remove it to measure anew"

@@ -14,7 +14,6 @@ import dpo_pack.run.session
 import dpo_pack.train
 from benchmarking.contenders import (
     BETA,
-    LEARNING_RATE,
     LORA_ALPHA,
     LORA_RANK,
     Contender,
@@ -22,7 +21,7 @@ from benchmarking.contenders import (
     Setting,
 )
 from benchmarking.workloads import digest_of
-from dpo_pack.data.store import PairTable
+from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.proofs.rows import proof_groups, proof_row
 from dpo_pack.recipe.load import Recipe, parse_recipe
@@ -47,6 +46,7 @@ def run_dpo_pack(
         startup_seconds = begun - spawned_at + session.recorder.seconds.startup
     assert isinstance(session.state.source, OfflineSource)
     plan = session.state.source.first_plan
+    tokens = pair_lengths(session.recorder.table).row_tokens(share_prompt=False)
     lines = [json.loads(line) for line in session.run.metrics.read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line["split"] == "train"]
     return Measurement(
@@ -54,6 +54,7 @@ def run_dpo_pack(
         digest=digest_of_table(session.recorder.table),
         pairs=sum(step["pairs"] for step in steps),
         step_seconds=[step["seconds"] for step in steps],
+        step_tokens=[int(tokens[plan.pairs(step)].sum()) for step in range(len(steps))],
         reference_seconds=session.recorder.seconds.reference,
         startup_seconds=startup_seconds,
         computed_tokens=sum(plan.tokens_in(row) for ranks in plan for rows in ranks for row in rows),
@@ -107,7 +108,7 @@ def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe
         model["autocast"] = "bfloat16"
     if setting.lora:
         model["lora"] = {"r": LORA_RANK, "alpha": float(LORA_ALPHA)}
-    reference: dict[str, Any] = {"cache_dir": f"{scratch}/cache"}
+    reference: dict[str, Any] = {"cache_dir": setting.shared or f"{scratch}/cache"}
     if setting.device == "cuda":
         reference["token_budget"] = REFERENCE_TOKEN_BUDGET
     pairs = {
@@ -122,7 +123,7 @@ def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe
         "data": {"train": pairs, "max_length": setting.max_length, "shuffle": False},
         "packing": {"pairs_per_step": setting.pairs_per_step},
         "loss": {"beta": BETA},
-        "optim": {"lr": LEARNING_RATE, "schedule": "constant"},
+        "optim": {"lr": setting.learning_rate, "schedule": "constant"},
         "logging": {"samples": None},
     }
     return parse_recipe(tree, contender.settings)

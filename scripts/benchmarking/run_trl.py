@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 from benchmarking.contenders import (
     BETA,
-    LEARNING_RATE,
     LORA_ALPHA,
     LORA_RANK,
     Contender,
@@ -28,6 +27,12 @@ def run_trl(contender: Contender, setting: Setting, scratch: Path, spawned_at: f
     """
     clock = Clock(setting, microbatches_a_step=setting.pairs_per_step // contender.microbatch_pairs)
     trainer = build_trainer(contender, setting, scratch, clock)
+    if contender.reference_only:
+        return Measurement(
+            contender=contender.name,
+            pairs=len(trainer.train_dataset),
+            reference_seconds=clock.reference_seconds,
+        )
     trainer.training_step = clock.around_microbatches(trainer.training_step)
     trainer.train()
     clock.finish()
@@ -42,6 +47,7 @@ def run_trl(contender: Contender, setting: Setting, scratch: Path, spawned_at: f
         ),
         pairs=len(trainer.train_dataset),
         step_seconds=clock.step_seconds(),
+        step_tokens=clock.step_tokens,
         reference_seconds=clock.reference_seconds,
         startup_seconds=startup_seconds,
         computed_tokens=clock.computed_tokens,
@@ -87,6 +93,7 @@ class Clock:
         self.reference_seconds = 0.0
         self.computed_tokens = 0
         self.first_step_at = 0.0
+        self.step_tokens: list[int] = []
         self._num_microbatches = 0
         self._marks: list[float] = []
 
@@ -108,8 +115,10 @@ class Clock:
             if self._num_microbatches % self.microbatches_a_step == 0:
                 self.first_step_at = self.first_step_at or time.time()
                 self._marks.append(self._now())
+                self.step_tokens.append(0)
             self._num_microbatches += 1
             self.computed_tokens += inputs["input_ids"].numel()
+            self.step_tokens[-1] += int(inputs["attention_mask"].sum())
             return training_step(model, inputs, *arguments, **options)
 
         return timed
@@ -130,9 +139,15 @@ class Clock:
 
 
 def read_dataset(setting: Setting) -> Any:
-    """The workload's first pairs as a `datasets.Dataset` of token ids, with the length to group by."""
-    from datasets import Dataset
+    """The workload's first pairs as a `datasets.Dataset` of token ids, with the length to group by.
 
+    On disk where several runs share a reference: TRL finds what it has computed next to the pairs' files.
+    """
+    from datasets import Dataset, load_from_disk
+
+    stored = Path(setting.shared, "pairs")
+    if setting.shared and stored.is_dir():
+        return load_from_disk(stored)
     workload = Workload(
         name="", directory=Path(setting.workload), num_pairs=0, max_length=0, digest="", origin=""
     )
@@ -140,7 +155,11 @@ def read_dataset(setting: Setting) -> Any:
     for row in workload.rows(setting.num_pairs):
         longer = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
         rows.append({**row, LENGTH_COLUMN: len(row["prompt_ids"]) + longer})
-    return Dataset.from_list(rows)
+    dataset = Dataset.from_list(rows)
+    if not setting.shared:
+        return dataset
+    dataset.save_to_disk(stored)
+    return load_from_disk(stored)
 
 
 def trl_config(contender: Contender, setting: Setting, scratch: Path) -> Any:
@@ -153,7 +172,7 @@ def trl_config(contender: Contender, setting: Setting, scratch: Path) -> Any:
         per_device_train_batch_size=contender.microbatch_pairs,
         gradient_accumulation_steps=setting.pairs_per_step // contender.microbatch_pairs,
         precompute_ref_log_probs=contender.precompute,
-        precompute_ref_batch_size=contender.microbatch_pairs,
+        precompute_ref_batch_size=contender.reference_batch or contender.microbatch_pairs,
         train_sampling_strategy="group_by_length" if contender.grouped else "sequential",
         length_column_name=LENGTH_COLUMN,
         remove_unused_columns=False,  # it would remove the lengths
@@ -163,7 +182,7 @@ def trl_config(contender: Contender, setting: Setting, scratch: Path) -> Any:
         bf16=on_cuda,
         use_cpu=not on_cuda,
         dataloader_num_workers=2 if on_cuda else 0,
-        learning_rate=LEARNING_RATE,
+        learning_rate=setting.learning_rate,
         lr_scheduler_type="constant",
         beta=BETA,
         max_length=setting.max_length,

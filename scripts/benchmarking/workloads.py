@@ -24,6 +24,8 @@ from dpo_pack.system.files import write_json_atomically, write_text_atomically
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 FIRST_ORDINARY_ID = 3
 HH_VOCABULARY = 8192
+HH_URL = "https://huggingface.co/datasets/Anthropic/hh-rlhf/resolve/main/harmless-base/test.jsonl.gz"
+HH_TEST_SHA256 = "14d765196c9f18d84f9bb3a78bac608c8f2915110ebcbd74ec95db7b7198b008"  # unpacked
 # Of the logarithms of prompt, chosen and rejected lengths, each with each: 0.25, 0.24 and 0.31 in HH-RLHF's
 # harmless-base test set. Alike completions waste less padding, so independent draws would flatter packing.
 LENGTH_CORRELATION = 0.27
@@ -148,10 +150,11 @@ def make_workload(
     if name == "hh":
         assert hh_pairs is not None
         pairs = hh_token_ids(hh_pairs, num_pairs)
-        max_length, origin = MIXES["hh-like"].max_length, f"{hh_pairs.name}, a byte-level BPE of its own text"
+        max_length, origin = MIXES["hh-like"].max_length, _hh_origin(hh_pairs)
     else:
         pairs = list(synthetic_token_ids(MIXES[name].draw(num_pairs, seed=seed), vocabulary, seed=seed))
-        max_length, origin = MIXES[name].max_length, MIXES[name].origin
+        max_length = MIXES[name].max_length
+        origin = f"random ids, which this script makes; lengths: {MIXES[name].origin}"
     directory.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(dict(zip(_COLUMNS, pair, strict=True))) + "\n" for pair in pairs]
     write_text_atomically(directory / "pairs.jsonl", "".join(lines))
@@ -201,6 +204,15 @@ def hh_token_ids(path: Path, num_pairs: int) -> list[TokenIds]:
     if len(pairs) < num_pairs:
         raise SystemExit(f"--pairs: {path} has {len(pairs)} usable rows, not {num_pairs}; set --num-pairs")
     return pairs
+
+
+def _hh_origin(path: Path) -> str:
+    """What the rows are and how to get them, as far as their text tells."""
+    digest = hashlib.sha256((gzip.open if path.suffix == ".gz" else open)(path, "rb").read()).hexdigest()
+    source = f"{path.name}; its text has the sha256 {digest[:16]}"
+    if digest == HH_TEST_SHA256:
+        source = f"HH-RLHF, harmless-base, test split ({HH_URL}; its text has the sha256 {digest[:16]})"
+    return f"the first usable rows of {source}, by a byte-level BPE of their own text"
 
 
 def _byte_level_bpe(texts: Iterable[str]) -> Any:

@@ -20,7 +20,9 @@ from support.family_errors import (
     load,
     make_row,
     measure,
+    packs,
     prove_under_autocast,
+    skip_unless_packed,
     table_cells,
 )
 from support.oracle import completion_logps_one_by_one
@@ -63,7 +65,7 @@ def test_log_probs_and_gradients_of_a_family_equal_those_of_each_sequence_alone(
 ) -> None:
     errors, noise = measure(family, tmp_path)
     record_property("family", table_cells(family, errors, noise))
-    assert errors.keys() == ({"shared", "unshared", "padded"} if FAMILIES[family].packs else {"padded"})
+    assert errors.keys() == ({"shared", "unshared", "padded"} if packs(family) else {"padded"})
     floor = 1e-6 if family in ABSOLUTE else min(max(1e-6, 2 * noise.gradient), 2e-5)
     largest = 1e-6 if family in ABSOLUTE else min(max(1e-6, 4 * noise.max_gradient), 2e-5)
     for mode, error in errors.items():
@@ -86,6 +88,7 @@ def test_a_softcap_is_not_lost_where_transformers_takes_sdpa_for_it(
 def test_every_packed_family_passes_the_proofs_under_bfloat16_autocast(
     family: str, record_property: Callable[[str, object], None]
 ) -> None:
+    skip_unless_packed(family)
     proofs = prove_under_autocast(family)
     record_property("bfloat16", (family, *bfloat16_cells(proofs)))
     assert all(proof.passed for proof in proofs), proofs
@@ -160,6 +163,7 @@ def seam_calls(family: str) -> list[SeamCall]:
 
 @pytest.mark.parametrize("family", slow_but_ten(PACKED))
 def test_what_a_config_says_of_attention_is_what_its_layers_ask_for(family: str) -> None:
+    skip_unless_packed(family)
     needs, calls = attention_needs(tiny_config(family)), seam_calls(family)
     if not calls:  # Mamba 2
         assert num_attention_layers(tiny_config(family)) == 0
@@ -195,6 +199,16 @@ def test_an_unknown_family_is_refused_for_layers_that_are_not_attention(
         "its conv layers mix the sequences of a row outside attention"
     )
     assert packing_obstacle(tiny_config("stablelm")) is None  # the proofs decide
+
+
+def test_a_family_is_refused_with_a_transformers_that_passes_no_layout_on_to_its_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dpo_pack.model.families.transformers.__version__", "5.21.1")
+    assert packing_obstacle(tiny_config("lfm2")) == (
+        "its layers of transformers 5.21.1 do not pass a row's layout on; install transformers 5.22 or newer"
+    )
+    assert packing_obstacle(tiny_config("mamba2")) is None
 
 
 def test_a_vision_language_model_trains_its_text_model(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from support.family_errors import skip_unless_packed
 from support.tiny_adapters import refusal, saved_adapter
 from support.tiny_models import VOCABULARY, tiny_model
 from torch import Tensor
@@ -155,6 +156,7 @@ def test_the_proofs_hold_for_a_new_adapter(family: str, bases: Callable[[str], P
 def test_all_linear_leaves_out_what_peft_refuses_and_says_so(
     family: str, left_out: tuple[str, ...], bases: Callable[[str], Path]
 ) -> None:
+    skip_unless_packed(family)
     loaded = load(bases(family), settings())
     assert loaded.adapter is not None and loaded.adapter.left_out == left_out
     trained = {n.split(".lora_")[0] for n, p in loaded.scorer.named_parameters() if p.requires_grad}

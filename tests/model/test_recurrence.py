@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.family_errors import CPU, GROUPS, load, make_row
+from support.family_errors import CPU, GROUPS, load, make_row, skip_unless_packed
 from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor, nn
 
@@ -95,6 +95,7 @@ def test_a_gradient_of_many_copies_in_bfloat16_loses_no_small_term() -> None:
 def test_layers_that_do_not_call_the_functions_of_this_release_are_refused_with_the_release(
     tmp_path: Path,
 ) -> None:
+    skip_unless_packed("lfm2")
     tiny_model("lfm2").save_pretrained(tmp_path)
     scorer = load(tmp_path, packed=True).scorer
     wrapped: list[nn.Module] = [m for m in scorer.model.modules() if type(m).__name__ == "Lfm2ShortConv"]
@@ -123,6 +124,7 @@ def test_the_products_of_a_token_with_its_layer_s_state_count_as_flops(family: s
 def test_the_memory_estimate_counts_what_recurrent_layers_keep_for_the_backward_pass(
     family: str, sizes: dict[str, Any]
 ) -> None:
+    skip_unless_packed(family)
     ids = [torch.randint(0, 90, (n,)).tolist() for n in (128, 64, 64)]
     segments = segments_of(*[(ids[0], [[1, *ids[1]], [2, *ids[2]]])] * 4)
     num_tokens = sum(segments.query_lengths)

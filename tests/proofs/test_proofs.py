@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.family_errors import CPU, GROUPS, make_row
+from support.family_errors import CPU, GROUPS, make_row, skip_unless_packed
 from support.flash_stand_ins import use_stand_ins
 from support.sabotages import LOW, SABOTAGES
 from support.tiny_models import VOCABULARY, tiny_model
@@ -45,6 +45,8 @@ RECURRENT = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1"]
 def make_scorer(
     family: str, *, precision: str = "float32", packed: bool = True, **changes: Any
 ) -> CompletionLogps:
+    if packed:
+        skip_unless_packed(family)
     register_attention()
     parameters, autocast = PRECISIONS[precision]
     model = tiny_model(family, attention=ATTENTION_NAME if packed else "eager", **changes)

@@ -153,6 +153,14 @@ def test_nothing_from_a_run_can_end_the_script_or_become_markup(run: Path) -> No
     assert drawn(page)["sets"][1]["name"] == evil and said(page).count(evil) >= 5
 
 
+def test_control_characters_of_completions_are_shown_as_escapes(run: Path) -> None:
+    sample = {"step": 30, "source": "a", "prompt": "p", "completion": "x\x00y\x1b\x7f\tz", "model": "policy"}
+    write_lines(run / "samples.jsonl", [sample])
+    page = run_page([run])
+    assert r"x\x00y\x1b\x7f" in page
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", page)
+
+
 def test_samples_stand_side_by_side_and_the_last_of_the_policy_counts(run: Path) -> None:
     steps = (("start", 0, "moo"), ("policy", 15, "maybe"), ("policy", 30, "indeed"))
     write_lines(
@@ -243,7 +251,7 @@ def test_runs_with_the_same_held_out_pairs_are_compared_pair_by_pair(tmp_path: P
     same = "+0.250 +0.250 to +0.250"
     assert f"reward accuracy interval reward margin interval loss interval b - a {same} {same} {same}" in text
     assert "c cannot be compared with a pair by pair: its held-out pairs are others." in text
-    assert "d cannot be compared with a pair by pair: no metrics of single pairs are there." in text
+    assert "d has no held_out.parquet of its last evaluation." in text
     assert "c - a" not in text and "d - a" not in text
 
 
@@ -258,7 +266,8 @@ def test_what_another_loss_makes_incomparable_is_not_compared_pair_by_pair(tmp_p
 def test_runs_that_kept_no_metrics_of_single_pairs_say_so(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
     text = said(run_page(runs))
-    assert "No differences pair by pair: a has no held_out.parquet of its last evaluation" in text
+    reasons = " ".join(f"{name} has no held_out.parquet of its last evaluation." for name in "ab")
+    assert f"No differences pair by pair on held<out>. {reasons}" in text
 
 
 def write_online_run(root: Path) -> Path:
@@ -294,6 +303,27 @@ def test_the_page_of_an_online_run_has_win_rates_and_scores_and_nothing_empty(tm
     several = said(run_page(runs))
     assert "run after step wins against the start interval score interval" in several
     assert "pair by pair" not in several
+
+
+def test_online_and_offline_runs_that_share_no_held_out_pairs_say_so(tmp_path: Path) -> None:
+    online, offline, other = write_online_run(tmp_path / "on"), write_run(tmp_path / "off"), tmp_path / "two"
+    pairs = [b"1" * 32, b"2" * 32]
+    write_held_out(offline, step=30, accuracies=[0.0, 1.0], pairs=pairs)
+    text = said(run_page([online, offline]))
+    assert "online.max_new_tokens 8" in text and "online null" not in text
+    assert "has not the same number of pairs" not in text
+    assert "run after step loss interval reward accuracy interval reward margin interval off 30" in text
+    assert "score above the start's interval on 3 0.600" in text
+    assert "Held-out pairs and prompts" in text and "bootstrap over pairs and prompts." in text
+    assert "No differences pair by pair on held<out>. on was not measured on held<out>." in text
+    assert (
+        "No differences pair by pair on ask. on was trained online and is measured on prompts, not on pairs. "
+        "off was not measured on ask."
+    ) in text
+    write_held_out(write_run(other), step=30, accuracies=[1.0, 1.0], pairs=pairs)
+    text = said(run_page([online, offline, other]))
+    assert "two - off" in text, "runs that do share pairs are compared"
+    assert "on was not measured on held<out>." in text
 
 
 # ---- What is not there
@@ -338,13 +368,15 @@ def test_a_browser_draws_every_chart_on_a_narrow_screen(num_runs: int, tmp_path:
     probe = (
         "<script>document.title = [document.querySelectorAll('.chart').length,"
         "document.querySelectorAll('.chart canvas').length,"
-        "document.documentElement.scrollWidth, innerWidth].join(' ')</script>"
+        "document.documentElement.scrollWidth, innerWidth, [...document.querySelectorAll('.scroll')]"
+        ".filter(box => box.scrollWidth > box.clientWidth).length].join(' ')</script>"
     )
     page.write_text(run_page(runs).replace("</body>", f"{probe}</body>"), encoding="utf-8")
     title = re.search(
-        r"<title>(\d+) (\d+) (\d+) (\d+)</title>",
+        r"<title>(\d+) (\d+) (\d+) (\d+) (\d+)</title>",
         run_browser("--dump-dom", "--window-size=500,900", page=page),
     )
     assert title is not None
-    charts, canvases, width, screen = map(int, title.groups())
+    charts, canvases, width, screen, cut_tables = map(int, title.groups())
     assert charts == canvases == 15 and width <= screen
+    assert cut_tables == 0, "a table shows all its columns"

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from dpo_pack.model.attention import ATTENTION_NAME
 from dpo_pack.model.loading import load_model, save_model
 from dpo_pack.model.scorer import LoadedModel, Precision
-from dpo_pack.recipe.load import Recipe, parse_recipe
+from dpo_pack.recipe.load import Recipe, dump_recipe, parse_recipe
 from dpo_pack.run.export import export_model, model_card
+from dpo_pack.run.samples import Sample
 from dpo_pack.system.errors import CacheError
 
 # top_p without sampling: transformers only warns of it, and published models have such settings.
@@ -215,8 +216,39 @@ def test_the_card_says_how_the_model_came_to_be(exported: tuple[LoadedModel, Pat
     assert "# my-run\n" in card
     assert "| towns | 0.987 | 1.2500 | 0.3100 |" in card
     assert "1,200 steps, 4,000 preference pairs, 123,456 tokens, 43 s" in card
-    recipe = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
-    assert parse_recipe(recipe) == make_recipe(tmp_path)
+    shown = parse_recipe(yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]))
+    expected = {"output_dir": "my-run", "model": {"path": "model"}, "data": {"train": "pairs.jsonl"}}
+    assert shown == parse_recipe(expected)
+
+
+def test_the_card_names_hub_ids_whole_and_of_local_paths_the_last_part(tmp_path: Path) -> None:
+    home = str(tmp_path)
+    recipe = make_recipe(
+        tmp_path,
+        model={"path": f"{home}/base/", "lora": {"r": 4}},
+        tokenizer={"path": "org/tokenizer", "chat_template": f"{home}/own.jinja"},
+        reference={"path": f"{home}/sft", "cache_dir": f"{home}/cache"},
+        data={"train": ["org/pairs", f"{home}/pairs/*.jsonl"], "eval": f"{home}/held.jsonl"},
+        checkpoint={"resume": f"{home}/other/checkpoints/step-000002"},
+    )
+    card = model_card(recipe, totals=TOTALS, evaluation=EVALUATION, adapter_base=f"{home}/base")
+    example = f'model_id = "{home}/my-run/model"'  # works here; an upload puts the repository in its place
+    assert example in card and home not in card.replace(example, "")
+    for part in (
+        "A LoRA adapter for base: base fine-tuned with", "(https://huggingface.co/datasets/org/pairs)",
+        "- training: `*.jsonl`", "- held out: `held.jsonl`", "path: org/tokenizer", "resume: step-000002",
+    ):  # fmt: skip
+        assert part in card, part
+    assert home in dump_recipe(recipe), "the run's own recipe keeps its paths"
+
+
+def test_samples_in_the_card_have_no_control_characters(tmp_path: Path) -> None:
+    samples = [
+        ("a\x00b", Sample(step=3, source="s", prompt="p\x1b[31m", completion="one\ntwo\x7f", model="m"))
+    ]
+    card = model_card(make_recipe(tmp_path), totals=TOTALS, evaluation={}, samples=samples)
+    assert r"a\x00b" in card and "    one\n    two\\x7f\n" in card
+    assert all(character.isprintable() for character in card.replace("\n", ""))
 
 
 def test_the_front_matter_names_only_what_the_hub_has(tmp_path: Path) -> None:

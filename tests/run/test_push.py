@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import partial
@@ -23,9 +25,13 @@ from typer.testing import CliRunner
 from dpo_pack.commands.main import app
 from dpo_pack.commands.merge import merge_adapter
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run import push as push_module
 from dpo_pack.run.push import push
+from dpo_pack.run.saving import Saver
+from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import read_json, write_json_atomically
+from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.train import train
 
 pytestmark = [
@@ -187,6 +193,24 @@ def test_a_hub_that_nobody_serves_is_one_line(
     assert "refused" in refusal(exported["full"])
 
 
+def test_a_fault_of_our_own_is_not_called_a_refusal_of_the_hub(
+    exported: dict[str, Path], hub: StubHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise TypeError("ours")
+
+    monkeypatch.setattr(push_module, "_removals", broken)
+    with pytest.raises(TypeError, match="ours"):
+        push(exported["full"], REPO, private=True)
+
+
+def test_a_hub_that_answers_no_json_is_one_line(
+    exported: dict[str, Path], hub: StubHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("support.stub_hub.json.dumps", lambda answer: "<html>")
+    assert REPO in refusal(exported["full"])
+
+
 def test_nothing_is_sent_without_a_token_or_offline_or_to_a_name_that_cannot_be(
     exported: dict[str, Path], hub: StubHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +282,54 @@ def test_a_failed_upload_ends_no_training_and_says_how_to_repeat_it(
     assert command == ["push", str(run), REPO]
     hub.refusal = None
     assert CliRunner().invoke(app, command).exit_code == 0 and "config.json" in hub.repos[REPO]
+
+
+@pytest.mark.parametrize("asked", ["/api/repos/create", "/api/models/somebody/my-model/commit/main"])
+def test_a_signal_during_the_upload_says_that_the_run_is_finished_and_how_to_upload(
+    asked: str, hub: StubHub, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = StubHub.answer
+
+    def answer_and_signal(stub: StubHub, method: str, path: str, *others: Any) -> tuple[int, Any]:
+        if path == asked:
+            os.kill(os.getpid(), signal.SIGINT)
+        return answer(stub, method, path, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StubHub, "answer", answer_and_signal)
+        run = stopped_at_the_end(tmp_path, console)
+    assert CliRunner().invoke(app, ["push", str(run), REPO]).exit_code == 0
+    assert "config.json" in hub.repos[REPO]
+
+
+def test_after_a_signal_while_the_model_is_written_nothing_is_uploaded(
+    hub: StubHub, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = Saver.export
+
+    def export_and_signal(saver: Saver, target: Path) -> None:
+        signal.raise_signal(signal.SIGINT)
+        export(saver, target)
+
+    monkeypatch.setattr(Saver, "export", export_and_signal)
+    stopped_at_the_end(tmp_path, console)
+    assert not hub.requests
+
+
+def stopped_at_the_end(directory: Path, console: Console) -> Path:
+    """Trains the tiny run, which a signal stops when its model is written; returns its directory."""
+    recipe = load_recipe(tiny_run(directory), [f"export.push_to_hub={{repo: {REPO}}}"])
+    with pytest.raises(Interrupted) as stopped:
+        train(recipe, console)
+    run = recipe.output_dir
+    assert read_json(run / "run.json")["status"] == "finished"
+    ending = ending_of(stopped.value)
+    assert (ending.exit_status, ending.message) == (
+        130,
+        "stopped by SIGINT; the run is finished and its model is saved; to upload it: "
+        f"dpopack push {run} {REPO}",
+    )
+    return run
 
 
 def test_a_run_that_cannot_push_says_so_before_it_trains(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -13,15 +15,19 @@ import numpy as np
 import pytest
 import torch
 from benchmark import Plan, run_plan
-from benchmarking import peak, process, run_dpo_pack
+from benchmarking import peak, process, run_dpo_pack, workloads
 from benchmarking.contenders import (
     LEARNING_RATE,
+    MALLOCS,
+    SERIES_LEARNING_RATES,
     Contender,
     Measurement,
     Setting,
     ablations,
+    changed,
     ours,
     trl,
+    trl_references,
     trl_sweep,
     trl_variants,
 )
@@ -38,7 +44,7 @@ from benchmarking.kinds import (
 )
 from benchmarking.memory import peak_memory_bytes
 from benchmarking.profiling import profile_steps
-from benchmarking.report import NOT_COMPARABLE, Report, markdown
+from benchmarking.report import NOT_COMPARABLE, PADDED, TRL_BEST, Report, markdown
 from benchmarking.results import TOLERANCES, Results, hardware, largest_differences, other_work
 from benchmarking.shapes import SHAPES, flops_shape, save_model
 from benchmarking.work import Work, work_of
@@ -68,7 +74,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Setting:
         workload=str(workload.directory),
         model=str(directory / "model"),
         num_pairs=8,
-        pairs_per_step=4,
+        pairs_per_step=2,
         max_length=workload.max_length,
         device="cpu",
         parameters="float32",
@@ -154,12 +160,12 @@ def test_hh_rows_are_tokenised_and_too_few_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_sweep_tries_every_setting_once_under_its_own_name() -> None:
-    sweep = list(trl_sweep([1, 4], gradient_checkpointing=False))
+    sweep = list(trl_sweep([1, 4], reference_batch=2, gradient_checkpointing=False))
     assert len({contender.name for contender in sweep}) == len(sweep) == 6
     assert not any(contender.grouped and contender.microbatch_pairs == 1 for contender in sweep)
-    assert trl(4, precompute=True, grouped=True).name == (
-        "TRL, micro-batch 4, precomputed reference, grouped by length"
-    )
+    assert sweep[-1].name == ("TRL, micro-batch 4, precomputed reference, in batches of 2, grouped by length")
+    alone = list(trl_references([1, 8]))
+    assert [one.reference_batch for one in alone] == [1, 8] and all(one.reference_only for one in alone)
 
 
 def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +176,18 @@ def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyP
         trl(16, gradient_checkpointing=True),
         trl(4, precompute=True, attention="flash_attention_2"),
     ]
-    assert list(trl_variants([best], out_of_memory, compiled=False)) == expected
-    compiled = [trl(4, precompute=True, compiled=True), trl(1, compiled=True)]  # of every finalist
-    found = trl_variants([best, trl(1)], out_of_memory, compiled=True)
-    assert [contender for contender in found if contender.compiled] == compiled
+    assert list(trl_variants([best], out_of_memory, device="cuda", compiled=False)) == expected
+
+
+def test_eager_attention_compiling_and_malloc_are_open_to_trl_on_a_cpu() -> None:
+    fastest = [trl(1), trl(2, grouped=True)]
+    found = list(trl_variants(fastest, [], device="cpu", compiled=True))
+    for contender in fastest:
+        assert changed(contender, attention="eager") in found and changed(contender, compiled=True) in found
+        tried = [one for one in found if one.malloc and one.microbatch_pairs == contender.microbatch_pairs]
+        assert [one.malloc for one in tried] == [name for name in MALLOCS if name]
+        assert all(one.environment and one.malloc in one.name for one in tried)
+    assert len({one.name for one in found}) == len(found)
 
 
 def test_a_contender_survives_json() -> None:
@@ -187,6 +201,11 @@ def test_time_a_pair_has_the_reference_in_it_and_warm_up_steps_are_left_out() ->
     assert run.seconds_a_pair(warmup_steps=1) == pytest.approx(8 / 3 / 2 + 0.5)
     assert run.seconds_a_pair(warmup_steps=0) == pytest.approx(17 / 8 + 0.5)
     assert run.reference_share(warmup_steps=0) == pytest.approx(4 / 21)
+
+
+def test_a_step_of_long_pairs_that_is_not_timed_counts_by_its_tokens() -> None:
+    grouped = Measurement(contender="x", pairs=8, step_seconds=[9.0, 2.0, 2.0], step_tokens=[60, 20, 20])
+    assert grouped.train_seconds(warmup_steps=1) == pytest.approx(4.0 * 100 / 40)
 
 
 def test_running_out_of_memory_is_recorded(
@@ -212,6 +231,14 @@ def test_what_cannot_run_here_is_recorded_and_costs_the_others_nothing(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_what_compiles_without_end_is_ended_and_costs_the_others_nothing(
+    tiny: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "COMPILED_LIMIT_SECONDS", 0.2)
+    (run,) = process.measure([trl(1, compiled=True)], tiny)
+    assert run.failure == "ended after 0 seconds"
+
+
 @pytest.mark.parametrize(
     ("device", "given", "seen"),
     [("cuda", None, "0"), ("cuda", "2,3", "2"), ("cuda", "GPU-a,GPU-b", "GPU-a"), ("cpu", "2,3", "")],
@@ -230,11 +257,12 @@ def test_our_side_trains_on_the_workload_s_ids(tiny: Setting, tmp_path: Path) ->
     run = run_dpo_pack.run_dpo_pack(ours(1024), tiny, tmp_path, spawned_at=0.0)
     workload = workload_of(tiny)
     assert run.digest == workload.digest
-    assert run.pairs == 8 and len(run.step_seconds) == len(run.losses) == len(run.grad_norms) == 2
+    assert run.pairs == 8 and len(run.step_seconds) == len(run.losses) == len(run.grad_norms) == 4
     assert run.losses[0] == pytest.approx(np.log(2)) and run.losses[1] != run.losses[0]
     assert run.reference_seconds > 0 and all(seconds > 0 for seconds in run.step_seconds)
     assert run.startup_seconds is not None and run.startup_seconds > 1e9  # since 1970
     assert run.computed_tokens == int(workload.lengths().row_tokens(share_prompt=True).sum())
+    assert sum(run.step_tokens) == int(workload.lengths().row_tokens(share_prompt=False).sum())
     assert not (tmp_path / "run" / "model").exists()
 
 
@@ -327,6 +355,9 @@ def test_results_go_on_where_they_were_and_only_for_the_same_setting(tmp_path: P
     assert "run/0/x" in again and again["run/0/x"] == {"a": 1} and again.get("profile") is None
     with pytest.raises(SystemExit, match=r"another setting \(model differ\)"):
         Results.open(path, {"model": "25m"})
+    path.write_text('{"command": "of an earlier version"}')
+    with pytest.raises(SystemExit, match=r"another setting \(model differ\)"):
+        Results.open(path, {"model": "7m"})
 
 
 def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
@@ -335,9 +366,10 @@ def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
         "workload": workload_of(tiny),
         "results": Results.open(tmp_path / "out.json", {}),
         "repeats": 1,
-        "sweep_pairs": 4,
+        "sweep_pairs": 8,
         "token_budgets": [1024],
         "microbatches": [2],
+        "reference_batches": [2],
         "finalists": 2,
         "with_ablations": False,
         "also": [],
@@ -346,15 +378,79 @@ def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
 
 
 def test_counts_that_do_not_fit_are_refused(tiny: Setting, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--num-pairs, --sweep-pairs: 6 is no multiple of 4"):
-        plan_of(tiny, tmp_path, sweep_pairs=6)
-    with pytest.raises(SystemExit, match="--microbatches: 3 does not divide 4"):
+    with pytest.raises(SystemExit, match="--num-pairs, --sweep-pairs: 9 is no multiple of 2"):
+        plan_of(tiny, tmp_path, sweep_pairs=9)
+    with pytest.raises(SystemExit, match="--microbatches: 3 does not divide 2"):
         plan_of(tiny, tmp_path, microbatches=[3])
-    with pytest.raises(SystemExit, match="--warmup-steps: no step would be timed"):
+
+
+def test_runs_that_settings_are_ranked_by_have_four_timed_steps(tiny: Setting, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="3 timed steps are too few to rank by; at least 10 pairs make 4"):
         plan_of(replace(tiny, warmup_steps=1), tmp_path)
+    with pytest.raises(SystemExit, match="3 timed steps are too few"):
+        plan_of(tiny, tmp_path, sweep_pairs=6)
+
+
+def test_another_prediction_or_count_is_another_benchmark(tiny: Setting, tmp_path: Path) -> None:
+    plan = plan_of(tiny, tmp_path, prediction="ours is faster", series=2)
+    identity = benchmark._identity(plan, "tiny")
+    Results.open(tmp_path / "kept.json", identity).put("peak/0", {})
+    for changes in ({"prediction": "ours is slower"}, {"repeats": 5}, {"targets": {PADDED: 1.0}}):
+        (name,) = changes
+        with pytest.raises(SystemExit, match=rf"another setting \({name} differ\)"):
+            Results.open(tmp_path / "kept.json", benchmark._identity(replace(plan, **changes), "tiny"))
+
+
+def test_when_time_is_up_what_was_measured_is_kept_and_nothing_else_is_begun(
+    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    def measure(contenders: Sequence[Contender], _: Setting) -> Iterator[Measurement]:
+        try:
+            for contender in contenders:
+                plan.results.content["time"] -= 1
+                yield Measurement(contender=contender.name, pairs=8, step_seconds=[1.0])
+        finally:
+            ended.append(True)
+
+    plan = plan_of(tiny, tmp_path, stop_at=-1.5)
+    plan.results.content["time"] = 0
+    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr("time.monotonic", lambda: -plan.results.content["time"] - 3)
+    with pytest.raises(SystemExit, match="--minutes: time is up; the same command goes on"):
+        benchmark._measure_missing(plan, {"a": trl(1), "b": trl(2), "c": trl(4)}, tiny)
+    assert ended and list(plan.results.content["entries"]) == ["a", "b"]
+
+
+def test_the_page_says_where_hh_s_rows_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"chosen": f"\n\nHuman: hi\n\nAssistant: {n}", "rejected": "\n\nHuman: hi\n\nAssistant: no"}
+        for n in range(2)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path = tmp_path / "hh.jsonl.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+
+    def origin(name: str) -> str:
+        return make_workload("hh", tmp_path / name, num_pairs=2, vocabulary=8192, hh_pairs=path).origin
+
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert f"hh.jsonl.gz; its text has the sha256 {digest[:16]}" in origin("other")
+    monkeypatch.setattr(workloads, "HH_TEST_SHA256", digest)
+    assert "Anthropic/hh-rlhf" in origin("known") and "harmless-base, test split" in origin("known")
+
+
+def test_hh_is_refused_for_a_model_with_fewer_tokens(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--model: tiny has fewer tokens than HH's ids"):
+        benchmark.main(tmp_path / "out", workload="hh", pairs=tmp_path / "hh.jsonl", model="tiny")
 
 
 # ---- The page
+
+
+def series_of(name: str, first: float, other: float) -> list[Measurement]:
+    return [run_of(name, seconds) for seconds in (first, *[other] * (len(SERIES_LEARNING_RATES) - 1))]
 
 
 def run_of(name: str, seconds: float, *, reference: float = 0.0) -> Measurement:
@@ -390,6 +486,14 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
             training_flops=3e9, reference_flops=1e9,
         ),
         peaks=[{"best": 1e11}, {"best": 1.2e11}, {"best": 1e11}],
+        sweep_pairs=64,
+        series={
+            "dpo-pack": [series_of("dpo-pack", 2.0, 1.0), series_of("dpo-pack", 4.0, 1.0)],
+            trl_name: [series_of(trl_name, 8.0, 5.0), series_of(trl_name, 12.0, 5.0)],
+            slower: [series_of(slower, 8.0, 5.0)[:3], series_of(slower, 8.0, 5.0)],
+        },
+        targets={TRL_BEST: 4.5, PADDED: 1.3, slower: 1.5},
+        prediction="Ours: 5x.\nTRL: slower.",
         sweep=[run_of(trl_name, 16.0), Measurement(contender="TRL, micro-batch 8", failure="out of memory")],
         runs={
             "dpo-pack": [run_of("dpo-pack", seconds, reference=1.0) for seconds in (3.0, 1.0, 7.0)],
@@ -413,6 +517,15 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
     assert "loss, nats: 1.0e-06" in text and "- TRL, micro-batch 8: out of memory" in text
     assert "43% of the time is inside matrix products and attention" in text  # 3 of 7 kinds
     assert "reference 21.4%; forward 19.6%; backward 39.3%" in text  # of 14 seconds
+    assert "- dpo-pack: 16.00, 32.00, 8.00\n" in text  # every turn, in its order
+    assert "> Ours: 5x.\n> TRL: slower." in text
+    assert "- at least 4.5x TRL's best: 4.00x: **missed**" in text
+    assert "- at least 1.3x dpo-pack, padded: **not measured**" in text
+    assert f"- at least 1.5x {slower}: 2.12x: met" in text
+    assert "| dpo-pack | 2.0, 4.0 | 1.0, 1.0 | 5.0, 7.0 | 1.00x; 1.00x; 1.00x |" in text
+    assert f"| {trl_name} | 8.0, 12.0 | 5.0, 5.0 | 23.0, 27.0 | 3.50x; 5.00x; 4.23x |" in text
+    assert f"| {slower} | a run failed |" in text
+    assert all(name in text for name in ("dpo-prefix-sharing", "open-instruct", "ms-swift"))
 
 
 @pytest.mark.parametrize("same_ids", [True, False])
@@ -433,11 +546,14 @@ def test_other_work_is_told_by_the_page_and_by_the_exit_status_when_all_is_measu
     monkeypatch.setattr(benchmark, "measure", measure)
     difference = "does not do the same work: loss differs" if same_ids else "did not train on the same"
     told = f"dpo-pack, optim.lr=1.0 {difference}"
-    with pytest.raises(SystemExit, match=told):
-        benchmark.main(
-            tmp_path / "out", model="tiny", num_pairs=8, pairs_per_step=4, sweep_pairs=4, repeats=1,
-            microbatches="", with_ablations=False, also=["optim.lr=1.0"], with_profile=False,
-        )  # fmt: skip
+    for _ in range(2):  # again: nothing is left to be measured, and the page is the same
+        with pytest.raises(SystemExit, match=told):
+            benchmark.main(
+                tmp_path / "out", model="tiny", num_pairs=8, pairs_per_step=2, sweep_pairs=8, repeats=1,
+                microbatches="", warmup_steps=0, with_ablations=False, also=["optim.lr=1.0"],
+                with_profile=False,
+            )  # fmt: skip
+        monkeypatch.setattr(benchmark, "measure", lambda *_: pytest.fail("everything was measured"))
     page = (tmp_path / "out.md").read_text()
     assert NOT_COMPARABLE in page and f"- {told}" in page and page.count("| 4.00 |") == 2
     gpu_script = Path(benchmark.__file__).with_name("benchmark_gpu.sh").read_text()
@@ -452,18 +568,27 @@ def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
     tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("trl")
+    monkeypatch.delitem(MALLOCS, "glibc keeps freed memory")  # one setting of malloc is enough here
     also = ["packing.token_budget=512"]
-    report = run_plan(plan_of(tiny, tmp_path, also=also), "tiny", with_profile=True)
+    changes: dict[str, Any] = {"also": also, "series": 1, "targets": {PADDED: 1e6}}
+    report = run_plan(plan_of(tiny, tmp_path, **changes), "tiny", with_profile=True)
     assert report.best_trl is not None and "micro-batch 2" in report.best_trl
     assert set(report.runs) == {"dpo-pack", *report.finalists, "dpo-pack, packing.token_budget=512"}
     assert len(report.finalists) == 2 and report.best_trl in report.finalists
-    assert len(report.sweep) == 4 and not any(run.failure for run in report.sweep)
+    assert not any(run.failure for run in report.sweep)
+    tried = {run.contender for run in report.sweep}
+    assert any("eager" in name for name in tried) and any("malloc" in name for name in tried)
+    (own, *_), (peer, *_) = report.series.values()
+    for first, *others in (own, peer):
+        assert all(run.digest == first.digest and run.losses[-1] != first.losses[-1] for run in others)
+    assert own[0].reference_seconds > own[1].reference_seconds > 0
     assert all(seconds > 0 for runs in report.runs.values() for seconds in runs[0].step_seconds)
     assert "against TRL's best" in markdown(report)
 
     monkeypatch.setattr("benchmark.measure", lambda *_: pytest.fail("everything was measured"))
-    again = run_plan(plan_of(tiny, tmp_path, also=also), "tiny", with_profile=True)
-    assert again.runs == report.runs and again.profile == report.profile
+    monkeypatch.setattr("benchmark.measure_series", lambda *_: pytest.fail("everything was measured"))
+    again = run_plan(plan_of(tiny, tmp_path, **changes), "tiny", with_profile=True)
+    assert again.runs == report.runs and again.profile == report.profile and again.series == report.series
 
 
 @pytest.mark.slow
@@ -480,9 +605,38 @@ def test_a_peer_with_another_learning_rate_is_found_out(
     same = run_trl.run_trl(trl(2, precompute=True), tiny, tmp_path / "trl", None)
     assert same.digest == base.digest and same.reference_seconds > 0
     assert other_work(largest_differences(base, same), TOLERANCES["fp32"], who="TRL") == []
-    monkeypatch.setattr(run_trl, "LEARNING_RATE", 2 * LEARNING_RATE)
-    other = run_trl.run_trl(trl(2), tiny, tmp_path / "other", None)
+    faster = replace(tiny, learning_rate=2 * LEARNING_RATE)
+    other = run_trl.run_trl(trl(2), faster, tmp_path / "other", None)
     assert other_work(largest_differences(base, other), TOLERANCES["fp32"], who="TRL")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "smaller"),
+    [
+        ("qwen3_5-7m", {"head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}),
+        ("lfm2-7m", {}),
+    ],
+)
+def test_trl_pads_hybrids_on_the_right_and_so_does_the_same_work(
+    name: str, smaller: dict[str, int], tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl")
+    from benchmarking import run_trl
+
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, **smaller}
+    monkeypatch.setitem(SHAPES, name, {**SHAPES[name], **sizes})
+    save_model(name, tmp_path / "model", parameters="float32", device="cpu")
+    hybrid = replace(tiny, model=str(tmp_path / "model"))
+    for directory in ("ours", "padded", "trl"):
+        (tmp_path / directory).mkdir()
+    base = run_dpo_pack.run_dpo_pack(ours(1024), hybrid, tmp_path / "ours", None)
+    padded = run_dpo_pack.run_dpo_pack(list(ablations(8192))[1], hybrid, tmp_path / "padded", None)
+    peer = run_trl.run_trl(trl(2), hybrid, tmp_path / "trl", None)
+    assert peer.computed_tokens > sum(peer.step_tokens)  # it has padded
+    for other in (padded, peer):
+        assert other_work(largest_differences(base, other), TOLERANCES["fp32"], who=other.contender) == []
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,19 @@ def test_sharing_saves_the_tokens_that_the_formula_says(ratio: float) -> None:
 
 def test_shapes_have_the_weights_their_names_say() -> None:
     millions = {name: num_weights(name) / 1e6 for name in ("7m", "25m", "0.5b", "1.5b", "8b", "70b")}
+    millions |= {name: num_weights(name) / 1e6 for name in ("qwen3_5-7m", "lfm2-7m")}
     assert millions == pytest.approx(
-        {"7m": 7.3, "25m": 24.7, "0.5b": 494, "1.5b": 1543, "8b": 8030, "70b": 70550}, rel=0.02
+        {
+            "qwen3_5-7m": 7.5,
+            "lfm2-7m": 7.3,
+            "7m": 7.3,
+            "25m": 24.7,
+            "0.5b": 494,
+            "1.5b": 1543,
+            "8b": 8030,
+            "70b": 70550,
+        },
+        rel=0.02,
     )
 
 

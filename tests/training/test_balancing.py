@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dpo_pack.model.layout import Group
+from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.check import check_recipe
 from dpo_pack.run.session import Learner
@@ -153,7 +154,13 @@ def test_activations_that_are_recomputed_have_the_same_load_balancing_loss(
     assert_same_steps(steps, one_row)
 
 
-def test_a_loss_that_couples_pairs_takes_the_load_balancing_loss_too(assets: Path, tmp_path: Path) -> None:
+def test_a_loss_that_couples_pairs_takes_the_load_balancing_loss_too_in_the_pass_that_it_needs_anyway(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a second pass without gradients")
+
+    monkeypatch.setattr(CompletionLogps, "expert_counts", never)
     runs = [
         steps_of(assets, tmp_path / layout, packing=LAYOUTS[layout], loss={"type": "aot"})
         for layout in ("one row", "some rows")
@@ -240,6 +247,25 @@ def test_a_mixture_does_not_go_on_with_another_load_balancing_loss(assets: Path,
             train(recipe(run, then), Console(quiet=True), after_step=stop)
         with pytest.raises(RunError, match="was saved with another load-balancing loss"):
             train(recipe(run, now), Console(quiet=True))
+
+
+def test_a_finished_mixture_is_not_finished_with_another_load_balancing_loss(
+    assets: Path, tmp_path: Path
+) -> None:
+    def recipe(run: str, coefficient: float | None, assets: Path = assets) -> Recipe:
+        return recipe_of(assets, tmp_path / run, packing={}, loss={"router_aux_coef": coefficient})
+
+    for run, then, now in (("without", 0.0, None), ("with", None, 0.0)):
+        train(recipe(run, then), Console(quiet=True))
+        shown = tuple("null" if value is None else "0.0" for value in (then, now))
+        with pytest.raises(RunError, match=f"another loss.router_aux_coef .{shown[0]} then, {shown[1]} now"):
+            train(recipe(run, now), Console(quiet=True))
+    dense = tmp_path / "dense"
+    tiny_tokenizer().save_pretrained(dense / "model")
+    tiny_model("llama", vocab_size=VOCABULARY_SIZE).save_pretrained(dense / "model")
+    write_rows(dense / "pairs.jsonl", pairs())
+    for coefficient in (None, 0.0):  # the second run is finished: it has no such loss in any case
+        train(recipe("plain", coefficient, dense), Console(quiet=True))
 
 
 def printed(recipe: Recipe) -> str:

@@ -44,9 +44,9 @@ class RowSegments:
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
     biases: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
     block_masks: dict[int | None, Any] = field(default_factory=dict)  # of FlexAttention; key: window
-    # For recurrent layers, see recurrence/pieces.py. The key of `pieces` is the number of tokens in a chunk,
-    # the key of `histories` the number of tokens that a convolution covers.
-    pieces: dict[int, Any] = field(default_factory=dict)
+    # For recurrent layers, see recurrence/pieces.py. The key of `pieces` is the number of tokens in a chunk
+    # (or a word), the key of `histories` the number of tokens that a convolution covers.
+    pieces: dict[int | str, Any] = field(default_factory=dict)
     histories: dict[int, Any] = field(default_factory=dict)
 
     def gather(self, states: Tensor) -> Tensor:

@@ -15,10 +15,12 @@ never use the module's cache, because it changes states in place, which cuts or 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from dpo_pack.model.attention import SeamCalls
 from dpo_pack.model.recurrence.convolution import row_convolution
 from dpo_pack.model.recurrence.delta import DELTA_CHUNK, KIMI_CHUNK, row_delta_rule, row_kimi_delta_rule
+from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.recurrence.mamba2 import MAMBA2_CHUNK, no_fused_path, row_mamba2_scan
 
 RowFunction = Callable[..., Any]
@@ -51,8 +54,11 @@ class RecurrentCall:
     stock: RowFunction  # the replaced function, which takes one sequence or a batch of equal lengths
     arguments: tuple[Any, ...]
     options: dict[str, Any]  # includes `row_segments`
+    kernel: RowFunction | None = None  # the function of another package that computes it, see kernels.py
 
     def run(self) -> Any:
+        if self.kernel is not None:
+            return KERNELS[self.name].compute(self.kernel, *self.arguments, **self.options)
         return ROW_FUNCTIONS[self.name](*self.arguments, **self.options)
 
 
@@ -98,15 +104,39 @@ def kept_numbers(module: nn.Module) -> float:
 
 def _row_functions(module: nn.Module) -> set[str]:
     """Returns the names of `ROW_FUNCTIONS` that a module's own forward calls."""
-    forward = inspect.unwrap(type(module).forward)
-    return ROW_FUNCTIONS.keys() & set(forward.__code__.co_names)
+    return ROW_FUNCTIONS.keys() & set(_own_forward(module).__code__.co_names)
+
+
+def _own_forward(module: nn.Module) -> types.FunctionType:
+    """Returns the forward that the family's code defines, without decorators."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    variables = inspect.getclosurevars(forward).nonlocals if forward.__closure__ else {}
+    # The decorator `force_accelerate_hooks` of transformers 5.15 sets no `__wrapped__`.
+    own: types.FunctionType = inspect.unwrap(variables.get("forward_func", forward))
+    return own
+
+
+@contextlib.contextmanager
+def torch_recurrences(model: nn.Module) -> Iterator[None]:
+    """Context in which inputs that are no packed rows use transformers' own functions in torch.
+
+    transformers calls flash-linear-attention, causal-conv1d and mamba-ssm wherever they are installed. They
+    refuse fp32 or round more in it, so what a proof takes for the truth must not come from them.
+    """
+    code = vars(sys.modules[type(model).__module__])
+    own = {name: code[name] for name in ROW_FUNCTIONS if name in code}
+    code.update({name: inspect.unwrap(function) for name, function in own.items()})
+    try:
+        yield
+    finally:
+        code.update(own)
 
 
 def wrap_recurrent_layers(model: nn.Module) -> None:
     """Changes the model's recurrent layers so that they compute packed rows. Other inputs work as before."""
     for module in model.modules():
         if _row_functions(module):
-            on_row = _with_row_functions(inspect.unwrap(type(module).forward))
+            on_row = _with_row_functions(_own_forward(module))
             module.forward = functools.partial(_forward, module, on_row)
 
 
@@ -133,9 +163,11 @@ def _seam(name: str, stock: RowFunction) -> RowFunction:
         *arguments: Any,
         seam_calls: SeamCalls | None = None,
         row_recurrence: Callable[[RecurrentCall], Any] | None = None,
+        row_kernels: Mapping[str, RowFunction] | None = None,
         **options: Any,
     ) -> Any:
-        call = RecurrentCall(name=name, stock=stock, arguments=arguments, options=options)
+        kernel = (row_kernels or {}).get(name)
+        call = RecurrentCall(name=name, stock=stock, arguments=arguments, options=options, kernel=kernel)
         if ROW_FUNCTIONS[name] is no_fused_path:
             return call.run()
         if seam_calls is not None:

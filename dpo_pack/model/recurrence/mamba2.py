@@ -49,9 +49,7 @@ def row_mamba2_scan(
     [1, T, H, V] in fp32, as transformers' function does. `chunk_size` is not used: it changes no result.
     """
     pieces = row_pieces(row_segments, MAMBA2_CHUNK)
-    steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    steps = F.softplus(steps) if dt_softplus else steps
-    steps = steps.clamp(*dt_limit).squeeze(0).float()  # [T, H]
+    steps = step_sizes(dt, dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit).squeeze(0)  # [T, H]
     inputs, keys, reads = (states.squeeze(0).float() for states in (hidden_states, B, C))
     # `in_chunks` fills up with zeros. We call it after softplus and clamp, so that the steps of the filling
     # stay 0 and decay nothing.
@@ -72,6 +70,15 @@ def row_mamba2_scan(
     if D is not None:
         out = out + D[:, None] * inputs
     return out[None]
+
+
+def step_sizes(
+    dt: Tensor, dt_bias: Tensor | None, *, dt_softplus: bool, dt_limit: tuple[float, float]
+) -> Tensor:
+    """Returns the steps of all tokens in fp32, from the module's dt: [1, T, H] -> [1, T, H]."""
+    steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    steps = F.softplus(steps) if dt_softplus else steps
+    return steps.clamp(*dt_limit).float()
 
 
 def _by_head(states: Tensor, like: Tensor) -> Tensor:

@@ -113,8 +113,30 @@ def row_pieces(segments: RowSegments, chunk: int) -> RowPieces:
 
 
 def _make_pieces(segments: RowSegments, chunk: int) -> RowPieces:
-    roots: list[tuple[int, int]] = []  # (first row position, number of tokens)
-    tails: list[tuple[int, int, int]] = []  # the same two, and the index of its root in `roots`
+    roots, tails, parents = _find_pieces(segments)
+    root_places, root_steps = _chunks(roots, chunk)
+    tail_places, tail_steps = _chunks(tails, chunk)
+    positions = np.concatenate((root_places, tail_places))  # [N * C], row positions, -1 for none
+    device = segments.cu_seqlens_q.device
+    return RowPieces(
+        chunk=chunk,
+        to_chunks=gather(positions, sum(segments.query_lengths), device),
+        to_row=_back_to_row(positions, segments),
+        root_steps=root_steps,
+        tail_steps=tail_steps,
+        to_tails=gather(parents, len(roots), device) if tails else None,
+    )
+
+
+def _find_pieces(
+    segments: RowSegments,
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]], IntArray]:
+    """Returns (roots, tails, the index of each tail's root). A piece is (first row position, length).
+
+    The longest pieces come first, so that the pieces which have a further chunk are always the first ones.
+    """
+    roots: list[tuple[int, int]] = []
+    tails: list[tuple[int, int, int]] = []  # the third number is the index in `roots`
     start = 0
     for queries, keys, shared in _lengths(segments):
         if queries == keys:
@@ -124,24 +146,68 @@ def _make_pieces(segments: RowSegments, chunk: int) -> RowPieces:
         else:
             tails.append((start, queries, len(roots) - 1))
         start += queries
-    # The longest pieces first, so that the pieces which have a further chunk are always the first ones.
     order = sorted(range(len(roots)), key=lambda number: -roots[number][1])
     rank = {number: place for place, number in enumerate(order)}
     tails.sort(key=lambda tail: -tail[1])
-    root_places, root_steps = _chunks([roots[number] for number in order], chunk)
-    tail_places, tail_steps = _chunks([(first, length) for first, length, _ in tails], chunk)
-    positions = np.concatenate((root_places, tail_places))  # [N * C], row positions, -1 for none
-    places = np.empty(start, dtype=np.int64)
+    return (
+        [roots[number] for number in order],
+        [(first, length) for first, length, _ in tails],
+        np.asarray([rank[root] for _, _, root in tails], dtype=np.int64),
+    )
+
+
+def _back_to_row(positions: IntArray, segments: RowSegments) -> Gather:
+    """Returns the gather that undoes one by `positions`, row positions in any order, -1 for none."""
+    places = np.empty(sum(segments.query_lengths), dtype=np.int64)
     places[positions[positions >= 0]] = np.flatnonzero(positions >= 0)
-    device = segments.cu_seqlens_q.device
-    parents = np.asarray([rank[root] for _, _, root in tails], dtype=np.int64)
-    return RowPieces(
-        chunk=chunk,
-        to_chunks=gather(positions, start, device),
-        to_row=gather(places, len(positions), device),
-        root_steps=root_steps,
-        tail_steps=tail_steps,
+    return gather(places, len(positions), segments.cu_seqlens_q.device)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class PieceBatch:
+    """All roots or all tails of a row, for a kernel that moves states through whole pieces."""
+
+    take: Gather  # from the row's T tokens to `num_lines` lines
+    num_lines: int  # one line a piece, filled up with zeros; or one line for all pieces, one after another
+    starts: Tensor | None  # [pieces + 1] int64, where each piece of one line starts, then where the last ends
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class WholePieces:
+    """The pieces of a row as batches: the roots, then the tails if the row has any."""
+
+    batches: tuple[PieceBatch, ...]
+    to_tails: Gather | None  # from the roots' final states to the tails' first
+    to_row: Gather  # from the entries of all batches to the row
+
+
+def whole_pieces(segments: RowSegments, *, padded: bool) -> WholePieces:
+    """Returns the row's pieces, not cut into chunks, in padded or adjacent lines. Computed once."""
+    key = "padded" if padded else "adjacent"
+    if key not in segments.pieces:
+        segments.pieces[key] = _make_whole(segments, padded=padded)
+    made: WholePieces = segments.pieces[key]
+    return made
+
+
+def _make_whole(segments: RowSegments, *, padded: bool) -> WholePieces:
+    roots, tails, parents = _find_pieces(segments)
+    device, num_tokens = segments.cu_seqlens_q.device, sum(segments.query_lengths)
+    batches, positions = [], []
+    for pieces in filter(None, (roots, tails)):
+        lengths = [length for _, length in pieces]
+        places, _ = _chunks(pieces, max(lengths))  # the first piece is the longest: a chunk for each piece
+        starts = None
+        if not padded:
+            places = places[places >= 0]
+            starts = torch.tensor([0, *np.cumsum(lengths)], device=device)
+        take = gather(places, num_tokens, device)
+        batches.append(PieceBatch(take=take, num_lines=len(pieces) if padded else 1, starts=starts))
+        positions.append(places)
+    return WholePieces(
+        batches=tuple(batches),
         to_tails=gather(parents, len(roots), device) if tails else None,
+        to_row=_back_to_row(np.concatenate(positions), segments),
     )
 
 

@@ -1,0 +1,265 @@
+"""Weights of tokens on their way from rows to a store on disk: given by the row, or found from turns."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.tiny_recipe import changed_keys
+from support.tiny_recipe import load as load_recipe
+from support.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from dpo_pack.data.load import load_data
+from dpo_pack.data.splits import DataSplits
+from dpo_pack.data.store import write_store
+from dpo_pack.data.view import view_source
+from dpo_pack.recipe.load import parse_recipe
+from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
+from dpo_pack.run.prepare import prepare_data
+from dpo_pack.system.errors import DataError
+
+ROW: dict[str, Any] = {"prompt_ids": [5, 6], "chosen_ids": [7, 8, 9, 2], "rejected_ids": [7, 10, 2]}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(tmp_path: Path, train: Any, *, tokenizer: Any = None, **settings: Any) -> DataSplits:
+    data = DataRecipe.model_validate({"train": train, **settings})
+    return load_data(data, tokenizer=tokenizer or tiny_tokenizer(), seed=0, cache_dir=tmp_path / "cache")
+
+
+def refused(tmp_path: Path, row: dict[str, Any], **settings: Any) -> str:
+    path = write(tmp_path / "pairs.jsonl", [ROW, ROW, {**ROW, **row}])
+    with pytest.raises(DataError) as error:
+        load(tmp_path, path, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_weights_of_rows_are_those_of_the_table_also_from_the_cache_and_after_rows_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpo_pack.data.workers._BATCH_ROWS", 1)
+    weighted = {**ROW, "chosen_weights": [1, 0, 0.25, 2.5], "rejected_weights": None}
+    path = write(tmp_path / "pairs.jsonl", [ROW, weighted, ROW])
+    for _ in range(2):
+        table = load(tmp_path, path).train
+        assert [table.token_weights(pair)[0].tolist() for pair in range(3)] == [
+            [1, 1, 1, 1], [1, 0, 0.25, 2.5], [1, 1, 1, 1],
+        ]  # fmt: skip
+        assert table.token_weights(1)[1].tolist() == [1, 1, 1]
+        assert table.has_token_weights.tolist() == [False, True, False]
+        assert table.chosen_scored.tolist() == [4, 3.75, 4] and table.chosen_lengths.tolist() == [4, 4, 4]
+        assert table.chosen(1).tolist() == [7, 8, 9, 2]
+
+
+def test_a_changed_byte_of_weights_makes_the_store_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs.jsonl", [{**ROW, "chosen_weights": [1, 0, 0, 1]}])
+    load(tmp_path, path)
+    (file,) = (tmp_path / "cache" / "tokens").glob("*/weights.bin")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x41")
+    again = load(tmp_path, path)
+    assert again.report["rows_tokenized"] == 1 and again.train.chosen_scored.tolist() == [2]
+
+
+def test_a_store_of_a_release_that_did_not_read_weights_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "pairs.jsonl", [{**ROW, "chosen_weights": [1, 0, 0, 1]}])
+    load(tmp_path, path)
+    (directory,) = (tmp_path / "cache" / "tokens").iterdir()
+    plain = load(tmp_path, write(tmp_path / "plain.jsonl", [ROW])).train.stores[0]
+    for file in directory.iterdir():
+        file.unlink()
+    directory.rmdir()
+    summary = {**plain.summary, "columns_not_read": ["chosen_weights"]}
+    write_store(directory, [plain], lambda: summary)  # type: ignore[list-item]
+    assert load(tmp_path, path).train.chosen_scored.tolist() == [2]
+    assert load(tmp_path, path).report["rows_tokenized"] == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"chosen_weights": [1, 1]}, "chosen_weights has 2 numbers for a completion of 4 tokens"),
+        (
+            {"chosen_weights": [1, -1, 0, 0]},
+            "number 2 of chosen_weights is -1, not a finite number of at least",
+        ),
+        (
+            {"rejected_weights": [1, 0, float("nan")]},
+            "number 3 of rejected_weights is nan, not a finite number",
+        ),
+        (
+            {"rejected_weights": [1, 0, float("inf")]},
+            "number 3 of rejected_weights is inf, not a finite number",
+        ),
+        ({"rejected_weights": [0, 0, 0.0]}, "rejected_weights are all 0, so the completion adds nothing"),
+        ({"rejected_weights": [1, True, 0]}, "rejected_weights is no list of numbers"),
+        ({"rejected_weights": 1}, "rejected_weights is no list of numbers"),
+    ],
+)
+def test_wrong_weights_are_refused_by_file_and_row(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    message = refused(tmp_path, row)
+    assert f"pairs.jsonl line 3: {says}" in message or f"pairs.jsonl row 3: {says}" in message
+
+
+def test_a_completion_whose_scored_tokens_are_all_cut_off_is_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "chosen_weights": [0, 0, 0, 1]}]
+    data = load(tmp_path, write(tmp_path / "pairs.jsonl", rows), max_length=4, truncation="completion_right")
+    assert data.train.num_pairs == 1
+    assert data.report["train"]["sources"][0]["dropped"]["unscored_after_truncation"]["rows"] == 1
+
+
+# ---- Turns of conversations
+
+MARKS = CHAT_TEMPLATE.replace(
+    "{{- '<s>' + message.role + '\n' + (message.content or '') + '</s>\n' }}",
+    "{{- '<s>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{- message.content + '</s>' }}{% endgeneration %}"
+    "{% else %}{{- message.content + '</s>' }}{% endif %}{{ '\n' }}",
+)
+REWRITES = CHAT_TEMPLATE.replace(
+    "(message.content or '')",
+    "(message.content if loop.last or message.role != 'assistant' else 'no more')",
+)
+CALL = [
+    {"role": "assistant", "content": "call"},
+    {"role": "tool", "content": "sunny"},
+    {"role": "assistant", "content": "It is sunny."},
+]
+AGENT: dict[str, Any] = {
+    "prompt": [{"role": "user", "content": "the sky?"}],
+    "chosen": CALL,
+    "rejected": [{"role": "assistant", "content": "rain"}],
+}
+SIMPLE = {**AGENT, "chosen": CALL[:1]}
+
+
+def chat_tokenizer(template: str = CHAT_TEMPLATE) -> Any:
+    tokenizer = tiny_tokenizer(chat_template=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def scored_text(tmp_path: Path, template: str, **settings: Any) -> list[str]:
+    """The texts of the tokens that are scored, of chosen and of rejected."""
+    tokenizer = chat_tokenizer(template)
+    table = load(tmp_path, write(tmp_path / "chat.jsonl", [AGENT]), tokenizer=tokenizer, **settings).train
+    completions = (table.chosen(0), table.rejected(0))
+    weights = table.token_weights(0)
+    assert all(set(of_side.tolist()) <= {0, 1} for of_side in weights)
+    return [tokenizer.decode(ids[of_side == 1]) for ids, of_side in zip(completions, weights, strict=True)]
+
+
+def test_only_what_the_assistant_says_is_scored_and_its_ends_of_turns_are(tmp_path: Path) -> None:
+    assert "{% generation %}" in MARKS and REWRITES != CHAT_TEMPLATE
+    rejected = "rain</s>\n"
+    whole = "call</s>\n<s>tool\nsunny</s>\n<s>assistant\nIt is sunny.</s>\n"
+    assert scored_text(tmp_path, CHAT_TEMPLATE) == ["call</s>\nIt is sunny.</s>\n", rejected]
+    assert scored_text(tmp_path, MARKS) == ["call</s>It is sunny.</s>", rejected]
+    for template in (CHAT_TEMPLATE, MARKS, REWRITES):
+        texts = scored_text(tmp_path, template, scored_turns="all")
+        assert texts[0].endswith("sunny</s>\n<s>assistant\nIt is sunny.</s>\n") and texts[1] == rejected
+    assert scored_text(tmp_path, CHAT_TEMPLATE, scored_turns="all")[0] == whole
+
+
+def test_a_generation_prompt_that_the_whole_text_lacks_does_not_hide_the_turn(tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE.replace("add_generation_prompt and thinking", "add_generation_prompt")
+    assert scored_text(tmp_path, template) == ["call</s>\nIt is sunny.</s>\n", "rain</s>\n"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [SIMPLE, SIMPLE, AGENT])
+    with pytest.raises(DataError) as error:
+        load(tmp_path, path, tokenizer=chat_tokenizer(REWRITES))
+    message = str(error.value)
+    assert message.startswith(
+        f"{path} line 3: message 1 of chosen: the chat template writes earlier turns in an"
+    )
+    assert "; set data.scored_turns: all, or name a template that has {% generation %} marks" in message
+    assert "\n" not in message
+    skipped = load(tmp_path, path, tokenizer=chat_tokenizer(REWRITES), on_bad_row="skip").train
+    assert skipped.num_pairs == 2 and not skipped.has_token_weights.any()
+
+
+def test_a_completion_in_which_the_assistant_says_nothing_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    row = {**AGENT, "rejected": [{"role": "user", "content": "and bread?"}]}
+    path = write(tmp_path / "chat.jsonl", [row])
+    with pytest.raises(
+        DataError, match="rejected has nothing that the assistant says.* set data.scored_turns"
+    ):
+        load(tmp_path, path, tokenizer=chat_tokenizer())
+    assert load(tmp_path, path, tokenizer=chat_tokenizer(), scored_turns="all").train.num_pairs == 1
+
+
+def test_answers_of_one_message_are_rendered_and_stored_as_if_all_turns_were_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "chat.jsonl", [SIMPLE])
+    calls: list[Any] = []
+    render = PreTrainedTokenizerBase.apply_chat_template
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(options)
+        return render(*arguments, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", counted)
+    splits = [
+        load(tmp_path, path, tokenizer=chat_tokenizer(MARKS), scored_turns=turns)
+        for turns in ("assistant", "all")
+    ]
+    assert len(calls) == 6 and splits[0].fingerprint == splits[1].fingerprint
+    assert not list((tmp_path / "cache").rglob("weights.bin"))
+    assert splits[0].train.chosen(0).tolist() == splits[1].train.chosen(0).tolist()
+
+
+def test_a_line_says_on_how_many_pairs_the_scored_turns_matter(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [SIMPLE, AGENT, SIMPLE])
+    for turns, says in (("assistant", "only what the assistant says is scored"), ("all", "are scored too")):
+        told = StringIO()
+        recipe = parse_recipe(
+            {
+                "output_dir": str(tmp_path / "run"),
+                "model": {"path": "unused"},
+                "reference": {"cache_dir": str(tmp_path / "cache")},
+                "data": {"train": path, "scored_turns": turns},
+            }
+        )
+        for _ in range(2):  # the second time from the cache
+            prepare_data(recipe, chat_tokenizer(), Console(file=told, width=300))
+        assert told.getvalue().count("chat: in 1 of 3 pairs ") == 2 and told.getvalue().count(says) == 2
+
+
+def test_other_scored_turns_are_a_change_that_changes_training() -> None:
+    assert changed_keys(load_recipe(), load_recipe("data.scored_turns=all")) == ["data.scored_turns"]
+
+
+def test_show_tells_of_each_token_whether_it_is_scored_or_its_weight(tmp_path: Path) -> None:
+    def scored(row: dict[str, Any]) -> list[Any]:
+        source = SourceRecipe(path=write(tmp_path / "shown.jsonl", [row]))
+        data = DataRecipe(train=(source,))
+        view = view_source(
+            source,
+            "data.train.0",
+            data,
+            chat_tokenizer(),
+            name="shown",
+            label="shown",
+            progress=lambda *_: None,
+        )
+        return [(token.text, token.scored) for token in view.pairs[0].tokens("chosen")]
+
+    shown = scored({**ROW, "chosen_weights": [1, 0, 0.5, 1]})
+    assert [is_scored for _, is_scored in shown] == [False, False, True, False, 0.5, True]
+    said = scored(AGENT)
+    assert "".join(text for text, is_scored in said if is_scored) == "call</s>\nIt is sunny.</s>\n"
+    assert {is_scored for _, is_scored in said} == {True, False}
