@@ -113,7 +113,9 @@ def distribute_policy(
 
 
 def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDataParallel:
-    """Wraps the scorer in DDP, through accelerate. Buffers never change, so DDP need not send them before each forward.
+    """Wraps the scorer in DDP, through accelerate.
+
+    Buffers never change, so DDP need not send them before each forward.
 
     DDP's buckets (its send buffers) always exist and are as large as all gradients. Gradients that exist
     before DDP become views of the buckets, and stay views if they are set to zero in place. If they were no

@@ -242,7 +242,7 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     # settings accelerate would take all three from its own configuration.
     with patch_environment(ACCELERATE_USE_FSDP="false"):
         accelerator = Accelerator(
-            # Only CUDA or the CPU. Otherwise accelerate would use a Mac's GPU, or one process on several ranks.
+            # Only CUDA or the CPU: else accelerate uses a Mac's GPU, or one process on several ranks.
             cpu=not ranks.uses_cuda(),
             mixed_precision="no",
             dynamo_backend="no",
