@@ -30,7 +30,7 @@ from dpo_pack.model.attention.select import BackendChoice, select_backend
 from dpo_pack.model.config import attention_needs, check_packs, own_attention, training_settings
 from dpo_pack.model.logps import WantedStatistics
 from dpo_pack.model.lora import LoraSettings, attach_adapter
-from dpo_pack.model.quantize import Quantization, keep_weights_as_they_are, quantization_settings
+from dpo_pack.model.quantize import Quantization, compute_restored, quantization_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.model.speed import apply_liger, keep_products, speed_up_linears, trim_last_layer
@@ -124,7 +124,7 @@ def load_model(
     }
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that it does not need
     if quantize is not None:
-        options["quantization_config"] = quantization_settings(quantize, precision.activations)
+        options["quantization_config"] = quantization_settings(quantize)
     if reads_weights:
         # Directly onto a CUDA device, so that the processes of a machine do not all hold a copy on the CPU.
         # Without a map transformers puts quantised weights onto the first GPU, in every process.
@@ -133,6 +133,8 @@ def load_model(
         model = _read_model(path, config, recipe_key=recipe_key, revision=revision, **options)
     else:
         model = _empty_model(path, config, recipe_key=recipe_key, **options)
+    if getattr(model, "is_quantized", False):
+        compute_restored(model)
     attached = None
     if adapter is not None:
         attached = attach_adapter(
@@ -151,7 +153,6 @@ def load_model(
         apply_liger(model)
     if device.type == "cpu":
         speed_up_linears(model)
-        keep_weights_as_they_are(model)
     if packed:
         wrap_recurrent_layers(model)
         trim_last_layer(model)

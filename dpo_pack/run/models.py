@@ -21,7 +21,7 @@ from dpo_pack.model.loading import load_config, load_errors, load_model
 from dpo_pack.model.logps import WantedStatistics, compile_head
 from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter, require_peft
 from dpo_pack.model.parallel import ALONE, Strategy, shard_model
-from dpo_pack.model.quantize import Quantization, quantization_settings
+from dpo_pack.model.quantize import Quantization, check_quantizable, quantization_settings
 from dpo_pack.model.routing import RouterBalance, router_balance
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
@@ -67,7 +67,7 @@ class ModelFacts:
         """How the weights are quantised, in the files or while they are loaded; None: not at all."""
         settings: dict[str, Any] | None = self.config.to_dict().get("quantization_config")
         if settings is None and self.quantize is not None:
-            return quantization_settings(self.quantize, self.precision.activations).to_dict()
+            return quantization_settings(self.quantize).to_dict()
         return settings
 
     @functools.cached_property
@@ -191,7 +191,11 @@ def check_model(recipe: Recipe, model: ModelFacts, device: torch.device, *, is_t
     if is_trained and recipe.loss.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
     check_kernels(recipe.model.kernels, model.config, device)
+    if model.quantize is not None:
+        check_quantizable(model.architecture)
     if recipe.model.compile is True:
+        if model.quantization is not None:
+            raise ModelError("model.compile: layers with quantised weights are not compiled; leave it out")
         check_compiler(device)
     if model.is_packed:
         check_packs(model.config)
@@ -257,7 +261,8 @@ def load_weights(
         )
         # Selective checkpointing has to see each product.
         is_selective = recipe.model.gradient_checkpointing == "selective"
-        if not is_selective and compiles(recipe.model.compile, loaded.model, device):
+        is_plain = not is_selective and model.quantization is None
+        if is_plain and compiles(recipe.model.compile, loaded.model, device):
             compile_layers(loaded.model, falls_back=recipe.model.compile == "auto")
             loaded.scorer.head_passes = compile_head()
             loaded.scorer.is_compiled = True

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ COMPILED_LIMIT_SECONDS = 600.0  # code for lengths that always change can be mad
 RESULT_MARK = "@result "
 
 
-def measure(contenders: Sequence[Contender], setting: Setting) -> Iterator[Measurement]:
+def measure(contenders: Sequence[Contender], setting: Setting) -> Generator[Measurement]:
     """Each contender measured, one after another; those that a process did not reach have failed.
 
     Neighbours have a process in common, unless one of them is compiled or wants other variables at its start.

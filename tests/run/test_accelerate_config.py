@@ -60,7 +60,7 @@ def test_files_of_accelerate_config_start_runs_that_take_the_same_steps(tmp_path
         file = tmp_path / f"{name}.yaml"
         file.write_text(yaml.safe_dump(config))
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, "-m", "dpo_pack"]
-        command = [*launch, "train", recipe, f"output_dir={tmp_path / name}"]
+        command = [*map(str, launch), "train", str(recipe), f"output_dir={tmp_path / name}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert (f"Strategy: {strategy} on 2 processes" in done.stdout) is (strategy is not None)

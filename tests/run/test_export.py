@@ -244,7 +244,7 @@ def test_the_card_names_hub_ids_whole_and_of_local_paths_the_last_part(tmp_path:
 
 def test_samples_in_the_card_have_no_control_characters(tmp_path: Path) -> None:
     samples = [
-        ("a\x00b", Sample(step=3, source="s", prompt="p\x1b[31m", completion="one\ntwo\x7f", model="m"))
+        ("a\x00b", Sample(step=3, source="s", prompt="p\x1b[31m", completion="one\ntwo\x7f", model="policy"))
     ]
     card = model_card(make_recipe(tmp_path), totals=TOTALS, evaluation={}, samples=samples)
     assert r"a\x00b" in card and "    one\n    two\\x7f\n" in card

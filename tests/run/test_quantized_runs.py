@@ -18,16 +18,17 @@ from support.run_files import timeless
 from support.tiny_adapters import refusal
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dpo_pack.commands.merge import merge_adapter
-from dpo_pack.model.quantize import quantization_settings
+from dpo_pack.model.quantize import Quantization, check_quantizable, compute_restored, quantization_settings
+from dpo_pack.model.shape import without_weights
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.recipe.machine import check_environment
 from dpo_pack.run.evaluation import evaluate_models
 from dpo_pack.run.models import load_and_prove, new_adapter
 from dpo_pack.run.prepare import prepare
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.errors import ModelError, RecipeError, UnsupportedModelError
 from dpo_pack.system.files import read_json
 from dpo_pack.train import train
 
@@ -72,10 +73,34 @@ def test_packed_rows_of_a_quantised_base_are_proved_exact(kind: str, autocast: s
     types = {parameter.dtype for parameter in loaded.model.parameters()}
     assert types == {torch.float32, torch.uint8 if kind == NF4 else torch.int8}
     assert [proof.name for proof in outcome.proofs if not proof.passed] == []
-    if kind == NF4:
-        equivalence = next(proof for proof in outcome.proofs if proof.name == "equivalence")
-        name = "max error" if autocast == "none" else "max error, in float32"
-        assert equivalence.numbers[name] <= 1e-4
+    equivalence = next(proof for proof in outcome.proofs if proof.name == "equivalence")
+    name = "max error" if autocast == "none" else "max error, in float32"
+    assert equivalence.numbers[name] <= 1e-4
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_layer_computes_as_a_linear_layer_with_the_restored_weight(
+    kind: Quantization, assets: Path
+) -> None:
+    def first_layer(**options: Any) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(assets / "model", dtype=torch.float32, **options)
+        return model.model.layers[0].mlp.gate_proj
+
+    plain = first_layer()
+    quantised = first_layer(quantization_config=quantization_settings(kind), device_map={"": "cpu"})
+    holder = torch.nn.ModuleList([quantised])
+    compute_restored(holder)
+    inputs = [torch.randn(5, plain.in_features, requires_grad=True) for _ in range(2)]
+    with torch.no_grad():
+        weight = holder[0](torch.eye(plain.in_features)).T
+        inputs[1].copy_(inputs[0])
+    error = (weight - plain.weight).norm() / plain.weight.norm()
+    assert 1e-3 < error < (0.01 if kind == "int8" else 0.1)  # 0.09 is that of 4 bits for normal numbers
+    outputs = holder[0](inputs[0]), torch.nn.functional.linear(inputs[1], weight)
+    for output in outputs:
+        output.square().sum().backward()
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, atol=1e-5, rtol=1e-5)
 
 
 def test_only_the_adapter_is_trained_and_it_learns(assets: Path) -> None:
@@ -158,7 +183,7 @@ def test_plain_peft_and_merge_take_the_adapter_on_the_base_that_is_not_quantised
 
 @pytest.mark.slow
 def test_quantised_weights_of_files_are_loaded_and_not_quantised_again(assets: Path, tmp_path: Path) -> None:
-    settings = quantization_settings("nf4", torch.float32)
+    settings = quantization_settings("nf4")
     model = AutoModelForCausalLM.from_pretrained(
         assets / "model", quantization_config=settings, device_map={"": "cpu"}, dtype=torch.float32
     )
@@ -191,6 +216,11 @@ def test_what_cannot_be_quantised_is_refused_in_one_line(
     assert message.startswith("distributed.strategy: quantised weights are not sharded")
     message = refusal(lambda: recipe_in(assets, LORA, NF4, "reference.sync={}"), RecipeError)
     assert message.startswith("reference.sync: a quantised reference")
+    with pytest.raises(ModelError, match="model.compile: layers with quantised weights are not compiled"):
+        prepare(recipe_in(assets, LORA, NF4, "model.compile=true"), Console(quiet=True))
+    experts = AutoConfig.for_model("gpt_oss", num_hidden_layers=1, num_local_experts=8, vocab_size=64)
+    with pytest.raises(UnsupportedModelError, match="most of its weights elsewhere .in experts."):
+        check_quantizable(without_weights(experts, trust_remote_code=False))
     assert "nf4" in refusal(lambda: recipe_in(assets, LORA, "model.quantize=fp4"), RecipeError)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(

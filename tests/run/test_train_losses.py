@@ -14,7 +14,7 @@ from rich.console import Console
 from support.run_files import losses, records, weights
 from support.tiny_run import write_rows
 
-from dpo_pack import train as train_module
+import dpo_pack.train as train_module
 from dpo_pack.model import loading
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run import models as recipe_models

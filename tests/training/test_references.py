@@ -19,7 +19,7 @@ from support.tiny_recipe import load, message_of
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dpo_pack import train as train_module
+import dpo_pack.train as train_module
 from dpo_pack.model.attention.select import BackendChoice
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import Recipe, load_recipe

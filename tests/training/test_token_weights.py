@@ -112,7 +112,7 @@ def plain_models(model_path: Path) -> tuple[CompletionLogps, CompletionLogps]:
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+            parameter.add_(0.05 * torch.randn_like(parameter))
     return policy, reference
 
 

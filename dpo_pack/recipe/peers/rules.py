@@ -359,7 +359,7 @@ def quantize(bits: str) -> Convert:
     return lambda value, settings: bits if value else Unneeded("it is off")
 
 
-QUANTIZE = "nf4: scales are quantised as well; int8: no outliers in 16 bits"
+QUANTIZE = "nf4: scales are quantised as well; int8: inputs are not rounded"
 
 
 def reads(option: str) -> Convert:

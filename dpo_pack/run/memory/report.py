@@ -206,7 +206,7 @@ def _changes(recipe: Recipe, facts: MemoryFacts, longest_pair: int) -> list[list
     # With an adapter, policy and reference are one base model. So the reference cannot be offloaded alone.
     moves_base = recipe.online is not None and recipe.online.offload_reference and not recipe.reference.path
     can_adapt = facts.lora_rank is None and not moves_base
-    nf4: dict[str, Any] = {"bits": bits_per_weight(quantization_settings("nf4", torch.bfloat16).to_dict())}
+    nf4: dict[str, Any] = {"bits": bits_per_weight(quantization_settings("nf4").to_dict())}
     can_quantize = facts.lora_rank is not None and facts.bits is None and facts.num_shards == 1
     return [
         [] if recipe.model.gradient_checkpointing is True else [(["model.gradient_checkpointing=true"], {})],
