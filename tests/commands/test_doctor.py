@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -17,8 +18,10 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 import dpo_pack.model.attention as attention
 import dpo_pack.model.families as families
+from dpo_pack.commands.doctor import render_proofs
 from dpo_pack.commands.main import main
 from dpo_pack.model.families import FAMILIES
+from dpo_pack.proofs.rows import Proof, ProofOutcome
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import own_code
@@ -265,3 +268,19 @@ def test_a_family_that_the_table_does_not_know_is_left_to_the_proofs(
     tiny_model("stablelm", vocab_size=len(tiny_tokenizer())).save_pretrained(model)
     with pytest.raises(UnsupportedModelError, match="wiring proof .*does not pass keyword arguments.*padded"):
         start(recipe, console)
+
+
+def test_rows_are_called_exact_only_if_every_proof_holds() -> None:
+    def shown(*held: bool) -> str:
+        proofs = tuple(
+            Proof(name=f"p{number}", passed=passed, numbers={"max": 0.1}, bound="max <= 1", remedy="r")
+            for number, passed in enumerate(held)
+        )
+        console = Console(record=True, file=io.StringIO())
+        render_proofs(
+            ProofOutcome(what="packed rows", proofs=proofs, seconds=1.0, is_remembered=False), console
+        )
+        return console.export_text()
+
+    assert "Packed rows are exact on this model" in shown(True, True)
+    assert "exact on this model" not in shown(True, False) and "NO" in shown(True, False)

@@ -18,7 +18,14 @@ from dpo_pack.model.layout import Group, layout_row, packed_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.online.interface import Completion, Draw
-from dpo_pack.online.sampling import SamplingSettings, completion_uniforms, draw_tokens, end_tokens
+from dpo_pack.online.sampling import (
+    SamplingSettings,
+    _invert,
+    completion_of,
+    completion_uniforms,
+    draw_tokens,
+    end_tokens,
+)
 from dpo_pack.online.transformers_generator import TransformersGenerator, generating
 
 TEXTS = ("ask one", "what is the colour of the sky?", "x", "how do I bake bread at home? yes or no")
@@ -254,3 +261,20 @@ def test_a_softcap_is_not_lost_where_transformers_takes_sdpa_for_it(
     with generating(model):
         assert model.config._attn_implementation == "eager"
     assert model.config._attn_implementation == ATTENTION_NAME
+
+
+def test_a_completion_s_text_ends_before_the_earliest_stop_string() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = np.array(tokenizer.encode("one two three", add_special_tokens=False), dtype=np.int32)
+    text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+    first, second = "tw", "thr"
+    assert 0 < text.find(first) < text.find(second)
+    for stop in ([first, second], [second, first], ["not there", first]):
+        completion = completion_of(ids, tokenizer, ends=(), stop=stop, stop_end=len(ids))
+        assert completion.text == text[: text.find(first)]
+
+
+def test_a_draw_at_the_very_end_takes_the_last_token_that_can_be_drawn() -> None:
+    masses = torch.tensor([[0.2, 0.3, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]])
+    assert _invert(masses, torch.ones(3)).tolist() == [2, 1, 3]
+    assert _invert(masses, torch.zeros(3)).tolist() == [0, 1, 0]

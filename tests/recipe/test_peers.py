@@ -225,6 +225,7 @@ def test_a_script_is_read_without_running_it_and_what_it_hides_is_listed(tmp_pat
     assert recipe.model.lora is not None and recipe.model.lora.r == 4 and recipe.model.lora.dropout == 0.0
     assert recipe.model.lora.alpha == 16.0  # PEFT's 8, times sqrt(4)
     assert recipe.data.train[0].max_pairs == 500 and recipe.data.max_length == 131072
+    assert recipe.data.train[0].split == "train"
     assert recipe.loss.ld_alpha == 0.5 and not recipe.data.eval
     assert (recipe.optim.lr, recipe.train.epochs, recipe.optim.warmup_steps) == (1e-6, 3, 0)  # TRL's defaults
     for hidden in ("beta: get_beta()", "callbacks: [Own()]", "train_dataset, .map(...)"):
@@ -387,3 +388,31 @@ def test_several_trackers_of_axolotl_are_all_named(tmp_path: Path) -> None:
     recipe = translated(tmp_path, "axolotl", content)[1]
     assert recipe.logging.trackers == ("wandb", "tensorboard") and recipe.train.eval_every_steps == 5
     assert recipe.optim.warmup_ratio == 0.03 and recipe.data.max_length == 512  # axolotl's defaults
+
+
+@pytest.mark.parametrize(
+    ("target", "modules"),
+    [("all", "all-linear"), (None, "all-linear"), ("q_proj,v_proj", ("q_proj", "v_proj"))],
+)
+def test_the_modules_of_llamafactory_s_lora_are_those_of_the_recipe(
+    target: str | None, modules: Any, tmp_path: Path
+) -> None:
+    content = {"model_name_or_path": "a/b", "stage": "dpo", "finetuning_type": "lora", "lora_rank": 8}
+    content |= {"dataset": "pairs", "output_dir": "out"} | ({} if target is None else {"lora_target": target})
+    described = {"pairs": {"hf_hub_url": "c/d", "ranking": True}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(described))
+    _, recipe = translated(tmp_path, "llamafactory", content | {"dataset_dir": str(tmp_path)})
+    assert recipe.model.lora is not None and recipe.model.lora.target_modules == modules
+
+
+@pytest.mark.parametrize(("size", "fraction"), [(0.1, 0.1), (1, 0.02), (100, 0.02)])
+def test_a_mixture_s_test_split_is_a_fraction_and_a_number_of_pairs_is_said_to_be_none(
+    size: float, fraction: float, tmp_path: Path
+) -> None:
+    content = {
+        "model_name_or_path": "a/b", "output_dir": "out", "eval_strategy": "steps", "eval_steps": 10,
+        "datasets": [{"path": "c/d"}], "test_split_size": size,
+    }  # fmt: skip
+    text, recipe = translated(tmp_path, "trl", content)
+    assert value_at(recipe, "data.eval.fraction") == fraction
+    assert ("pairs are held out there" in text) is (size >= 1)

@@ -60,3 +60,10 @@ def test_an_unknown_template_is_answered_with_all_names() -> None:
     with pytest.raises(RecipeError, match="did you mean qwen3-8b-full-8gpu") as refused:
         recipe_template("qwen3-8b-full-8")
     assert all(name in str(refused.value) for name in template_names())
+
+
+def test_a_template_tells_the_model_s_size_and_the_memory_of_its_weights() -> None:
+    assert "\n# 8.19 billion parameters: weights in bfloat16 take 16 GB.\n" in recipe_template(
+        "qwen3-8b-lora-1gpu"
+    )
+    assert "weights in 4 bits take 6 GB.\n" in recipe_template("qwen3-8b-qlora-1gpu")

@@ -6,7 +6,9 @@ import io
 
 import pytest
 
+from dpo_pack.online.win_rate import win_rate_sentence
 from dpo_pack.reports.completions import render_completions
+from dpo_pack.reports.run_tables import _flat
 from dpo_pack.system.console import make_console
 
 
@@ -36,3 +38,22 @@ def test_lines_of_a_completion_stay_lines_and_control_characters_do_not_act(
     lines = [line.strip() for line in text.splitlines()]
     assert lines[lines.index("one") + 1] == "\\x1b[2Jtwo"
     assert "tone: first\\nask" in lines
+
+
+def test_a_record_of_an_online_evaluation_is_told_with_its_win_rate_or_says_that_there_is_no_score() -> None:
+    record = {
+        "prompts": 1200, "failures": 3, "online/win_rate": 0.625, "online/scores": 1.5,
+        "online/score_gain": 0.25,
+        "intervals": {"online/win_rate": (0.5, 0.75), "online/score_gain": (-0.125, 0.625)},
+    }  # fmt: skip
+    assert win_rate_sentence(record) == (
+        "wins 0.625 (0.500 to 0.750) against the starting policy, score 1.500, gain +0.250 (-0.125 to "
+        "+0.625), 3 prompts failed"
+    )
+    assert win_rate_sentence({"prompts": 1200}) == "no score for any of 1,200 prompts"
+
+
+def test_a_list_in_which_only_some_items_are_mappings_is_told_key_by_key() -> None:
+    assert dict(_flat({"judges": ["plain", {"path": "a"}], "betas": [0.9, 0.95]})) == {
+        "judges.0": "plain", "judges.1.path": "a", "betas": [0.9, 0.95],
+    }  # fmt: skip
