@@ -40,7 +40,7 @@ class RowLogps(NamedTuple):
     mean_logit_sums: Tensor  # [S]
     log_square_sums: Tensor  # [S] of log sum_v p(v)^2, nats
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
-    token_statistics: Tensor  # [4, N] fp32: the terms of the four sums of statistics, in their order
+    token_statistics: tuple[Tensor, ...]  # [N] fp32 each: the terms of the four sums, in their order
     expert_counts: (
         Tensor  # [R, E] float64, see model/routing.py; this and the next are [0] without `Row.token_copies`
     )
@@ -117,7 +117,7 @@ class CompletionLogps(nn.Module):
             mean_logit_sums=sequence_sums(statistics.mean_logit, lengths),
             log_square_sums=sequence_sums(statistics.log_sum_squares, lengths),
             token_logps=logps,
-            token_statistics=torch.stack(statistics),
+            token_statistics=tuple(statistics),
             expert_counts=routing.counts,
             expert_probs=routing.probabilities,
         )

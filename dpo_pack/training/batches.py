@@ -238,7 +238,9 @@ def by_pair(output: RowLogps, row: PairRow) -> RowLogps:
         output = output._replace(
             **sequences,
             token_logps=output.token_logps.index_select(0, row.token_index),
-            token_statistics=output.token_statistics.index_select(1, row.token_index),
+            token_statistics=tuple(
+                values.index_select(0, row.token_index) for values in output.token_statistics
+            ),
         )
     if row.token_weights is None:
         return output

@@ -365,7 +365,7 @@ def test_runs_that_cannot_be_are_refused_before_the_policy_is_loaded(
         quantised = {"quant_method": "bitsandbytes"}
         patch.setattr("dpo_pack.run.models._check_quantised", lambda *_, **__: None)
         patch.setattr("dpo_pack.run.models.ModelFacts.quantization", quantised)
-        assert "vllm cannot be handed quantised weights" in refusal(recipe, console)
+        assert "vllm cannot take quantised weights" in refusal(recipe, console)
     with monkeypatch.context() as patch:
         patch.setattr("dpo_pack.run.online.ranks.num_ranks", lambda: 2)
         told = "vllm answers in one process, and this run has 2; set distributed.num_processes: 1"

@@ -81,7 +81,7 @@ def test_values_that_vanished_from_the_cache_are_a_one_line_error(tmp_path: Path
     cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(random_pairs(2))
     cache.append(table.chosen_keys, np.array([-1.0, -2.0]), np.array([1, 1]))
     message = one_line(lambda: FrozenReference.take(cache, [table]))
-    assert message.startswith("2 reference log-probs have vanished") and str(cache.directory) in message
+    assert message.startswith("2 reference log-probs are no longer in") and str(cache.directory) in message
 
 
 def test_no_flipped_byte_changes_frozen_values_unnoticed(

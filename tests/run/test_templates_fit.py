@@ -9,6 +9,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
+from dpo_pack.model.quantize import bits_per_weight, quantization_settings
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.templates import SETUPS, SHAPES, recipe_template, template_names
@@ -33,7 +34,7 @@ def test_a_committed_shape_has_the_parameters_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", template_names())
 def test_the_run_of_a_template_fits_on_its_devices(name: str) -> None:
     recipe = parse_recipe(yaml.safe_load(recipe_template(name)))
-    setup = next(setup for key, setup in SETUPS.items() if name.endswith(key))
+    setup = next(setup for key, setup in SETUPS.items() if name.endswith(f"-{key}"))
     shape = shape_of(next(key for key in SHAPES if name.startswith(f"{key}-")))
     tokens = recipe.packing.token_budget
     facts = MemoryFacts(
@@ -41,6 +42,7 @@ def test_the_run_of_a_template_fits_on_its_devices(name: str) -> None:
         row=RowSize(tokens=tokens, keys=2 * tokens, scored=tokens),  # the worst: everything is scored
         device=torch.device("cuda"),
         lora_rank=None if recipe.model.lora is None else recipe.model.lora.r,
+        bits=bits_per_weight(quantization_settings("nf4").to_dict()) if setup.is_quantised else None,
         num_shards=setup.gpus if recipe.distributed.strategy == "fsdp2" else 1,
         num_gradients=2 if setup.gpus > 1 else 1,
     )

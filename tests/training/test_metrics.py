@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def values_of(
 
 def row_logps(sums: Tensor, num_tokens: Tensor) -> RowLogps:
     """A row's output whose statistics are zero."""
-    empty = dict.fromkeys(RowLogps._fields, torch.zeros_like(sums))
+    empty: dict[str, Any] = dict.fromkeys(RowLogps._fields, torch.zeros_like(sums))
     return RowLogps(**{**empty, "sums": sums, "num_tokens": num_tokens})
 
 
