@@ -416,3 +416,29 @@ def test_a_mixture_s_test_split_is_a_fraction_and_a_number_of_pairs_is_said_to_b
     text, recipe = translated(tmp_path, "trl", content)
     assert value_at(recipe, "data.eval.fraction") == fraction
     assert ("pairs are held out there" in text) is (size >= 1)
+
+
+def test_formats_of_axolotl_that_add_text_are_said_not_to_be_applied(tmp_path: Path) -> None:
+    def header(**formats: str) -> str:
+        kind = {"field_prompt": "question", "field_chosen": "good", "field_rejected": "bad", **formats}
+        content = {
+            "base_model": "a/b", "rl": "dpo", "output_dir": "out",
+            "datasets": [{"path": "pairs.jsonl", "ds_type": "json", "type": kind}],
+        }  # fmt: skip
+        text, recipe = translated(tmp_path, "axolotl", content)
+        columns = recipe.data.train[0].columns
+        assert columns == {"prompt": "question", "chosen": "good", "rejected": "bad"}
+        return " ".join(text.partition("output_dir:")[0].replace("#", "").split())
+
+    plain = {"prompt_format": "{prompt}", "chosen_format": "{chosen}</s>", "rejected_format": "{bad}[/s]"}
+    for formats in ({}, plain, {**plain, "field_system": "system"}):
+        assert "NOT applied" not in header(**formats)
+    for name, text, column in (
+        ("prompt_format", "Question: {prompt} Answer: ", "question"),
+        ("prompt_format", "{prompt}</s>", "question"),
+        ("chosen_format", "{chosen} END", "good"),
+        ("rejected_format", "{rejected}</s></s>", "bad"),
+    ):
+        said = header(**{**plain, name: text})
+        assert f"{name}: {text!r} - NOT applied: dpo-pack takes the text of column {column} as" in said
+        assert said.count("NOT applied") == 1

@@ -1,5 +1,7 @@
 """Translates the keys of an axolotl config (`rl`: dpo, ipo, simpo or orpo; commit 067b021) to recipe keys."""
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from dpo_pack.recipe.peers.rules import (
@@ -62,7 +64,8 @@ def _sources(value: Any, settings: Settings) -> list[dict[str, Any]]:
         columns = dict(_COLUMNS.get(str(kind).rsplit(".", 1)[-1], {}))
         fields = {**each_source, **(kind if isinstance(kind, dict) else {})}
         for ours, theirs in (
-            ("prompt", "field_messages"), ("prompt", "field_prompt"), ("system", "field_system"),
+            ("prompt", "field_messages"), ("prompt", "field_prompt"),
+            *(() if isinstance(kind, dict) else (("system", "field_system"),)),
             ("chosen", "field_chosen"), ("rejected", "field_rejected"),
         ):  # fmt: skip
             if fields.get(theirs):
@@ -81,15 +84,35 @@ def _sources(value: Any, settings: Settings) -> list[dict[str, Any]]:
 
 
 def _train(value: Any, settings: Settings) -> Any:
-    kinds = {str(source.get("type")) for source in value or () if isinstance(source, dict)}
-    written = sorted(kind for kind in kinds if kind.startswith(("chatml", "llama3", "zephyr", "{")))
-    remark = ""
+    kinds = [source.get("type") for source in value or () if isinstance(source, dict)]
+    named = {kind for kind in kinds if isinstance(kind, str)}
+    written = sorted(kind for kind in named if kind.startswith(("chatml", "llama3", "zephyr")))
+    own = [kind for kind in kinds if isinstance(kind, dict)]
+    remark = "rows of text end with the tokenizer's EOS, once" if own else ""
+    if any(kind.get("field_system") and "{system}" not in (kind.get("prompt_format") or "") for kind in own):
+        remark += "; field_system is not used, because prompt_format has no {system}"
     if written:
         remark = (
             f"type {', '.join(written)} writes the template into the text; here rows of messages get the "
             "tokenizer's chat template, and rows of text stay as they are: look at both with dpopack show"
         )
-    return Known({"data.train": _sources(value, settings)}, remark)
+    formats = tuple(what for kind in own for what in _not_applied(kind))
+    return Known({"data.train": _sources(value, settings)}, remark, formats)
+
+
+def _not_applied(kind: dict[str, Any]) -> Iterator[str]:
+    """Yields the formats of a type of the user's own that add text to the columns; dpo-pack adds nothing.
+
+    A special token behind an answer does not count: it is EOS, which dpo-pack adds if it is not there.
+    """
+    for name in ("prompt", "chosen", "rejected"):
+        text, column = kind.get(f"{name}_format"), kind.get(f"field_{name}") or name
+        end = "" if name == "prompt" else r"(<[^<>]+>|\[[^][]+\])?"
+        if text and not re.fullmatch(rf"\{{({name}|{re.escape(column)})\}}{end}", text):
+            yield (
+                f"{name}_format: {text!r} - NOT applied: dpo-pack takes the text of column {column} as it "
+                "is; write what the format adds into the data"
+            )
 
 
 def _held_out(value: Any, settings: Settings) -> Any:

@@ -38,6 +38,7 @@ class Known:
 
     values: dict[str, Any]
     remark: str = ""
+    absent: tuple[str, ...] = ()  # parts of the peer's value that no recipe key replaces, and what differs
 
 
 Outcome = Known | Unneeded | Absent

@@ -42,7 +42,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # Recipe keys set in every translation, because all three peers always train so: (value, comment).
 ALWAYS = {"data.scored_turns": ("all", "every token after the prompt is scored there")}
 _OLD_NAMES = {"evaluation_strategy": "eval_strategy", "torch_dtype": "dtype"}  # of transformers
-GENERAL = "The order of the pairs is another one: the same seed draws other random numbers."
+GENERAL = (
+    "The same seed draws other random numbers: the order of the pairs, and the pairs that a fraction holds out, "
+    "are others."
+)
 _PLACEHOLDERS = {"model.path": "FILL-IN/model", "data.train": "FILL-IN.jsonl"}
 _KEYS = dict.fromkeys(all_keys(Recipe))
 _WIDTH, _COMMENT_COLUMN = 118, 44
@@ -114,7 +117,8 @@ class _Written:
         except (TypeError, ValueError, AttributeError, KeyError):
             outcome = Absent("a value of another kind than expected; set it by hand")
         match outcome:
-            case Known(values=values, remark=remark) if values or is_given:
+            case Known(values=values, remark=remark, absent=absent) if values or is_given:
+                self.absent += absent
                 self._set(values, rule, label, settings[name], remark, is_given=is_given)
             case Unneeded(why=why) if is_given:
                 self.unneeded.append(f"{shown} - {why}")
