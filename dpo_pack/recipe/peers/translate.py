@@ -43,8 +43,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 ALWAYS = {"data.scored_turns": ("all", "every token after the prompt is scored there")}
 _OLD_NAMES = {"evaluation_strategy": "eval_strategy", "torch_dtype": "dtype"}  # of transformers
 GENERAL = (
-    "The same seed draws other random numbers: the order of the pairs, and the pairs that a fraction holds out, "
-    "are others."
+    "The same seed draws other random numbers: the order of the pairs, and the pairs that a fraction holds "
+    "out, are others."
 )
 _PLACEHOLDERS = {"model.path": "FILL-IN/model", "data.train": "FILL-IN.jsonl"}
 _KEYS = dict.fromkeys(all_keys(Recipe))
