@@ -200,6 +200,20 @@ def _is_dataset(value: Any) -> bool:
     return isinstance(value, Dataset)
 
 
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
 def _copy_of(dataset: Dataset) -> Path:
     """Writes the rows to a parquet file in the cache directory, named by its hash; returns its path."""
     from dpo_pack.reference.cache import default_cache_directory
@@ -208,7 +222,8 @@ def _copy_of(dataset: Dataset) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         written = Path(temporary) / "rows.parquet"
-        dataset.to_parquet(str(written))
+        with _without_bars():
+            dataset.to_parquet(str(written))
         with written.open("rb") as file:
             name = hashlib.file_digest(file, "sha256").hexdigest()[:32]
         copy = directory / f"{name}.parquet"

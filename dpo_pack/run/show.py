@@ -147,7 +147,8 @@ def _check_asked(views: Sequence[SourceView], asked_rows: Collection[int]) -> No
     for number in sorted(asked_rows):
         if number not in there:
             has = "; ".join(
-                f"{view.origin.label} has {view.origin.row_word}s 1 to {view.last_row:,}" for view in views
+                f"of {view.origin.label}, {view.origin.row_word}s 1 to {view.last_row:,} were read"
+                for view in views
             )
             raise RecipeError(f"--pair {number}: there is no such {views[0].origin.row_word}; {has}")
 

@@ -758,7 +758,7 @@ def test_show_refuses_bad_input_in_one_line_and_writes_nothing(recipe: Path, dpo
     before = sorted(recipe.parent.rglob("*"))
     page = ("--html", recipe.parent / "page.html")
     for arguments, pattern in {
-        ("--pair", "17"): r"--pair 17: there is no such line; pairs\.jsonl has lines 1 to 16",
+        ("--pair", "17"): r"--pair 17: there is no such line; of pairs\.jsonl, lines 1 to 16 were read",
         ("--pair", "0"): r"--pair '0': not positive whole numbers",
         ("--pair", "x"): r"--pair 'x': not positive whole numbers",
         ("3",): r"'3': write it as key=value",

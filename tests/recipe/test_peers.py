@@ -442,3 +442,19 @@ def test_formats_of_axolotl_that_add_text_are_said_not_to_be_applied(tmp_path: P
         said = header(**{**plain, name: text})
         assert f"{name}: {text!r} - NOT applied: dpo-pack takes the text of column {column} as" in said
         assert said.count("NOT applied") == 1
+
+
+def test_a_notebook_is_read_as_the_script_of_its_cells(tmp_path: Path) -> None:
+    cells = ["%pip install trl\n!nvidia-smi\n", "from trl import DPOConfig, DPOTrainer\n"]
+    cells += ["args = DPOConfig(output_dir='out', beta=0.3)\n", "DPOTrainer(model='a/b', args=args).train()"]
+    notebook = {
+        "cells": [
+            {"cell_type": "markdown", "source": ["# DPOTrainer("]},
+            *({"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells),
+        ]
+    }
+    _, recipe = translated(tmp_path, "trl", json.dumps(notebook), "dpo.ipynb")
+    assert (recipe.model.path, recipe.loss.beta, recipe.optim.lr) == ("a/b", 0.3, 1e-6)
+    for broken in ("{", "[]", '{"cells": 3}'):
+        with pytest.raises(RecipeError, match="cannot be read as a notebook; save its cells as a .py file"):
+            translated(tmp_path, "trl", broken, "dpo.ipynb")

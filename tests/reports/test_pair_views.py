@@ -365,7 +365,7 @@ def test_max_pairs_ends_the_reading_as_in_a_run(shows: Shows) -> None:
 
 @pytest.mark.parametrize("asked", [4, 10**9])
 def test_a_row_that_is_not_there_is_refused_with_those_that_are(asked: int, shows: Shows) -> None:
-    with pytest.raises(RecipeError, match=rf"--pair {asked}: .*pairs.jsonl has lines 1 to 3"):
+    with pytest.raises(RecipeError, match=rf"--pair {asked}: .*of pairs.jsonl, lines 1 to 3 were read"):
         shows([PAIR] * 3, asked=[asked])
 
 

@@ -37,10 +37,10 @@ def read_peer_file(peer: str, path: Path) -> PeerFile:
         raise RecipeError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from None
-    if path.suffix == ".py":
+    if path.suffix in (".py", ".ipynb"):
         if peer != "trl":
             raise RecipeError(f"{path}: {peer} has no Python scripts to translate; give its YAML file")
-        return _read_script(text, path)
+        return _read_script(_code_of_notebook(text, path) if path.suffix == ".ipynb" else text, path)
     if path.suffix in (".yaml", ".yml", ".json"):
         file = PeerFile(values=_flat(_mapping(text, path)))
     elif peer == "trl":
@@ -152,11 +152,24 @@ def _value_of(words: list[str], path: Path) -> Any:
 # Defaults of peft's LoraConfig that differ from those of TRL's ModelConfig.
 _LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 _BY_HAND = "only running the script gives the value; set it by hand"
-_CHANGED = "the script changes the rows: write the changed rows to a .jsonl file and name it in data.train"
+_CHANGED = (
+    "the script changes the rows: write the changed rows to a .jsonl file and name it in data.train, or stay in "
+    "Python: dpo_pack.train('recipe.yaml', **{'data.train': dataset}) takes a datasets.Dataset"
+)
 
 
 class _Unreadable(Exception):
     """Raised for a value that is unknown until the script runs."""
+
+
+def _code_of_notebook(text: str, path: Path) -> str:
+    """Returns the code of all cells, without lines that only a notebook understands (%magic, !command)."""
+    try:
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        lines = [line for cell in cells for line in "".join(cell["source"]).splitlines()]
+    except (ValueError, KeyError, TypeError):
+        raise RecipeError(f"{path}: cannot be read as a notebook; save its cells as a .py file") from None
+    return "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
 
 
 def _read_script(text: str, path: Path) -> PeerFile:
