@@ -210,7 +210,8 @@ def train_step(learner: Learner, batch: GlobalBatch) -> StepOutcome:
     """
     state = learner.state
     balance = None if learner.balance is None else StepBalance(settings=learner.balance)
-    values = accumulate_gradients(learner, batch, balance)
+    with learner.policy.gathered():
+        values = accumulate_gradients(learner, batch, balance)
     grad_norm = clip_gradients(state.policy, learner.max_grad_norm)
     learning_rate = float(state.scheduler.get_last_lr()[0])
     must_skip = learner.guard.check(state.step + 1, values, grad_norm, batch.pair_indices)

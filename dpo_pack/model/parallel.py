@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -69,6 +70,7 @@ class DistributedPolicy:
     forward: Callable[[Row], RowLogps]
     without_reduction: Callable[[], AbstractContextManager[Any]]  # in it each rank adds up its own gradients
     keeps_gradients: bool = False  # whether they stay, as zeros, in DDP's buckets between steps
+    gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # for all passes of a step
 
     def __call__(self, row: Row) -> RowLogps:
         return self.forward(row)
@@ -90,13 +92,18 @@ class DistributedPolicy:
 
 
 def distribute_policy(
-    scorer: CompletionLogps, strategy: Strategy, accelerator: Accelerator | None = None
+    scorer: CompletionLogps,
+    strategy: Strategy,
+    accelerator: Accelerator | None = None,
+    *,
+    stays_gathered: bool = False,
 ) -> DistributedPolicy:
     """Turns the ranks' scorers into one policy that all ranks train together. Every rank must call it.
 
     With the strategy ddp, accelerate's `accelerator` wraps the scorer; None: a new one without settings.
     A sharded scorer reduces gradients after each row, so that no rank ever holds a whole gradient. But with
-    `accumulate_unsharded` each rank holds whole gradients and reduces them after a step's last row.
+    `accumulate_unsharded` each rank holds whole gradients and reduces them after a step's last row. With
+    `stays_gathered` each rank gathers the shards once a step, and holds all weights until the step's end.
     """
     if strategy.name == "ddp":
         copies = _copies(scorer, accelerator or Accelerator(cpu=not ranks.uses_cuda()))
@@ -107,8 +114,11 @@ def distribute_policy(
     if strategy.name == "fsdp2":
         # While weights are gathered, parameters are temporary tensors. An optimizer must not get them.
         assert all(isinstance(parameter, DTensor) for parameter in scorer.parameters())
+        without_reduction: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if strategy.accumulate_unsharded:
-            return DistributedPolicy(forward=scorer, without_reduction=lambda: _unsharded_gradients(scorer))
+            without_reduction = functools.partial(_unsharded_gradients, scorer)
+        gathered = functools.partial(_gathered, scorer) if stays_gathered else contextlib.nullcontext
+        return DistributedPolicy(forward=scorer, without_reduction=without_reduction, gathered=gathered)
     return DistributedPolicy(forward=scorer, without_reduction=contextlib.nullcontext)
 
 
@@ -147,6 +157,26 @@ def _unsharded_gradients(scorer: Any) -> Iterator[None]:
         yield
     finally:
         scorer.set_requires_gradient_sync(True)
+
+
+@contextlib.contextmanager
+def _gathered(scorer: Any) -> Iterator[None]:
+    """In it ranks free no weights that they have gathered. At the end, also after an error, they free all."""
+    sharded = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
+    layers = [module for module in sharded if module is not scorer]
+    scorer.stays_gathered = True
+    scorer.set_reshard_after_backward(False)
+    for layer in layers:
+        layer.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        scorer.stays_gathered = False
+        scorer.set_reshard_after_backward(True)
+        for layer in layers:
+            layer.set_reshard_after_forward(True, recurse=False)
+        for module in sharded:
+            module.reshard()
 
 
 def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.device) -> None:
@@ -233,32 +263,38 @@ def _cast_shard(
 def _widen_gathered(
     gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Writes the gathered weight to `out`, or returns it in `dtype` with the tensors that torch frees."""
+    """Writes the gathered weight to `out`, or returns it in `dtype` with the tensors that torch frees.
+
+    torch would free `gathered` together with the weight. We free it here, because nothing reads it any more.
+    """
     (whole,) = gathered
+    wide = None
     if out is None:
         wide = whole.to(dtype)
-        return wide, (wide,)
-    with torch.no_grad(), _unsafe_preserve_version_counter(out):
-        out.copy_(whole[: len(out)])
-    return None
+    else:
+        with torch.no_grad(), _unsafe_preserve_version_counter(out):
+            out.copy_(whole[: len(out)])
+    whole.untyped_storage().resize_(0)
+    return None if wide is None else (wide, (wide,))
 
 
 def _free_after_inference(scorer: Any, inputs: Any, output: Any) -> None:
     """Frees gathered weights outside of layers after a forward without gradients; no backward frees them."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not scorer.stays_gathered:
         scorer.reshard()
 
 
 def _gather_for_computations(scorer: Any) -> None:
     """Makes `with_own_weights` gather the weights outside of layers, as `forward` does, and free them."""
     register_fsdp_forward_method(scorer, "with_own_weights")
-    gathering = scorer.with_own_weights
+    gathering, scorer.stays_gathered = scorer.with_own_weights, False
 
     def with_own_weights(compute: Callable[[], Any]) -> Any:
         try:
             return gathering(compute)
         finally:
-            scorer.reshard()
+            if not scorer.stays_gathered:
+                scorer.reshard()
 
     scorer.with_own_weights = with_own_weights
 

@@ -25,7 +25,12 @@ from dpo_pack.run.checkpoint.writer import CheckpointWriter
 from dpo_pack.run.describe import describe_run
 from dpo_pack.run.evaluation import Evaluator
 from dpo_pack.run.identity import run_identity
-from dpo_pack.run.memory.report import largest_row, print_measured_memory, print_memory_estimate
+from dpo_pack.run.memory.report import (
+    largest_row,
+    print_measured_memory,
+    print_memory_estimate,
+    stays_gathered,
+)
 from dpo_pack.run.online import build_online, check_generator, live_reference
 from dpo_pack.run.prepare import (
     Prepared,
@@ -120,8 +125,10 @@ def start_session(
     selection = find_selection(recipe, _eval_sets(prepared))
     choose_checkpoint(run, recipe, console.print)
     pairs = None if recipe.online is not None else _planned_pairs(prepared)
+    first_plan = None if pairs is None else pairs.first_plan
     if is_dry:
-        print_memory_estimate(prepared, objective, None if pairs is None else pairs.first_plan)
+        print_memory_estimate(prepared, objective, first_plan)
+    gathers_once = stays_gathered(prepared, objective, first_plan)
     if pairs is None:
         beginning = begin_online(prepared, objective, run)
     else:
@@ -131,7 +138,9 @@ def start_session(
     state = _new_state(recipe, beginning)
     learner = Learner(
         state=state,
-        policy=distribute_policy(policy.scorer, prepared.strategy, prepared.accelerator),
+        policy=distribute_policy(
+            policy.scorer, prepared.strategy, prepared.accelerator, stays_gathered=gathers_once
+        ),
         reference=beginning.reference,
         objective=objective,
         guard=NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=prepared.device),
@@ -147,7 +156,7 @@ def start_session(
     recorder = _recorder(prepared, run, learner, beginning, seconds)
     sampler = Sampler(prepared, policy.scorer, run.samples)
     place = _place(run, state, identity, console)
-    describe_run(prepared, policy, None if pairs is None else pairs.first_plan, num_steps=source.num_steps)
+    describe_run(prepared, policy, first_plan, num_steps=source.num_steps)
     if is_dry:
         _measure_memory(prepared, learner, pairs)
     else:

@@ -17,6 +17,7 @@ from support.tiny_models import VOCABULARY, tiny_model
 from support.two_ranks import run_on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -84,10 +85,12 @@ class Gathers(TorchDispatchMode):
     """Counts the bytes that this rank gives to collectives which gather one tensor."""
 
     bytes_sent = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "c10d::_allgather_base_":
             self.bytes_sent += args[1].nbytes
+            self.count += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -271,6 +274,74 @@ def test_shards_under_autocast_send_linear_weights_in_bf16_and_have_the_bits_of_
     for told in run_on_ranks(on_a_rank):
         for name, (same_logps, same_gradients, saved, expected) in told.items():
             assert same_logps and same_gradients and saved == expected > 0, (name, told[name])
+
+
+def _steps(loaded: LoadedModel, *, stays_gathered: bool, unsharded: bool) -> tuple[list[int], dict[str, Any]]:
+    """How often each of two steps of three rows gathers, and the last step's log-probs and gradients.
+
+    A pass without gradients comes before a step's rows, as that of a live reference.
+    """
+    strategy = strategy_of({"accumulate_unsharded": unsharded})
+    policy = distribute_policy(loaded.scorer, strategy, stays_gathered=stays_gathered)
+    counts, rows, found = [], make_rows(), {}
+    for _ in range(2):
+        loaded.scorer.zero_grad()
+        with Gathers() as gathers, policy.gathered():  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                found["before"] = loaded.scorer(rows[0]).sums
+            for number, row in enumerate(rows):
+                with policy.accumulating(is_last=number == 2):
+                    found[f"row {number}"] = policy(row).sums
+                    backward(found[f"row {number}"])
+            for shard in _shards(loaded.scorer):
+                size = ranks.num_ranks() * shard.padded_sharded_param_size.numel() * shard.orig_dtype.itemsize
+                assert _held(shard) == stays_gathered * size
+        counts.append(gathers.count)
+        assert_shards(loaded)
+    return counts, found | gradients(loaded)
+
+
+def assert_shards(loaded: LoadedModel) -> None:
+    assert all(isinstance(parameter, DTensor) for parameter in loaded.scorer.parameters())
+    assert all(_held(shard) == 0 for shard in _shards(loaded.scorer))
+
+
+def _shards(scorer: Any) -> list[Any]:
+    states = [module._get_fsdp_state() for module in scorer.modules() if isinstance(module, FSDPModule)]
+    return [shard for state in states for shard in state._fsdp_param_group.fsdp_params]
+
+
+def _held(shard: Any) -> int:
+    """The bytes of a gathered weight, and of what was sent of it."""
+    tensors = {*shard.all_gather_outputs, *getattr(shard, "_unsharded_inner_tensors", ())}
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+@pytest.mark.parametrize("unsharded", [False, True], ids=["reduced each row", "reduced once"])
+def test_shards_that_stay_gathered_are_gathered_once_a_step_and_steps_have_the_same_bits(
+    unsharded: bool, models: Path
+) -> None:
+    def on_a_rank() -> None:
+        sections: list[dict[str, Any]] = [{}, LORA, RECOMPUTED]
+        for section in sections:
+            recipe = recipe_of(models / "uneven", section)
+            layerwise, once = (loaded_policy(recipe, AUTOCAST, strategy_of({})) for _ in range(2))
+            before, expected = _steps(layerwise, stays_gathered=False, unsharded=unsharded)
+            after, found = _steps(once, stays_gathered=True, unsharded=unsharded)
+            num_layers = len(layerwise.scorer.model.get_decoder().layers)
+            # The pass without gradients gathers each layer once, each of three rows twice.
+            assert before == [(1 + 2 * 3) * num_layers + 4] * 2, before
+            assert after == [num_layers + 1] * 2, after
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+            # A signal between rows ends a step: what is saved then must be shards.
+            policy = distribute_policy(once.scorer, strategy_of({}), stays_gathered=True)
+            with pytest.raises(KeyboardInterrupt), policy.gathered():
+                backward(policy(make_rows()[0]).sums)
+                raise KeyboardInterrupt
+            assert_shards(once)
+
+    run_on_ranks(on_a_rank)
 
 
 def test_gradients_of_shards_gathered_in_bf16_are_added_up_over_ranks_in_fp32(models: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from support.distributed_runs import Run, assert_same_metrics
-from support.run_files import assert_same_run, records, weights
+from support.run_files import assert_same_run, records, timeless, weights
 from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
@@ -18,8 +19,11 @@ from support.whole_runs import pair_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.memory import report as memory_report
+from dpo_pack.run.memory.estimate import GIB
 from dpo_pack.run.samples import Sampler, read_samples
 from dpo_pack.system import ranks
+from dpo_pack.system.memory import AvailableMemory
 from dpo_pack.train import train
 
 # 13 pairs in steps of 4: ranks have unequal rows, and in the last step there is a pair for one of them.
@@ -102,6 +106,34 @@ def check_runs(assets: Path, tmp_path: Path, runs: list[Run]) -> None:
 @pytest.mark.multiprocess
 def test_two_processes_leave_what_one_leaves(assets: Path, tmp_path: Path) -> None:
     check_runs(assets, tmp_path, QUICK)
+
+
+def _train_with_memory(directory: Path, gib: dict[str, int]) -> list[str]:
+    """The line about shards of a run for each amount of free memory."""
+    lines = []
+    for run, free in gib.items():
+        memory = AvailableMemory(free=free * GIB, total=free * GIB)
+        console = Console(file=StringIO(), width=200)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory_report, "available_memory", lambda device: memory)  # noqa: B023
+            train(recipe_of(directory, run, LORA, "loss.type=aot", "distributed.strategy=fsdp2"), console)
+        ranks.wait_for_all()
+        lines += [line for line in console.file.getvalue().splitlines() if line.startswith("Shards")]  # type: ignore[attr-defined]
+    return lines
+
+
+@pytest.mark.multiprocess
+def test_a_run_takes_the_same_steps_where_memory_allows_to_gather_once_a_step(
+    assets: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "assets"
+    shutil.copytree(assets, directory)
+    layerwise, once = run_on_ranks(_train_with_memory, directory, {"little": 0, "enough": 9})[0]
+    assert "gathered layer by layer" in layerwise and "gathered all for the whole step" in once
+    assert timeless(directory / "enough", "train") == timeless(directory / "little", "train")
+    expected = weights(directory / "little")
+    for name, tensor in weights(directory / "enough").items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.slow

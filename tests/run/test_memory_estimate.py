@@ -42,6 +42,7 @@ from dpo_pack.run.memory.estimate import (
 )
 from dpo_pack.run.memory.report import advice, available_memory, format_bytes, largest_row
 from dpo_pack.run.prepare import prepare, prepare_prompts, recipe_objective
+from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.memory import AvailableMemory
 from dpo_pack.train import train
@@ -250,6 +251,53 @@ def test_offloaded_state_is_in_the_host_s_memory(eight_billion: MemoryShape, rec
     assert (kept_whole["parameters"], kept_whole["gradients"], kept_whole["optimizer"]) == (0, gradients, 0)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "changes", "wide", "buffers"),
+    [
+        ((), {}, 4, 8),  # a gradient of one layer, and the copy from which another is reduced
+        (("distributed.gather_dtype=bfloat16",), {}, 2, 6),
+        ((), {"lora_rank": 16}, 4, 4),  # what is sent of two layers, in bf16
+        (("model.dtype=bfloat16",), {"lora_rank": 16}, 2, 4),
+    ],
+)
+def test_gathered_weights_are_those_of_two_layers_or_of_all(
+    overrides: tuple[str, ...],
+    changes: dict[str, Any],
+    wide: int,
+    buffers: int,
+    eight_billion: MemoryShape,
+    recipe_with: Overridden,
+) -> None:
+    recipe = recipe_with("distributed.strategy=fsdp2", *overrides)
+    facts = plain(eight_billion, num_shards=8, **changes)
+    layerwise, once = (
+        estimate_memory(recipe, replace(facts, stays_gathered=stays))["gathered weights"]
+        for stays in (False, True)
+    )
+    layer = eight_billion.layer_parameters
+    assert once == pytest.approx(wide * eight_billion.num_parameters + buffers * layer)
+    assert once - layerwise == pytest.approx(wide * 30 * layer)
+    assert estimate_memory(recipe, plain(eight_billion, **changes))["gathered weights"] == 0
+
+
+def test_shards_stay_gathered_if_every_device_has_the_memory(
+    eight_billion: MemoryShape, recipe_with: Overridden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, facts = recipe_with("distributed.strategy=fsdp2"), plain(eight_billion, num_shards=8)
+    needed = sum(estimate_memory(recipe, replace(facts, stays_gathered=True)).values())
+    for free, stays in ((1.34 * needed, True), (1.33 * needed, False)):
+        memory = AvailableMemory(free=int(free), total=1000 * GIB)
+        monkeypatch.setattr(memory_report, "available_memory", lambda device: memory)  # noqa: B023
+        assert memory_report._can_stay_gathered(recipe, facts) == stays
+        assert not memory_report._can_stay_gathered(recipe, replace(facts, num_shards=1))
+    monkeypatch.setattr(ranks, "largest_numbers", lambda *lacking: [1.0])  # on another rank
+    monkeypatch.setattr(memory_report, "available_memory", lambda device: replace(memory, free=1000 * GIB))
+    assert not memory_report._can_stay_gathered(recipe, facts)
+    monkeypatch.setattr(memory_report, "available_memory", lambda device: None)
+    monkeypatch.setattr(ranks, "largest_numbers", lambda *lacking: list(lacking))
+    assert not memory_report._can_stay_gathered(recipe, facts)
+
+
 def test_a_gradient_beside_ddp_s_buckets_counts_twice(eight_billion: MemoryShape) -> None:
     def needed(**changes: Any) -> float:
         return sum(estimate_memory(recipe_of("fp32"), plain(eight_billion, **changes)).values())
@@ -292,7 +340,7 @@ def test_where_no_single_change_is_enough_the_fewest_are_put_together(
     for recipe, num_shards in ((recipe_with(recompute), 1), (recipe_with(), 64)):
         assert sum(estimate_memory(recipe, replace(facts, num_shards=num_shards)).values()) > 80 * GIB
     ((overrides, needed),) = advice(recipe_with(), facts, 1024, 80 * GIB)
-    assert overrides == f"{recompute} distributed.num_processes=2 distributed.strategy=fsdp2"
+    assert overrides == f"{recompute} distributed.num_processes=4 distributed.strategy=fsdp2"
     assert needed <= 80 * GIB
 
 

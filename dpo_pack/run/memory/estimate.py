@@ -135,6 +135,7 @@ class MemoryFacts:
     has_second_model: bool = False  # whether a reference that follows the policy is loaded too
     can_shard: bool = True  # false for quantised weights
     num_shards: int = 1
+    stays_gathered: bool = False  # whether all shards are gathered once a step, and not a layer at a time
     num_gradients: int = 1  # copies of the gradient: 2 if rows add up outside DDP's buffers
 
 
@@ -148,9 +149,7 @@ def estimate_memory(recipe: Recipe, facts: MemoryFacts) -> dict[str, float]:
             state = StateBytes(parameters=0.0, gradients=0.0, optimizer=0.0)
         if recipe.distributed.accumulate_unsharded:
             state = replace(state, gradients=whole_gradients)
-        # The weights of two layers, the gradient of one layer, and all weights outside the layers.
-        num_outside = shape.num_parameters - shape.num_layers * shape.layer_parameters
-        gathered = (3 * shape.layer_parameters + num_outside) * precision.parameters.itemsize
+        gathered = _gathered_bytes(facts, precision)
     layer, num_whole, inputs = layer_bytes(recipe, facts), shape.num_layers, 0.0
     # A quantised layer is restored for one product at a time; autocast keeps no copies of all layers.
     num_cast = 1 if recipe.model.gradient_checkpointing or facts.bits is not None else shape.num_layers
@@ -192,6 +191,22 @@ def state_bytes(recipe: Recipe, facts: MemoryFacts) -> StateBytes:
     )
     num_gradients = facts.num_gradients if facts.num_shards == 1 else 1
     return replace(state, gradients=num_gradients * state.gradients)
+
+
+def _gathered_bytes(facts: MemoryFacts, precision: Precision) -> float:
+    """Returns the bytes of gathered weights: those outside of layers and those of two layers, or all.
+
+    Beside them are torch's buffers of two layers: what has been sent of their weights and, in the backward
+    pass of a whole model, the gradient of one layer and the fp32 copy from which that of another is reduced.
+    """
+    shape, wide = facts.shape, (precision.gathered or precision.parameters).itemsize
+    num_layers = shape.num_layers if facts.stays_gathered else 2
+    num_outside = shape.num_parameters - shape.num_layers * shape.layer_parameters
+    sent = 2 * (2 if precision.casts_weights else wide)
+    reduced = wide + 4 if facts.lora_rank is None else 0
+    return (num_layers * shape.layer_parameters + num_outside) * wide + shape.layer_parameters * max(
+        sent, reduced
+    )
 
 
 def layer_bytes(recipe: Recipe, facts: MemoryFacts) -> float:

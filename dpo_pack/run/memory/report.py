@@ -37,6 +37,9 @@ from dpo_pack.system.memory import AvailableMemory, host_memory, release_memory
 
 _STEPS_SEARCHED = 500  # `largest_row` searches these first steps; packed rows are nearly full in all steps
 _MOST_PROCESSES = 64
+# Shards are gathered once a step if a step then needs at most this part of the free memory: an estimate of
+# activations can be a quarter too low.
+_GATHERED_SHARE = 0.75
 LORA_RANK = 16
 
 
@@ -54,7 +57,7 @@ def print_memory_estimate(prepared: Prepared, objective: Objective, plan: Packin
     texts = {
         "parameters": f"the model has {format_count(facts.shape.num_parameters)}",
         "optimizer": recipe.optim.name,
-        "gathered weights": f"of {facts.num_shards} shards",
+        "gathered weights": f"of {facts.num_shards} shards, {_gathering(facts)}",
         "weights cast": "by autocast",
         "activations": f"of {facts.row.tokens:,} tokens, the largest row",
         "working memory": f"of the head on {facts.row.scored:,} scored tokens, or a layer",
@@ -85,6 +88,10 @@ def print_memory_estimate(prepared: Prepared, objective: Objective, plan: Packin
         )
 
 
+def _gathering(facts: MemoryFacts) -> str:
+    return "all for the whole step" if facts.stays_gathered else "layer by layer"
+
+
 def _what_is_free(memory: AvailableMemory) -> str:
     return f"{format_bytes(memory.free)} of {format_bytes(memory.total)} are free"
 
@@ -111,7 +118,26 @@ def memory_facts(
         num_shards=1 if mesh is None else mesh.size(mesh.ndim - 1),
         num_gradients=num_gradients(policy.config) if prepared.strategy.name == "ddp" else 1,
     )
-    return facts, longest_pair
+    return replace(facts, stays_gathered=_can_stay_gathered(prepared.recipe, facts)), longest_pair
+
+
+def _can_stay_gathered(recipe: Recipe, facts: MemoryFacts) -> bool:
+    """Whether every device has memory for all gathered weights during a step. All ranks must call it."""
+    if facts.num_shards == 1:
+        return False
+    available = available_memory(facts.device)
+    needed = sum(estimate_memory(recipe, replace(facts, stays_gathered=True)).values())
+    lacking = float("inf") if available is None else needed - _GATHERED_SHARE * available.free
+    return ranks.largest_numbers(lacking)[0] <= 0
+
+
+def stays_gathered(prepared: Prepared, objective: Objective, plan: PackingPlan | None) -> bool:
+    """Returns whether a run gathers its shards once a step, and prints it. All ranks must call it."""
+    if not prepared.strategy.shards:
+        return False
+    facts, _ = memory_facts(prepared, objective, plan)
+    prepared.console.print(f"Shards: gathered {_gathering(facts)}, by the free memory of the devices")
+    return facts.stays_gathered
 
 
 def _lora_rank(prepared: Prepared) -> int | None:
@@ -270,7 +296,7 @@ def print_measured_memory(
     try:
         hold_optimizer_state(optimizer)
         torch.cuda.reset_peak_memory_stats(device)
-        with policy.accumulating(is_last=True):
+        with policy.gathered(), policy.accumulating(is_last=True):
             policy.idle(row)
         torch.cuda.synchronize(device)
     except RuntimeError as error:
