@@ -153,8 +153,8 @@ def _value_of(words: list[str], path: Path) -> Any:
 _LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 _BY_HAND = "only running the script gives the value; set it by hand"
 _CHANGED = (
-    "the script changes the rows: write the changed rows to a .jsonl file and name it in data.train, or stay in "
-    "Python: dpo_pack.train('recipe.yaml', **{'data.train': dataset}) takes a datasets.Dataset"
+    "the script changes the rows: write the changed rows to a .jsonl file and name it in data.train, or stay "
+    "in Python: dpo_pack.train('recipe.yaml', **{'data.train': dataset}) takes a datasets.Dataset"
 )
 
 
