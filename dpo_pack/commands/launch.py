@@ -33,7 +33,7 @@ from dpo_pack.system.endings import end_soon, ending_of, settle_failure
 from dpo_pack.system.errors import RecipeError, RunError, first_line
 from dpo_pack.system.files import leaves
 from dpo_pack.system.machine import package_versions
-from dpo_pack.system.placement import Placement, placement
+from dpo_pack.system.placement import Placement, is_set, placement
 from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
 
 # The longest time that ranks wait until all have started: nodes of a job start at different times.
@@ -55,6 +55,7 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False, verbose: bool = False)
     the new processes. Raises RecipeError if the number of processes is wrong, RunError if the ranks cannot
     connect, or if their recipes or package versions differ.
     """
+    _refuse_other_shards()
     place = placement(os.environ)
     num_processes = wanted_processes(recipe, place)
     if place is None and num_processes > 1:
@@ -100,6 +101,14 @@ def wanted_processes(recipe: Recipe, place: Placement | None) -> int:
     wanted = recipe.distributed.num_processes
     num_devices = torch.cuda.device_count() if ranks.uses_cuda() else 0
     if place is None:
+        # With a configuration for several processes on CPUs, `accelerate launch` starts one. It does not say
+        # how many were asked for, but only then sets the address at which they would meet.
+        if wanted == "auto" and is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ:
+            raise RecipeError(
+                "distributed.num_processes: accelerate's configuration asks for several processes on CPUs, "
+                "but accelerate launch starts one; set distributed.num_processes to their number, then "
+                "dpo-pack starts them"
+            )
         number = max(1, num_devices) if wanted == "auto" else wanted
         if num_devices and number > num_devices:
             raise RecipeError(
@@ -138,7 +147,8 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
     return _stores[place]
 
 
-def _join(place: Placement, store: Store) -> None:
+def _refuse_other_shards() -> None:
+    """Raises RecipeError if accelerate's configuration asks for sharding that this package does not have."""
     refused = {
         "DEEPSPEED": "DeepSpeed",
         "MEGATRON_LM": "Megatron-LM",
@@ -146,11 +156,14 @@ def _join(place: Placement, store: Store) -> None:
         **({} if os.environ.get("FSDP_VERSION") == "2" else {"FSDP": "FSDP 1"}),
     }
     for variable, name in refused.items():
-        if os.environ.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true":
+        if is_set(f"ACCELERATE_USE_{variable}"):
             raise RecipeError(
                 f"distributed.strategy: accelerate's configuration asks for {name}, which dpo-pack does not "
                 "have; choose one of distributed_type: MULTI_GPU, or FSDP with fsdp_version: 2"
             )
+
+
+def _join(place: Placement, store: Store) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         num_threads = max(1, usable_cores() // place.num_local_ranks)
         os.environ["OMP_NUM_THREADS"] = str(num_threads)  # accelerate and other libraries read it later

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import patch_environment
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
@@ -145,7 +146,9 @@ def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDat
             gradient_as_bucket_view=True,
             find_unused_parameters=leaves_some_out,
         )
-        copies = accelerator.prepare_model(scorer, device_placement=False)
+        # Else accelerate names the GPU by its number on the node, but a rank may see only its own, as 0.
+        with patch_environment(ACCELERATE_BYPASS_DEVICE_MAP="true"):
+            copies = accelerator.prepare_model(scorer, device_placement=False)
     assert isinstance(copies, DistributedDataParallel)
     return copies
 

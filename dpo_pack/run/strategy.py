@@ -20,6 +20,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.memory import machine_memory_bytes
+from dpo_pack.system.placement import is_set
 
 # `auto` chooses ddp only if weights, gradients and optimizer state take at most this part of the memory.
 STATE_SHARE = 0.6
@@ -105,11 +106,6 @@ def check_accelerate_config(recipe: Recipe, precision: Precision) -> None:
                 f"{key}: accelerate's configuration asks for {name}, and the recipe does not; set "
                 f"{key}: true, or leave it out there"
             )
-
-
-def is_set(variable: str) -> bool:
-    """Returns whether an environment variable of accelerate says yes."""
-    return os.environ.get(variable, "false").lower() in ("true", "1")
 
 
 def _by_size(recipe: Recipe, policy: ModelFacts, device: torch.device) -> tuple[Literal["ddp", "fsdp2"], str]:

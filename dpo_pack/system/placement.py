@@ -6,6 +6,7 @@ ranks connect. `srun` sets variables of SLURM, from which this file computes the
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -118,6 +119,11 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
         f"distributed.num_processes: SLURM_STEP_TASKS_PER_NODE, '{tasks_per_node}', does not say how many "
         "tasks this node has; start the ranks with torchrun instead"
     )
+
+
+def is_set(variable: str) -> bool:
+    """Returns whether an environment variable of accelerate says yes."""
+    return os.environ.get(variable, "false").lower() in ("true", "1")
 
 
 def _value(environ: Mapping[str, str], name: str) -> str:

@@ -307,7 +307,9 @@ def assert_shards(loaded: LoadedModel) -> None:
 
 
 def _shards(scorer: Any) -> list[Any]:
-    states = [module._get_fsdp_state() for module in scorer.modules() if isinstance(module, FSDPModule)]
+    states: list[Any] = [
+        module._get_fsdp_state() for module in scorer.modules() if isinstance(module, FSDPModule)
+    ]
     return [shard for state in states for shard in state._fsdp_param_group.fsdp_params]
 
 

@@ -15,18 +15,21 @@ import yaml
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from rich.console import Console
 from support.run_files import timeless
 from support.tiny_adapters import refusal
+from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
-from dpo_pack.commands.launch import _join
+from dpo_pack.commands.launch import on_every_rank, wanted_processes
+from dpo_pack.model import parallel
+from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.prepare import prepare
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.system.placement import Placement
 
 # What `accelerate config` writes, with its defaults, for one process on the CPU and for two with devices.
 ONE_PROCESS = {
@@ -48,26 +51,50 @@ FSDP2 = {
 }  # fmt: skip
 
 
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+SEVERAL_ON_CPUS = {**ONE_PROCESS, "distributed_type": "MULTI_CPU", "num_processes": 2}
+
+
+def launch(directory: Path, config: dict[str, Any], *overrides: str) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` of a tiny run, with a file of this content."""
+    file = directory / "accelerate.yaml"
+    file.write_text(yaml.safe_dump(config))
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    train = ["-m", "dpo_pack", "train", str(directory / "recipe.yaml"), *overrides]
+    return subprocess.run([*accelerate, *train], capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_files_of_accelerate_config_start_runs_that_take_the_same_steps(tmp_path: Path) -> None:
-    recipe = tiny_run(tmp_path)
-    for name, config, strategy in (
-        ("one", ONE_PROCESS, None),
-        ("two", TWO_PROCESSES, "ddp"),
-        ("shards", FSDP2, "fsdp2"),
+    tiny_run(tmp_path)
+    two = "distributed.num_processes=2"  # `accelerate launch` starts one process, and dpo-pack the two
+    for name, config, strategy, overrides in (
+        ("one", ONE_PROCESS, None, ()),
+        ("two", TWO_PROCESSES, "ddp", ()),
+        ("two on cpus", SEVERAL_ON_CPUS, "ddp", (two,)),
+        ("shards", FSDP2, "fsdp2", ()),
     ):
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(config))
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, "-m", "dpo_pack"]
-        command = [*map(str, launch), "train", str(recipe), f"output_dir={tmp_path / name}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = launch(tmp_path, config, f"output_dir={tmp_path / name}", *overrides)
         assert done.returncode == 0, done.stderr
         assert (f"Strategy: {strategy} on 2 processes" in done.stdout) is (strategy is not None)
     alone = timeless(tmp_path / "one", "train")
-    for name in ("two", "shards"):
+    for name in ("two", "two on cpus", "shards"):
         for ours, theirs in zip(timeless(tmp_path / name, "train"), alone, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+
+
+def test_a_file_for_several_processes_on_cpus_needs_their_number_in_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch` starts one process then, with these variables and others."""
+    recipe = tiny_run(tmp_path)
+    for name, value in {"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    found = refusal(lambda: wanted_processes(load_recipe(recipe), None), RecipeError)
+    assert "several processes on CPUs, but accelerate launch starts one; set distributed.num_proc" in found
+    for number in (1, 2):
+        assert wanted_processes(load_recipe(recipe, [f"distributed.num_processes={number}"]), None) == number
 
 
 @pytest.mark.parametrize(
@@ -113,13 +140,13 @@ def test_what_the_recipe_asks_for_too_is_no_contradiction(
     ],
 )
 def test_other_kinds_of_sharding_are_refused_by_name(
-    variables: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable, value in variables.items():
+    """Also where `accelerate launch` has started one process."""
+    for variable, value in (ONE_RANK | variables).items():
         monkeypatch.setenv(variable, value)
-    place = Placement(rank=0, num_ranks=2, local_rank=0, num_local_ranks=2, address="127.0.0.1", port=1)
-    store: Any = None  # refused before it is asked
-    assert f"asks for {name}, which" in refusal(lambda: _join(place, store), RecipeError)
+    recipe = load_recipe(tiny_run(tmp_path))
+    assert f"asks for {name}, which" in refusal(lambda: on_every_rank(recipe).__enter__(), RecipeError)
 
 
 def _chosen(directory: Path, *overrides: str) -> str:
@@ -138,6 +165,19 @@ def test_fsdp2_of_accelerate_selects_fsdp2_and_does_not_contradict_the_recipe(tm
     assert set(run_on_ranks(_chosen, tmp_path)) == {"fsdp2 on 2 processes (accelerate's configuration)"}
     for refused in run_on_ranks(_chosen, tmp_path, "distributed.strategy=ddp"):
         assert refused.startswith("distributed.strategy: accelerate's configuration asks for FSDP2, and")
+
+
+def _devices_of_copies() -> list[object]:
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    scorer = CompletionLogps(tiny_model("llama"), backend=None, autocast=None)
+    copies: Any = parallel._copies(scorer, accelerator)
+    return [copies.device_ids, copies.output_device]
+
+
+@pytest.mark.multiprocess
+def test_ddp_takes_the_device_on_which_the_weights_are_whatever_its_number_on_the_node() -> None:
+    assert run_on_ranks(_devices_of_copies) == [[None, None]] * 2
 
 
 # ----------------------------------------------------------- why the shards are torch's, not accelerate's
@@ -161,3 +201,28 @@ def test_accelerate_shards_no_model_without_an_optimizer(monkeypatch: pytest.Mon
     monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
     with pytest.raises(ValueError, match="optimizer"):
         accelerator.prepare(torch.nn.Linear(2, 2))
+
+
+def test_accelerate_shards_one_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    shared = AcceleratorState._shared_state
+    monkeypatch.setitem(shared, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
+    policy, reference = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="Only one model"):
+        accelerator.prepare(policy, reference, torch.optim.AdamW(policy.parameters()))
+
+
+def _dtype_of_shards() -> torch.dtype:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    AcceleratorState._reset_state(reset_partial_state=True)  # the parent's has no mixed precision
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    shards: torch.nn.Module = fsdp2_prepare_model(accelerator, model)
+    return next(shards.parameters()).dtype
+
+
+@pytest.mark.multiprocess
+def test_accelerate_s_shards_of_bfloat16_weights_are_in_float32() -> None:
+    assert run_on_ranks(_dtype_of_shards) == [torch.float32] * 2
