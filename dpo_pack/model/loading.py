@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,7 +121,6 @@ def load_model(
         "dtype": precision.parameters,
         "attn_implementation": ATTENTION_NAME if packed else own,
     }
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that it does not need
     if quantize is not None:
         options["quantization_config"] = quantization_settings(quantize)
     if reads_weights:

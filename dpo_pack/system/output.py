@@ -8,6 +8,7 @@ libraries, warnings and tracebacks print.
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 from typing import Any
@@ -35,8 +36,11 @@ def complain(line: str) -> None:
 def guard_output() -> None:
     """From now on, escapes control characters in all that Python code writes to stdout and stderr.
 
-    Also escapes characters that stdout's encoding lacks, because data may have any character.
+    Also escapes characters that stdout's encoding lacks, because data may have any character. And silences
+    bitsandbytes, which transformers imports if it is installed: it warns that the CPU lacks kernels, which
+    dpo-pack does not call.
     """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     stdout = unguarded(sys.stdout)
     if isinstance(stdout, io.TextIOWrapper):
         stdout.reconfigure(errors="backslashreplace")

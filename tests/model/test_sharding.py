@@ -310,7 +310,8 @@ def _shards(scorer: Any) -> list[Any]:
     states: list[Any] = [
         module._get_fsdp_state() for module in scorer.modules() if isinstance(module, FSDPModule)
     ]
-    return [shard for state in states for shard in state._fsdp_param_group.fsdp_params]
+    groups: list[Any] = [state._fsdp_param_group for state in states]
+    return [shard for group in groups for shard in group.fsdp_params]
 
 
 def _held(shard: Any) -> int:
