@@ -99,7 +99,9 @@ def test_log_probs_of_a_row_wait_for_no_device(
     with torch.set_grad_enabled(trains):
         said = scorer(make_row())
     assert said.sums.shape == (6,) and said.sums.requires_grad == trains
-    assert all(tensor.device.type == "cuda" for tensor in said)
+    tensors = [*said.token_statistics, *(field for field in said if isinstance(field, torch.Tensor))]
+    assert len(tensors) == len(said.token_statistics) + len(said) - 1
+    assert all(tensor.device.type == "cuda" for tensor in tensors)
     assert kernel_calls == [torch.bfloat16] * scorer.num_attention_layers
 
 
