@@ -1,11 +1,12 @@
-"""Changes the package's code in small ways, one at a time, and asks whether a quick test notices.
+"""Changes the package's code in small ways, one at a time, and asks whether a test notices.
 
-    python scripts/mutate.py [--per-module 3] [--seed 0] [--jobs 2] [--report FILE] [dpo_pack/losses ...]
+    python scripts/mutate.py [--slow] [--per-module 3] [--seed 0] [--jobs 2] [--report FILE] [MODULE ...]
 
 A *mutant* is one module with one change: `<` becomes `<=`, `+` becomes `-`, a statement is left out. A mutant
 whose tests all pass has *survived*: no test keeps what that line promises. Without arguments, mutants are
-drawn from every module of the package, and every quick test file is used. For named modules, only the test
-files that import one of them are used, or those of `--tests`; other tests may notice what survives them.
+drawn from every module of the package, and every test file is used. For named modules, only the test files
+that import one of them are used, or those of `--tests`; other tests may notice what survives them. Without
+`--slow`, only the quick tests of these files are used.
 
 First each test file runs once, unchanged. That shows which lines each test executes, and how long it takes.
 A mutant is then shown the tests that execute its line, near and fast ones first, until one fails. If no test
@@ -66,7 +67,8 @@ LIBRARIES = (
 FIRST_SECONDS, ALL_SECONDS, BLIND_SECONDS = 4.0, 40.0, 15.0
 SLACK = 60.0  # seconds: a mutant may also take so much longer than six times its tests, on a busy machine
 MEMORY = 8 << 30  # bytes: a mutant may allocate without end
-PYTEST = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+QUICK, ALL = "not slow and not gpu", "not alone and not gpu"
+PYTEST = ["-q", "-p", "no:cacheprovider"]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are imported already
 
 _OPERATORS: dict[type[ast.AST], tuple[type[ast.AST], str]] = {
@@ -448,11 +450,18 @@ def _child(job: Job, directory: str) -> None:
         os._exit(status)
 
 
-def _pytest(tests: list[str], directory: str, *plugins: object, stop: bool = False) -> int:
+def _pytest(tests: list[str], marks: str, directory: str, *plugins: object, stop: bool = False) -> int:
     import pytest
 
     files = list(dict.fromkeys(test.split("::")[0] for test in tests))
-    options = [*PYTEST, f"--rootdir={ROOT}", f"--basetemp={directory}/pytest", *(["-x"] if stop else [])]
+    options = [
+        *PYTEST,
+        "-m",
+        marks,
+        f"--rootdir={ROOT}",
+        f"--basetemp={directory}/pytest",
+        *(["-x"] if stop else []),
+    ]
     return int(pytest.main([*options, *files], plugins=list(plugins)))
 
 
@@ -513,10 +522,11 @@ class State:
 
 @dataclass(slots=True)
 class Tests:
-    """Runs every quick test file once, unchanged, and chooses the tests of a mutant."""
+    """Runs every test file once, unchanged, and chooses the tests of a mutant."""
 
     state: State
     lines: Lines
+    marks: str = QUICK  # pytest's expression for the tests that are used
     known: dict[str, KnownTest] = field(default_factory=dict)
     failing: list[str] = field(default_factory=list)
 
@@ -531,7 +541,7 @@ class Tests:
         in_forks((self._learn(path.relative_to(ROOT), package) for path in used), jobs)
 
     def _learn(self, file: Path, package: str) -> Work:
-        key = f"{package} {_hash([ROOT / file])} {file}"
+        key = f"{package} {_hash([ROOT / file])} {file}" + (f" {ALL}" if self.marks == ALL else "")
         found = self.state.get(key)
         if found is None:
             result = Path(tempfile.mkdtemp(prefix="mutate-")) / "result.json"
@@ -540,7 +550,7 @@ class Tests:
                 def work(directory: str) -> int:
                     watch = _watch_hooks()(self.lines, traced)
                     plugins = [watch] if traced else [watch, Chosen(tests)]
-                    _pytest(tests, directory, *plugins)
+                    _pytest(tests, self.marks, directory, *plugins)
                     result.write_text(json.dumps(watch.result()), encoding="utf-8")
                     return 0
 
@@ -611,7 +621,7 @@ class Results:
     def judge(self, file: Path, mutants: list[Mutant]) -> Work:
         """Judges the mutants of a module, after a look whether its tests pass unchanged."""
         for number, mutant in enumerate(mutants):
-            key = f"{self.key} {mutant.file} {mutant.node} {mutant.option}"
+            key = f"{self.key} {self.tests.marks} {mutant.file} {mutant.node} {mutant.option}"
             ending = self.state.get(key)
             runs = self.tests.of(mutant)
             if ending is None and number == 0 and runs:
@@ -638,7 +648,7 @@ class Results:
         def work(directory: str) -> int:
             if mutant is not None:
                 _serve(mutant)
-            return _pytest(tests, directory, Chosen(tests), stop=mutant is not None)
+            return _pytest(tests, self.tests.marks, directory, Chosen(tests), stop=mutant is not None)
 
         return Job(work, SLACK + 6 * self.tests.seconds(tests))
 
@@ -673,6 +683,7 @@ def page(results: Results, left_out: int, command: str) -> str:
     versions = ", ".join(
         f"{name} {version(name)}" for name in ("torch", "transformers", "pytest") if name in LIBRARIES
     )
+    kind = "test" if results.tests.marks == ALL else "quick test"
     lines = [
         "# Mutations",
         "",
@@ -681,7 +692,7 @@ def page(results: Results, left_out: int, command: str) -> str:
         f"`{command}`",
         f"at commit {commit.stdout.strip() or 'unknown'}, Python {platform.python_version()}, {versions}.",
         "",
-        "A mutant is one module with one small change. It is noticed when a quick test fails, or does not",
+        f"A mutant is one module with one small change. It is noticed when a {kind} fails, or does not",
         f"end. The mutants were drawn from {len({m.file for m in results.endings})} modules. {left_out} more",
         f"mean the same as the program ([list]({Path(EQUIVALENT).name})); they do not count.",
         "",
@@ -714,6 +725,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("modules", nargs="*", help=f"files or directories of {PACKAGE}/; none: all modules")
     parser.add_argument("--tests", nargs="+", type=Path, default=[], help="test files or directories to use")
+    parser.add_argument("--slow", action="store_true", help="also use the slow tests")
     parser.add_argument("--per-module", type=int, default=3, help="mutants drawn from each module")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes beside each other")
@@ -729,7 +741,7 @@ def main() -> int:
         __import__(name)
     named = modules(arguments.modules) if arguments.modules else []
     state = State(arguments.state)
-    tests = Tests(state, Lines())
+    tests = Tests(state, Lines(), ALL if arguments.slow else QUICK)
     tests.learn(arguments.jobs, named, arguments.tests)
     everything = _hash([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
     results = Results(state, tests, everything)

@@ -96,6 +96,7 @@ def test_a_version_that_was_raised_asks_for_new_golden_values(
     assert f"{golden.constant} is {golden.version}, " in complaint_about(kind)
 
 
+@pytest.mark.slow
 def test_golden_values_are_made_anew_only_under_a_new_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2  # checkpoint.keep
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_directory_can_be_gone_on_from(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_checkpoint_of_another_directory_can_be_gone_on_from(
         train(make_recipe(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
 
 
+@pytest.mark.slow
 def test_going_on_from_an_earlier_checkpoint_forgets_the_later_ones_and_leftovers(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -202,6 +204,7 @@ def test_going_on_from_an_earlier_checkpoint_forgets_the_later_ones_and_leftover
     assert_same_run(straight, run)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +346,9 @@ def test_a_step_s_loss_is_the_mean_over_its_pairs_however_they_are_packed(
                 assert ours[name] == pytest.approx(first[name], abs=2e-5, rel=2e-5), name
 
 
-@pytest.mark.parametrize("family", ["mamba2", "lfm2", "zamba2"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mamba2", "zamba2"))]
+)
 def test_a_model_with_recurrent_layers_takes_the_same_steps_packed_as_padded(
     family: str, assets: Path, tmp_path: Path, console: Console
 ) -> None:

@@ -203,6 +203,7 @@ def lose_memory(job: Path, patch: pytest.MonkeyPatch) -> None:
     (job / "cache" / "proofs.json").unlink()
 
 
+@pytest.mark.slow
 def test_another_model_or_version_is_proved_again(
     recipe: Path, console: Console, num_proved: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +242,7 @@ def test_a_hybrid_model_is_refused_in_packed_rows_with_the_reason(
     assert str(FAMILIES["jamba"].reason) in err and "packing.mode: padded" in err
 
 
+@pytest.mark.slow
 def test_a_hybrid_model_trains_the_same_in_padded_batches_and_packed_rows_however_large(
     hybrid: Path, console: Console
 ) -> None:

@@ -286,6 +286,7 @@ def run_probe(recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_mistake_of_one_rank_ends_both_with_its_one_line(
     run_probe: RunProbe,

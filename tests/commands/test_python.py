@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset
+from support.file_operations import in_forks
 from support.tiny_run import tiny_run
 
 import dpo_pack
@@ -65,7 +65,12 @@ assert callable(dpo_pack.train) and dpo_pack.train.take_steps
 from dpo_pack.train import train
 assert train is not dpo_pack.train
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+    def as_in_a_new_process() -> None:
+        del sys.modules["dpo_pack"], sys.modules["dpo_pack.train"]
+        exec(code, {})
+
+    in_forks([as_in_a_new_process])
     assert callable(train_module)
 
 

@@ -304,6 +304,7 @@ def test_scope_epoch_brings_the_pairs_of_a_prompt_together_and_trains_them_all(
     assert report["statistics"]["merged_pairs"] == NUM_PROMPTS * 6
 
 
+@pytest.mark.slow
 def test_a_run_of_scope_epoch_goes_on_where_it_stopped(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:

@@ -571,6 +571,7 @@ def test_no_row_is_read_beyond_those_that_max_pairs_needs() -> None:
     assert [number for number, _ in batch.dropped] == [1, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_several_processes_give_what_one_gives() -> None:
     rows = [{**row, "prompt": f"{number} {row['prompt']}"} for number in range(400) for row in TEXT_ROWS]

@@ -54,6 +54,7 @@ def straight(recipe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return run_of(recipe_path, tmp_path_factory.mktemp("straight") / "run", "model.dtype=bfloat16")
 
 
+@pytest.mark.slow
 def test_a_run_in_bfloat16_learns_as_one_in_fp32_does(
     straight: Path, recipe_path: Path, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_the_model_of_a_run_in_bfloat16_is_exported_in_bfloat16(straight: Path) 
     assert json.loads((straight / "model" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_in_bfloat16_goes_on_bitwise(
     straight: Path, recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +100,7 @@ def test_optimizers_without_master_weights_are_refused(name: str, recipe_path: P
     assert f"{name} keeps no fp32 master weights" in refusal(start, RecipeError)
 
 
+@pytest.mark.slow
 def test_adafactor_trains_an_adapter_on_a_base_in_bfloat16(recipe_path: Path, tmp_path: Path) -> None:
     overrides = ("model.dtype=bfloat16", "model.lora={r: 4}", "optim.name=adafactor", "optim.lr=0.3")
     run = run_of(recipe_path, tmp_path / "run", *overrides)

@@ -23,7 +23,7 @@ def _nothing_compiled_before() -> Iterator[None]:
     ("dtype", "name", "is_frozen", "kept_chunks"),
     [
         (torch.float64, "scaled and softcapped", False, 2),
-        (torch.bfloat16, "plain", True, 0),
+        pytest.param(torch.bfloat16, "plain", True, 0, marks=pytest.mark.slow),
         # Each two of these values are together somewhere.
         pytest.param(torch.float64, "plain", True, 2, marks=pytest.mark.slow),
         pytest.param(torch.float64, "plain", False, 0, marks=pytest.mark.slow),

@@ -111,6 +111,7 @@ def test_compiled_layers_give_what_plain_ones_give_and_are_compiled_once_for_all
     assert all("forward" not in name for name in scorer.state_dict())
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_router_logits_of_a_mixture(tmp_path: Path) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path)
     scorer, row = load_scorer(tmp_path), make_row(0)
@@ -131,6 +132,7 @@ def test_compiled_layers_give_the_router_logits_of_a_mixture(tmp_path: Path) -> 
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_loaded_later_leaves_attention_outside_of_compiled_code(model_path: Path) -> None:
     """As an online run's reward model is, behind the policy."""
     scorer = load_scorer(model_path)
@@ -142,6 +144,7 @@ def test_a_model_that_is_loaded_later_leaves_attention_outside_of_compiled_code(
     assert counters["stats"]["unique_graphs"] == num_compiled
 
 
+@pytest.mark.slow
 def test_compiled_code_computes_the_last_feed_forward_block_where_it_is_read(model_path: Path) -> None:
     scorer, row = load_scorer(model_path), make_row(0)
     inner = scorer.model.config.intermediate_size
@@ -203,6 +206,7 @@ def test_layers_of_a_model_share_one_compiled_function(tmp_path: Path) -> None:
     assert compiled[1] <= compiled[0] + 1
 
 
+@pytest.mark.slow
 def test_calls_of_the_seam_are_counted_in_compiled_layers(model_path: Path) -> None:
     scorer = load_scorer(model_path)
     compile_layers(scorer.model, backend="eager")
@@ -262,6 +266,7 @@ def test_auto_compiles_on_cuda_alone_and_only_what_can_be_compiled(
     assert not compiles("auto", model, CUDA)
 
 
+@pytest.mark.slow
 def test_code_that_torch_cannot_compile_runs_as_it_is_where_nobody_asked_for_compiling(
     model_path: Path,
 ) -> None:

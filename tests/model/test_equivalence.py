@@ -46,6 +46,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Co
     return plain, load(directory, packed=True).scorer
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(contents=_contents)
 def test_random_rows_equal_each_sequence_alone(

@@ -123,7 +123,13 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize(
-    ("family", "packed"), [("gemma3_text", True), ("llama", True), ("llama", False), ("gemma2", True)]
+    ("family", "packed"),
+    [
+        ("gemma3_text", True),
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gemma2", True, marks=pytest.mark.slow),
+    ],
 )
 def test_selective_checkpointing_gives_the_bits_of_the_full_kind_and_computes_no_product_again(
     family: str, packed: bool, adapter: str, tmp_path: Path

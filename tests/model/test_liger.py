@@ -136,6 +136,7 @@ def test_the_proofs_compare_with_the_family_s_own_code(liger: type[FusedNorm], m
     assert [proof.name for proof in prove(scorer, CPU) if not proof.passed] == ["equivalence"]
 
 
+@pytest.mark.slow
 def test_a_recipe_with_kernels_trains_and_its_proof_is_remembered_apart(
     liger: type[FusedNorm], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ def _shard(recipe_path: Path, autocast: torch.dtype | None, *overrides: str) -> 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("overrides", "mesh", "parts"),
     [

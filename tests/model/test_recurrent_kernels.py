@@ -76,6 +76,7 @@ def test_a_row_by_kernels_has_the_log_probs_and_gradients_of_the_torch_functions
     assert (grad - expected_grad).norm() < 2e-5 * expected_grad.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_with_kernels_passes_the_proofs_under_autocast(
     family: str, monkeypatch: pytest.MonkeyPatch

@@ -227,11 +227,13 @@ def test_shards_of_tied_adapted_and_recomputed_models_have_the_gradients_of_one_
     assert_as_on_one_process(models, MORE_SHARDS, most=1e-5)
 
 
+@pytest.mark.slow
 def test_shards_gathered_in_bf16_have_the_gradients_of_one_process_within_rounding(models: Path) -> None:
     """One process adds up its rows' gradients in bf16."""
     assert_as_on_one_process(models, {"a model": Setting(precision=GATHERED)}, most=5e-3)
 
 
+@pytest.mark.slow
 def test_shards_under_autocast_send_linear_weights_in_bf16_and_have_the_bits_of_whole_weights(
     models: Path,
 ) -> None:
@@ -320,6 +322,7 @@ def _held(shard: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unsharded", [False, True], ids=["reduced each row", "reduced once"])
 def test_shards_that_stay_gathered_are_gathered_once_a_step_and_steps_have_the_same_bits(
     unsharded: bool, models: Path
@@ -453,6 +456,7 @@ def test_a_model_that_has_other_tensors_without_its_weights_is_refused_in_shards
         parallel._check_same_tensors(tiny_model("llama"))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_where_the_first_forward_was_its_base_s(models: Path) -> None:
     """As where proofs are remembered: the first forward is the reference's."""
 

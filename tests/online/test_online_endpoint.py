@@ -113,7 +113,9 @@ def test_what_may_pass_is_asked_again_and_nothing_is_lost(fault: str) -> None:
     assert len(stub.requests) == 6 and None not in expected
 
 
-@pytest.mark.parametrize("fault", ["stall", "trickle", "headers"])
+@pytest.mark.parametrize(
+    "fault", ["trickle", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("stall", "headers"))]
+)
 def test_a_stalled_answer_counts_as_failed_after_the_timeout(fault: str) -> None:
     with serving(Stub(completions(words), faults=[fault], stall_seconds=40.0)) as stub:
         begun = time.monotonic()
@@ -206,7 +208,7 @@ def test_what_cannot_pass_by_itself_stops_the_run(status: str, reason: str) -> N
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("then", ["stall", "hang up"])
+@pytest.mark.parametrize("then", [pytest.param("stall", marks=pytest.mark.slow), "hang up"])
 def test_an_error_whose_text_never_comes_is_the_error_it_is(then: str) -> None:
     with serving(Stub(completions(words), faults=[f"503 {then}"], stall_seconds=90.0)) as stub:
         results = generator(stub, timeout_seconds=1.0).generate(DRAWS[:1])
@@ -381,6 +383,7 @@ def test_a_verdict_that_is_none_is_asked_again_then_sets_its_prompt_aside() -> N
 # ---------------------------------------------------------------------------------------------- a run
 
 
+@pytest.mark.slow
 def test_a_run_against_a_server_that_misbehaves_and_recovers_loses_nothing(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield directory
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_write_and_learn_what_one_does(directory: Path) -> None:
     run_on_ranks(_train_and_die, directory, QUICK)

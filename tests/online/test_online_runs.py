@@ -133,6 +133,7 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
     assert_same_run(straight, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_gone_costs_no_step_that_was_taken(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_judge_that_is_gone_costs_no_step_that_was_taken(
     assert_same_run(straight, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_killed_run_makes_the_phases_after_its_checkpoint_anew(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +184,7 @@ def test_a_killed_run_makes_the_phases_after_its_checkpoint_anew(
     assert_same_run(straight, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_forgets_rollouts_of_steps_it_has_not_taken_yet(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +306,7 @@ def test_a_prompt_the_judge_fails_on_is_set_aside_and_the_others_go_on(
     assert len(attempts) >= 2  # alone, and once more
 
 
+@pytest.mark.slow
 def test_a_reference_that_follows_the_policy_and_one_in_host_memory(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:

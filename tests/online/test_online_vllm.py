@@ -150,6 +150,7 @@ def test_a_completion_s_seed_is_a_function_of_seed_draw_and_number(
     assert made.generate([]) == [] and made.weights_step(7) == 7
 
 
+@pytest.mark.slow
 def test_a_completion_ends_with_the_token_that_ended_it(
     fake: type[fake_vllm.LLM], policy: CompletionLogps
 ) -> None:
@@ -219,6 +220,7 @@ def test_each_phase_is_written_by_the_weights_of_then(
     assert ids(completions(made)) == first
 
 
+@pytest.mark.slow
 def test_a_proof_passes_with_all_weights_and_fails_without_one(
     fake: type[fake_vllm.LLM], policy: CompletionLogps
 ) -> None:
@@ -323,7 +325,13 @@ def test_an_absent_package_is_found_before_anything_is_loaded(
         check_environment(recipe)
 
 
-@pytest.mark.parametrize("overrides", [(), ("model.lora={r: 4, alpha: 8}",)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="full", marks=pytest.mark.slow),
+        pytest.param(("model.lora={r: 4, alpha: 8}",), id="lora"),
+    ],
+)
 def test_a_whole_run_is_written_by_the_policy_of_each_step(
     overrides: tuple[str, ...], fake: type[fake_vllm.LLM], tmp_path: Path, console: Console
 ) -> None:

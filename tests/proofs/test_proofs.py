@@ -23,7 +23,7 @@ from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.proofs import leaks
-from dpo_pack.proofs.rows import Proof, proof_groups
+from dpo_pack.proofs.rows import Proof, ProofOutcome, proof_groups
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, prove, prove_equivalence
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -276,3 +276,19 @@ def test_experts_that_flip_at_near_ties_are_the_noise_of_a_mixture_alone(
 
 def test_every_proof_has_a_sabotage() -> None:
     assert {sabotage.proof for sabotage in SABOTAGES.values()} == set(NAMES)
+
+
+def test_the_sentence_of_a_proof_tells_errors_of_packing_from_rounding() -> None:
+    def sentence(precision: str) -> tuple[str, dict[str, float]]:
+        proof = equivalence(make_scorer("llama", precision=precision))
+        outcome = ProofOutcome(what="packed rows", proofs=(proof,), seconds=0.0, is_remembered=True)
+        return outcome.sentence(), proof.numbers
+
+    text, numbers = sentence("float32")
+    assert text.endswith(f"largest error {numbers['max error']:.1e} nats")
+    text, numbers = sentence("bfloat16 autocast")
+    exact, rounded = numbers["max error, in float32"], numbers["max error"]
+    assert exact <= FLOAT32_BOUND < rounded
+    assert text.endswith(
+        f"{exact:.1e} nats in float32, {rounded:.1e} with the rounding of training's precision"
+    )

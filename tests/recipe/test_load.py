@@ -266,6 +266,7 @@ def test_every_key_named_as_neutral_exists() -> None:
 # ------------------------------------------------------------------------------------------------ imports
 
 
+@pytest.mark.slow
 def test_importing_recipes_is_quick_and_loads_none_of_the_heavy_packages() -> None:
     program = (
         "import sys, time; import dpo_pack.recipe.load;"

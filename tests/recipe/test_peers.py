@@ -390,6 +390,23 @@ def test_several_trackers_of_axolotl_are_all_named(tmp_path: Path) -> None:
     assert recipe.optim.warmup_ratio == 0.03 and recipe.data.max_length == 512  # axolotl's defaults
 
 
+def test_it_is_said_that_axolotl_rounds_the_steps_of_a_warm_up_ratio_down(tmp_path: Path) -> None:
+    text, recipe = translated(tmp_path, "axolotl", {"rl": "dpo", "warmup_ratio": 0.07})
+    assert recipe.optim.warmup_ratio == 0.07
+    assert "# warmup_ratio (axolotl rounds the number of steps down, dpo-pack up" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_said"),
+    [({}, True), ({"save_strategy": "no"}, False), ({"save_total_limit": 3}, False)],
+)
+def test_it_is_said_that_trl_keeps_every_checkpoint(
+    settings: dict[str, Any], is_said: bool, tmp_path: Path
+) -> None:
+    text = translated(tmp_path, "trl", {"model_name_or_path": "a/b", "dataset_name": "c/d", **settings})[0]
+    assert ("TRL keeps every checkpoint, dpo-pack the newest two" in text) is is_said
+
+
 @pytest.mark.parametrize(
     ("target", "modules"),
     [("all", "all-linear"), (None, "all-linear"), ("q_proj,v_proj", ("q_proj", "v_proj"))],

@@ -23,6 +23,7 @@ from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.work import find_work
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_POSSIBLE, reason="file operations are traced on Linux on x86-64 only")
 def test_a_pass_killed_at_any_file_operation_loses_and_falsifies_nothing(
     model_path: Path, tmp_path: Path

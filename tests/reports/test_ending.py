@@ -46,6 +46,7 @@ def test_the_ending_has_metrics_and_samples_from_before_and_after(
     assert "Warning" not in told and "a tie counts half" in told
 
 
+@pytest.mark.slow
 def test_warnings_are_repeated_at_the_end_also_of_a_resumed_run(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

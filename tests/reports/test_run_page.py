@@ -119,6 +119,7 @@ def test_the_page_has_curves_evaluations_warnings_recipe_and_versions(run: Path)
     assert data["sets"][0]["y"]["rewards/accuracies"] == [[0.5, 0.75]] * 3
 
 
+@pytest.mark.slow
 def test_a_page_of_2000_steps_and_100_long_pairs_is_below_one_and_a_half_megabytes(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=2000)
     write_pairs(run, [float(number) for number in range(300)])
@@ -349,6 +350,7 @@ def test_a_directory_that_holds_no_run_is_refused(content: str | None, tmp_path:
         run_page([tmp_path])
 
 
+@pytest.mark.slow
 def test_the_page_is_written_without_importing_torch_or_transformers(run: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from dpo_pack.reports.pages import run_page;"

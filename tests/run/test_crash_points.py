@@ -28,19 +28,12 @@ from support.file_operations import IS_POSSIBLE, Half, Operation, Refusal, in_fo
 
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="file operations are traced on Linux on x86-64 only")
 
-TRIED = {KILL: 2, HALF: 1, EIO: 1, FULL: 1}
-NUM_DAMAGES = 2
-
-
-@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids=["few", "more"])
-def factor(request: pytest.FixtureRequest) -> int:
-    """How many times as many faults as are named above."""
-    number: int = request.param
-    return number
+TRIED = {KILL: 8, HALF: 4, EIO: 4, FULL: 4}
+NUM_DAMAGES = 8
 
 
 @pytest.fixture(scope="module")
-def findings(factor: int, tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
+def findings(tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
     """What came of some faults of each kind, spread evenly over the run, and of some damaged bytes."""
     directory = tmp_path_factory.mktemp("bench")
 
@@ -51,9 +44,9 @@ def findings(factor: int, tmp_path_factory: pytest.TempPathFactory) -> list[Find
         chosen = [
             point
             for kind, number in TRIED.items()
-            for point in spread((p for p in every if p[1] == kind), factor * number)
+            for point in spread((p for p in every if p[1] == kind), number)
         ]
-        damaged = spread(damages(bench, stages(recording), num_places=1), factor * NUM_DAMAGES)
+        damaged = spread(damages(bench, stages(recording), num_places=1), NUM_DAMAGES)
         return [try_point(bench, recording, *point) for point in chosen] + [
             try_damage(bench, one) for one in damaged
         ]
@@ -61,26 +54,29 @@ def findings(factor: int, tmp_path_factory: pytest.TempPathFactory) -> list[Find
     return in_forks([find])[0]
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_an_operation_or_in_the_middle_of_a_write_ends_bitwise_right(
-    findings: list[Finding], factor: int
+    findings: list[Finding],
 ) -> None:
     found = [finding for finding in findings if finding.what in (KILL, HALF)]
-    assert len(found) == factor * (TRIED[KILL] + TRIED[HALF])
+    assert len(found) == TRIED[KILL] + TRIED[HALF]
     assert not [finding for finding in found if finding.wrong]
 
 
+@pytest.mark.slow
 def test_a_run_whose_disk_refuses_says_so_in_one_line_and_then_ends_bitwise_right(
-    findings: list[Finding], factor: int
+    findings: list[Finding],
 ) -> None:
     found = [finding for finding in findings if finding.what in (EIO, FULL)]
-    assert len(found) == factor * (TRIED[EIO] + TRIED[FULL])
+    assert len(found) == TRIED[EIO] + TRIED[FULL]
     assert not [finding for finding in found if finding.wrong]
     assert any(finding.endings[0].status == 2 for finding in found)
 
 
-def test_a_damaged_byte_is_noticed_or_changes_nothing(findings: list[Finding], factor: int) -> None:
-    found = findings[-factor * NUM_DAMAGES :]
-    assert len(findings) == factor * (sum(TRIED.values()) + NUM_DAMAGES)
+@pytest.mark.slow
+def test_a_damaged_byte_is_noticed_or_changes_nothing(findings: list[Finding]) -> None:
+    found = findings[-NUM_DAMAGES:]
+    assert len(findings) == sum(TRIED.values()) + NUM_DAMAGES
     assert not [finding for finding in found if finding.wrong]
 
 

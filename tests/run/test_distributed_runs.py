@@ -122,6 +122,7 @@ def _train_with_memory(directory: Path, gib: dict[str, int]) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_takes_the_same_steps_where_memory_allows_to_gather_once_a_step(
     assets: Path, tmp_path: Path

@@ -38,6 +38,7 @@ def files_in(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_release_is_gone_on_from_or_refused_in_one_line(
     release: Path, console: Console
 ) -> None:

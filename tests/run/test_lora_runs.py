@@ -237,6 +237,7 @@ def test_evaluate_takes_an_adapter_s_directory(assets: Path, tmp_path: Path) -> 
 # -------------------------------------------------------------------------------- an adapter as the start
 
 
+@pytest.mark.slow
 def test_an_adapter_as_the_start_is_its_own_reference_by_its_content(assets: Path, tmp_path: Path) -> None:
     adapter = assets / "run" / "model"
     train(recipe_in(assets, starting_from(adapter), at(tmp_path / "one"), SHORT), Console(quiet=True))

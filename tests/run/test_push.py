@@ -137,6 +137,7 @@ def test_the_hub_reads_the_held_out_results_from_the_card(kind: str, exported: d
     assert ("A LoRA adapter for" in card.text) == (kind == "adapter")
 
 
+@pytest.mark.slow
 def test_a_public_repository_gets_no_private_upload_and_a_private_one_stays_private(
     exported: dict[str, Path], hub: StubHub
 ) -> None:
@@ -150,6 +151,7 @@ def test_a_public_repository_gets_no_private_upload_and_a_private_one_stays_priv
     assert pushed.is_private and any("stays private" in line for line in pushed.lines())
 
 
+@pytest.mark.slow
 def test_weights_of_an_earlier_push_are_not_left_beside_the_new_ones(
     exported: dict[str, Path], hub: StubHub
 ) -> None:
@@ -174,7 +176,9 @@ def test_a_hub_that_refuses_is_one_line(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("most_requests", [0, 1, 5, 7])
+@pytest.mark.parametrize(
+    "most_requests", [0, 7, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 5))]
+)
 def test_a_hub_that_vanishes_is_one_line_and_the_push_can_be_repeated(
     most_requests: int, exported: dict[str, Path], hub: StubHub, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +288,7 @@ def test_a_failed_upload_ends_no_training_and_says_how_to_repeat_it(
     assert CliRunner().invoke(app, command).exit_code == 0 and "config.json" in hub.repos[REPO]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["/api/repos/create", "/api/models/somebody/my-model/commit/main"])
 def test_a_signal_during_the_upload_says_that_the_run_is_finished_and_how_to_upload(
     asked: str, hub: StubHub, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def test_a_dry_run_resolves_nothing_twice(recipe_path: Path, calls: Calls) -> No
     assert calls.configs == {"model": 1} and calls.builds == {"llama": 1} and calls.of_budget(128) == [1]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_resolves_nothing_twice(
     recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:

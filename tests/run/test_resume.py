@@ -81,6 +81,7 @@ def test_the_best_checkpoints_are_kept_and_the_best_weights_are_left(
     assert f"{losses(run)[ranking[0]]:.4f} |" in (run / "model" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_without_load_best_the_last_weights_are_left(
     overshooting: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_run_killed_after_it_has_stopped_early_does_not_go_on(
     assert lines(tmp_path / "run") == before and max(losses(tmp_path / "run")) < 8
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_there_whatever_interrupts_its_evaluation(
     overshooting: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -164,6 +166,7 @@ def test_the_best_checkpoint_is_there_whatever_interrupts_its_evaluation(
     assert whole is not None and not whole["owes_evaluation"] and whole["standing"]["best"][0][0] == step
 
 
+@pytest.mark.slow
 def test_a_run_without_a_best_evaluation_has_its_last_step_saved(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +181,7 @@ def test_a_run_without_a_best_evaluation_has_its_last_step_saved(
     assert len(lines(run, "train")) == 8 and read_json(run / "run.json")["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_bests_that_were_left_in_another_directory_are_not_asked_for(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -217,7 +221,8 @@ def test_a_checkpoint_has_the_model_in_it_for_from_pretrained(
     assert find_damage(early.parent) == "model/README.md is missing"
 
 
-@pytest.mark.parametrize("stop_at", [5, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_at", [5, None])
 def test_checkpoints_written_in_the_background_are_gone_on_from_bitwise(
     stop_at: int | None,
     straight: Path,
@@ -332,6 +337,7 @@ def test_a_changed_recipe_is_refused_with_what_it_was_and_is(
     assert "loss.type.0.type ('sigmoid' then, 'ipo' now)" in told
 
 
+@pytest.mark.slow
 def test_what_is_held_out_may_change(straight: Path, assets: Path, tmp_path: Path, console: Console) -> None:
     """Also where the cache is gone: only what is new is computed, by the reference and not by the policy."""
     recipe = whole_run(assets, tmp_path / "run", f"reference.cache_dir={tmp_path}/cache")

@@ -69,6 +69,7 @@ def test_samples_change_no_step(sampled: Path, straight: Path) -> None:
     assert_same_run(sampled, straight)
 
 
+@pytest.mark.slow
 def test_the_model_is_set_up_for_training_again_after_samples(assets: Path, tmp_path: Path) -> None:
     modes: dict[str, list[Any]] = {}
     for name, setting in (("with", SOME), ("without", "logging.samples=null")):
@@ -129,6 +130,7 @@ def test_a_resumed_run_has_each_sample_once(
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_with_load_best_the_last_samples_are_of_the_weights_that_are_left(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -163,6 +165,7 @@ def test_where_nothing_is_held_out_prompts_are_training_prompts(
     ]
 
 
+@pytest.mark.slow
 def test_an_online_run_has_samples_of_its_prompts_and_draws_the_same_completions(tmp_path: Path) -> None:
     kept: dict[str, Any] = {}
     for setting in ("{num: 1, max_new_tokens: 2}", "null"):

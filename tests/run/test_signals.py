@@ -193,6 +193,7 @@ def test_a_second_signal_is_not_put_off_and_one_that_comes_with_the_first_is_non
 # ----------------------------------------------------------------------------------------------- whole runs
 
 
+@pytest.mark.slow
 def test_a_step_is_left_after_the_row_and_the_state_before_it_is_saved(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +272,7 @@ def test_before_the_first_step_there_is_nothing_to_save(
     assert_same_run(straight, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_what_is_saved_already_is_not_saved_again(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +319,7 @@ def test_a_second_signal_leaves_at_once_and_what_was_saved_stays(
     assert_same_run(straight, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_phase_of_rollouts_is_left_at_once_and_answered_anew(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

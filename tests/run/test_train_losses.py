@@ -43,15 +43,9 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "loss",
-    [
-        f"loss.type={MIXED}",
-        pytest.param("loss.type=aot_unpaired", marks=pytest.mark.slow),
-        # These two couple and average as the parts of MIXED do.
-        pytest.param("loss.type=aot", marks=pytest.mark.slow),
-        pytest.param("loss.type=cpo", marks=pytest.mark.slow),
-    ],
+    "loss", [f"loss.type={MIXED}", "loss.type=aot_unpaired", "loss.type=aot", "loss.type=cpo"]
 )
 def test_what_couples_pairs_or_averages_over_tokens_does_so_over_the_step(
     loss: str, make: Make, console: Console
@@ -100,7 +94,9 @@ def test_only_losses_that_couple_pairs_pay_for_a_second_forward(
         forwards.clear()
 
 
-@pytest.mark.parametrize("name", ["simpo", "orpo", "cpo", "sft"])
+@pytest.mark.parametrize(
+    "name", ["simpo", "sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("orpo", "cpo"))]
+)
 def test_a_loss_without_a_reference_computes_and_keeps_none(
     name: str, make: Make, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +119,7 @@ def test_a_loss_without_a_reference_computes_and_keeps_none(
     assert not (cache / "reference").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_without_a_reference_resumes_bitwise(
     make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

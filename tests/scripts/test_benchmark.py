@@ -273,6 +273,7 @@ def test_padding_counts_as_computed(tiny: Setting, tmp_path: Path) -> None:
     assert run.computed_tokens > int(workload_of(tiny).lengths().row_tokens(share_prompt=False).sum())
 
 
+@pytest.mark.slow
 def test_profiled_time_falls_into_the_kinds_that_a_step_has(tiny: Setting, tmp_path: Path) -> None:
     seconds = profile_steps(ours(1024), tiny, tmp_path)
     assert list(seconds) == list(KINDS)

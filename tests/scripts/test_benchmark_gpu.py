@@ -115,6 +115,7 @@ def test_a_benchmark_that_fails_costs_the_later_ones_nothing(gpu: Gpu) -> None:
     assert len(measured) == 1 and "tulu3-0.5b" in measured[0]
 
 
+@pytest.mark.slow
 def test_the_search_part_searches_and_computes_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

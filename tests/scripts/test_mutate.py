@@ -97,6 +97,7 @@ def mutated(root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_noticed_mutant_is_counted_and_a_survivor_is_named(root: Path) -> None:
     ended = mutated(root)
     assert ended.returncode == 1, ended.stdout + ended.stderr

@@ -62,6 +62,7 @@ def test_a_mistake_of_rank_0_alone_needs_no_number(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "error: no such file\n"
 
 
+@pytest.mark.slow
 def test_a_bug_is_told_with_the_traceback_of_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
     errors = {1: ValueError("a bug of ours"), 0: RuntimeError("Connection closed by peer")}
     assert settle_all(errors, num_ranks=2) == {0: 1, 1: 1}
@@ -94,6 +95,7 @@ class GoneStore(HashStore):
         raise RuntimeError("Broken pipe")
 
 
+@pytest.mark.slow
 def test_without_the_store_each_tells_for_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert settle_all({2: DataError("no such file")}, num_ranks=3, store=GoneStore()) == {2: 2}
     assert capsys.readouterr().err == f"rank 2 ({HOST}): error: no such file\n"

@@ -98,6 +98,7 @@ def test_cores_are_shared_out_unless_the_user_has_said_how(
     assert (tmp_path / "1").read_text() == "7\n"
 
 
+@pytest.mark.slow
 def test_the_failure_of_one_ends_the_others_soon_with_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def _rank_with_a_process_of_its_own(directory: Path) -> None:
     time.sleep(100)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ranks_and_their_own_processes_end_with_a_parent_that_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -180,6 +180,7 @@ def _train_on_ranks(assets: Path, directory: Path) -> None:
         ranks.wait_for_all()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_have_the_load_balancing_loss_of_one(
     assets: Path, one_row: list[Any], tmp_path: Path
@@ -249,6 +250,7 @@ def test_a_mixture_does_not_go_on_with_another_load_balancing_loss(assets: Path,
             train(recipe(run, now), Console(quiet=True))
 
 
+@pytest.mark.slow
 def test_a_finished_mixture_is_not_finished_with_another_load_balancing_loss(
     assets: Path, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_run_with_a_moving_reference_takes_the_steps_of_a_plain_loop(
     assert records(frozen.output_dir, "train")[2]["loss"] != pytest.approx(first[2], abs=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modifier", ["loss.ld_alpha=0.25", "loss.weighting=wpo"])
 def test_a_reference_that_is_never_due_gives_the_losses_of_a_frozen_one(
     modifier: str, make: Make, console: Console
@@ -169,15 +170,9 @@ def test_a_reference_that_follows_at_once_is_the_policy_at_every_step(
     assert abs(changes[-1]) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("loss", "lora"),
-    [
-        pytest.param("sigmoid", "", marks=pytest.mark.slow),
-        ("aot", "model.lora={r: 4, alpha: 8}"),
-        pytest.param("aot", "", marks=pytest.mark.slow),
-        pytest.param("sigmoid", "model.lora={r: 4, alpha: 8}", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["", "model.lora={r: 4, alpha: 8}"])
+@pytest.mark.parametrize("loss", ["sigmoid", "aot"])
 def test_a_run_with_a_moving_reference_resumes_bitwise(
     loss: str, lora: str, make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +261,7 @@ def test_an_adapter_that_is_more_than_low_rank_is_refused(
     assert "reference.sync: a reference cannot follow" in message and trained in message
 
 
+@pytest.mark.slow
 def test_adapters_of_low_rank_and_modules_saved_whole_are_followed(
     make: Make, console: Console, tmp_path: Path
 ) -> None:
