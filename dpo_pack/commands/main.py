@@ -486,7 +486,7 @@ def recipe_command(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Print, translate or check a recipe.
+    """Print or check a recipe, or make one from a TRL config.
 
     --from reads a config, a command line or a script of TRL, a config of axolotl, or one of LLaMA-Factory
     with its dataset_info.json. The recipe says what became of each key.

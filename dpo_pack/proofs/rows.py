@@ -39,10 +39,13 @@ class ProofOutcome:
 
     def sentence(self) -> str:
         """Returns the outcome in one sentence, for the user."""
-        error = next(
-            (p.numbers.get("max error", 0.0) for p in self.proofs if p.name == "equivalence"), float("nan")
-        )
-        return f"{self.what} are exact on this model, largest error {error:.1e} nats"
+        numbers = next((proof.numbers for proof in self.proofs if proof.name == "equivalence"), {})
+        error = numbers.get("max error", float("nan"))
+        exact = numbers.get("max error, in float32")
+        errors = f"{error:.1e} nats"
+        if exact is not None:
+            errors = f"{exact:.1e} nats in float32, {error:.1e} with the rounding of training's precision"
+        return f"{self.what} are exact on this model, largest error {errors}"
 
     def details(self) -> str:
         """Returns which proofs passed, and when."""

@@ -18,7 +18,7 @@ from dpo_pack.reference.compute import PassSettings
 from dpo_pack.reference.fill import BudgetSearch, fill_cache
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reference.work import find_work
-from dpo_pack.run.models import ModelFacts
+from dpo_pack.run.models import ModelFacts, cache_directory
 from dpo_pack.run.prepare import Prepared, check_data, load_proved, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
@@ -78,6 +78,7 @@ def prepare_reference(
     console.print(
         f"Reference log-probs: {work.num_cached:,} of {work.num_unique:,} sequences cached"
         f"{f', {todo:,} to compute' if todo else ''}"
+        f"{f' (cache: {cache_directory(prepared.recipe)})' if work.num_cached else ''}"
     )
     begun = time.monotonic()
     if todo:

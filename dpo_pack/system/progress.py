@@ -163,7 +163,7 @@ class TrainingLines:
         self.num_steps = num_steps
         self._step, self._seconds, self._at = 0, 0.0, time.monotonic()
         self._newest: Mapping[str, Any] | None = None
-        self._printed = 0.0
+        self._printed, self._num_left_out = 0.0, 0
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
@@ -200,6 +200,7 @@ class TrainingLines:
         now = time.monotonic()
         self._newest = record
         if now - self._printed < 1.0 and record["step"] not in (1, self.num_steps):
+            self._num_left_out += 1
             return
         self._printed = now
         pieces = {
@@ -217,3 +218,5 @@ class TrainingLines:
                 break
             del pieces[least_important]
         self.console.print("  ".join(pieces.values()))
+        if self._num_left_out and record["step"] == self.num_steps:
+            self.console.print("  At most one step a second is printed; metrics.jsonl has every logged step.")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from dpo_pack.recipe.peers.rules import (
@@ -177,6 +178,14 @@ def _trackers(value: Any, settings: Settings) -> Any:
     return list(used) if value else Unneeded("it is off")
 
 
+_WARMUP = "axolotl rounds the number of steps down, dpo-pack up, as transformers does"
+
+
+def _warmup_ratio(value: Any, settings: Settings) -> Any:
+    outcome = TRANSFORMERS["warmup_ratio"].convert(value, settings)
+    return replace(outcome, remark=_WARMUP) if isinstance(outcome, Known) else outcome
+
+
 _TEMPLATE = "the tokenizer's own chat template is used; name another Jinja file in tokenizer.chat_template"
 
 AXOLOTL: Table = {
@@ -219,6 +228,7 @@ AXOLOTL: Table = {
     "num_epochs": TRANSFORMERS["num_train_epochs"],
     "optimizer": TRANSFORMERS["optim"],
     "lr_scheduler": TRANSFORMERS["lr_scheduler_type"],
+    "warmup_ratio": to("optim.warmup_ratio", _warmup_ratio, _WARMUP),
     "cosine_min_lr_ratio": to("optim.min_lr_ratio"),
     "bf16": to(
         "model.dtype model.autocast", _precision, "with an adapter bfloat16 weights, else bfloat16 products"

@@ -9,6 +9,11 @@ from dpo_pack.recipe.peers.trl import TRL
 
 TABLES: dict[str, Table] = {"trl": TRL, "axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY}
 NAMES = {"trl": "TRL", "axolotl": "axolotl", "llamafactory": "LLaMA-Factory"}
+RELEASES = {
+    "trl": "TRL 1.16",
+    "axolotl": "axolotl at commit 067b021",
+    "llamafactory": "LLaMA-Factory at commit ff6d4d1",
+}
 
 
 def find_rule(table: Table, name: str) -> Rule | None:

@@ -13,7 +13,7 @@ from dpo_pack.recipe.errors import all_keys, show
 from dpo_pack.recipe.load import default_in_yaml, parse_recipe
 from dpo_pack.recipe.peers.files import PeerFile, read_peer_file
 from dpo_pack.recipe.peers.rules import Absent, Known, Rule, Table, Unneeded
-from dpo_pack.recipe.peers.tables import NAMES, TABLES, find_rule
+from dpo_pack.recipe.peers.tables import NAMES, RELEASES, TABLES, find_rule
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import to_yaml
 from dpo_pack.system.errors import RecipeError
@@ -40,11 +40,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # Recipe keys set in every translation, because all three peers always train so: (value, comment).
-ALWAYS = {"data.scored_turns": ("all", "every token after the prompt is scored there")}
+ALWAYS = {"data.scored_turns": ("all", "{peer} too scores every token after the prompt")}
 _OLD_NAMES = {"evaluation_strategy": "eval_strategy", "torch_dtype": "dtype"}  # of transformers
 GENERAL = (
     "The same seed draws other random numbers: the order of the pairs, and the pairs that a fraction holds "
-    "out, are others."
+    "out, are others. data.shuffle: false keeps the order of the files."
 )
 _PLACEHOLDERS = {"model.path": "FILL-IN/model", "data.train": "FILL-IN.jsonl"}
 _KEYS = dict.fromkeys(all_keys(Recipe))
@@ -172,7 +172,7 @@ class _Written:
         for key, (value, why) in ALWAYS.items():
             if key in _KEYS:
                 self.values[key] = value
-                self.comments[key].append(why)
+                self.comments[key].append(why.format(peer=NAMES[self.peer]))
         for key, value in _PLACEHOLDERS.items():
             if not self.values.get(key):
                 self.values[key] = value
@@ -205,10 +205,15 @@ class _Written:
         lines = [
             f"# A recipe that trains what {path.name} trains with {name}, made by",
             f"#     dpopack recipe --from {self.peer} {path.name}",
+            f"# The defaults named below are those of {RELEASES[self.peer]}.",
             "# Before you train: `dpopack recipe --check` it, and look at pairs with `dpopack show`.",
         ]
         if placeholders := [key for key in _PLACEHOLDERS if self.values[key] == _PLACEHOLDERS[key]]:
             lines += [f"# Fill in: {', '.join(placeholders)}."]
+        if self.values.get("checkpoint.every_steps") and "checkpoint.keep" not in self.values:
+            self.absent.append(
+                f"{name} keeps every checkpoint, dpo-pack the newest two; checkpoint.keep is their number."
+            )
         lines += [
             "#",
             "# Different here, because it has no counterpart:",
