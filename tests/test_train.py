@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from support.device_reads import no_reads
 from support.family_errors import skip_unless_packed
+from support.marks import slow
 from support.run_files import assert_same_run, records, timeless, weights
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
@@ -346,9 +347,7 @@ def test_a_step_s_loss_is_the_mean_over_its_pairs_however_they_are_packed(
                 assert ours[name] == pytest.approx(first[name], abs=2e-5, rel=2e-5), name
 
 
-@pytest.mark.parametrize(
-    "family", ["lfm2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mamba2", "zamba2"))]
-)
+@pytest.mark.parametrize("family", ["lfm2", *slow("mamba2", "zamba2")])
 def test_a_model_with_recurrent_layers_takes_the_same_steps_packed_as_padded(
     family: str, assets: Path, tmp_path: Path, console: Console
 ) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from support import launched
 from support.forked_ranks import fork_ranks
+from support.marks import slow
 from support.old_releases import without_gloo
 from support.tiny_recipe import load, message_of
 from support.tiny_run import tiny_run
@@ -307,7 +308,7 @@ ENDS: dict[str, tuple[int, str, str]] = {
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what", ENDS)
+@pytest.mark.parametrize("what", ["killed", "same-mistake", *slow("disagree", "bug")])
 def test_however_ranks_fail_the_user_reads_it_once(what: str, run_probe: RunProbe) -> None:
     expected, begin, end = ENDS[what]
     status, _, err = run_probe(what)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.marks import slow
 from support.plans import make_plan
 from support.reference_pairs import make_table
 from support.run_files import timeless
@@ -267,7 +268,7 @@ def test_a_merging_plan_trains_every_pair_once_within_the_budget(
     assert sum(plan.cost_of(row) for row in rows) < costs.sum()
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "sppo_hard"])
+@pytest.mark.parametrize("loss", ["sigmoid", *slow("sppo_hard")])
 def test_merged_prompts_give_the_numbers_of_unmerged_ones_and_compute_fewer_tokens(
     assets: Path, tmp_path: Path, loss: str
 ) -> None:

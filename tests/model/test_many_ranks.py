@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.file_operations import in_forks
+from support.marks import slow
 from support.plans import make_plan
 from support.tiny_models import VOCABULARY
 from support.tiny_run import tiny_run
@@ -75,7 +76,7 @@ def _shard(recipe_path: Path, autocast: torch.dtype | None, *overrides: str) -> 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("autocast", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("autocast", [None, *slow(torch.bfloat16)])
 @pytest.mark.parametrize(
     ("overrides", "mesh", "parts"),
     [

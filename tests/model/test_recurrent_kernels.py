@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.family_errors import CPU, GROUPS, make_row, skip_unless_packed
+from support.marks import slow
 from support.recurrent_stand_ins import (
     causal_conv1d_fn,
     chunk_gated_delta_rule,
@@ -60,7 +61,7 @@ def results(scorer: CompletionLogps, mode: str) -> tuple[Tensor, Tensor]:
     return sums.detach(), torch.cat(grads)
 
 
-@pytest.mark.parametrize("mode", ["shared", "unshared"])
+@pytest.mark.parametrize("mode", ["shared", *slow("unshared")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_by_kernels_has_the_log_probs_and_gradients_of_the_torch_functions(
     family: str, mode: str, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.loss_options import loss_options
+from support.marks import slow
 from support.tiny_adapters import saved_adapter
 from support.tiny_models import FAMILIES as TINY
 from support.tiny_models import VOCABULARY, tiny_model
@@ -506,8 +507,8 @@ def test_gradients_of_copies_stay_in_buckets_from_the_first_row_on(models: Path)
 
 @pytest.mark.parametrize(
     "fsdp2",
-    [None, {}, pytest.param({"mesh": (2, 1)}, marks=pytest.mark.slow)],
-    ids=["copies", "shards", "shards within nodes"],
+    [{}, *slow(None, {"mesh": (2, 1)})],
+    ids=["shards", "copies", "shards within nodes"],
 )
 def test_what_is_not_finite_on_one_rank_stops_the_update_on_all(
     fsdp2: dict[str, Any] | None, models: Path

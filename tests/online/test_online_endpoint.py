@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
+from support.marks import slow
 from support.stub_server import Stub, completions, hanging, serving, verdicts
 from support.tiny_online import online_recipe
 from support.tiny_tokenizer import tiny_tokenizer
@@ -113,9 +114,7 @@ def test_what_may_pass_is_asked_again_and_nothing_is_lost(fault: str) -> None:
     assert len(stub.requests) == 6 and None not in expected
 
 
-@pytest.mark.parametrize(
-    "fault", ["trickle", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("stall", "headers"))]
-)
+@pytest.mark.parametrize("fault", ["trickle", *slow("stall", "headers")])
 def test_a_stalled_answer_counts_as_failed_after_the_timeout(fault: str) -> None:
     with serving(Stub(completions(words), faults=[fault], stall_seconds=40.0)) as stub:
         begun = time.monotonic()
@@ -208,7 +207,7 @@ def test_what_cannot_pass_by_itself_stops_the_run(status: str, reason: str) -> N
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("then", [pytest.param("stall", marks=pytest.mark.slow), "hang up"])
+@pytest.mark.parametrize("then", ["hang up", *slow("stall")])
 def test_an_error_whose_text_never_comes_is_the_error_it_is(then: str) -> None:
     with serving(Stub(completions(words), faults=[f"503 {then}"], stall_seconds=90.0)) as stub:
         results = generator(stub, timeout_seconds=1.0).generate(DRAWS[:1])

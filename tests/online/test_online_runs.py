@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from support import online_judges
+from support.marks import slow
 from support.tiny_online import online_recipe
 from support.tiny_run import NUM_PAIRS, write_rows
 from support.whole_runs import at_step
@@ -117,7 +118,7 @@ def test_the_policy_plays_against_itself_as_it_started(straight: Path) -> None:
     assert "wins against the starting policy" in (straight / "model" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("stop_at", [1, 5])
+@pytest.mark.parametrize("stop_at", [5, *slow(1)])
 def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
     stop_at: int,
     straight: Path,
@@ -240,6 +241,7 @@ def test_online_steps_equal_offline_steps_on_the_same_pairs(
     assert max(float((online[name] - offline[name]).abs().max()) for name in online) < 2e-5
 
 
+@pytest.mark.slow
 def test_rows_of_any_size_sharing_and_padding_change_nothing(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from support.marks import slow
 from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
@@ -95,7 +96,7 @@ def change_cached_values(cache: Path, change: float) -> None:
         part.rename(part.with_name(f"part-{hashlib.sha256(part.read_bytes()).hexdigest()}.parquet"))
 
 
-@pytest.mark.parametrize(("change", "autocast"), [(0.01, "none"), (-3.0, "bfloat16")])
+@pytest.mark.parametrize(("change", "autocast"), [(0.01, "none"), *slow((-3.0, "bfloat16"))])
 def test_an_altered_cache_stops_the_run_before_the_first_step(
     change: float, autocast: str, job: Path, tmp_path: Path, console: Console
 ) -> None:

@@ -360,6 +360,7 @@ def advised(recipe: Recipe, shape: MemoryShape, **changes: Any) -> set[str]:
     return {overrides for size in sizes for overrides, _ in advice(recipe, facts, 8192, size)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refusing", "changes", "key"),
     [

@@ -17,6 +17,7 @@ import pytest
 from huggingface_hub import ModelCard, metadata_load
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 from rich.console import Console
+from support.marks import slow
 from support.stub_hub import StubHub, stub_hub
 from support.tiny_recipe import load, message_of
 from support.tiny_run import tiny_run
@@ -176,9 +177,7 @@ def test_a_hub_that_refuses_is_one_line(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "most_requests", [0, 7, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 5))]
-)
+@pytest.mark.parametrize("most_requests", [0, 7, *slow(1, 5)])
 def test_a_hub_that_vanishes_is_one_line_and_the_push_can_be_repeated(
     most_requests: int, exported: dict[str, Path], hub: StubHub, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.marks import slow
 from support.tiny_run import tiny_run
 from support.whole_runs import (
     assert_same_run,
@@ -108,9 +109,7 @@ def test_a_run_whose_best_evaluation_is_worse_than_its_start_says_so_and_stops_e
     assert "Stopped early after step 3" in text(console) and max(losses(run)) == 3
 
 
-@pytest.mark.parametrize(
-    "stop_at", [None, 2, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 3))]
-)
+@pytest.mark.parametrize("stop_at", [2, *slow(None, 1, 3)])
 def test_a_run_stops_early_where_it_would_have_stopped(
     stop_at: int | None,
     overshooting: Path,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.marks import slow
 from support.tiny_online import online_recipe
 from support.whole_runs import (
     assert_same_run,
@@ -238,7 +239,7 @@ def with_two_sets(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return run
 
 
-@pytest.mark.parametrize("row", [3, 5])
+@pytest.mark.parametrize("row", [3, *slow(5)])
 def test_an_evaluation_is_left_after_the_row_and_made_anew(
     row: int,
     with_two_sets: Path,
@@ -293,7 +294,7 @@ def test_what_is_saved_already_is_not_saved_again(
     assert_same_run(straight, tmp_path / "run")
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize("asynchronous", ["true", *slow("false")])
 def test_a_second_signal_leaves_at_once_and_what_was_saved_stays(
     asynchronous: str,
     straight: Path,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.marks import slow
 from support.run_files import losses, records, weights
 from support.tiny_run import write_rows
 
@@ -94,9 +95,7 @@ def test_only_losses_that_couple_pairs_pay_for_a_second_forward(
         forwards.clear()
 
 
-@pytest.mark.parametrize(
-    "name", ["simpo", "sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("orpo", "cpo"))]
-)
+@pytest.mark.parametrize("name", ["simpo", "sft", *slow("orpo", "cpo")])
 def test_a_loss_without_a_reference_computes_and_keeps_none(
     name: str, make: Make, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +161,7 @@ def test_a_loss_that_cannot_be_imported_is_refused_before_anything_loads(
         train(make("run", "loss.type=no_such_losses:mine"), console)
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "aot", "simpo"])
+@pytest.mark.parametrize("loss", ["aot", *slow("sigmoid", "simpo")])
 def test_a_pair_of_weight_zero_changes_nothing(
     loss: str, make: Make, console: Console, assets: Path, tmp_path: Path
 ) -> None:
@@ -181,7 +180,8 @@ def test_a_pair_of_weight_zero_changes_nothing(
     assert runs[0]["grad_norm"] == pytest.approx(runs[1]["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("modifier", [pytest.param("weighting=wpo", marks=pytest.mark.slow), "ld_alpha=0.25"])
+@pytest.mark.slow
+@pytest.mark.parametrize("modifier", ["weighting=wpo", "ld_alpha=0.25"])
 def test_modifiers_change_the_loss_and_not_with_the_packing(
     modifier: str, make: Make, console: Console
 ) -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from support.file_operations import fork
 from support.forked_ranks import fork_ranks
+from support.marks import slow
 
 from dpo_pack.system import process_starter
 from dpo_pack.system.interrupts import STOP_SIGNALS, Interrupted
@@ -138,9 +139,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left_of_the_others(
     ("signum", "status"),
     [
         (signal.SIGINT, 130),
-        (signal.SIGTERM, 143),
-        pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 143, marks=pytest.mark.slow),
+        *slow((signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)),
     ],
 )
 def test_a_signal_reaches_every_rank_once_and_they_may_take_their_time(

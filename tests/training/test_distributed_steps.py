@@ -65,6 +65,7 @@ def assert_runs_equal_trl(directory: Path, tmp_path: Path, runs: list[Run]) -> N
             assert_steps_equal_trl(directory, run[1], lines)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_take_trls_steps(tmp_path: Path) -> None:
     runs = [("ddp", "sigmoid", LAYOUT), ("fsdp2", "aot", LAYOUT)]

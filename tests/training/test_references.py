@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from support.marks import slow
 from support.oracle import completion_logps_one_by_one
 from support.run_files import losses, records
 from support.tiny_models import tiny_model
@@ -153,7 +154,7 @@ def test_a_moving_reference_is_not_computed_beforehand_and_its_log_probs_are_not
     assert cache.exists() and not (cache / "reference").exists()
 
 
-@pytest.mark.parametrize("lora", ["", "model.lora={r: 4, alpha: 8}"])
+@pytest.mark.parametrize("lora", ["model.lora={r: 4, alpha: 8}", *slow("")])
 def test_a_reference_that_follows_at_once_is_the_policy_at_every_step(
     lora: str, make: Make, console: Console
 ) -> None:
@@ -279,7 +280,7 @@ def test_adapters_of_low_rank_and_modules_saved_whole_are_followed(
     assert losses(recipe.output_dir)[1:] == pytest.approx([log(2)] * 3, abs=1e-5)
 
 
-@pytest.mark.parametrize("adapter", [{"target_modules": ["q_proj"]}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize("adapter", [{"modules_to_save": ["lm_head"]}, *slow({"target_modules": ["q_proj"]})])
 def test_a_reference_of_other_weights_becomes_the_policy_with_its_adapter(
     adapter: dict[str, Any], make: Make, console: Console, tmp_path: Path
 ) -> None:
