@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.flash_stand_ins import use_stand_ins
+from support.marks import slow
 from torch import Tensor
 
 import dpo_pack.model.attention.flash as flash
@@ -132,7 +133,7 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 1, 6, 1000])
+@pytest.mark.parametrize("window", [None, 6, *slow(1, 1000)])
 @pytest.mark.parametrize("special", ["softcap", "sinks", "both", "narrow values"])
 def test_attention_by_flex_equals_a_softmax_written_out(
     window: int | None, special: str, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def test_a_run_in_bfloat16_learns_as_one_in_fp32_does(
     assert max(abs(a - b) for a, b in zip(bfloat16, fp32, strict=True)) < 0.03
 
 
+@pytest.mark.slow
 def test_the_model_of_a_run_in_bfloat16_is_exported_in_bfloat16(straight: Path) -> None:
     assert {tensor.dtype for tensor in weights(straight).values()} == {torch.bfloat16}
     assert json.loads((straight / "model" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -23,6 +23,7 @@ from support.conformance import (
     read_cases,
     steps_of,
 )
+from support.marks import slow
 from support.plain_loop import COARSE_CASES, plain_loop
 
 from dpo_pack.recipe.load import load_recipe, parse_recipe
@@ -104,7 +105,7 @@ def test_steps_equal_trl_s_in_every_layout(
     assert_run_takes_trls_steps(CONFORMANCE, case, layout, tmp_path, cache, console)
 
 
-@pytest.mark.parametrize("case", ["aot", "sigmoid_plus_sft", "wpo"])
+@pytest.mark.parametrize("case", ["sigmoid_plus_sft", *slow("aot", "wpo")])
 def test_a_translated_config_of_trl_takes_trl_s_own_steps(
     case: str, tmp_path: Path, cache: Path, console: Console
 ) -> None:

@@ -91,6 +91,7 @@ def logits(model: Any) -> Tensor:
 # ------------------------------------------------------------------------------------------- the reference
 
 
+@pytest.mark.slow
 def test_a_lora_run_and_a_full_run_on_the_same_base_share_their_reference(
     assets: Path, tmp_path: Path
 ) -> None:

@@ -78,7 +78,7 @@ def refusal(source: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-KINDS = pytest.mark.parametrize("kind", ["full", "adapter", "merged"])
+KINDS = pytest.mark.parametrize("kind", ["adapter", *slow("full", "merged")])
 
 
 @KINDS

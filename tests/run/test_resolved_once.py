@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.marks import slow
 from support.tiny_models import tiny_model
 from support.tiny_online import online_recipe
 from support.tiny_run import tiny_run
@@ -94,10 +95,13 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("overrides", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [*list(SETTINGS)[::3], *slow(*(s for i, s in enumerate(SETTINGS) if i % 3))]
+)
 def test_a_run_starts_with_one_config_one_meta_build_and_one_plan_an_epoch(
-    overrides: tuple[str, ...], recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+    setting: str, recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    overrides = SETTINGS[setting]
     start(load_recipe(recipe_path, overrides), monkeypatch)
     assert calls.configs == {"model": 1} and calls.builds == {"llama": 1}
     assert calls.of_budget(128) == [1] * (2 if "train.epochs=2" in overrides else 1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.marks import slow
 from support.tiny_online import online_recipe
 from support.tiny_run import write_rows
 from support.whole_runs import assert_same_run, at_step, lines, saved_weights, text, whole_run
@@ -109,7 +110,9 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "action", "ends"), [(3, stop, Interrupted), (7, fail, ZeroDivisionError)], ids=["stop", "kill"]
+    ("step", "action", "ends"),
+    [(7, fail, ZeroDivisionError), *slow((3, stop, Interrupted))],
+    ids=["kill", "stop"],
 )
 def test_a_resumed_run_has_each_sample_once(
     step: int,
