@@ -333,7 +333,10 @@ def logit_grad(softmax: Tensor, targets: Tensor, grad_logps: Tensor, slope: Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPasses:
-    """What is computed of a chunk between matrix products. The defaults save memory, but not reads."""
+    """The computations on a chunk of logits between two matrix products.
+
+    The default functions need little memory, but read the chunk more often than those of `compile_head`.
+    """
 
     forward: Callable[..., ChunkResult] = _chunk_forward
     backward: Callable[..., tuple[Tensor, Tensor | None]] = _chunk_backward

@@ -93,7 +93,9 @@ def show_recipe(
     ModelError as `view_source` does.
     """
     if recipe.online is not None:
-        raise RecipeError("online: this command needs pairs, and an online run's do not exist before it")
+        raise RecipeError(
+            "online: this command needs pairs, and an online run makes its pairs while it trains"
+        )
     tokenizer = prepare_tokenizer(recipe)
     with console.status("Reading data") as status:
 

@@ -106,7 +106,7 @@ def test_verify_finds_a_changed_byte_names_the_part_and_changes_nothing(tmp_path
     fill(tmp_path, {"parameters": "bfloat16"})
     other = ReferenceCache(tmp_path, {"parameters": "bfloat16"}).directory.name
     assert "all as written" in cache("verify", other[:10], "--cache-dir", tmp_path)
-    assert "beginning of one namespace" in refusal("verify", "nonsense", "--cache-dir", tmp_path)
+    assert "exactly one namespace in" in refusal("verify", "nonsense", "--cache-dir", tmp_path)
     assert "nothing to verify" in cache("verify", "--cache-dir", tmp_path / "mistyped")
 
 

@@ -102,9 +102,10 @@ def row_kimi_delta_rule(
 def _in_chunks(
     pieces: RowPieces, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, normalize: bool
 ) -> tuple[Tensor, ...]:
-    """Returns chunks of queries, keys, beta x keys, beta x values [N, H, C, K or V] and g [N, H, C, ...].
+    """Cuts the sequences of a row into N chunks of C tokens, filled up with zeros; H heads; all in fp32.
 
-    All are in fp32.
+    Returns queries, keys, beta x keys [N, H, C, K], beta x values [N, H, C, V], and g, the logarithm of the
+    decay, [N, H, C] or [N, H, C, K].
     """
     query, key, value, g, beta = (states.squeeze(0).float() for states in (query, key, value, g, beta))
     if normalize:

@@ -102,9 +102,9 @@ def _train(value: Any, settings: Settings) -> Any:
 
 
 def _not_applied(kind: dict[str, Any]) -> Iterator[str]:
-    """Yields the formats of a type of the user's own that add text to the columns; dpo-pack adds nothing.
+    """For a type that the user defines: yields each format that adds text to a column. dpo-pack adds no text.
 
-    A special token behind an answer does not count: it is EOS, which dpo-pack adds if it is not there.
+    A special token behind an answer is no such text: it is EOS, which dpo-pack itself adds if it is missing.
     """
     for name in ("prompt", "chosen", "rejected"):
         text, column = kind.get(f"{name}_format"), kind.get(f"field_{name}") or name

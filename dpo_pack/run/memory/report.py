@@ -207,9 +207,10 @@ def advice(
 
 
 def _changes(recipe: Recipe, facts: MemoryFacts, longest_pair: int) -> list[list[Change]]:
-    """Returns the possible changes of a recipe. A change is a list of alternatives; the smallest is first.
+    """Returns the changes of a recipe that save memory, each a list of alternatives, smallest saving first.
 
-    Changes that cost time come first, then those that change numerics, need devices, or train another model.
+    First come changes that only cost time, then those that change numerics, that need more devices, and that
+    train another model.
     """
     row, rows_per_step = facts.row, recipe.packing.rows_per_step
     shorter_rows: list[Change] = []
