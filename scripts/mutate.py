@@ -133,6 +133,8 @@ def _is_skipped(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
         return True
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: an assertion
+        return True
     if isinstance(node, ast.Call):
         called = node.func
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")

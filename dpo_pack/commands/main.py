@@ -499,7 +499,7 @@ def recipe_command(
             "recipe: give one of --defaults, --template NAME, --from PEER FILE, --schema and --check FILE"
         )
     if every_key and not defaults:
-        raise RecipeError("recipe: --all belongs to --defaults")
+        raise RecipeError("recipe: --all is an option of --defaults; give both")
     if template == "list":
         for name in template_names():
             say(name)

@@ -117,7 +117,9 @@ DataReader = Callable[[Recipe, PreTrainedTokenizerBase, Console], DataSplits]
 def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:
     """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out."""
     if recipe.online is not None:
-        raise RecipeError("online: this command needs pairs, and an online run's do not exist before it")
+        raise RecipeError(
+            "online: this command needs pairs, and an online run makes its pairs while it trains"
+        )
     begun = time.monotonic()
     with reading_progress(console) as progress:
         data = load_data(

@@ -931,7 +931,7 @@ def test_recipe_prints_what_can_be_begun_with(dpopack: Dpopack, tmp_path: Path) 
     (tmp_path / "dpo.yaml").write_text("learning_rate: 3e-7\nmodel_name_or_path: a/b\ndataset_name: c/d\n")
     translated = dpopack("recipe", "--from", "trl", tmp_path / "dpo.yaml")
     assert translated.status == 0 and yaml.safe_load(translated.out)["optim"]["lr"] == 3e-7
-    assert_refused(dpopack("recipe", "--all", "--schema"), "--all belongs to --defaults")
+    assert_refused(dpopack("recipe", "--all", "--schema"), "--all is an option of --defaults")
     assert_refused(dpopack("recipe", "--template", "x"), "no such template; .*qwen3-0.6b-full-1gpu")
 
 
