@@ -122,7 +122,7 @@ class ViewedPair:
         return "".join(token.text for token in self.tokens(side) if token.part == "completion")
 
     def text_after_boundary(self) -> str:
-        """Returns the end of the prompt's text that is tokenised with a completion; "" if there is none."""
+        """Returns the end of the prompt's text that is tokenised with a completion, or "" if no part is."""
         return "".join(token_texts(self.alone, self.tokenizer)[len(self.whole.prompt) :])
 
 

@@ -106,9 +106,10 @@ def completion_of(
     stop: Sequence[str],
     stop_end: int | None,
 ) -> Completion:
-    """Returns the completion in `ids` [L]: the tokens up to its end, without padding that may follow.
+    """Returns the completion at the start of `ids` [L]: all tokens up to and with the first end token.
 
-    `ends`: end tokens. `stop_end`: the number of tokens up to the end of a stop string; None: none was found.
+    `ends`: the ids of the end tokens. `stop_end`: the number of tokens up to the end of a stop string, if one
+    was found; the completion ends there if this is earlier.
     """
     places = np.flatnonzero(np.isin(ids, sorted(ends)))
     eos_end = int(places[0]) + 1 if len(places) else None

@@ -94,9 +94,10 @@ def _improve(costs: FloatArray, rank_of: IntArray, num_ranks: int, *, may_move: 
 def equalize_rows(ranks: list[RankRows], costs: Sequence[float]) -> None:
     """Gives every rank as many rows as the rank with the most rows; changes `ranks` in place.
 
-    A rank with too few rows splits its costliest row, which adds no FLOPs. If each row of the rank is a
-    single item, the rank takes the cheapest item of the costliest rank that can spare an item. If the step
-    has too few items for that, the numbers of rows stay unequal.
+    An item is what no row may split: a pair, or several pairs whose common prompt is computed once. A rank
+    with too few rows splits its costliest row, which adds no FLOPs. If each row of the rank is a single
+    item, the rank takes the cheapest item of the costliest rank that can spare an item. If the step has too
+    few items for that, the numbers of rows stay unequal.
     """
     num_rows = max(map(len, ranks))
     for rows in ranks:

@@ -154,7 +154,7 @@ def inspect_packing(
 
 
 def draw_row(plan: PackingPlan, lengths: PairLengths, row: Row, share_prompt: bool) -> DrawnRow:
-    """Returns the segments of a row of the plan."""
+    """Returns what a picture of one row of the plan shows: its prompts, completions and padding in order."""
     segments: list[tuple[str, int]] = []
     for group in plan.sizes.groups_in(row):
         if len(group) > 1:

@@ -52,9 +52,9 @@ def training_bytes(
     optimizer: str = "adamw",
     num_shards: int = 1,
 ) -> StateBytes:
-    """Returns the bytes on a device that holds one of `num_shards` parts of each tensor.
+    """Returns the bytes of weights, gradients and optimizer state on a device with 1/`num_shards` of each.
 
-    `trained_bytes` and `frozen_bytes` are the bytes of one trained or frozen parameter.
+    `num_trained`, `num_frozen`: numbers of parameters. `trained_bytes`, `frozen_bytes`: the bytes of one.
     """
     moments = OPTIMIZER_BYTES[optimizer]
     if optimizer == "adamw" and trained_bytes == 2:
