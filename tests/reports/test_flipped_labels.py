@@ -31,9 +31,8 @@ def flip_labels(source: Path, target: Path, *, seed: int) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("epochs", "least"), [(1, 60), (3, 80)])
-def test_of_the_hundred_pairs_shown_first_at_least_three_times_the_base_rate_are_flipped(
-    epochs: int, least: int, tmp_path: Path
+def test_of_the_hundred_pairs_shown_first_at_least_four_times_the_base_rate_are_flipped(
+    tmp_path: Path,
 ) -> None:
     assets, data = tmp_path / "assets", tmp_path / "pairs.jsonl"
     subprocess.run([sys.executable, REPOSITORY / "scripts" / "make_quickstart.py", assets], check=True)
@@ -41,11 +40,11 @@ def test_of_the_hundred_pairs_shown_first_at_least_three_times_the_base_rate_are
     run = tmp_path / "run"
     overrides = (
         f"output_dir={run}", f"model.path={assets / 'model'}", f"reference.cache_dir={tmp_path / 'cache'}",
-        f"data.train={data}", "data.eval=[]", "train.eval_every_steps=null", f"train.epochs={epochs}",
+        f"data.train={data}", "data.eval=[]", "train.eval_every_steps=null", "train.epochs=3",
         "logging.samples=null",
     )  # fmt: skip
     train(load_recipe(REPOSITORY / "configs" / "quickstart.yaml", overrides), Console(quiet=True))
     shown = disagreements(read_run(run, "run"))
     found = sum(pair.row in flipped for pair in shown)
-    print(f"{found} of the {len(shown)} pairs shown first after {epochs} epochs are flipped")
-    assert len(shown) == 100 and found >= least
+    print(f"{found} of the {len(shown)} pairs shown first are flipped")
+    assert len(shown) == 100 and found >= 80

@@ -54,7 +54,7 @@ def killed_runs(
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_on_two_ranks_of_which_one_is_killed_or_both_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    report = killed_runs(tmp_path, 20, num_ranks=2)
+    report = killed_runs(tmp_path, 12, num_ranks=2)
     assert any(kill["hidden"] for kill in report)
 
 
@@ -137,8 +137,10 @@ def test_the_command_goes_on_after_kill_9_of_it_or_of_a_rank(num_processes: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.multiprocess)])
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGUSR1", 143)])
+@pytest.mark.parametrize(
+    ("name", "status", "num_processes"),
+    [("SIGUSR1", 143, 1), pytest.param("SIGINT", 130, 2, marks=pytest.mark.multiprocess)],
+)
 def test_the_command_saves_and_leaves_within_seconds_when_it_is_asked_to(
     name: str, status: int, num_processes: int, tmp_path: Path
 ) -> None:

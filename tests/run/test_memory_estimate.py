@@ -600,7 +600,7 @@ def test_a_dry_run_on_cuda_measures_near_its_estimate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fp32", "checkpointed", "bfloat16", "lora bfloat16"])
+@pytest.mark.parametrize("kind", ["fp32", "checkpointed", "lora bfloat16"])
 def test_a_process_grows_by_about_the_estimate(
     kind: str, tmp_path_factory: pytest.TempPathFactory, record_property: Any
 ) -> None:
