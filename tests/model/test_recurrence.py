@@ -11,11 +11,14 @@ import torch
 from support.family_errors import CPU, GROUPS, load, make_row, skip_unless_packed
 from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dpo_pack.model.attention.segments import RowSegments
 from dpo_pack.model.layout import Group, layout_row, packed_row
 from dpo_pack.model.recurrence import RecurrentCall, kept_numbers, wrap_recurrent_layers
+from dpo_pack.model.recurrence.delta import row_delta_rule
 from dpo_pack.model.recurrence.pieces import gather, row_history, row_pieces
+from dpo_pack.model.recurrence.triangular import invert_unit_triangular
 from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.system.errors import UnsupportedModelError
 
@@ -102,6 +105,52 @@ def test_layers_that_do_not_call_the_functions_of_this_release_are_refused_with_
     del vars(wrapped[0])["forward"]
     with pytest.raises(UnsupportedModelError, match=r"of transformers \d.*called 0 of 1 .*padded"):
         scorer(make_row(GROUPS, "shared"))
+
+
+def test_triangular_matrices_are_inverted_and_have_their_gradients() -> None:
+    system = torch.randn(2, 3, 8, 8, dtype=torch.float64, requires_grad=True)  # the upper part is not read
+    matrix = system.detach().tril(-1) + torch.eye(8, dtype=torch.float64)
+    torch.testing.assert_close(invert_unit_triangular(system), torch.linalg.inv(matrix), rtol=1e-9, atol=1e-9)
+    assert torch.autograd.gradcheck(invert_unit_triangular, (system,))
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.9, 1.0])
+def test_the_inverse_in_float32_is_as_near_as_forward_substitution(alike: float) -> None:
+    """Also where the keys of a chunk are alike: powers of L, which other ways sum up, then are above 1e8."""
+    keys = F.normalize(alike + (1 - alike) * torch.randn(50, 32, 16, dtype=torch.float64), dim=-1)
+    exact = torch.linalg.inv((keys @ keys.mT).tril(-1) + torch.eye(32, dtype=torch.float64))
+    system = (keys @ keys.mT).float()
+    identity = torch.eye(32).expand_as(system)
+    substituted = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+    errors = [(inverse - exact).norm() for inverse in (invert_unit_triangular(system), substituted)]
+    assert errors[0] <= 2 * errors[1] + 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("strongest", [0.1, 20.0])
+def test_heads_that_forget_at_once_are_exact_and_leave_no_numbers_that_slow_a_cpu_down(
+    strongest: float,
+) -> None:
+    """Qwen3.5's heads begin with decays of up to about exp(-20) a token."""
+    num_tokens, size = 100, 16
+    query, key = (torch.randn(1, num_tokens, 1, size) for _ in range(2))
+    value = torch.randn(1, num_tokens, 1, size, requires_grad=True)
+    g, beta = -strongest * torch.rand(1, num_tokens, 1), torch.rand(1, num_tokens, 1)
+    segments = segments_of((list(range(num_tokens - 1)), [[7], [7]]))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: kept.append(saved) or saved, lambda kept: kept
+    ):
+        ours, _ = row_delta_rule(
+            query, key, value, g, beta, use_qk_l2norm_in_kernel=True, row_segments=segments
+        )
+    state = torch.zeros(size, size, dtype=torch.float64)
+    for token in range(num_tokens):
+        q, k = (F.normalize(x[0, token, 0].double(), dim=0) for x in (query, key))
+        state = state * g[0, token, 0].double().exp()
+        state = state + beta[0, token, 0] * torch.outer(k, value[0, token, 0].detach() - k @ state)
+        torch.testing.assert_close(ours[0, token, 0].double(), q @ state / size**0.5, rtol=1e-4, atol=1e-6)
+    tiny = torch.finfo(torch.float32).tiny
+    assert sum(int(((x != 0) & (x.abs() < tiny)).sum()) for x in kept if x.dtype == torch.float32) == 0
 
 
 @pytest.mark.parametrize(

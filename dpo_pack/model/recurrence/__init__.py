@@ -97,7 +97,7 @@ def kept_numbers(module: nn.Module) -> float:
         return float(channels + sizes["num_heads"] * head)
     if "mamba2_chunk_scan" in names:
         keys, values = sizes["ssm_state_size"], sizes["head_dim"]
-        head = 4 * keys + 3 * values + 2 * keys * values / MAMBA2_CHUNK + 3 * MAMBA2_CHUNK
+        head = 5 * keys + 3 * values + 2 * keys * values / MAMBA2_CHUNK + 4 * MAMBA2_CHUNK
         return float(channels + sizes["num_heads"] * head)
     return channels / 2 if names else 0.0  # a short convolution has no activation function
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from dpo_pack.model.attention.segments import RowSegments
 from dpo_pack.model.recurrence.pieces import RowPieces, row_pieces
-from dpo_pack.model.recurrence.scan import carry_states, in_float32
+from dpo_pack.model.recurrence.scan import carry_states, decay, in_float32
+from dpo_pack.model.recurrence.triangular import invert_unit_triangular
 
 DELTA_CHUNK = 32
 KIMI_CHUNK = 16  # short, because [N, H, C, C, K] decays are in memory at once
@@ -51,16 +52,18 @@ def row_delta_rule(
     )
     total = log_decay.cumsum(dim=2)  # [N, H, C]: logarithm of the decay since the chunk's beginning
     between = (total[..., :, None] - total[..., None, :]).masked_fill(_later(pieces.chunk, total), -torch.inf)
-    between = between.exp()  # [N, H, C, C]: the decay from one token to a later one
+    between = decay(between)  # [N, H, C, C]: the decay from one token to a later one
     return _run(
         pieces,
-        query=q * total.exp()[..., None],
-        keys=k * (total[..., -1:] - total).exp()[..., None],
-        k_beta=k_beta * total.exp()[..., None],
+        query=q * decay(total)[..., None],
+        keys=k * decay(total[..., -1:] - total)[..., None],
+        k_beta=k_beta * decay(total)[..., None],
         v_beta=v_beta,
         scores=(q @ k.mT) * between,
-        system=(k_beta @ k.mT) * between,
-        decays=total[..., -1].exp()[..., None, None],
+        # An entry of the inverse is a sum of products along ways from token to token. All ways from one token
+        # to another decay by the same factor, so the inverse is taken of what has not decayed.
+        inverse=invert_unit_triangular(k_beta @ k.mT) * between,
+        decays=decay(total[..., -1])[..., None, None],
         dtype=query.dtype,
     )
 
@@ -85,16 +88,16 @@ def row_kimi_delta_rule(
     total = log_decay.cumsum(dim=2)  # [N, H, C, K]
     between = total[..., :, None, :] - total[..., None, :, :]
     later = _later(pieces.chunk, total)[..., None]
-    decayed = between.masked_fill(later, -torch.inf).exp() * k[..., None, :, :]  # [N, H, C, C, K]
+    decayed = decay(between.masked_fill(later, -torch.inf)) * k[..., None, :, :]  # [N, H, C, C, K]
     return _run(
         pieces,
-        query=q * total.exp(),
-        keys=k * (total[..., -1:, :] - total).exp(),
-        k_beta=k_beta * total.exp(),
+        query=q * decay(total),
+        keys=k * decay(total[..., -1:, :] - total),
+        k_beta=k_beta * decay(total),
         v_beta=v_beta,
         scores=(decayed @ q[..., None]).squeeze(-1),
-        system=(decayed @ k_beta[..., None]).squeeze(-1),
-        decays=total[..., -1, :].exp()[..., None],
+        inverse=invert_unit_triangular((decayed @ k_beta[..., None]).squeeze(-1)),
+        decays=decay(total[..., -1, :])[..., None],
         dtype=query.dtype,
     )
 
@@ -142,14 +145,13 @@ def _run(
     k_beta: Tensor,
     v_beta: Tensor,
     scores: Tensor,
-    system: Tensor,
+    inverse: Tensor,
     decays: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, None]:
-    """Solves each chunk's triangular system, carries states from chunk to chunk and computes the outputs."""
-    right = torch.cat((v_beta, k_beta), dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    values, corrections = solved.split((v_beta.shape[-1], k_beta.shape[-1]), dim=-1)
-    states, written = carry_states(pieces, keys=keys, values=values, corrections=corrections, decays=decays)
+    """Solves each chunk's system, carries states from chunk to chunk and computes the outputs."""
+    states, written = carry_states(
+        pieces, keys=keys, values=inverse @ v_beta, corrections=inverse @ k_beta, decays=decays
+    )
     out = query @ states + scores @ written
     return in_row(pieces, out)[None].to(dtype), None

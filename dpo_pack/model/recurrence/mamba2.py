@@ -20,7 +20,7 @@ from torch import Tensor
 from dpo_pack.model.attention.segments import RowSegments
 from dpo_pack.model.recurrence.delta import in_chunks, in_row
 from dpo_pack.model.recurrence.pieces import row_pieces
-from dpo_pack.model.recurrence.scan import carry_states, in_float32
+from dpo_pack.model.recurrence.scan import carry_states, decay, in_float32
 
 # Shorter than the chunks in the families' own code (128 or 256 tokens), because most sequences of a row are
 # short and the cost of a chunk grows with C^2.
@@ -61,12 +61,12 @@ def row_mamba2_scan(
     keys, reads = _by_head(keys, values), _by_head(reads, values)
     states, _ = carry_states(
         pieces,
-        keys=keys * (total[..., -1:, :] - total).exp(),
+        keys=keys * decay(total[..., -1:, :] - total),
         values=values,
         corrections=None,
-        decays=total[..., -1:, :].exp(),
+        decays=decay(total[..., -1:, :]),
     )
-    out = in_row(pieces, (reads * total.exp()) @ states + scores @ values)
+    out = in_row(pieces, (reads * decay(total)) @ states + scores @ values)
     if D is not None:
         out = out + D[:, None] * inputs
     return out[None]
@@ -95,7 +95,7 @@ def _decay_between(log_decay: Tensor) -> Tensor:
     size = log_decay.shape[-1]
     mask = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril()
     terms = log_decay[..., None].expand(*log_decay.shape, size).masked_fill(~mask.tril(-1), 0.0)
-    return terms.cumsum(dim=-2).masked_fill(~mask, -torch.inf).exp()
+    return decay(terms.cumsum(dim=-2).masked_fill(~mask, -torch.inf))
 
 
 def no_fused_path(*arguments: Any, **unused: Any) -> None:
