@@ -137,9 +137,12 @@ def test_heads_that_forget_at_once_are_exact_and_leave_no_numbers_that_slow_a_cp
     g, beta = -strongest * torch.rand(1, num_tokens, 1), torch.rand(1, num_tokens, 1)
     segments = segments_of((list(range(num_tokens - 1)), [[7], [7]]))
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda saved: kept.append(saved) or saved, lambda kept: kept
-    ):
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         ours, _ = row_delta_rule(
             query, key, value, g, beta, use_qk_l2norm_in_kernel=True, row_segments=segments
         )
