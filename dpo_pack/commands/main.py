@@ -486,7 +486,7 @@ def recipe_command(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Print or check a recipe, or make one from a TRL config.
+    """Print or check a recipe; translate another trainer's.
 
     --from reads a config, a command line or a script of TRL, a config of axolotl, or one of LLaMA-Factory
     with its dataset_info.json. The recipe says what became of each key.

@@ -150,8 +150,8 @@ def _mend_no_end(pairs: Sequence[ViewedPair]) -> str:
     eos = f"{tokenizer.eos_token} (id {tokenizer.eos_token_id})"
     if _is_chat(pairs[0]):
         return (
-            f"the chat template must write EOS, {eos}, after each answer: mend it and name the file in "
-            "tokenizer.chat_template"
+            f"the chat template must end each answer with EOS, {eos}, or another special token of this "
+            "tokenizer: mend it and name the file in tokenizer.chat_template"
         )
     return f"write EOS, {eos}, at the end of chosen_ids and rejected_ids"
 

@@ -144,7 +144,7 @@ FAULTS: dict[str, tuple[list[Row], list[str], str, str, str]] = {
         [],
         WITHOUT_EOS,
         'EOS "</s>" is missing at its end',
-        r"the chat template must write EOS, </s> \(id 2\), after each answer",
+        r"the chat template must end each answer with EOS, </s> \(id 2\), or another special token",
     ),
     "missing EOS in token ids": (
         [{"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9, 2]}],

@@ -151,7 +151,10 @@ def _quantize(value: Any, settings: Settings) -> Any:
 
 
 _CUT = "LLaMA-Factory cuts the ends of prompts too; here a pair whose prompt alone is too long is dropped"
-_TEMPLATE = "prompts are written with the tokenizer's own chat template; compare them with dpopack show"
+_TEMPLATE = (
+    "prompts get the tokenizer's own chat template. To keep another one, write it into a Jinja file and name "
+    "the file in tokenizer.chat_template; the tokenizer must have its special tokens. Look at dpopack show"
+)
 
 LLAMAFACTORY: Table = {
     **TRANSFORMERS,
@@ -223,7 +226,7 @@ LLAMAFACTORY: Table = {
             "only adapters are trained": "additional_target",
             "plain LoRA is trained": "use_dora loraplus_* pissa_* create_new_adapter",
             "name a merged model in reference.path": "ref_model_adapters ref_model_quantization_bit",
-            "prompts get the tokenizer's own chat template; compare them with dpopack show": """
+            _TEMPLATE: """
             template tool_format enable_thinking preserve_thinking""",
             "all sources are trained on once; data.train.N.weight mixes them": "mix_strategy",
             "data.train.N.weight says how often an epoch has a source's pairs": "interleave_probs",

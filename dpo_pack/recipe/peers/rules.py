@@ -480,7 +480,8 @@ TRANSFORMERS: Table = {
             "runs are deterministic; see docs/numerics.md": "full_determinism",
             "evaluations are packed like training, into rows of packing.token_budget tokens": """
             per_device_eval_batch_size eval_accumulation_steps eval_on_start eval_delay""",
-            "`dpopack train` trains and evaluates": "do_train do_eval do_predict overwrite_output_dir",
+            "`dpopack train` trains and evaluates": "do_train do_eval do_predict",
+            "a second `dpopack train` resumes the run; --overwrite starts anew": "overwrite_output_dir",
             "dpo-pack starts its own processes; see docs/distributed.md": """
             ddp_* accelerator_config local_rank log_on_each_node save_on_each_node use_cpu num_machines
             accelerate_config config_file""",

@@ -42,10 +42,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # Recipe keys set in every translation, because all three peers always train so: (value, comment).
 ALWAYS = {"data.scored_turns": ("all", "{peer} too scores every token after the prompt")}
 _OLD_NAMES = {"evaluation_strategy": "eval_strategy", "torch_dtype": "dtype"}  # of transformers
-GENERAL = (
+SEED = (
     "The same seed draws other random numbers: the order of the pairs, and the pairs that a fraction holds "
     "out, are others. data.shuffle: false keeps the order of the files."
 )
+LOGGED = "A logged line has the loss and rewards of one step; there they are means over logging_steps steps."
 _PLACEHOLDERS = {"model.path": "FILL-IN/model", "data.train": "FILL-IN.jsonl"}
 _KEYS = dict.fromkeys(all_keys(Recipe))
 _WIDTH, _COMMENT_COLUMN = 118, 44
@@ -206,6 +207,7 @@ class _Written:
             f"# A recipe that trains what {path.name} trains with {name}, made by",
             f"#     dpopack recipe --from {self.peer} {path.name}",
             f"# The defaults named below are those of {RELEASES[self.peer]}.",
+            f"# AdamW has {name}'s betas, eps, weight decay and clipping where they are not named.",
             "# Before you train: `dpopack recipe --check` it, and look at pairs with `dpopack show`.",
         ]
         if placeholders := [key for key in _PLACEHOLDERS if self.values[key] == _PLACEHOLDERS[key]]:
@@ -217,7 +219,7 @@ class _Written:
         lines += [
             "#",
             "# Different here, because it has no counterpart:",
-            *_items([*self.absent, *([GENERAL] if self.values.get("data.shuffle", True) else [])]),
+            *_items([*self.absent, *([SEED] if self.values.get("data.shuffle", True) else []), LOGGED]),
             "",
         ]
         for section in Recipe.model_fields:
