@@ -66,7 +66,8 @@ def _check_settings(recipe: Recipe) -> str:
     evals = recipe.data.eval
     find_selection(recipe, [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals)))
     run = find_run(recipe, overwrite=False)
-    return f"output_dir: {run.root}, {'its run is finished' if run.is_finished else 'a run can use it'}"
+    state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"
+    return f"output_dir: {run.root}, {state}"
 
 
 def _device() -> torch.device:

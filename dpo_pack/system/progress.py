@@ -155,6 +155,9 @@ def _work_line(what: str, seconds: float, done: int, total: int | None, unit: st
     return Line(label=printable(what), fraction=done / total, facts=facts)
 
 
+_LEFT_OUT = "  At most one step a second is printed; metrics.jsonl has every logged step."
+
+
 class TrainingLines:
     """Shows training: a line for logged steps, and below them, in a terminal, a progress line."""
 
@@ -163,7 +166,7 @@ class TrainingLines:
         self.num_steps = num_steps
         self._step, self._seconds, self._at = 0, 0.0, time.monotonic()
         self._newest: Mapping[str, Any] | None = None
-        self._printed, self._num_left_out = 0.0, 0
+        self._printed, self._has_left_out = 0.0, False
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
@@ -200,7 +203,9 @@ class TrainingLines:
         now = time.monotonic()
         self._newest = record
         if now - self._printed < 1.0 and record["step"] not in (1, self.num_steps):
-            self._num_left_out += 1
+            if not self._has_left_out:
+                self.console.print(_LEFT_OUT)
+            self._has_left_out = True
             return
         self._printed = now
         pieces = {
@@ -218,5 +223,3 @@ class TrainingLines:
                 break
             del pieces[least_important]
         self.console.print("  ".join(pieces.values()))
-        if self._num_left_out and record["step"] == self.num_steps:
-            self.console.print("  At most one step a second is printed; metrics.jsonl has every logged step.")

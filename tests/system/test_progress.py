@@ -112,8 +112,9 @@ def test_training_shows_its_first_and_last_step_and_at_most_one_a_second_between
     for step in range(1, 21):
         lines.show(_record(step), seconds_left=0.4 * (20 - step))
         clock.now += 0.4
-    *shown, last = text_of(console).splitlines()
-    assert last == "  At most one step a second is printed; metrics.jsonl has every logged step."
+    first, note, *others = text_of(console).splitlines()
+    shown = [first, *others]
+    assert note == "  At most one step a second is printed; metrics.jsonl has every logged step."
     assert [int(line.split()[1].split("/")[0]) for line in shown] == [1, 4, 7, 10, 13, 16, 19, 20]
     assert shown[0] == (
         "  step  1/20  loss 0.5000  margin +0.2500  accuracy 0.750  grad norm 12  lr 5.00e-07  "

@@ -214,6 +214,10 @@ def _warmup_ratio(value: Any, settings: Settings) -> Any:
     return value
 
 
+def _recompute(value: Any, settings: Settings) -> Outcome:
+    return Known({"model.gradient_checkpointing": bool(value)}, "it changes memory and speed only")
+
+
 def _trackers(value: Any, settings: Settings) -> Any:
     names = [value] if isinstance(value, str) else list(value or ())
     names = [name for name in names if name != "none"]
@@ -435,7 +439,7 @@ TRANSFORMERS: Table = {
         ),
         "bfloat16 in its place",
     ),
-    "gradient_checkpointing": to("model.gradient_checkpointing", lambda value, s: bool(value)),
+    "gradient_checkpointing": to("model.gradient_checkpointing", _recompute),
     "activation_checkpointing": to("model.gradient_checkpointing", lambda value, s: bool(value)),
     "torch_compile": to("model.compile"),
     "use_liger_kernel": to("model.kernels", lambda value, s: "liger" if value else "none", "true: liger"),
@@ -500,7 +504,7 @@ TRANSFORMERS: Table = {
             "dpo-pack's optimizers have the options of section optim only": "optim_args",
             "dpo-pack has no such optimizers": "optim_target_modules",
             "seed decides the order of the pairs too": "data_seed",
-            "the last step of an epoch has the remaining pairs, and is trained on": "dataloader_drop_last",
+            "the last step of an epoch has the remaining pairs, as there without it": "dataloader_drop_last",
             "set it in the tracker's or the hub's own environment variables": "hub_* trackio_* project",
         }
     ),

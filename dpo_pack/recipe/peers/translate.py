@@ -44,9 +44,13 @@ ALWAYS = {"data.scored_turns": ("all", "{peer} too scores every token after the 
 _OLD_NAMES = {"evaluation_strategy": "eval_strategy", "torch_dtype": "dtype"}  # of transformers
 SEED = (
     "The same seed draws other random numbers: the order of the pairs, and the pairs that a fraction holds "
-    "out, are others. data.shuffle: false keeps the order of the files."
+    "out, are others. To compare step by step, keep the order of the files in both programs (here "
+    "data.shuffle: false)."
 )
-LOGGED = "A logged line has the loss and rewards of one step; there they are means over logging_steps steps."
+LOGGED = (
+    "A logged line has the loss and rewards of one step; there they are means over logging_steps steps. "
+    "A pair whose margin is 0 counts half in the accuracy here."
+)
 _PLACEHOLDERS = {"model.path": "FILL-IN/model", "data.train": "FILL-IN.jsonl"}
 _KEYS = dict.fromkeys(all_keys(Recipe))
 _WIDTH, _COMMENT_COLUMN = 118, 44
