@@ -351,6 +351,8 @@ def compile_layers(
     torch._dynamo.config.optimize_ddp = False
     # On CUDA inductor recommends TF32, but proofs in fp32 would fail with TF32, and autocast is in bf16.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+    # torch's own access, where a layer's code is compiled in parts, as that of a recurrent layer is.
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     for module in model.modules():
         if type(module) is nn.Linear:
             vars(module).pop("forward", None)  # set by `speed_up_linears`; compiled code has other products

@@ -16,6 +16,7 @@ import pytest
 import torch
 from benchmarking.run_dpo_pack import train_without_export
 from rich.console import Console
+from support.family_errors import skip_unless_packed
 from support.reference_pairs import load_scorer
 from support.tiny_models import VOCABULARY, tiny_model
 from support.tiny_run import tiny_run
@@ -348,8 +349,11 @@ def test_the_clock_of_a_benchmark_s_reference_pass_starts_when_everything_is_com
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "deepseek_v3", "gpt_oss", "gemma4_text"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gpt2", "deepseek_v3", "gpt_oss", "gemma4_text", "qwen3_5_text"]
+)
 def test_compiled_layers_of_other_families_give_what_plain_ones_give(family: str, tmp_path: Path) -> None:
+    skip_unless_packed(family)
     tiny_model(family).save_pretrained(tmp_path)
     assert_as_before(load_scorer(tmp_path), [make_row(seed) for seed in range(4)])
 
