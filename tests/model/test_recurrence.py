@@ -132,9 +132,9 @@ def test_heads_that_forget_at_once_are_exact_and_leave_no_numbers_that_slow_a_cp
 ) -> None:
     """Qwen3.5's heads begin with decays of up to about exp(-20) a token."""
     num_tokens, size = 100, 16
-    query, key = (torch.randn(1, num_tokens, 1, size) for _ in range(2))
-    value = torch.randn(1, num_tokens, 1, size, requires_grad=True)
-    g, beta = -strongest * torch.rand(1, num_tokens, 1), torch.rand(1, num_tokens, 1)
+    query, key, value, weights = (torch.randn(1, num_tokens, 1, size) for _ in range(4))
+    g = -strongest * (0.5 + torch.rand(1, num_tokens, 1)).requires_grad_()
+    beta = torch.rand(1, num_tokens, 1)
     segments = segments_of((list(range(num_tokens - 1)), [[7], [7]]))
     kept: list[Tensor] = []
 
@@ -146,12 +146,18 @@ def test_heads_that_forget_at_once_are_exact_and_leave_no_numbers_that_slow_a_cp
         ours, _ = row_delta_rule(
             query, key, value, g, beta, use_qk_l2norm_in_kernel=True, row_segments=segments
         )
-    state = torch.zeros(size, size, dtype=torch.float64)
+    state, outputs = torch.zeros(size, size, dtype=torch.float64), []
     for token in range(num_tokens):
         q, k = (F.normalize(x[0, token, 0].double(), dim=0) for x in (query, key))
         state = state * g[0, token, 0].double().exp()
-        state = state + beta[0, token, 0] * torch.outer(k, value[0, token, 0].detach() - k @ state)
-        torch.testing.assert_close(ours[0, token, 0].double(), q @ state / size**0.5, rtol=1e-4, atol=1e-6)
+        state = state + beta[0, token, 0] * torch.outer(k, value[0, token, 0] - k @ state)
+        outputs.append(q @ state / size**0.5)
+    exact = torch.stack(outputs)
+    torch.testing.assert_close(ours[0, :, 0].double(), exact, rtol=1e-4, atol=1e-6)
+    gradient, of_exact = (
+        torch.autograd.grad((out * weights[0, :, 0]).sum(), g)[0] for out in (ours[0, :, 0], exact)
+    )
+    assert (gradient - of_exact).norm() <= 1e-4 * of_exact.norm()
     tiny = torch.finfo(torch.float32).tiny
     assert sum(int(((x != 0) & (x.abs() < tiny)).sum()) for x in kept if x.dtype == torch.float32) == 0
 

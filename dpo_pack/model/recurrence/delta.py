@@ -51,12 +51,11 @@ def row_delta_rule(
         pieces, query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel
     )
     total = log_decay.cumsum(dim=2)  # [N, H, C]: logarithm of the decay since the chunk's beginning
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(_later(pieces.chunk, total), -torch.inf)
-    between = decay(between)  # [N, H, C, C]: the decay from one token to a later one
+    between = _decay_between(total)  # [N, H, C, C]
     return _run(
         pieces,
         query=q * decay(total)[..., None],
-        keys=k * decay(total[..., -1:] - total)[..., None],
+        keys=k * decay(_after(log_decay))[..., None],
         k_beta=k_beta * decay(total)[..., None],
         v_beta=v_beta,
         scores=(q @ k.mT) * between,
@@ -86,13 +85,11 @@ def row_kimi_delta_rule(
         pieces, query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel
     )
     total = log_decay.cumsum(dim=2)  # [N, H, C, K]
-    between = total[..., :, None, :] - total[..., None, :, :]
-    later = _later(pieces.chunk, total)[..., None]
-    decayed = decay(between.masked_fill(later, -torch.inf)) * k[..., None, :, :]  # [N, H, C, C, K]
+    decayed = _decay_between(total) * k[..., None, :, :]  # [N, H, C, C, K]
     return _run(
         pieces,
         query=q * decay(total),
-        keys=k * decay(total[..., -1:, :] - total),
+        keys=k * decay(_after(log_decay)),
         k_beta=k_beta * decay(total),
         v_beta=v_beta,
         scores=(decayed @ q[..., None]).squeeze(-1),
@@ -132,9 +129,25 @@ def in_row(pieces: RowPieces, states: Tensor) -> Tensor:
     return pieces.to_row(states.transpose(1, 2).flatten(0, 1))
 
 
-def _later(chunk: int, like: Tensor) -> Tensor:
-    """Returns [C, C], True at [i, j] if token j comes later than token i."""
-    return torch.ones(chunk, chunk, dtype=torch.bool, device=like.device).triu(1)
+def _decay_between(total: Tensor) -> Tensor:
+    """Returns the decay to each token from each one up to it, else 0: [N, H, C, ...] -> [N, H, C, C, ...].
+
+    From a token to itself it is 1 without a gradient. With one, each token would add a number to the
+    gradient of its own g and subtract it again, and where heads forget fast only its rounding would be left.
+    """
+    size = total.shape[2]
+    apart = total.unsqueeze(3) - total.unsqueeze(2)
+    tokens = torch.arange(size, device=total.device).view(size, *[1] * (total.ndim - 3))
+    earlier = tokens.unsqueeze(0) < tokens.unsqueeze(1)
+    later = tokens.unsqueeze(0) > tokens.unsqueeze(1)
+    others = torch.zeros_like(later, dtype=total.dtype).masked_fill(later, -torch.inf)
+    return decay(torch.where(earlier, apart, others))
+
+
+def _after(log_decay: Tensor) -> Tensor:
+    """Returns the sum over the chunk's later tokens, for each token: [N, H, C, ...] -> the same shape."""
+    later = torch.cat((log_decay[:, :, 1:], torch.zeros_like(log_decay[:, :, :1])), dim=2)
+    return later.flip(2).cumsum(dim=2).flip(2)
 
 
 def _run(
