@@ -425,7 +425,7 @@ def merge(
     ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Type of the merged weights; auto: of the base's."),
+        typer.Option(help="Type of the merged weights; auto: that of the base's weights."),
     ] = "auto",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the base.")

@@ -63,7 +63,7 @@ _DATA_KEYS_BESIDE_TOKENS = {"train", "eval", "shuffle", "num_workers", "scored_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedSource:
-    """The pairs of a source. Prompts are stored as pairs whose completions have no tokens."""
+    """The pairs of a source. A source of prompts only has pairs whose completions have no tokens."""
 
     recipe: SourceRecipe
     store: TokenStore

@@ -277,7 +277,7 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise ModelError(
                 f"{recipe_key}: {path} does not fit in memory ({reason.rstrip('.')}); set "
-                "model.dtype=bfloat16, train an adapter (model.lora), or shard it over several devices"
+                "model.dtype=bfloat16, train an adapter (model.lora), or shard the model over several devices"
             ) from error
         raise ModelError(
             f"{recipe_key}: cannot load {path}: {reason.rstrip('.')}; it must be a hub id or a directory "

@@ -18,9 +18,10 @@ AnyIntArray = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLengths:
-    """Token counts of every pair: four [P] integer arrays.
+    """Token counts of P pairs: four integer arrays [P].
 
-    `shared`: length of the longest common prefix of prompt + chosen and prompt + rejected, at least `prompt`.
+    `shared`: length of the longest common prefix of prompt + chosen and prompt + rejected. It is never
+    shorter than the prompt.
     """
 
     prompt: AnyIntArray

@@ -170,7 +170,7 @@ def _nearest_key(place: _Place) -> str:
 
 
 def advice_on_option(name: str) -> str | None:
-    """Returns what to write in place of an unknown option `--name`; None if the name is no known key."""
+    """Returns what to write in place of `--name`, which is no option; None if no recipe key is meant."""
     if name == "config":
         return "give the recipe without an option, as in dpopack train recipe.yaml"
     name = name.replace("-", "_")

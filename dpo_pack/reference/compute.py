@@ -187,7 +187,7 @@ def _try_row(
 
 
 def _halved(budget: int, members: IntArray, plan: PassPlan) -> int:
-    """Returns a smaller budget after a row ran out of memory. Raises ModelError if the row is one group."""
+    """Returns a smaller budget after a row ran out of memory. Raises ModelError if no row can be smaller."""
     tokens = int(plan.row_tokens[members].sum())
     if len(members) == 1:
         raise ModelError(

@@ -46,9 +46,9 @@ ALONE = Placement(rank=0, num_ranks=1, local_rank=0, num_local_ranks=1, address=
 
 
 def placement(environ: Mapping[str, str]) -> Placement | None:
-    """Returns the placement of this process; None if no launcher started it.
+    """Returns this process's rank and the number of processes, from the launcher's environment variables.
 
-    Raises RecipeError if variables are missing or wrong.
+    None if no launcher started it. Raises RecipeError if some of these variables are missing or wrong.
     """
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _placement_of_launcher(environ)

@@ -87,7 +87,7 @@ class SplitAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient, in bfloat16 or fp32."""
+        """Updates every parameter that has a gradient. A parameter is in bfloat16 or fp32."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
