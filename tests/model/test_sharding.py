@@ -215,6 +215,7 @@ def assert_as_on_one_process(directory: Path, settings: dict[str, Setting], *, m
             assert logp < 1e-4 and gradient < most, (name, logp, gradient)
 
 
+@pytest.mark.slow
 def test_copies_have_the_log_probs_and_gradients_of_one_process(models: Path) -> None:
     assert_as_on_one_process(models, COPIES, most=1e-5)
 

@@ -19,7 +19,11 @@ from typer.testing import CliRunner
             r"\| 4 x 16 \| bfloat16 \| \d+ \| \d+ \| \d+\.\d\d \(",
             marks=pytest.mark.slow,
         ),
-        (["gradient-sums", "--num-rows", "1"], r"\| 1 (\| \d\.\d\d% ){3}\|"),
+        pytest.param(
+            ["gradient-sums", "--num-rows", "1"],
+            r"\| 1 (\| \d\.\d\d% ){3}\|",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["checkpoints", "--num-parameters", "2400", "--repeats", "1"],
             r"asynchronous: True: training waits \d+\.\d\d s, next three steps \d+\.\d\d s each",
