@@ -120,6 +120,17 @@ def test_proofs_in_fp32_need_no_kernel_that_transformers_itself_calls(
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is installed
 
 
+def test_a_model_whose_heads_all_forget_at_once_is_exact_in_fp32() -> None:
+    """transformers' function on chunks is not: its gradient of the decays is mostly rounding."""
+    scorer = make_scorer("qwen3_5_text")
+    with torch.no_grad():
+        for name, parameter in scorer.model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(3.0)
+    (proof,) = (proof for proof in prove(scorer, CPU) if proof.name == "recurrence")
+    assert proof.passed, proof
+
+
 def test_without_the_packages_layers_keep_the_torch_functions() -> None:
     scorer = make_scorer("qwen3_5_text")
     assert take_kernels(scorer, CPU) == [
