@@ -194,7 +194,9 @@ def source_cells(run: RunFiles) -> Cells:
     sources = (run.data or {}).get("train", {}).get("sources", ())
     rows = []
     for source in sources:
-        dropped = ", ".join(f"{reason} {count:,}" for reason, count in source.get("dropped", {}).items())
+        dropped = ", ".join(
+            f"{reason} {left_out['rows']:,}" for reason, left_out in source.get("dropped", {}).items()
+        )
         cut = source.get("prompt_truncated", 0) + source.get("completions_truncated", 0)
         kept = source.get("pairs_kept", source.get("prompts_kept", 0))
         rows.append(

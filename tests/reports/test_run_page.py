@@ -16,16 +16,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from rich.console import Console
 from support.browser import run_browser
 from support.outline import Outline
+from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.store import join_pairs, write_store
 from dpo_pack.data.truncation import PairIds
+from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.pages import run_page, write_run_page
 from dpo_pack.reports.run_curves import thinned
 from dpo_pack.reports.run_files import disagreements, read_run
 from dpo_pack.system.errors import RunError
+from dpo_pack.train import train
 
 WARNING = "both rewards are falling. Lower optim.lr"
 METRICS = (
@@ -117,6 +121,15 @@ def test_the_page_has_curves_evaluations_warnings_recipe_and_versions(run: Path)
     assert data["runs"][0]["x"] == list(range(1, 31))
     assert data["runs"][0]["y"]["loss"][0] == float(f"{math.sin(1) + 1.234567891:.5g}")
     assert data["sets"][0]["y"]["rewards/accuracies"] == [[0.5, 0.75]] * 3
+
+
+def test_the_page_of_a_run_counts_the_rows_that_it_left_out_by_reason(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path)
+    with (tmp_path / "pairs.jsonl").open("a", encoding="utf-8") as pairs:
+        pairs.write(json.dumps({"prompt": "ask red", "chosen": "yes", "rejected": ""}) + "\n")
+    recipe = load_recipe(path, ["data.on_bad_row=skip", "train.max_steps=1"])
+    train(recipe, Console(quiet=True))
+    assert "empty_completion 1" in said((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow
