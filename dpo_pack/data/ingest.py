@@ -412,15 +412,23 @@ class Ingestion:
         if not stopping:
             return
         number, bad = self.first_dropped[stopping[0]]
-        remedy = self.remedy(bad) or "mend the rows"
-        # To skip most rows of a source would hide what is wrong with it, so `skip` is not suggested then.
-        if bad.reason not in _TRUNCATION_REASONS and not self._is_in_most_rows(bad.reason):
-            remedy += ", or set data.on_bad_row: skip"
         kinds = [f"{bad.reason}: {self.dropped_counts[bad.reason]:,} of {which}{self.num_rows:,} rows"]
         kinds += [f"{other}: {self.dropped_counts[other]:,}" for other in stopping[1:]]
         raise DataError(
-            f"{self.located.label} {self.row_word} {number}: {bad.detail}; {', '.join(kinds)}; {remedy}"
+            f"{self.located.label} {self.row_word} {number}: {bad.detail}; {', '.join(kinds)}; "
+            f"{self.advice(bad)}"
         )
+
+    def advice(self, bad: BadRow) -> str:
+        """Returns the remedy, with `skip` if rows like this one stop a run and are fewer than half of all.
+
+        To skip most rows of a source would hide what is wrong with it.
+        """
+        remedy = self.remedy(bad) or "mend the rows"
+        may_skip = bad.reason not in _TRUNCATION_REASONS and not self._is_in_most_rows(bad.reason)
+        if may_skip and self.stops_run(bad.reason):
+            remedy += ", or set data.on_bad_row: skip"
+        return remedy
 
     def remedy(self, bad: BadRow) -> str | None:
         """Returns what the user can change so that rows with this fault are kept, or None."""

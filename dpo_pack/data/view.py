@@ -239,7 +239,7 @@ def view_source(
                 reason=reason,
                 num_rows=ingestion.dropped_counts[reason],
                 of_rows=ingestion.num_rows,
-                remedy=ingestion.remedy(bad) or "mend the rows",
+                remedy=ingestion.advice(bad),
                 stops_run=ingestion.stops_run(reason),
                 rows=tuple(left_out[reason]),
             )

@@ -225,6 +225,12 @@ def test_pairs_that_are_in_order_get_no_warning(rows: list[Row], shows: Shows) -
     assert "Left out: no row" in screen(shown)
 
 
+def test_a_row_that_stops_a_run_may_be_skipped_unless_most_rows_are_such(shows: Shows) -> None:
+    empty = {**PAIR, "chosen": ""}
+    assert "or set data.on_bad_row: skip" in joined(screen(shows([PAIR, PAIR, empty])))
+    assert "data.on_bad_row" not in joined(screen(shows([PAIR, empty, empty])))
+
+
 # ---- Tokens
 
 
