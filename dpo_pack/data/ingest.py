@@ -5,9 +5,9 @@ them. Prompts are kept in memory only, because judges read their text, which a s
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -133,23 +133,13 @@ def check_source(
 
     `max_new_tokens` is None if rows are pairs. Raises like `load_source`.
     """
-    located = locate_source(source, key, None, prompts_suffice=max_new_tokens is not None)
-
-    def open_first() -> OpenRows:
-        opened = located.open()
-
-        def rows() -> Generator[NumberedRow, None, None]:
-            with closing(opened.rows):
-                yield from islice(opened.rows, _CHECKED_ROWS)
-
-        return replace(opened, rows=rows())
-
     ingestion = Ingestion(
-        located=replace(located, open=open_first),
+        located=locate_source(source, key, None, prompts_suffice=max_new_tokens is not None),
         source=source,
         data=data.model_copy(update={"num_workers": 0}),
         tokenizer=tokenizer,
         completion_tokens=max_new_tokens,
+        max_rows=_CHECKED_ROWS,
     )
     for _ in ingestion.batches(lambda what, done, total: None):
         pass
@@ -192,6 +182,7 @@ class Ingestion:
     data: DataRecipe
     tokenizer: Tokenizer
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
+    max_rows: int | None = None  # None: all rows are read
     format: str = ""
     row_word: str = "row"
     mapping: Mapping[str, str | None] = field(default_factory=dict)  # of the source, see OpenRows
@@ -223,7 +214,11 @@ class Ingestion:
             rows, settings = self.start(opened)
             num_workers = 0 if self.data.num_workers == "auto" else self.data.num_workers
             batches = tokenize_rows(
-                rows, settings, self.tokenizer, num_workers=num_workers, max_pairs=self.source.max_pairs
+                islice(rows, self.max_rows),
+                settings,
+                self.tokenizer,
+                num_workers=num_workers,
+                max_pairs=self.source.max_pairs,
             )
             with closing(batches):
                 for batch in batches:
@@ -232,7 +227,7 @@ class Ingestion:
                         self._check_rows("the first ")  # the rest of a large file would take long
                     progress(f"Tokenizing {self.located.label}", self.num_rows, opened.num_rows)
                     yield batch
-        self._check_rows()
+        self._check_rows("the first " if self.num_rows == self.max_rows else "")
         self._check_any_left()
 
     def start(self, opened: OpenRows) -> tuple[Iterator[NumberedRow], TokenizationSettings]:

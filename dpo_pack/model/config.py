@@ -169,14 +169,14 @@ def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: 
     if is_chunked and chunk is not None and longest_sequence > chunk:
         raise UnsupportedModelError(
             f"data.max_length: the longest sequence has {longest_sequence} tokens, but packing this model is "
-            f"exact for {chunk} only, the size of its attention chunks; set data.max_length: {chunk} or "
-            "packing.mode: padded"
+            f"exact only up to {chunk} tokens, the size of its chunks of attention; set data.max_length: "
+            f"{chunk} or packing.mode: padded"
         )
     if values.get("attn_temperature_tuning") and longest_row >= values["floor_scale"]:
         exact = int(values["floor_scale"]) - 1
         raise UnsupportedModelError(
             f"packing.token_budget: rows may have {longest_row} tokens, but this model scales queries by "
-            f"their place in the row, and packing it is exact for rows of {exact} only; set "
+            f"their place in the row, and packing it is exact only for rows of up to {exact}; set "
             f"packing.token_budget and reference.token_budget to at most {exact}, or packing.mode: padded"
         )
 

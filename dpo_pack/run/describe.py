@@ -13,6 +13,7 @@ from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.prepare import Prepared
 from dpo_pack.system.console import format_count, print_detail
 from dpo_pack.system.machine import bfloat16_instructions
+from dpo_pack.training.optim import num_warmup_steps
 
 
 def describe_run(
@@ -42,6 +43,10 @@ def describe_run(
         precision += f" gathered in {str(prepared.precision.gathered).removeprefix('torch.')}"
     attention = policy.attention
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
+    warmup_steps = num_warmup_steps(
+        num_steps, warmup_ratio=recipe.optim.warmup_ratio, warmup_steps=recipe.optim.warmup_steps
+    )
+    warm_up = f", {warmup_steps:,} steps of warm-up" if warmup_steps else ", no warm-up"
     layers = "; layers: compiled" if policy.scorer.is_compiled else ""
     console.print(
         f"Policy: {recipe.model.path}, {size}, {precision} on {prepared.device}; attention: {attention.name}"
@@ -55,7 +60,7 @@ def describe_run(
     console.print(
         f"Training: {num_steps:,} steps of {_step_size(recipe)}, "
         f"{recipe.packing.mode} rows of up to {recipe.packing.token_budget:,} tokens; "
-        f"loss {loss}, beta {recipe.loss.beta:g}, lr {recipe.optim.lr:g} {recipe.optim.schedule}"
+        f"loss {loss}, beta {recipe.loss.beta:g}, lr {recipe.optim.lr:g} {recipe.optim.schedule}{warm_up}"
     )
     router = router_sentence(policy.model, recipe.loss.router_aux_coef, prepared.policy_facts.balance)
     if router is not None:

@@ -845,6 +845,10 @@ def test_recipe_check_reads_only_the_first_rows_of_a_long_file(recipe: Path, dpo
     checked = dpopack("recipe", "--check", recipe, f"data.train={long}")
     assert checked.status == 0 and "the first 100 rows have 100 pairs" in checked.out
 
+    long.write_text(row * 50 + '{"prompt": "a question"}\n' + row * 200)
+    checked = dpopack("recipe", "--check", recipe, f"data.train={long}")
+    assert checked.status == 2 and "missing_column: 1 of the first 100 rows" in checked.err
+
 
 def test_recipe_prints_the_schema(dpopack: Dpopack) -> None:
     outcome = dpopack("recipe", "--schema")

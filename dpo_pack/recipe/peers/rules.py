@@ -73,7 +73,7 @@ def to(keys: str, convert: Convert | None = None, remark: str = "", *, takes_nul
 
 
 def part_of(key: str, remark: str = "") -> Rule:
-    """Makes the rule of a key that sets nothing itself: the rule of another key that sets `key` reads it."""
+    """Makes the rule of a peer's key that sets nothing alone: the rule that sets our `key` reads it."""
     return Rule(keys=(key,), remark=remark, convert=lambda value, settings: Known({}))
 
 
