@@ -27,9 +27,10 @@ fi
 # Compiled files are kept: else every process, and tests start many, compiles the package and the tests anew.
 unset PYTHONDONTWRITEBYTECODE
 
-# pytest's status 5: no test of that kind among those asked for.
+# A failure does not keep the later tests from running. pytest's status 5: no test of that kind was asked for.
+failed=""
 run_pytest() {
-    "$venv/bin/python" -m pytest "$@" || [[ $? == 5 ]]
+    "$venv/bin/python" -m pytest "$@" || [[ $? == 5 ]] || failed=1
 }
 
 if [[ -z $oldest ]]; then
@@ -47,3 +48,4 @@ if [[ -z $quick ]]; then
     CUDA_VISIBLE_DEVICES="" run_pytest -m "slow and alone and not gpu" "$@"
 fi
 [[ -z $device ]] || run_pytest -m gpu "$@"
+[[ -z $failed ]]
