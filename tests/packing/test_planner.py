@@ -19,6 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 from support.plans import make_plan
+from support.processor import slowness
 
 import dpo_pack.packing.balance as balance
 from dpo_pack.packing.balance import BALANCE_TOLERANCE, equalize_rows, split_over_ranks, step_rows
@@ -480,10 +481,10 @@ def test_rows_of_hh_are_within_one_of_the_volume_bound_on_one_rank_and_in_scope_
 def test_a_million_pairs_are_planned_in_seconds_and_the_first_step_starts_at_once() -> None:
     script = Path(__file__).parents[1] / "support" / "million_pairs.py"
     process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    measured = json.loads(process.stdout)
-    assert measured["first_step_s"] < 1.0
-    assert measured["epoch_s"] < 5.0
-    assert measured["rows_a_step_s"] < 10.0
+    measured, slower = json.loads(process.stdout), slowness()
+    assert measured["first_step_s"] < 0.5 * slower
+    assert measured["epoch_s"] < 5.0 * slower
+    assert measured["rows_a_step_s"] < 5.0 * slower
     assert measured["plan_bytes"] < 250e6
 
 
@@ -505,7 +506,7 @@ def test_inspecting_hh_from_the_shell_takes_seconds(shared_dir: Path, tmp_path: 
     subprocess.run([*command, "--html", str(tmp_path / "page.html")], check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # CPU seconds: what a machine with nothing else to do would take, or less with several cores.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10 * slowness()
     assert (tmp_path / "page.html").is_file()
 
 

@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 from support.browser import run_browser
 from support.outline import Outline
+from support.processor import slowness
 from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
 
@@ -139,7 +140,8 @@ def test_a_page_of_2000_steps_and_100_long_pairs_is_below_one_and_a_half_megabyt
     keep_tokens(run, [" moon" * 400] * 300)
     begun = time.process_time()
     write_run_page([run], run / "report.html")
-    assert time.process_time() - begun < 20  # about 1 s; the bound only finds what grows with the square
+    # About 1 s on a quiet core; the bound only finds what grows with the square.
+    assert time.process_time() - begun < 20 * slowness()
     assert (run / "report.html").stat().st_size < 1_500_000
     assert (run / "report.html").read_text(encoding="utf-8").count("characters ...]") == 300
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processor import slowness
 from support.tiny_run import tiny_run
 
 import dpo_pack
@@ -19,7 +20,7 @@ from dpo_pack.system.imports import many_imports
 
 # What the libraries we use import where they can, and a run on a file of JSON lines does not need.
 HEAVY = {"datasets", "IPython", "matplotlib", "pandas", "scipy", "sklearn", "tensorboard", "trl", "wandb"}
-# CPU seconds, so that a busy machine fails nothing; 3.5 on a quiet core.
+# CPU seconds on a machine like the one of tests/support/processor.py; about 3.5 on a quiet core.
 MOST_CPU_SECONDS = 12.0
 
 
@@ -82,7 +83,7 @@ def test_a_run_imports_nothing_heavy_that_it_does_not_use(second_run: tuple[set[
 @pytest.mark.alone
 def test_the_first_step_is_reached_in_seconds(second_run: tuple[set[str], float]) -> None:
     _, cpu_seconds = second_run
-    assert cpu_seconds < MOST_CPU_SECONDS
+    assert cpu_seconds < MOST_CPU_SECONDS * slowness()
 
 
 def test_no_file_of_the_package_imports_heavy_packages_before_they_are_used() -> None:
