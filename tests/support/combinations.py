@@ -108,6 +108,7 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "weighting": {"none": (), "wpo": ("loss.weighting=wpo",)},
     "ld_alpha": {"none": (), "0.25": ("loss.ld_alpha=0.25",)},
     "weights": {"equal": (), "given": ("data.train.0.columns={weight: importance}",)},
+    "tokens": {"all": (), "weighted": ("data.train.0.path=${recipe_dir}/weighted.jsonl",)},
     "activations": {"kept": (), "recomputed": ("model.gradient_checkpointing=true",)},
     "processes": {
         "one": (),
@@ -224,7 +225,9 @@ def make_assets(directory: Path) -> Path:
                 parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
     saved_adapter(directory / "adapter", directory / "model")
     tiny_tokenizer().save_pretrained(directory / "adapter")
-    write_rows(directory / "pairs.jsonl", list(_rows(random.Random(0))))
+    rows, rng = list(_rows(random.Random(0))), random.Random(1)
+    write_rows(directory / "pairs.jsonl", rows)
+    write_rows(directory / "weighted.jsonl", [row | _token_weights(row, rng) for row in rows])
     tree = {
         "output_dir": "${recipe_dir}/run",
         "model": {"path": "${recipe_dir}/model"},
@@ -255,6 +258,17 @@ def _rows(rng: random.Random) -> Iterator[dict[str, Any]]:
             "rejected_ids": rejected,
             "importance": (1, 2, 1, 0)[number % 4],
         }
+
+
+def _token_weights(row: dict[str, Any], rng: random.Random) -> dict[str, list[float]]:
+    """A weight for each completion token; a completion that comes twice has other weights each time."""
+    weights = {
+        f"{side}_weights": [rng.choice((0.0, 0.0, 0.5, 1.0, 2.0)) for _ in row[f"{side}_ids"]]
+        for side in ("chosen", "rejected")
+    }
+    for of_side in weights.values():
+        of_side[-1] = of_side[-1] or 1.0  # of a completion, something must be scored
+    return weights
 
 
 def recipe_of(assets: Path, run: Path, overrides: Sequence[str]) -> Recipe:
@@ -298,6 +312,8 @@ def assert_plain_steps(
             chosen=row["chosen_ids"],
             rejected=row["rejected_ids"],
             weight=row["importance"] if is_weighted else 1,
+            chosen_weights=row.get("chosen_weights", [1.0] * len(row["chosen_ids"])),
+            rejected_weights=row.get("rejected_weights", [1.0] * len(row["rejected_ids"])),
         )
         for row in rows
     ]

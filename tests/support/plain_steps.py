@@ -23,17 +23,19 @@ from transformers import AutoModelForCausalLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainPair:
-    """Token ids of a pair, and its weight in the data, a whole number."""
+    """Token ids of a pair, a weight for each completion token, and the pair's weight, a whole number."""
 
     prompt: Sequence[int]
     chosen: Sequence[int]
     rejected: Sequence[int]
     weight: int
+    chosen_weights: Sequence[float]
+    rejected_weights: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logps:
-    """[P] summed log-probs of both sides of a step's pairs, and the tokens of each."""
+    """[P] weighted sums of log-probs of both sides of a step's pairs, and the sum of weights of each."""
 
     chosen: Tensor
     rejected: Tensor
@@ -150,21 +152,31 @@ def _optimizer(settings: Any, parameters: list[Tensor]) -> torch.optim.Optimizer
 
 def _logps(model: Any, batch: Sequence[PlainPair], ld_alpha: float | None) -> tuple[Logps, Tensor]:
     """Log-probs of a padded batch [2 P, L], and [P] WPO alignments: sums of means over tokens."""
-    sequences = [(pair.prompt, side) for pair in batch for side in (pair.chosen, pair.rejected)]
-    ids = pad_sequence([torch.tensor([*prompt, *side]) for prompt, side in sequences], batch_first=True)
-    mask = pad_sequence([torch.ones(len(p) + len(s)) for p, s in sequences], batch_first=True)
+    sequences = [
+        (pair.prompt, side, torch.tensor(weights, dtype=torch.float64))
+        for pair in batch
+        for side, weights in (
+            (pair.chosen, pair.chosen_weights),
+            (pair.rejected, pair.rejected_weights),
+        )
+    ]
+    ids = pad_sequence([torch.tensor([*prompt, *side]) for prompt, side, _ in sequences], batch_first=True)
+    mask = pad_sequence([torch.ones(len(p) + len(s)) for p, s, _ in sequences], batch_first=True)
     log_probs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.log_softmax(dim=-1)
     sums, alignments = [], []
-    for row, (prompt, side) in zip(log_probs, sequences, strict=True):
+    for number, (row, (prompt, side, weights)) in enumerate(zip(log_probs, sequences, strict=True)):
         predicting = row[len(prompt) - 1 : len(prompt) + len(side) - 1]
         tokens = predicting.gather(1, torch.tensor(side)[:, None]).squeeze(1)
-        kept = len(side)
-        if ld_alpha is not None:  # the pair's shorter completion
-            kept = min(len(other) for p, other in sequences if p is prompt)
-        sums.append(tokens[:kept].sum() + (ld_alpha or 0.0) * tokens[kept:].sum())
-        alignments.append((tokens - (2 * predicting).logsumexp(dim=-1)).mean().detach())
+        counted = weights
+        if ld_alpha is not None:  # weights count in full up to those of the pair's shorter completion
+            shorter = min(sequences[number][2].sum(), sequences[number ^ 1][2].sum())
+            in_full = (shorter - (weights.cumsum(dim=0) - weights)).clamp(min=0).minimum(weights)
+            counted = in_full + ld_alpha * (weights - in_full)
+        sums.append((counted * tokens).sum())
+        alignment = tokens - (2 * predicting).logsumexp(dim=-1)
+        alignments.append((weights * alignment).sum().detach() / weights.sum())
     logps = torch.stack(sums).view(-1, 2)
-    lengths = torch.tensor([len(side) for _, side in sequences], dtype=torch.float64).view(-1, 2)
+    lengths = torch.stack([weights.sum() for _, _, weights in sequences]).view(-1, 2)
     both = Logps(
         chosen=logps[:, 0],
         rejected=logps[:, 1],
