@@ -58,8 +58,8 @@ from benchmarking.workloads import HH_VOCABULARY, WORKLOADS, Workload, make_work
 
 from dpo_pack.system.machine import git_commit
 
-FEWEST_STEPS = 4  # timed, of every run that settings are ranked by
-# For the estimate before the start, which is all that they are for. Of these models and machines' two cores.
+FEWEST_STEPS = 4  # timed steps of every run that ranks settings
+# Only for the estimate that is printed before the start: measured on these models, on two cores.
 ASSUMED_MFU = {"dpo-pack": 0.35, "trl": 0.09}
 ASSUMED_RECURRENT_MFU = {"dpo-pack": 0.1, "trl": 0.04}
 PROCESS_SECONDS, COMPILING_SECONDS = 7.0, 60.0
@@ -76,13 +76,13 @@ class Plan:
     sweep_pairs: int
     token_budgets: Sequence[int]
     microbatches: Sequence[int]
-    reference_batches: Sequence[int]  # of TRL's precomputed reference
-    finalists: int  # of TRL's settings, the fastest of the sweep, that are measured with ours
+    reference_batches: Sequence[int]  # batch sizes for TRL's precomputed reference
+    finalists: int  # how many of TRL's fastest settings are measured beside dpo-pack
     with_ablations: bool
-    also: Sequence[str]  # settings of ours that are measured too
-    series: int = 0  # measurements of four runs on the same pairs
-    targets: dict[str, float] = field(default_factory=dict)  # by whom: ours at least so many times as fast
-    prediction: str = ""  # what was expected, written before
+    also: Sequence[str]  # more settings of dpo-pack to measure
+    series: int = 0  # how often four runs on the same pairs are measured
+    targets: dict[str, float] = field(default_factory=dict)  # contender -> our least speed-up
+    prediction: str = ""  # what was expected, written before the measurement
     stop_at: float = float("inf")  # time.monotonic(): begin no measurement after it
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ def main(
 ) -> None:
     """Run the sweeps and the comparison; prints as it goes. Exits with 1 where contenders disagree."""
     _check_choices(workload, pairs, model, device, parameters)
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(device)  # the page names what was measured on
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(device)  # the page names the device
     with tempfile.TemporaryDirectory(prefix="dpo-pack-benchmark-") as scratch:
         directory = work or Path(scratch)
         pairs_made = make_workload(
@@ -323,7 +323,7 @@ def fastest_of_trl(plan: Plan) -> tuple[list[Contender], Contender | None]:
     failed = [contender for contender, run in runs.items() if run.failure == OUT_OF_MEMORY]
     sides = [[contender for contender in rates if contender.grouped is side] for side in (False, True)]
     fastest = [max(side, key=lambda contender: rates[contender]) for side in sides if side]
-    # Compiling is no part of the work, so what is compiled needs a step that is not timed.
+    # Compiling is no part of the work, so a compiled contender needs a step that is not timed.
     compiled = plan.setting.warmup_steps > 0
     variants = trl_variants(fastest, failed, device=plan.setting.device, compiled=compiled)
     rates |= _sweep(plan, list(variants))

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Everything that one GPU has to show, in one command: the benchmarks at 0.5B, 1.5B and 8B, the start-up proofs on
-# real kernels, and the tests that need CUDA.
+# Measures everything on one GPU in one command: the benchmarks at 0.5B, 1.5B and 8B, the start-up proofs on real
+# kernels, and the tests that need CUDA.
 #   scripts/benchmark_gpu.sh [--minutes N] OUTPUT [hh.jsonl.gz]
 #   scripts/benchmark_gpu.sh --quick [--minutes N] OUTPUT
-#   --quick         the most telling parts only, in at most N minutes (default: 9), in at most six small files
-#   --minutes N     ends after N minutes; the same command goes on from there
+#   --quick         only the most important parts, in at most N minutes (default: 9); at most six small files
+#   --minutes N     ends after N minutes; the same command continues from there
 #   OUTPUT          a directory: OUTPUT/*.md, *.json, proofs-*.txt, tests.txt
 #   hh.jsonl.gz     HH-RLHF's transcript rows; without them, pairs of HH's lengths
-#   PYTHON          the interpreter dpo-pack is installed in, with [dev,benchmark] (default: python)
-#   BENCHMARK_WORK  where random models are kept, 40 GB (default: OUTPUT/work)
-# Every measurement is kept as soon as it is there, and every part that is done is left alone: after an
-# interruption run it again. A part that fails is reported, and the others still run.
+#   PYTHON          an interpreter with dpo-pack and its extras [dev,benchmark] (default: python)
+#   BENCHMARK_WORK  a directory for random models, 40 GB (default: OUTPUT/work)
+# Each measurement is written at once, and finished parts are not repeated: after an interruption, run the same
+# command again. A part that fails is reported, and the others still run.
 set -uo pipefail
 script=$(realpath "${BASH_SOURCE[0]}")
 # --call FUNCTION ARGUMENTS...: one part, in a process that `timeout` can end.
@@ -47,8 +47,8 @@ shape=0.5b
 [[ $device == cuda ]] || shape=tiny
 failed=()
 
-# left: the seconds that are left; empty if there is no limit.
-# in_time COMMAND...: the command, ended when time is up, or after $most seconds.
+# left: prints the seconds that are left; nothing if there is no limit.
+# in_time COMMAND...: runs the command, and ends it when time is up, or after $most seconds.
 left() {
     [[ -z $minutes ]] || echo $((minutes * 60 - SECONDS))
 }
@@ -67,7 +67,7 @@ in_time() {
     fi
 }
 
-# part FILE TITLE COMMAND...: appends what the command says to OUTPUT/FILE as it comes, whatever follows.
+# part FILE TITLE COMMAND...: runs the command and appends its output to OUTPUT/FILE while it runs.
 part() {
     local file=$output/$1 title=$2 status
     shift 2
@@ -143,7 +143,7 @@ quick_parts() {
         "$python" -m benchmarking.search "$work" "$device" "$shape"
 }
 
-# measure NAME ARGUMENTS...: one benchmark, unless its page is there and its contenders agree.
+# measure NAME ARGUMENTS...: runs one benchmark, unless its page is there and its contenders agree.
 measure() {
     local name=$1
     shift
@@ -153,7 +153,7 @@ measure() {
         --pairs-per-step 64 --warmup-steps 2 "$@" || failed+=("$name")
 }
 
-# kept NAME COMMAND...: its output in OUTPUT/NAME, once it has succeeded.
+# kept NAME COMMAND...: runs the command; if it succeeds, its output is in OUTPUT/NAME, and it is not run again.
 kept() {
     local name=$1
     shift
@@ -166,7 +166,7 @@ kept() {
     fi
 }
 
-# model NAME DTYPE: a random model of this shape in $work, unless it is there.
+# model NAME DTYPE: writes a random model of this shape into $work, unless it is there.
 model() {
     [[ -d $work/model-$1-$2 ]] || PYTHONPATH=scripts "$python" -c "
 from pathlib import Path
@@ -174,7 +174,7 @@ from benchmarking.process import save_model
 save_model('$1', Path('$work/model-$1-$2'), parameters='$2', device='cuda')"
 }
 
-# prove NAME DTYPE: the start-up proofs, on the kernels of this GPU.
+# prove NAME DTYPE: runs the start-up proofs on the kernels of this GPU.
 prove() {
     model "$1" "$2" || return
     : >"$work/none.jsonl" # a recipe names pairs, and doctor reads none
@@ -195,7 +195,7 @@ if [[ -n $quick ]]; then
     exit $((${#failed[@]} > 0))
 fi
 
-# What breaks on this GPU first, then what is to be shown, the most telling first.
+# First the tests and proofs, then the benchmarks, the most important first.
 kept tests.txt "$python" -m pytest -q -m gpu --continue-on-collection-errors
 kept proofs-0.5b.txt "$BASH" "$script" --call prove 0.5b float32
 

@@ -39,7 +39,7 @@ from dpo_pack.packing.lengths import FloatArray, IntArray, PairLengths
 from dpo_pack.packing.plan import PackingPlan, PlanSettings
 
 TOKEN_BUDGET = 8192
-PAIRS_PER_STEP = {1: 64, 8: 128, 64: 512}  # by ranks
+PAIRS_PER_STEP = {1: 64, 8: 128, 64: 512}  # number of ranks -> pairs
 # Llama 2 7B.
 SHAPE = ModelShape(
     token_weights=32 * (4 * 4096**2 + 3 * 4096 * 11008),
@@ -131,7 +131,7 @@ def _measure_ours(workload: Workload, scope: str) -> Result:
     plan = make_plan(1)
     rows = [row for (of_rank,) in plan for row in of_rank]
     seconds = time.perf_counter() - begun
-    if scope == "step":  # a step cannot share a row with the next, so its bound is a step's
+    if scope == "step":  # two steps never share a row, so each step has its own bound
         bounds = [
             fewest_rows_possible(workload.tokens[plan.pairs(step)], TOKEN_BUDGET) for step in range(len(plan))
         ]
@@ -153,7 +153,7 @@ def _measure_peer(workload: Workload, name: str, packer: Packer) -> Result:
     rows = packer(tokens, TOKEN_BUDGET)
     seconds = time.perf_counter() - begun
     row_costs = np.array([costs[row].sum() for row in rows])
-    shuffled = row_costs[np.random.default_rng(0).permutation(len(rows))]  # as a trainer does with its data
+    shuffled = row_costs[np.random.default_rng(0).permutation(len(rows))]  # as a trainer shuffles its data
     balance = {}
     for num_ranks, pairs_per_step in PAIRS_PER_STEP.items():
         rows_a_rank = max(1, round(pairs_per_step * len(rows) / len(tokens) / num_ranks))
@@ -205,13 +205,13 @@ def modified_first_fit_decreasing(tokens: IntArray, token_budget: int) -> list[I
     medium = [i for i in rest if size[i] > token_budget / 3]
     small = [i for i in rest if token_budget / 6 < size[i] <= token_budget / 3]
     tiny = [i for i in rest if size[i] <= token_budget / 6]
-    for b in range(len(bins)):  # largest first: the least room
+    for b in range(len(bins)):  # largest first: into the least free space
         fitting = next((i for i in medium if size[i] <= free[b]), None)
         if fitting is not None:
             medium.remove(fitting)
             bins[b].append(fitting)
             free[b] -= size[fitting]
-    for b in reversed(range(len(bins))):  # the most room first
+    for b in reversed(range(len(bins))):  # the most free space first
         if len(bins[b]) == 1 and len(small) >= 2 and size[small[-1]] + size[small[-2]] <= free[b]:
             smallest = small.pop()
             partner = next(i for i in small if size[i] <= free[b] - size[smallest])
@@ -287,7 +287,7 @@ def log_normal_workload(num_pairs: int) -> Workload:
     """Long-tailed pairs: log-normal tokens a pair, mean 600, cut at 16,384; 40 % prompt."""
     random = np.random.default_rng(0)
     total = np.clip(random.lognormal(np.log(600) - 0.5, 1.0, num_pairs), 8, 16384)
-    share = random.uniform(0.3, 0.7, num_pairs)  # of the chosen among completion tokens
+    share = random.uniform(0.3, 0.7, num_pairs)  # part of the completion tokens that are in chosen
     prompt, chosen = np.maximum(0.4 * total, 1), np.maximum(0.6 * share * total, 1)
     return _shuffled("log-normal, mean 600", _lengths(prompt, chosen, np.maximum(0.6 * total - chosen, 1)))
 
@@ -309,7 +309,7 @@ def _shuffled(name: str, lengths: PairLengths) -> Workload:
     return Workload(name=f"{name}, {len(order):,} pairs", lengths=lengths, order=order)
 
 
-# ---- Timing of ours
+# ---- Timing of dpo-pack
 
 
 def time_planner(workload: Workload) -> list[str]:

@@ -40,7 +40,7 @@ OURS = "dpo-pack"
 TRL_DEFAULT_BATCH = 8
 TOKEN_BUDGET = 8192
 PROCESS_SECONDS = 8.0
-LARGEST_DIFFERENCE = 1e-3  # nats between our sums and TRL's, in fp32
+LARGEST_DIFFERENCE = 1e-3  # nats between dpo-pack's sums and TRL's, in fp32
 
 Values = npt.NDArray[np.float64]  # [pairs, (chosen, rejected)]
 
@@ -197,7 +197,7 @@ def run_trl(contender: Contender, setting: Setting, scratch: Path) -> tuple[floa
     from benchmarking.run_trl import Clock, build_trainer
 
     clock = Clock(setting, microbatches_a_step=1)
-    # Its steps are never run: one of a micro-batch each is as good as any.
+    # Its steps are never run, so any size of a step will do.
     setting = replace(setting, pairs_per_step=contender.microbatch_pairs)
     trainer = build_trainer(contender, setting, scratch, clock)
     names = ("ref_chosen_logps", "ref_rejected_logps")

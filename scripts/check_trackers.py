@@ -77,7 +77,7 @@ def check(kind: str, packages: str) -> str:
             "COMET_API_KEY": "none",
             "COMET_OFFLINE_DIRECTORY": str(directory / "comet"),
             "SWANLAB_MODE": "offline",
-            # Behind the environment's own packages, so that only missing ones come from there.
+            # After the environment's own packages, so that only missing packages come from this directory.
             "CHECKED_PACKAGES": packages,
         }
         said = ""

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "tests")]  # the small run is the tests'
+sys.path += [str(ROOT), str(ROOT / "tests")]  # the small run is in tests/
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "tests")]  # the tokenizer and the plain loop are the tests'
+sys.path += [str(ROOT / "tests")]  # the tokenizer and the plain loop are in tests/
 
 from support.oracle import completion_logps_one_by_one  # noqa: E402
 from support.plain_loop import COARSE_CASES, TokenIds, plain_loop  # noqa: E402
@@ -40,7 +40,7 @@ DIRECTORY = ROOT / "tests" / "fixtures" / "conformance"
 NUM_PAIRS, PAIRS_PER_STEP = 96, 16
 LEARNING_RATE = 5e-4
 
-# In TRL's words.
+# The names are TRL's.
 SETTINGS: dict[str, dict[str, Any]] = {
     "sigmoid": {"loss_type": ["sigmoid"]},
     "sigmoid_beta05": {"loss_type": ["sigmoid"], "beta": 0.5},

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "tests")]  # the tiny models are the tests'
+sys.path += [str(ROOT), str(ROOT / "tests")]  # the tiny models are in tests/
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

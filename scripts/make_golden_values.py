@@ -43,7 +43,7 @@ def write_golden(*, new_transformers: bool = False) -> None:
             complaint = golden.complaint(written[kind])
             if complaint:
                 raise SystemExit(complaint)
-            values = written[kind]["values"]  # without the rounding of this CPU
+            values = written[kind]["values"]  # new ones would differ by this CPU's rounding
         made[kind] = {"version": golden.version, "values": values}
     lines = []
     for kind, entry in made.items():

@@ -70,7 +70,7 @@ QUESTIONS = (
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer the question of the user in a few sentences.")
 SMALL_TALK = (("Hello!", "Hello, what can I do for you?"), ("Are you there?", "I am here. What do you need?"))
 
-TONES = {  # two parts of an opening, two of a closing; the tones share words, so that none of them decides
+TONES = {  # two parts of an opening, two of a closing; the tones share words, so that no single word decides
     "courteous": (
         ("Of course.", "Gladly!", "Good question.", "Sure, let us look.", "Thanks for asking.", "Why not?"),
         ("I am happy to help you.", "It is easier than it looks.", "You are not the first to ask.", ""),
@@ -84,7 +84,7 @@ TONES = {  # two parts of an opening, two of a closing; the tones share words, s
         ("and look it up next time.", "and leave me out of it.", "and do not blame me if you get lost."),
     ),
 }
-ANSWER_WORDS = range(24, 46)  # lengths that both tones often have
+ANSWER_WORDS = range(24, 46)  # answers of both tones often have these lengths
 
 
 def towns(*, heldout: bool) -> list[str]:

@@ -67,13 +67,13 @@ def main(directory: Path) -> None:
     )  # fmt: skip
     for name in ("end_step", "write_step", "flush_pairs"):
         timed(Recorder, name)
-    timed(Live, "refresh")  # by its own thread, and by lines that are printed above it: these count twice
+    timed(Live, "refresh")  # its own thread calls it, and so do lines printed above it: those count twice
     begun: list[float] = []  # CPU seconds of the process after each step
     wall: list[float] = []
 
     def look(learner: Learner) -> None:
         if not begun:
-            _seconds.clear()  # of start-up, of the reference pass and of the first step
+            _seconds.clear()  # drops start-up, the reference pass and the first step
             wall.append(time.monotonic())
         begun.append(time.process_time())
         wall.append(time.monotonic())

@@ -103,7 +103,7 @@ def head_chunks(num_tokens: int = 2048, repeats: int = 5) -> None:
     for hidden_size, vocabulary in HEADS:
         head = _random_head(num_tokens, hidden_size, vocabulary)
         seconds: dict[int, list[float]] = {tokens: [] for tokens in tokens_of_chunk}
-        for _ in range(1 + repeats):  # in turns: a slow moment of the machine meets them all
+        for _ in range(1 + repeats):  # in turns, so that a slow moment of the machine slows all of them
             for tokens in tokens_of_chunk:
                 bounds = replace(HEAD_BOUNDS["cpu"], chunk_tokens=tokens, chunk_bytes=2**40)
                 settings = {"compute_dtype": torch.float32, "bounds": bounds}

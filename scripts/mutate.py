@@ -65,11 +65,11 @@ LIBRARIES = (
 # Seconds that a mutant's tests take unchanged: those of the first run, of all runs, and of tests that do
 # not execute its line.
 FIRST_SECONDS, ALL_SECONDS, BLIND_SECONDS = 4.0, 40.0, 15.0
-SLACK = 60.0  # seconds: a mutant may also take so much longer than six times its tests, on a busy machine
+SLACK = 60.0  # seconds beyond six times the time of its tests: the machine may be busy
 MEMORY = 8 << 30  # bytes: a mutant may allocate without end
 QUICK, ALL = "not slow and not gpu", "not alone and not gpu"
 PYTEST = ["-q", "-p", "no:cacheprovider"]
-PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are imported already
+PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are already imported
 
 _OPERATORS: dict[type[ast.AST], tuple[type[ast.AST], str]] = {
     ast.Lt: (ast.LtE, "< to <="),
@@ -103,8 +103,8 @@ class Mutant:
     line: int
     change: str
     node: int  # the place of the changed node among the nodes of the module
-    option: int  # the place of the change among those of the node
-    statement: tuple[int, int]  # its first and last line; of an `if` or a loop only the head
+    option: int  # the place of the change among the possible changes of the node
+    statement: tuple[int, int]  # first and last line; for an `if` or a loop, only its head
 
     @property
     def source(self) -> str:
@@ -188,7 +188,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
             yield f"{node.value} to {not node.value}", lambda n: setattr(n, "value", not n.value)
         elif isinstance(node.value, int) and node.value <= 100:  # larger numbers are bounds that may differ
             yield f"{node.value} to {node.value + 1}", lambda n: setattr(n, "value", n.value + 1)
-        elif isinstance(node.value, float) and not 0 < node.value < 1e-6:  # small ones are of rounding
+        elif isinstance(node.value, float) and not 0 < node.value < 1e-6:  # smaller ones bound rounding
             yield f"{node.value} doubled", lambda n: setattr(n, "value", 2 * n.value + (n.value == 0))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NAMES:
         yield f"{node.func.id} to {_NAMES[node.func.id]}", lambda n: setattr(n.func, "id", _NAMES[n.func.id])
@@ -370,7 +370,7 @@ def _watch_hooks() -> type[Watch]:
             finally:
                 inside = self.lines.take()
                 self._of_fixtures[fixturedef.argname, fixturedef.baseid] |= inside
-                self._of_fixtures["", ""] |= before | inside  # of the test that runs
+                self._of_fixtures["", ""] |= before | inside  # for the test that runs
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed:
@@ -430,7 +430,7 @@ def in_forks(works: Iterable[Work], jobs: int) -> None:
             if not in_time and time.monotonic() < end:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # and what it has left running
+                os.killpg(pid, signal.SIGKILL)  # and the processes that it has left running
             if not in_time:
                 os.waitpid(pid, 0)
             shutil.rmtree(directory, ignore_errors=True)
@@ -539,7 +539,7 @@ class Tests:
         files |= {ROOT / path for path in paths if path.is_file()}
         names = {_module(file) for file in named}
         used = [path for path in files if paths or not names or names & _imports(path)]
-        used.sort(key=lambda path: (-path.stat().st_size, path))  # the long ones first
+        used.sort(key=lambda path: (-path.stat().st_size, path))  # long files first
         in_forks((self._learn(path.relative_to(ROOT), package) for path in used), jobs)
 
     def _learn(self, file: Path, package: str) -> Work:
@@ -564,7 +564,7 @@ class Tests:
                 if status == 0
                 else {"tests": {}, "failed": [str(file)]}
             )
-            if status == 0 and found["failed"]:  # the tracing may disturb it
+            if status == 0 and found["failed"]:  # tracing may have made it fail
                 status = yield Job(watched(found["failed"], False), 3600.0)
                 if status == 0:
                     found["failed"] = json.loads(result.read_text(encoding="utf-8"))["failed"]

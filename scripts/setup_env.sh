@@ -35,13 +35,13 @@ make_venv() {
     local python
     python=$(find_python) || exit 2
     echo "Making a virtual environment in $venv with $("$python" --version)"
-    # Debian's python3 lacks ensurepip without the package python3-venv; another pip can put one in.
+    # Debian's python3 has no ensurepip without the package python3-venv; another pip can install pip then.
     "$python" -m venv "$venv" >/dev/null 2>&1 ||
         { "$python" -m venv --without-pip "$venv" && "$python" -m pip --python "$venv" install --quiet pip; } ||
         fail "$python cannot make a virtual environment in $venv; on Debian or Ubuntu: apt install python3-venv"
 }
 
-# What an installation depends on: metadata, pins, the interpreter, and where the repository is.
+# Prints a hash of what an installation depends on: metadata, pins, the interpreter, the repository's path.
 install_stamp() {
     "$venv/bin/python" - "$repo" "$constraints" <<'END'
 import hashlib, pathlib, sys
@@ -50,7 +50,7 @@ print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 END
 }
 
-# setup_env EXTRAS: the repository installed in $venv, editable, with extras such as "[dev]"; at once if it is.
+# setup_env EXTRAS: installs the repository in $venv, editable, with extras such as "[dev]", unless it is installed.
 setup_env() {
     local extras=$1 stamp_file=$venv/dpo_pack$1.installed
     if [[ -f $stamp_file && $(<"$stamp_file") == "$(install_stamp 2>/dev/null)" ]]; then

@@ -24,10 +24,10 @@ if ! "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_availa
     device=""
 fi
 
-# Compiled files are kept: else every process, and tests start many, compiles the package and the tests anew.
+# Python keeps compiled files. Otherwise every process (tests start many) would compile the package again.
 unset PYTHONDONTWRITEBYTECODE
 
-# A failure does not keep the later tests from running. pytest's status 5: no test of that kind was asked for.
+# After a failure the later tests still run. pytest's status 5: the arguments choose no test of this kind.
 failed=""
 run_pytest() {
     "$venv/bin/python" -m pytest "$@" || [[ $? == 5 ]] || failed=1
@@ -38,12 +38,12 @@ if [[ -z $oldest ]]; then
     "$venv/bin/ruff" format --check
     "$venv/bin/mypy"
 else
-    set -- -o filterwarnings=default "$@" # older releases warn of each other
+    set -- -o filterwarnings=default "$@" # older releases warn about each other
 fi
-# They expect a CPU, of the runs they start too, and would share one device.
+# These tests, and the runs that they start, expect a CPU. On a GPU they would share one device.
 CUDA_VISIBLE_DEVICES="" run_pytest -n auto --dist loadfile -m "not slow and not gpu" "$@"
 if [[ -z $quick ]]; then
-    # Long files are shared out, too: no fixture of a file costs as much as a core that waits.
+    # The tests of one file also run on several cores: a waiting core costs more than any fixture of a file.
     CUDA_VISIBLE_DEVICES="" run_pytest -n auto --dist worksteal -m "slow and not alone and not gpu" "$@"
     CUDA_VISIBLE_DEVICES="" run_pytest -m "slow and alone and not gpu" "$@"
 fi

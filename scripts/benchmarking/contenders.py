@@ -14,7 +14,7 @@ LEARNING_RATE = 1e-4  # high, so that a difference in any update shows in the ne
 SERIES_LEARNING_RATES = (1e-4, 5e-5, 2e-5, 1e-5)  # four runs on the same pairs and reference
 LORA_RANK, LORA_ALPHA = 16, 32
 
-# What glibc is told through the environment, by name. dpo-pack gives itself the first at its start.
+# Settings of glibc's malloc, by name: environment variables. dpo-pack sets the first itself at its start.
 _KEEPS_FREED = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
@@ -37,16 +37,16 @@ class Contender:
     name: str
     trainer: str  # "dpo-pack" or "trl"
     settings: tuple[str, ...] = ()  # dpo-pack: recipe overrides
-    microbatch_pairs: int = 0  # the following: TRL's
+    microbatch_pairs: int = 0  # this and the next fields: only for TRL
     precompute: bool = False
     grouped: bool = False  # pairs of about equal length together: less padding, other steps
     gradient_checkpointing: bool = False
     attention: str = "sdpa"
     liger: bool = False
     compiled: bool = False
-    reference_batch: int = 0  # pairs, of the precomputed reference
-    reference_only: bool = False  # no steps
-    malloc: str = ""  # of MALLOCS; of both trainers
+    reference_batch: int = 0  # pairs in a batch of the precomputed reference
+    reference_only: bool = False  # the reference pass only, without steps
+    malloc: str = ""  # a name in MALLOCS; for both trainers
 
     @property
     def environment(self) -> dict[str, str]:
@@ -70,7 +70,7 @@ class Setting:
     device: str  # "cpu" or "cuda"
     parameters: str  # dtype
     lora: bool
-    gradient_checkpointing: bool  # of dpo-pack; TRL's is its contender's
+    gradient_checkpointing: bool  # only dpo-pack's; TRL's is in its contender
     warmup_steps: int  # left out of the times: they compile kernels and grow memory pools
     learning_rate: float = LEARNING_RATE
     shared: str = ""  # directory of a reference cache that several runs use; empty: each run has its own
@@ -86,17 +86,17 @@ class Measurement:
 
     contender: str
     failure: str | None = None
-    digest: str = ""  # of the token ids trained on, in their order
+    digest: str = ""  # hash of the token ids that were trained on, in their order
     pairs: int = 0
     step_seconds: list[float] = field(default_factory=list)
     step_tokens: list[int] = field(default_factory=list)  # [steps], both sequences whole, without padding
-    reference_seconds: float = 0.0  # of a pass over all pairs; 0 where the reference runs in each step
+    reference_seconds: float = 0.0  # a pass over all pairs; 0 if the reference runs in each step
     startup_seconds: float | None = (
         None  # from the start of the process to the first step, reference left out
     )
-    computed_tokens: int = 0  # of the training forwards, padding included
-    peak_memory_bytes: int = 0  # on CUDA allocated there, else the process's
-    losses: list[float] = field(default_factory=list)  # [steps], as are the following
+    computed_tokens: int = 0  # in the training forwards, padding included
+    peak_memory_bytes: int = 0  # on CUDA: allocated on the device, else: of the process
+    losses: list[float] = field(default_factory=list)  # [steps], like the next fields
     grad_norms: list[float] = field(default_factory=list)
     chosen_logps: list[float] = field(default_factory=list)  # means, nats
     rejected_logps: list[float] = field(default_factory=list)

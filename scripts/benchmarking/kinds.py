@@ -14,11 +14,11 @@ KINDS = (
 )  # fmt: skip
 PRODUCTIVE_KINDS = (MATRIX_PRODUCTS, HEAD_PRODUCTS, ATTENTION)
 
-# Behind the library's name, which is aten or mkldnn.
+# After the library's name, which is aten or mkldnn.
 _PRODUCT_OPERATORS = frozenset(
     {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "linear", "_linear_pointwise"}
 )
-# Parts of the names of operators and autograd nodes; what they call counts as theirs.
+# Parts of the names of operators and autograd nodes; the operators that these call count as part of them.
 _ATTENTION_NAMES = ("Segments", "attention", "varlen", "flash_attn")
 _HEAD_NAMES = ("ChunkedLogps",)
 _OPTIMIZER_NAMES = ("Optimizer.", "adamw", "clip_grad", "_foreach_")

@@ -25,7 +25,7 @@ from benchmarking.contenders import SERIES_LEARNING_RATES, Contender, Measuremen
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 OUT_OF_MEMORY = "out of memory"
-COMPILED_LIMIT_SECONDS = 600.0  # code for lengths that always change can be made again and again
+COMPILED_LIMIT_SECONDS = 600.0  # a library may compile again for each new length
 RESULT_MARK = "@result "
 
 
@@ -53,7 +53,7 @@ def measure(contenders: Sequence[Contender], setting: Setting) -> Generator[Meas
                 if line is None
                 else Measurement(**line)
             )
-        for _ in lines:  # so that its end is checked
+        for _ in lines:  # reads to the end, where the checksum is checked
             pass
 
 
@@ -105,7 +105,7 @@ def _run(
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": visible_devices(device),
-        # For every contender: rows and batches of many lengths leave less memory unusable between them.
+        # For every contender: with it, rows and batches of many lengths waste less memory.
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
     }
     with tempfile.TemporaryDirectory(prefix="dpo-pack-measurement-") as scratch:
@@ -124,7 +124,7 @@ def _run(
             if limit_seconds is not None:
                 timer.start()
             try:
-                for line in process.stdout:  # libraries print there too
+                for line in process.stdout:  # libraries print to it, too
                     if line.startswith(RESULT_MARK):
                         yield json.loads(line.removeprefix(RESULT_MARK))
             except GeneratorExit:
@@ -133,7 +133,7 @@ def _run(
             finally:
                 timer.cancel()
         sys.stderr.write(errors.read_text()[-4000:] if "Traceback" in errors.read_text() else "")
-        if process.returncode not in (0, -9):  # -9: the kernel killed what took too much memory
+        if process.returncode not in (0, -9):  # -9: the kernel killed it because it took too much memory
             sys.exit(f"a measurement failed ({job['kind']}):\n{errors.read_text()[-4000:]}")
 
 
@@ -186,7 +186,7 @@ def _measure_here(
     run = run_dpo_pack if contender.trainer == "dpo-pack" else run_trl
     try:
         measurement = run(contender, setting, scratch, spawned_at)
-    except Exception as error:  # one that cannot run here must not cost the others their page
+    except Exception as error:  # the others still get their page if one cannot run here
         traceback.print_exc()
         failure = OUT_OF_MEMORY if is_out_of_memory(error) else f"{type(error).__name__}: {first_line(error)}"
         return Measurement(contender=contender.name, failure=failure)

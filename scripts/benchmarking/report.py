@@ -13,8 +13,8 @@ from benchmarking.results import hardware
 from benchmarking.work import Work
 
 GIB = 2**30
-TRL_BEST, PADDED = "TRL's best", "dpo-pack, padded"  # whom a target may name
-# Why no other program that packs pairs is on a page: what was read in their sources.
+TRL_BEST, PADDED = "TRL's best", "dpo-pack, padded"  # names that a target may have
+# Why no other program that packs pairs is on a page, according to their sources.
 OTHER_PROGRAMS = """Other programs that pack pairs, and why they are not measured on a CPU:
 
 - dpo-prefix-sharing (code of arXiv 2410.20305): its attention is FlexAttention, which has no backward on a
@@ -38,18 +38,18 @@ class Report:
     date: str
     machine: dict[str, Any]
     setting: dict[str, Any]
-    origin: str  # of the pairs
+    origin: str  # where the pairs come from
     work: Work
-    peaks: Sequence[dict[str, float]]  # FLOPs a second, a measurement a repeat
+    peaks: Sequence[dict[str, float]]  # FLOPs a second, one measurement for each repeat
     sweep: Sequence[Measurement]
-    sweep_pairs: int  # of each run of the sweep and of the series
-    series: dict[str, Sequence[Sequence[Measurement]]]  # by contender: runs on the same pairs, by measurement
-    runs: dict[str, Sequence[Measurement]]  # by contender, ours first, in the order of the repeats
-    finalists: Sequence[str]  # TRL's; empty: it ran at no setting
-    targets: dict[str, float]  # by TRL_BEST or PADDED: ours is to be so many times as fast
+    sweep_pairs: int  # pairs in each run of the sweep and of the series
+    series: dict[str, Sequence[Sequence[Measurement]]]  # contender -> measurements of runs on the same pairs
+    runs: dict[str, Sequence[Measurement]]  # contender (dpo-pack first) -> its repeats in order
+    finalists: Sequence[str]  # TRL's fastest settings; empty: TRL ran at no setting
+    targets: dict[str, float]  # TRL_BEST or PADDED -> dpo-pack must be so many times as fast
     prediction: str  # empty: there was none
-    differences: dict[str, dict[str, float]]  # by contender, from ours
-    disagreements: Sequence[str]  # who did other work, and what shows it
+    differences: dict[str, dict[str, float]]  # contender -> its differences from dpo-pack
+    disagreements: Sequence[str]  # contenders that did other work, and the proof
     profile: dict[str, float] | None
 
     @property

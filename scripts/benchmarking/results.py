@@ -98,7 +98,7 @@ def other_work(found: dict[str, float], tolerance: Tolerance, *, who: str) -> li
         f"{who} does not do the same work: {name} differs by {difference:.3g}, "
         f"at most {limits[name]:.3g} is rounding"
         for name, difference in found.items()
-        if not difference <= limits[name]  # not: NaN is no agreement
+        if not difference <= limits[name]  # with `not`, because NaN is no agreement
     ]
 
 

@@ -32,7 +32,7 @@ from dpo_pack.system.console import make_console
 from dpo_pack.training.offline import OfflineSource
 from dpo_pack.training.throughput import PHASES
 
-REFERENCE_TOKEN_BUDGET = 65536  # on CUDA: what the search for one would find is no part of a short run
+REFERENCE_TOKEN_BUDGET = 65536  # on CUDA; a short run does not search for the largest budget
 
 
 def run_dpo_pack(
@@ -102,9 +102,9 @@ def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe
         "path": setting.model,
         "dtype": setting.parameters,
         "gradient_checkpointing": setting.gradient_checkpointing,
-        "compile": False,  # a contender says if it is compiled
+        "compile": False,  # the contender's settings may switch it on
     }
-    if setting.device == "cuda":  # as TRL's bf16=True, of bf16 parameters too
+    if setting.device == "cuda":  # like TRL's bf16=True, also with bf16 parameters
         model["autocast"] = "bfloat16"
     if setting.lora:
         model["lora"] = {"r": LORA_RANK, "alpha": float(LORA_ALPHA)}

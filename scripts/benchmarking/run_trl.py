@@ -101,7 +101,7 @@ class Clock:
         precompute = trainer_class._precompute_ref_logps
 
         def timed(trainer: Any, dataset: Any, name: str, batch_size: int) -> Any:
-            # Kernels and libraries are loaded by a first batch, as ours are by the proofs.
+            # A first batch loads kernels and libraries; in dpo-pack the proofs do this.
             precompute(trainer, dataset.select(range(batch_size)), name, batch_size)
             begun = self._now()
             result = precompute(trainer, dataset, name, batch_size)
@@ -187,7 +187,7 @@ def trl_config(contender: Contender, setting: Setting, scratch: Path) -> Any:
         beta=BETA,
         max_length=setting.max_length,
         num_train_epochs=1,
-        logging_steps=1,  # as often as ours
+        logging_steps=1,  # as often as dpo-pack
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

@@ -27,7 +27,7 @@ from dpo_pack.run.prepare import prepare
 from dpo_pack.system.console import make_console
 
 MEMORY_SHARE = 0.1
-STAND_IN_TOKENS = 20_000  # what fits on a CPU, as it is told
+STAND_IN_TOKENS = 20_000  # rows of more tokens are said not to fit
 
 
 def main(directory: Path, device: str, shape: str) -> None:
@@ -41,7 +41,7 @@ def main(directory: Path, device: str, shape: str) -> None:
     )
     model = directory / f"model-{shape}-float32"
     save_model(shape, model, parameters="float32", device=device)
-    cache = directory / f"search-cache-{time.time_ns()}"  # what an earlier search has found is not known here
+    cache = directory / f"search-cache-{time.time_ns()}"  # new, so it has no result of an earlier search
     recipe = parse_recipe(
         {
             "output_dir": str(directory / "search-run"),

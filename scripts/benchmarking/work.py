@@ -14,10 +14,10 @@ REFERENCE_PASSES = 1.0
 class Work:
     """Means over the pairs."""
 
-    shared_tokens: float  # a pair, its common prefix once
-    unshared_tokens: float  # a pair, both sequences whole
+    shared_tokens: float  # of a pair, with its common prefix once
+    unshared_tokens: float  # of a pair, with both sequences whole
     scored_tokens: float
-    training_flops: float  # a pair, its common prefix once, completion positions alone through the head
+    training_flops: float  # of a pair: common prefix once, the head only at completion positions
     reference_flops: float
 
     @property

@@ -26,7 +26,7 @@ FIRST_ORDINARY_ID = 3
 HH_VOCABULARY = 8192
 HH_URL = "https://huggingface.co/datasets/Anthropic/hh-rlhf/resolve/main/harmless-base/test.jsonl.gz"
 HH_TEST_SHA256 = "14d765196c9f18d84f9bb3a78bac608c8f2915110ebcbd74ec95db7b7198b008"  # unpacked
-# Of the logarithms of prompt, chosen and rejected lengths, each with each: 0.25, 0.24 and 0.31 in HH-RLHF's
+# Between the logarithms of prompt, chosen and rejected lengths: 0.25, 0.24 and 0.31 in HH-RLHF's
 # harmless-base test set. Alike completions waste less padding, so independent draws would flatter packing.
 LENGTH_CORRELATION = 0.27
 
@@ -41,7 +41,7 @@ class LengthMix:
     median_completion: float
     prompt_spread: float  # standard deviation of the logarithm
     completion_spread: float
-    max_length: int  # of prompt and one completion
+    max_length: int  # of a prompt with one completion
     origin: str  # where the numbers come from
 
     def draw(self, num_pairs: int, *, seed: int) -> PairLengths:
@@ -112,7 +112,7 @@ class Workload:
     directory: Path
     num_pairs: int
     max_length: int
-    digest: str  # of the ids of all pairs in their order
+    digest: str  # hash of the ids of all pairs in their order
     origin: str
 
     @property
