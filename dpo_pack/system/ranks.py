@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpo_pack.system.errors import DpoPackError, RunError
+from dpo_pack.system.placement import is_set
 
 # Ranks wait at most this long for rank 0, which may tokenise for hours. If a rank ends, the others notice the
 # broken connection at once.
@@ -48,7 +49,7 @@ def is_first() -> bool:
 
 def uses_cuda() -> bool:
     """Whether ranks compute on CUDA devices. Under `accelerate launch --cpu` they do not."""
-    return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
+    return torch.cuda.is_available() and not is_set("ACCELERATE_USE_CPU")
 
 
 def host_group() -> Any:
@@ -256,17 +257,17 @@ def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
 
 def largest_over_ranks(values: Tensor) -> Tensor:
     """Returns the elementwise largest of all ranks' values. The host does not wait for the device."""
-    if num_ranks() == 1:
-        return values
-    largest = values.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest
+    return _reduced(values, dist.ReduceOp.MAX)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Returns the elementwise sum of all ranks' values. The host does not wait for the device."""
+    return _reduced(values, dist.ReduceOp.SUM)
+
+
+def _reduced(values: Tensor, operation: Any) -> Tensor:
     if num_ranks() == 1:
         return values
-    total = values.clone()
-    dist.all_reduce(total)
-    return total
+    result = values.clone()
+    dist.all_reduce(result, op=operation)
+    return result
