@@ -109,6 +109,14 @@ def write_json_atomically(path: Path, value: Any) -> None:
     write_text_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def text_of(path: Path) -> str:
+    """Returns the text of a file; "" if the file does not exist or cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
     """Returns the content of a JSON file; None if the file does not exist, is damaged or has another `shape`.
 
