@@ -125,12 +125,10 @@ def end_soon(error: BaseException) -> None:
 
 def _tell(error: BaseException, ending: Ending, *, speaker: int | None) -> None:
     where = "" if speaker is None else f"rank {speaker} ({socket.gethostname()}): "
-    if ending.message is not None:
-        complain(f"{where}{ending.message}")
-        return
-    if where:
-        complain(f"{where}our bug")
-    traceback.print_exception(error)
+    if where or ending.message is not None:
+        complain(f"{where}{ending.message or 'a bug of dpo-pack'}")
+    if ending.message is None:
+        traceback.print_exception(error)
 
 
 def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:

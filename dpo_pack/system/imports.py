@@ -39,7 +39,7 @@ def load_function(name: str, recipe_key: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        function: Any = getattr(importlib.import_module(module_name), function_name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except AttributeError:
         raise RecipeError(f"{recipe_key}: module {module_name} has no function {function_name}") from None
     except (Exception, SystemExit) as error:
@@ -50,5 +50,4 @@ def load_function(name: str, recipe_key: str) -> Callable[..., Any]:
         sys.path.remove(os.getcwd())
     if not callable(function):
         raise RecipeError(f"{recipe_key}: {name} is {type(function).__name__}, not a function")
-    loaded: Callable[..., Any] = function
-    return loaded
+    return function

@@ -51,10 +51,8 @@ class Interruption:
         self._clock = clock
         self._arrived = 0.0
         self._polled = clock()
-        self._calls, self._next_exchange = (
-            0,
-            1,
-        )  # calls of `poll_in_time` since `poll`, and until the next one
+        # Calls of `poll_in_time` since the last `poll`, and the number of calls after which ranks exchange.
+        self._calls, self._next_exchange = 0, 1
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None:

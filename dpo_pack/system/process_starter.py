@@ -133,19 +133,19 @@ def _status_of_all(statuses: Sequence[int], num_ranks: int, received: Sequence[i
     """Returns the command's status; `statuses` are those of ended ranks, in the order of their ends."""
     if len(statuses) == num_ranks and not any(statuses):
         return 0  # no signal came, or it came after all work was done
-    told = [status for status in statuses if status > 0]
-    if len(received) > 1 or not told:
+    exits = [status for status in statuses if status > 0]  # a killed rank has a negative status
+    if len(received) > 1 or not exits:
         raise Interrupted(received[-1])
-    failures = [status for status in told if status not in _INTERRUPTED_STATUSES]
+    failures = [status for status in exits if status not in _INTERRUPTED_STATUSES]
     if failures:
         return failures[0]
-    return Interrupted(received[0]).exit_status if received else told[0]
+    return Interrupted(received[0]).exit_status if received else exits[0]
 
 
 def _killed(rank: int, signum: int) -> str:
     name = signal.Signals(signum).name
     if signum == signal.SIGKILL:
-        return f"error: rank {rank} was killed ({name}), often by the system for want of memory"
+        return f"error: rank {rank} was killed ({name}), often because the machine has too little memory"
     return f"error: rank {rank} died of {name}"
 
 
