@@ -13,17 +13,13 @@ from typing import Any
 from rich.console import Console
 
 from dpo_pack.reports.completions import render_completions
+from dpo_pack.reports.evaluation_tables import METRIC_NAMES, estimate
 from dpo_pack.reports.tables import Cells, terminal_table
 from dpo_pack.run.run_dir import RECIPE_FILE, RunDir
 from dpo_pack.run.samples import before_and_after
 
 _MOST_SAMPLES = 2
-_METRICS = {
-    "rewards/accuracies": "reward accuracy",
-    "rewards/margins": "margin",
-    "online/win_rate": "wins against the start",
-    "online/scores": "score",
-}
+_METRICS = ("rewards/accuracies", "rewards/margins", "online/win_rate", "online/scores")
 
 
 def print_ending(
@@ -56,12 +52,9 @@ def _print_learned(
     rows = []
     for held_out, metrics in after.items():
         for name in (name for name in _METRICS if name in metrics):
-            low, high = metrics["intervals"][name]
             first = before.get(held_out, {}).get(name)
             start = "" if first is None else f"{first:.3f}"
-            rows.append(
-                (f"{held_out}: {_METRICS[name]}", start, f"{metrics[name]:.3f}", f"{low:.3f} to {high:.3f}")
-            )
+            rows.append((f"{held_out}: {METRIC_NAMES[name]}", start, *estimate(metrics, name)))
     if rows:
         cells = Cells(("", "before", "after", "95 % interval"), rows)
         console.print()
