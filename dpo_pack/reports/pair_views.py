@@ -14,7 +14,7 @@ from rich.text import Text
 from dpo_pack.data.faults import SIDES, Fault
 from dpo_pack.data.view import LeftOutReason, SourceView, Token
 from dpo_pack.reports.packing_tables import draw_rows
-from dpo_pack.reports.tables import Cells
+from dpo_pack.reports.tables import Cells, counted
 from dpo_pack.system.output import printable
 
 if TYPE_CHECKING:  # it imports torch
@@ -52,9 +52,9 @@ def render_pairs(shown: ShownRecipe, console: Console, *, lists_dropped: bool = 
         _print(console, line)
     console.print()
     for fault in shown.faults:
-        sentence = _plain(f"{where(fault)}: {fault.sentence}.")
+        sentence = printable(f"{where(fault)}: {fault.sentence}.")
         _print(console, Text.assemble(("WARNING ", "bold yellow"), sentence))
-        _print(console, Text.assemble(("Remedy: ", "bold"), _plain(fault.remedy), "."), indent=2)
+        _print(console, Text.assemble(("Remedy: ", "bold"), printable(fault.remedy), "."), indent=2)
     if not shown.faults:
         _print(console, no_fault(shown))
     if shown.pairs:
@@ -94,7 +94,7 @@ def summary(shown: ShownRecipe) -> list[str]:
 
 def read_sentence(view: SourceView) -> str:
     """Returns how many rows of a source were read and kept."""
-    rows = f"{view.num_rows:,} row{'s' if view.num_rows > 1 else ''}"
+    rows = counted(view.num_rows, "row")
     if view.num_rows_of_source == view.num_rows:
         what = f"all {rows}" if view.num_rows > 1 else rows
     elif view.num_rows_of_source is not None:
@@ -109,14 +109,14 @@ def read_sentence(view: SourceView) -> str:
 
 def where(fault: Fault) -> str:
     """Returns which pairs or rows have a fault: "a.jsonl, 12 of 200 pairs (lines 3, 8 and 10 more)"."""
-    label, word = fault.origin.label, f"{fault.unit}{'s' if fault.of_rows > 1 else ''}"
+    label, checked = fault.origin.label, counted(fault.of_rows, fault.unit)
     if fault.num_rows == fault.of_rows:
-        return f"{label}, {'all ' if fault.of_rows > 1 else 'its '}{fault.of_rows:,} {word}"
+        return f"{label}, {'all' if fault.of_rows > 1 else 'its'} {checked}"
     named = ", ".join(f"{number:,}" for number in fault.rows[:_NAMED_ROWS])
     more = fault.num_rows - _NAMED_ROWS
     rows = f"{fault.origin.row_word}{'s' if fault.num_rows > 1 else ''} {named}"
     rows += f" and {more:,} more" if more > 0 else ""
-    return f"{label}, {fault.num_rows:,} of {fault.of_rows:,} {word} ({rows})"
+    return f"{label}, {fault.num_rows:,} of {checked} ({rows})"
 
 
 def no_fault(shown: ShownRecipe) -> str:
@@ -125,9 +125,9 @@ def no_fault(shown: ShownRecipe) -> str:
 
 def prompt_sentence(pair: ShownPair) -> str:
     """Returns the heading of the prompt."""
-    tokens = [token for token in pair.chosen if token.part == "prompt"]
+    tokens = prompt_tokens(pair)
     kept, cut = _split_cut(tokens)
-    sentence = f"{_count(len(kept), 'token')}, not scored, the same for chosen and rejected"
+    sentence = f"{counted(len(kept), 'token')}, not scored, the same for chosen and rejected"
     if cut:
         sentence += f"; {len(cut):,} of its {len(tokens):,} tokens were cut off at the left"
     return sentence
@@ -139,7 +139,7 @@ def completion_sentence(pair: ShownPair, side: str, eos: str) -> str:
     kept, cut = _split_cut(tokens)
     num_scored = sum(token.scored is not False for token in kept)
     scored = "all scored" if num_scored == len(kept) else f"{num_scored:,} of them scored"
-    sentence = f"{_count(len(kept), 'token')}, {scored}"
+    sentence = f"{counted(len(kept), 'token')}, {scored}"
     shared = num_shared_completion(pair)
     if shared:
         sentence += f"; the first {shared:,} in both" if shared > 1 else "; the first one in both"
@@ -155,7 +155,7 @@ def completion_sentence(pair: ShownPair, side: str, eos: str) -> str:
 
 def reason_sentence(reason: LeftOutReason) -> str:
     """Returns how many rows are left out for a reason, and what to do."""
-    rows = _count(reason.num_rows, "row")
+    rows = counted(reason.num_rows, "row")
     stop = "a run stops there; " if reason.stops_run else ""
     return f"{rows} of {reason.origin.label}: {reason.reason}; {stop}remedy: {reason.remedy}"
 
@@ -165,7 +165,7 @@ def row_sentence(row: PackedRow) -> str:
     tokens = row.drawn.tokens
     sharing = "prompts are computed once" if row.share_prompt else "prompts are not shared"
     return (
-        f"{_count(len(row.pairs), 'pair')}, {tokens:,} of {row.token_budget:,} tokens "
+        f"{counted(len(row.pairs), 'pair')}, {tokens:,} of {row.token_budget:,} tokens "
         f"({tokens / row.token_budget:.1%} full); {sharing}"
     )
 
@@ -201,7 +201,7 @@ def prompt_tokens(pair: ShownPair) -> list[Token]:
 
 def num_shared_completion(pair: ShownPair) -> int:
     """Returns with how many common tokens the two completions begin."""
-    return pair.num_shared - sum(not token.is_cut for token in pair.chosen if token.part == "prompt")
+    return pair.num_shared - len(_split_cut(prompt_tokens(pair))[0])
 
 
 def row_text(content: Any) -> list[tuple[str, str]]:
@@ -221,10 +221,6 @@ def quoted(text: str) -> str:
     return f'"{text}"'
 
 
-def _count(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
-
-
 def _split_cut(tokens: Sequence[Token]) -> tuple[list[Token], list[Token]]:
     return [t for t in tokens if not t.is_cut], [t for t in tokens if t.is_cut]
 
@@ -234,16 +230,12 @@ def _split_cut(tokens: Sequence[Token]) -> tuple[list[Token], list[Token]]:
 
 def _print(console: Console, text: str | Text, *, indent: int = 0, style: str = "") -> None:
     """Prints text, wrapped to the terminal."""
-    text = Text(_plain(text), style=style) if isinstance(text, str) else text
+    text = Text(printable(text), style=style) if isinstance(text, str) else text
     width = min(console.width, _MOST_COLUMNS) - indent
     text.rstrip()
     for line in text.wrap(console, width, overflow="fold"):
         line.rstrip()
         console.print(Text(" " * indent).append_text(line))
-
-
-def _plain(text: str) -> str:
-    return printable(text)
 
 
 def _legend(marks: _Marks) -> str:
@@ -254,9 +246,9 @@ def _legend(marks: _Marks) -> str:
 
 
 def _print_pair(pair: ShownPair, shown: ShownRecipe, marks: _Marks, console: Console) -> None:
-    _print(console, Text(_plain(pair.place), style="bold underline"))
+    _print(console, Text(printable(pair.place), style="bold underline"))
     for note in pair.new_notes:
-        _print(console, Text.assemble(("! ", "bold yellow"), _plain(note)))
+        _print(console, Text.assemble(("! ", "bold yellow"), printable(note)))
     has_ids = shown.asked
     prompt = _tokens(prompt_tokens(pair), "prompt", marks, has_ids=has_ids)
     prompt.append("[the prompt ends]", style="dim")
@@ -275,7 +267,7 @@ def _print_pair(pair: ShownPair, shown: ShownRecipe, marks: _Marks, console: Con
 
 
 def _print_part(name: str, sentence: str, text: Text, colour: str, console: Console) -> None:
-    _print(console, Text.assemble((name, f"bold {colour}"), f" {_plain(sentence)}"), indent=1)
+    _print(console, Text.assemble((name, f"bold {colour}"), f" {printable(sentence)}"), indent=1)
     _print(console, text, indent=3)
 
 
@@ -314,7 +306,7 @@ def _tokens(tokens: Sequence[Token], part: str, marks: _Marks, *, has_ids: bool,
 
 
 def _append_token(text: Text, token: Token, style: str, marks: _Marks, *, has_id: bool) -> None:
-    shown = f"{marks.newline}\n".join(map(_plain, token.text.split("\n")))
+    shown = f"{marks.newline}\n".join(map(printable, token.text.split("\n")))
     ends_line = shown.endswith("\n")
     text.append(shown.removesuffix("\n"), style=style)
     if has_id:
@@ -328,8 +320,8 @@ def _append_cut(text: Text, cut: Sequence[Token]) -> None:
     is_short = len(cut) <= head + tail
     shown = "".join(token.text for token in (cut if is_short else cut[:head]))
     end = "" if is_short else " ... " + "".join(token.text for token in cut[-tail:])
-    text.append(f"[{_count(len(cut), 'token')} cut off: ", style="bold yellow")
-    text.append(_plain(shown + end), style="dim strike")
+    text.append(f"[{counted(len(cut), 'token')} cut off: ", style="bold yellow")
+    text.append(printable(shown + end), style="dim strike")
     text.append("]", style="bold yellow")
 
 
@@ -343,12 +335,12 @@ def _print_left_out(shown: ShownRecipe, console: Console, *, lists_dropped: bool
         if not rows:
             continue
         console.print()
-        _print(console, Text.assemble(("Left out: ", "bold"), _plain(reason_sentence(reason))))
+        _print(console, Text.assemble(("Left out: ", "bold"), printable(reason_sentence(reason))))
         for row in rows[:most]:
-            place = _plain(row.origin.place(row.row_number))
-            _print(console, Text.assemble((place, "bold"), f": {_plain(row.detail)}"), indent=1)
+            place = printable(row.origin.place(row.row_number))
+            _print(console, Text.assemble((place, "bold"), f": {printable(row.detail)}"), indent=1)
             for name, value in row_text(row.content):
-                title = f"{_plain(name)}: " if name else ""
+                title = f"{printable(name)}: " if name else ""
                 _print(console, Text.assemble((title, "bold"), _shorten(value)), indent=3)
         if len(rows) > most:
             how = "--json and --html list more" if lists_dropped else "--dropped lists more"
@@ -358,9 +350,9 @@ def _print_left_out(shown: ShownRecipe, console: Console, *, lists_dropped: bool
 def _shorten(value: str) -> str:
     head, tail = _SHOWN_CHARACTERS
     if len(value) <= head + tail:
-        return _plain(value)
+        return printable(value)
     middle = f"[{len(value) - head - tail:,} characters not shown here; --html shows all]"
-    return f"{_plain(value[:head])}{middle}{_plain(value[-tail:])}"
+    return f"{printable(value[:head])}{middle}{printable(value[-tail:])}"
 
 
 def _print_row(row: PackedRow, console: Console) -> None:

@@ -69,16 +69,13 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for name, item in items:
         dotted = f"{key}.{name}" if key else str(name)
-        nested = isinstance(item, Mapping) or (isinstance(item, list) and any(map(_is_mapping, item)))
+        listed = item if isinstance(item, list) else [item]
+        nested = any(isinstance(each, Mapping) for each in listed)
         yield from _flat(item, dotted) if nested else [(dotted, item)]
 
 
 def _as_in_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
 
 
 def runs_cells(runs: Sequence[RunFiles]) -> Cells:
