@@ -99,8 +99,7 @@ class OnlineSource:
         self.next_step = 0
         self.num_draws = 0
         self.num_phases = 0
-        self._order_epoch = -1
-        self._order: IntArray = np.zeros(0, dtype=np.int64)
+        self._set_order(0)
 
     @property
     def num_steps(self) -> int:
@@ -154,8 +153,6 @@ class OnlineSource:
 
     def _draw(self, number: int) -> Draw:
         """Returns draw `number` of the run, from 0. Prompts come epoch after epoch, see `epoch_order`."""
-        if self._order_epoch < 0:
-            self._set_order(0)
         epoch, place = divmod(number, len(self._order))  # every epoch is equally long
         if epoch != self._order_epoch:
             self._set_order(epoch)
@@ -164,7 +161,7 @@ class OnlineSource:
 
     def _set_order(self, epoch: int) -> None:
         self._order_epoch = epoch
-        self._order = epoch_order(
+        self._order: IntArray = epoch_order(
             len(self.prompts),
             shuffle=self.settings.shuffle,
             seed=self.settings.seed,
@@ -243,7 +240,6 @@ class OnlineSource:
         self.num_phases = int(state["num_phases"])
         self.tally = Tally(**state["tally"])
         self.pending = load_pending(state["pending"])
-        self._set_order(0)  # `_batch` needs the number of prompts in an epoch
 
 
 def _fruitless(step: int, outcomes: list[Outcome], num_prompts: int) -> str:

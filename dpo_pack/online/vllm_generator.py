@@ -27,11 +27,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dpo_pack.model.layout import Group, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import Group
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.online.interface import Completion, Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings, completion_of, completion_seed, end_tokens
 from dpo_pack.online.vllm_weights import checkpoint_tensors
+from dpo_pack.proofs.rows import proof_row
 from dpo_pack.system.errors import ModelError
 from dpo_pack.system.machine import install_command
 from dpo_pack.system.memory import release_memory
@@ -124,7 +125,9 @@ def start_engine(
     max_tokens: length of the longest prompt plus its completion. gpu_memory_utilization: the part of the
     device's memory for vLLM's weights and cache.
     """
-    _set_environment()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # else vLLM reports its use over the network
     release_memory()  # vLLM takes a part of the memory that is free now
     with _unchanged_process(), tempfile.TemporaryDirectory(prefix="dpo-pack-vllm-") as directory:
         config = copy.deepcopy(model.config)
@@ -170,12 +173,6 @@ def _pack_heads(model: nn.Module) -> None:
         if type(module).__name__ == "ParallelLMHead":
             head: Any = module
             head.quant_method.process_weights_after_loading(head)
-
-
-def _set_environment() -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # else vLLM reports its use over the network
 
 
 @contextlib.contextmanager
@@ -317,9 +314,5 @@ def prove_agreement(
 @torch.no_grad()
 def _policy_logps(policy: CompletionLogps, group: Group, device: torch.device) -> torch.Tensor:
     """Returns [L] float64 log-probs of the group's only completion, computed as in training."""
-    if policy.backend is None:
-        row = padded_row([group], device=device)
-    else:
-        row = packed_row(layout_row([group], share_prompt=False), device)
-    output: RowLogps = policy(row)
+    output: RowLogps = policy(proof_row(policy, [group], device))
     return output.token_logps.double().cpu()
