@@ -139,7 +139,6 @@ class LlmJudge:
 
     endpoint: Endpoint
     instructions: str = INSTRUCTIONS
-    max_tokens: int = 16
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
         comparisons = [
@@ -177,7 +176,7 @@ class LlmJudge:
                 {"role": "user", "content": question},
             ],
             "temperature": 0.0,
-            "max_tokens": self.max_tokens,
+            "max_tokens": 16,
         }
 
 

@@ -219,15 +219,23 @@ class VllmGenerator:
         self.engine.take_weights(
             checkpoint_tensors(self.policy.model, has_adapter=self.policy.adapter is not None)
         )
-        n = self.sampling.completions_per_prompt
-        sequences = [(draw, number) for draw in draws for number in range(n)]
+        sampling, n = self.sampling, self.sampling.completions_per_prompt
         ends = end_tokens(self.policy.model, self.tokenizer)
+        options = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or 0,
+            "min_p": sampling.min_p,
+            "max_tokens": sampling.max_new_tokens,
+            "stop": list(sampling.stop),
+            "stop_token_ids": sorted(ends),  # with EOS, which `ignore_eos` turns off
+            "ignore_eos": True,
+            "detokenize": bool(sampling.stop),
+        }
+        sequences = [(draw, number) for draw in draws for number in range(n)]
         outputs = self.engine.answer(
             [draw.prompt.ids for draw, _ in sequences],
-            [
-                sampling_options(self.sampling, completion_seed(self.seed, draw.number, number), ends)
-                for draw, number in sequences
-            ],
+            [{**options, "seed": completion_seed(self.seed, d.number, number)} for d, number in sequences],
         )
         completions = [self._completion(output, ends) for output in outputs]
         return [_of_one_prompt(completions[place * n : (place + 1) * n]) for place in range(len(draws))]
@@ -241,22 +249,6 @@ class VllmGenerator:
         ids = np.array(output.token_ids, dtype=np.int32)
         stop_end = len(ids) if isinstance(output.stop_reason, str) else None  # int: id of an end token
         return completion_of(ids, self.tokenizer, ends=ends, stop=self.sampling.stop, stop_end=stop_end)
-
-
-def sampling_options(sampling: SamplingSettings, seed: int, ends: set[int]) -> dict[str, Any]:
-    """Returns arguments of SamplingParams, with all end tokens, because `ignore_eos` turns vLLM's EOS off."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or 0,
-        "min_p": sampling.min_p,
-        "max_tokens": sampling.max_new_tokens,
-        "seed": seed,
-        "stop": list(sampling.stop),
-        "stop_token_ids": sorted(ends),
-        "ignore_eos": True,
-        "detokenize": bool(sampling.stop),
-    }
 
 
 def _of_one_prompt(results: Sequence[Completion | Failure]) -> tuple[Completion, ...] | Failure:
