@@ -86,8 +86,7 @@ def largest_numbers(*numbers: float) -> list[float]:
         return list(numbers)
     largest = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=host_group())
-    values: list[float] = largest.tolist()
-    return values
+    return list(largest.tolist())
 
 
 def first_says(value: Value) -> Value:
@@ -133,8 +132,7 @@ def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]
 
 def first_does(work: Callable[[], Value]) -> Value:
     """Runs `work` on rank 0 only; all ranks return its value, or raise the DpoPackError that it raises."""
-    result: Any = every_rank_does(lambda: work() if is_first() else None)[0]
-    return result  # type: ignore[no-any-return]
+    return every_rank_does(lambda: work() if is_first() else None)[0]  # type: ignore[return-value]
 
 
 def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Value]]) -> list[Value]:
