@@ -83,7 +83,9 @@ class RewardModelJudge:
         sequences = [without_padding(np.array(ids, dtype=np.int32), pad) for ids in encoded["input_ids"]]
         longest = max(len(ids) for ids in sequences)
         if self.max_tokens is not None and longest >= self.max_tokens:
-            return Failure(reason=f"reward model: {longest} tokens; it knows {self.max_tokens} positions")
+            return Failure(
+                reason=f"reward model: {longest} tokens, but the model has {self.max_tokens} positions"
+            )
         return sequences
 
     def _text(self, rollout: Rollout, completion: Completion) -> str:

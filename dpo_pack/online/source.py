@@ -245,14 +245,14 @@ class OnlineSource:
 def _fruitless(step: int, outcomes: list[Outcome], num_prompts: int) -> str:
     """Returns an error message that says why the phases gave no pairs, and a remedy."""
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-    asked = f"step {step + 1}: {FRUITLESS_PHASES} times {num_prompts} prompts gave no pair"
+    asked = f"step {step + 1}: {num_prompts} prompts gave no pair, {FRUITLESS_PHASES} times in succession"
     if failures:
         return (
-            f"{asked}; of the last ones {len(failures)} failed, the first with: {failures[0]}; mend what "
-            "online.judges or online.generator names (rollouts.parquet has every reason)"
+            f"{asked}; the last time {len(failures)} prompts failed, the first with: {failures[0]}; "
+            "repair what online.judges or online.generator names (rollouts.parquet has every reason)"
         )
     return (
-        f"{asked}: their completions are equal, or their scores differ by no more than "
+        f"{asked}: a prompt's completions are equal, or their scores differ by no more than "
         "online.pairing.min_margin; raise online.temperature or online.completions_per_prompt, or look at "
         "rollouts.parquet"
     )

@@ -60,7 +60,9 @@ def _print_learned(
         console.print()
         console.print(terminal_table("What was learned, on held-out data", cells, no_wrap=True))
     if any(metrics.get("rewards/margins") == 0.0 for metrics in before.values()):
-        console.print("Policy and reference begin equal: before, each margin is 0, and a tie counts half.")
+        console.print(
+            "Before training, policy and reference are equal: each margin is 0, and a tie counts half."
+        )
 
 
 def _first_evaluation(metrics: Path) -> dict[str, dict[str, Any]]:

@@ -184,7 +184,9 @@ def row_cells(row: PackedRow) -> Cells:
 
 def next_steps(shown: ShownRecipe) -> list[str]:
     """Returns what else the command can show."""
-    lines = [] if shown.asked else ["Every token with its id: --pair N (row N) here, or --html FILE."]
+    lines = (
+        [] if shown.asked else ["To see each token with its id, give --pair N (N: the row) or --html FILE."]
+    )
     if any(view.num_rows_of_source != view.num_rows for view in shown.sources):
         lines.append("Only a part of the rows was read; --dropped reads all and lists those left out.")
     return lines
@@ -328,7 +330,7 @@ def _append_cut(text: Text, cut: Sequence[Token]) -> None:
 def _print_left_out(shown: ShownRecipe, console: Console, *, lists_dropped: bool) -> None:
     if not shown.left_out:
         console.print()
-        _print(console, "Left out: no row of those that were read.")
+        _print(console, "Left out: none of the rows that were read.")
     most = _ASKED_ROWS_OF_A_REASON if lists_dropped or shown.asked else _ROWS_OF_A_REASON
     for reason in shown.left_out:
         rows = [row for row in reason.rows if row in shown.rows_left_out]

@@ -47,7 +47,7 @@ def comparison_notes(runs: Sequence[RunFiles]) -> list[str]:
     for name in {name for run in runs for name in run.evals}:
         sizes = {run.evals[name][-1].get("pairs") for run in runs if name in run.evals}
         if len(sizes - {None}) > 1:  # None: an online run, measured on prompts
-            notes.append(f"The held-out set {name} has not the same number of pairs in all runs.")
+            notes.append(f"The held-out set {name} does not have the same number of pairs in all runs.")
     return notes
 
 
@@ -162,8 +162,8 @@ def difference_cells(runs: Sequence[RunFiles], name: str) -> tuple[Cells, list[s
     for run, pairs in others:
         if not pairs["pair"].equals(base["pair"]):
             reasons.append(
-                f"{run.name} cannot be compared with {first.name} pair by pair: its held-out pairs are "
-                "others."
+                f"{run.name} cannot be compared with {first.name} pair by pair: its held-out pairs are not "
+                "the same."
             )
             continue
         differences = np.stack([pairs[m].to_numpy() - base[m].to_numpy() for m in metrics], axis=1)

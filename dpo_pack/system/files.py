@@ -222,7 +222,9 @@ def _lock(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
                 f"{what} is in use by another run{who}; wait until that run ends, or stop it"
             ) from error
         except OSError as error:
-            say(f"Warning: {what} has no locks ({error.strerror}): start no second run there")
+            say(
+                f"Warning: {what}: its file system has no locks ({error.strerror}): start no second run there"
+            )
             return file
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):

@@ -97,6 +97,6 @@ def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> 
         except Exception as error:  # the class of the error depends on the client's HTTP library
             reason = first_line(error)
     return (
-        f"the hub, which may have it, cannot be reached ({reason}); correct {recipe_key}, or connect, or "
-        "download it first"
+        f"the Hugging Face hub cannot be reached to look for this {kind} ({reason}); correct {recipe_key}, "
+        f"connect to the internet, or download the {kind} first"
     )

@@ -72,14 +72,14 @@ def live(
             _shown.remove(line)
         return
     clock = clock or time.monotonic
-    told = clock()
+    printed = clock()
 
     def tell() -> None:
-        nonlocal told
+        nonlocal printed
         now = clock()
-        if now - told >= _LINE_EVERY_SECONDS and (current := line()).fraction != 1:
+        if now - printed >= _LINE_EVERY_SECONDS and (current := line()).fraction != 1:
             console.print(printable(current.plain()))
-            told = now
+            printed = now
 
     yield tell
 

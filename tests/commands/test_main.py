@@ -318,7 +318,10 @@ def test_half_an_environment_of_several_processes_is_refused(
     command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_refused(dpopack(command, recipe), r"one of several processes, but not RANK; start it with dpopack")
+    assert_refused(
+        dpopack(command, recipe),
+        r"several processes, but RANK is not set; start the processes with dpopack",
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "precompute-ref", "evaluate"])
