@@ -61,8 +61,8 @@ class WinRate:
             for (_, first), now in zip(openings, self._answers(draws), strict=True)
         ]
         return [
-            None if rollout is None or isinstance(scores, Failure) else (scores, rollout.completions[1])
-            for rollout, scores in score_answers(draws, both, self.judge)
+            None if isinstance(answers, Failure) or isinstance(scores, Failure) else (scores, answers[1])
+            for answers, scores in zip(both, score_answers(draws, both, self.judge), strict=True)
         ]
 
     def _record(self, games: Sequence[Game | None]) -> dict[str, Any]:
