@@ -29,7 +29,8 @@ POLL_SECONDS = 1.0
 class Interrupted(BaseException):
     """The user or the scheduler asked the run to stop; `exit_status` is the shell's convention.
 
-    `next_step` tells the user how to go on. Code that the same command would not repeat sets another text.
+    `next_step` tells the user how to continue. If the same command would not continue the interrupted work,
+    the code that did this work sets another text.
     SIGUSR1 and SIGHUP give the exit status of SIGTERM. Like KeyboardInterrupt, this class does not inherit
     from Exception, because libraries catch an Exception and retry, or report a failure of their own.
     """
@@ -39,7 +40,7 @@ class Interrupted(BaseException):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_status = 128 + (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
         self.is_urgent = is_urgent
-        self.next_step = "the same command goes on from what is done"
+        self.next_step = "run the same command again to continue"
 
 
 class Interruption:
