@@ -23,10 +23,7 @@ _METRICS = ("rewards/accuracies", "rewards/margins", "online/win_rate", "online/
 
 
 def print_ending(
-    run: RunDir,
-    evaluation: Mapping[str, Mapping[str, Any]],
-    warnings: Sequence[str],
-    console: Console,
+    run: RunDir, evaluation: Mapping[str, Mapping[str, Any]], warnings: Sequence[str], console: Console
 ) -> None:
     """Prints the ending of a finished run. `evaluation`: metrics of its final model, by held-out set."""
     if console.quiet:
@@ -79,10 +76,7 @@ def _first_evaluation(metrics: Path) -> dict[str, dict[str, Any]]:
 
 def _print_samples(run: RunDir, console: Console) -> None:
     both = before_and_after(run.samples)[:_MOST_SAMPLES]
-    columns = {
-        "before": [before for before, _ in both],
-        "after": [after.completion for _, after in both],
-    }
+    columns = {"before": [before for before, _ in both], "after": [after.completion for _, after in both]}
     render_completions([(after.source, after.prompt) for _, after in both], columns, console)
 
 

@@ -211,10 +211,7 @@ def row_text(content: Any) -> list[tuple[str, str]]:
     if not isinstance(content, dict):
         return [("", content if isinstance(content, str) else repr(content))]
     return [
-        (
-            str(name),
-            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str),
-        )
+        (str(name), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
         for name, value in content.items()
     ]
 

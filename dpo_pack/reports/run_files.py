@@ -140,20 +140,12 @@ def disagreements(run: RunFiles) -> list[Disagreement]:
     pairs = lines.group_by(["source", "row"], use_threads=False).aggregate(
         [("margin", "mean"), ("margin", "count"), ("step", "max")]
     )
-    order = [("margin_mean", "ascending"), ("source", "ascending"), ("row", "ascending")]
+    pairs = pairs.select(["source", "row", "margin_mean", "margin_count", "step_max"])
+    pairs = pairs.rename_columns(["source", "row", "margin", "num_times", "last_step"])
+    order = [("margin", "ascending"), ("source", "ascending"), ("row", "ascending")]
     worst = pairs.sort_by(order).slice(0, _MOST_PAIRS).to_pylist()
     texts = pair_texts(run, [(pair["source"], pair["row"]) for pair in worst])
-    return [
-        Disagreement(
-            source=pair["source"],
-            row=pair["row"],
-            margin=pair["margin_mean"],
-            num_times=pair["margin_count"],
-            last_step=pair["step_max"],
-            texts=texts.get((pair["source"], pair["row"])),
-        )
-        for pair in worst
-    ]
+    return [Disagreement(**pair, texts=texts.get((pair["source"], pair["row"]))) for pair in worst]
 
 
 def held_out_pairs(run: RunFiles, name: str) -> pa.Table | None:

@@ -142,10 +142,10 @@ def _last_evaluations_cells(runs: Sequence[RunFiles], name: str) -> Cells:
 
 
 def difference_cells(runs: Sequence[RunFiles], name: str) -> tuple[Cells, list[str]]:
-    """Returns metrics minus those of the first run that has metrics of single pairs, with intervals.
+    """Returns, for each other run, its metrics minus those of the first run that has metrics of single pairs.
 
-    A run without the same held-out pairs has no row, but a sentence with the reason. Metrics that the recipes
-    make incomparable are left out, see `comparison_notes`.
+    Each difference has an interval. A run without the same held-out pairs has no row, but a sentence with the
+    reason. Metrics that the recipes make incomparable are left out, see `comparison_notes`.
     """
     found = [(run, held_out_pairs(run, name)) for run in runs]
     reasons = [f"{run.name} {_why_no_pairs(run, name)}." for run, pairs in found if pairs is None]

@@ -1,11 +1,10 @@
 """Starts the ranks of one node and watches them. If one rank fails, all ranks end.
 
-torchrun is not used. Since torch 2.13, torchrun can wait for ranks that save after a signal
-(--shutdown_timeout) and pass on SIGUSR1 (--signals_to_handle), but the oldest supported torch cannot. And in
-2.13, too, torchrun sends SIGTERM to the other ranks if a rank fails, waits 30 seconds for them, and prints a
-page about the failure after the rank's line. If torchrun is killed, its ranks go on. Ranks get the same
-variables from this file as from torchrun. They connect to a store in the parent process. The system chooses
-the store's port, so the port is always free.
+torchrun is not used. In torch before 2.13, torchrun neither waits for ranks that save after a signal
+(--shutdown_timeout) nor passes on SIGUSR1 (--signals_to_handle). In 2.13, too, torchrun waits 30 seconds for
+the other ranks if one fails, and prints a page after the failed rank's line. If torchrun is killed, its ranks
+continue. This file gives the ranks the same variables as torchrun. The ranks connect to a store in the parent
+process; the system chooses the store's port, so the port is always free.
 """
 
 from __future__ import annotations
