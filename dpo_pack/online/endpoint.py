@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dpo_pack.online.interface import Failure
-from dpo_pack.system.errors import RunError
+from dpo_pack.system.errors import RunError, one_line
 
 Answer = TypeVar("Answer")
 
@@ -279,11 +279,6 @@ def api_key(variable: str | None, recipe_key: str) -> str | None:
             "and an HTTP header takes no others; set it to the API key alone"
         )
     return value
-
-
-def one_line(error: Exception) -> str:
-    """Returns an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
 
 
 def _without(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class HttpGenerator:
             ids += self._end_token(stopped_by)
         if not 1 <= len(ids) <= self.sampling.max_new_tokens:
             raise UnusableAnswer(
-                f"a completion of {len(ids)} tokens, not 1 to {self.sampling.max_new_tokens}"
+                f"a completion has {len(ids)} tokens, not 1 to {self.sampling.max_new_tokens}"
             )
         return Completion(ids=np.array(ids, dtype=np.int32), text=text, is_finished=is_finished)
 

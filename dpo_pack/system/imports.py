@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.errors import RecipeError, one_line
 
 
 @contextlib.contextmanager
@@ -43,9 +43,10 @@ def load_function(name: str, recipe_key: str) -> Callable[..., Any]:
     except AttributeError:
         raise RecipeError(f"{recipe_key}: module {module_name} has no function {function_name}") from None
     except (Exception, SystemExit) as error:
-        what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        where = f"looked in {os.getcwd()} and among installed modules"
-        raise RecipeError(f"{recipe_key}: cannot import {module_name}: {what} ({where})") from error
+        raise RecipeError(
+            f"{recipe_key}: cannot import {module_name}: {one_line(error)} "
+            f"(looked in {os.getcwd()} and among installed modules)"
+        ) from error
     finally:
         sys.path.remove(os.getcwd())
     if not callable(function):

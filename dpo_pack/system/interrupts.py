@@ -113,10 +113,8 @@ class Interruption:
 def interruptible() -> Iterator[Interruption]:
     """Raises `Interrupted` for stop signals in this block; only in the main thread, as Python requires."""
     interruption = Interruption()
-    if threading.current_thread() is not threading.main_thread():
-        yield interruption
-        return
-    with _handled_by(interruption.handle):
+    is_main = threading.current_thread() is threading.main_thread()
+    with _handled_by(interruption.handle) if is_main else contextlib.nullcontext():
         yield interruption
 
 

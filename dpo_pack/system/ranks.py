@@ -206,7 +206,7 @@ def require_shared(directory: Path, recipe_key: str) -> None:
     for host, is_seen in zip(hosts, seen, strict=True):
         if not is_seen:
             raise RunError(
-                f"{recipe_key}: what rank 0 (on {hosts[0]}) writes in {directory} is not there on {host}; "
+                f"{recipe_key}: {host} does not see a file that rank 0 (on {hosts[0]}) wrote in {directory}; "
                 "use a directory on a file system that all nodes share"
             )
 
@@ -216,7 +216,9 @@ def _leave_mark(directory: Path, recipe_key: str) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor, path = tempfile.mkstemp(prefix=".shared-", suffix=".tmp", dir=directory)
     except OSError as error:
-        raise RunError(f"{recipe_key}: cannot write in {directory}: {error.strerror}") from error
+        raise RunError(
+            f"{recipe_key}: cannot write in {directory}: {error.strerror}; choose a writable directory"
+        ) from error
     os.close(descriptor)
     return Path(path)
 
