@@ -271,7 +271,6 @@ def prove_agreement(
     *,
     max_new_tokens: int,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> float:
     """Proves, before the first step, that vLLM computes the same log-probs as the policy.
 
@@ -292,7 +291,10 @@ def prove_agreement(
     steps = zip(written.tolist(), output.logprobs, strict=True)
     logps = [float(logprobs[token].logprob) for token, logprobs in steps]
     theirs = torch.tensor(logps, dtype=torch.float64)  # [L] before temperature
-    ours = _policy_logps(policy, Group(context=start, completions=(written,)), device)  # [L]
+    row = proof_row(policy, [Group(context=start, completions=(written,))], engine.device)
+    with torch.no_grad():
+        logps_of_row: RowLogps = policy(row)
+    ours = logps_of_row.token_logps.double().cpu()  # [L] computed as in training
     difference = float((ours - theirs).abs().mean())
     if not difference <= TOLERANCES[dtype]:  # `not <=` is true for NaN, too
         raise ModelError(
@@ -301,10 +303,3 @@ def prove_agreement(
             "transformers"
         )
     return difference
-
-
-@torch.no_grad()
-def _policy_logps(policy: CompletionLogps, group: Group, device: torch.device) -> torch.Tensor:
-    """Returns [L] float64 log-probs of the group's only completion, computed as in training."""
-    output: RowLogps = policy(proof_row(policy, [group], device))
-    return output.token_logps.double().cpu()

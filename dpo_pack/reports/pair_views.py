@@ -36,7 +36,6 @@ class _Marks(NamedTuple):
 
     between: str  # between two tokens; "" if underlining shows the border
     newline: str  # for a line break in a token
-    differs: str  # before the first token that chosen and rejected do not share
 
 
 def render_pairs(shown: ShownRecipe, console: Console, *, lists_dropped: bool = False) -> None:
@@ -46,7 +45,6 @@ def render_pairs(shown: ShownRecipe, console: Console, *, lists_dropped: bool = 
     marks = _Marks(
         between="" if has_colour else "|" if ascii_only else "·",
         newline="\\n" if ascii_only else "↵",
-        differs="[differs]",
     )
     for line in summary(shown):
         _print(console, line)
@@ -284,7 +282,7 @@ def _tokens(tokens: Sequence[Token], part: str, marks: _Marks, *, has_ids: bool,
             continue
         for token in group:
             if num_shared and number == num_shared:
-                text.append(marks.differs, style="dim")
+                text.append("[differs]", style="dim")
                 follows_token = False
             if is_short or number < head or number >= num_kept - tail:
                 style = _COLOURS["prompt" if number < num_shared else part]
