@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dpo_pack.online.interface import Failure
-from dpo_pack.system.errors import RunError
+from dpo_pack.system.errors import RunError, one_line
 
 Answer = TypeVar("Answer")
 
@@ -43,7 +43,6 @@ _STOPPING = {
 }
 _PASSING = frozenset({408, 409, 425, 429})
 _INVALID = frozenset({400, 422})  # statuses of a server that does not know a field of the request
-_FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 _MOST_BYTES = 1 << 25  # of an answer; even 64 completions of 32,768 tokens are smaller
 _MOST_SEARCHED = 2000  # characters of a server's error text that are searched for field names
@@ -73,7 +72,7 @@ class Endpoint:
     retries: int
     concurrency: int
     recipe_key: str  # error messages name this key of the recipe
-    first_pause_seconds: float = _FIRST_PAUSE_SECONDS
+    first_pause_seconds: float = 0.5
     refused: set[str] = field(default_factory=set)  # refused fields, which are no longer sent
 
     def ask_all(
@@ -280,11 +279,6 @@ def api_key(variable: str | None, recipe_key: str) -> str | None:
             "and an HTTP header takes no others; set it to the API key alone"
         )
     return value
-
-
-def one_line(error: Exception) -> str:
-    """Returns an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
 
 
 def _without(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

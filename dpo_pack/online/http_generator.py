@@ -42,8 +42,8 @@ class HttpGenerator:
         answers = self.endpoint.ask_all("/completions", bodies, self._read, optional=optional)
         if refused := sorted(self.endpoint.refused - before):
             self.console.print(
-                f"  Warning: {self.endpoint.recipe_key}: the server does not take {', '.join(refused)}; "
-                "if it filters or penalises tokens on its own, completions are not drawn as the recipe says"
+                f"  Warning: {self.endpoint.recipe_key}: the server refuses the fields {', '.join(refused)}; "
+                "if the server itself filters or penalises tokens, it does not sample as the recipe says"
             )
         return answers
 
@@ -76,7 +76,9 @@ class HttpGenerator:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != self.sampling.completions_per_prompt:
             number = len(choices) if isinstance(choices, list) else "no"
-            raise UnusableAnswer(f"{number} choices, not {self.sampling.completions_per_prompt}")
+            raise UnusableAnswer(
+                f"the answer has {number} choices, not {self.sampling.completions_per_prompt}"
+            )
         return tuple(self._completion(choice) for choice in choices)
 
     def _completion(self, choice: Any) -> Completion:
@@ -96,7 +98,7 @@ class HttpGenerator:
             ids += self._end_token(stopped_by)
         if not 1 <= len(ids) <= self.sampling.max_new_tokens:
             raise UnusableAnswer(
-                f"a completion of {len(ids)} tokens, not 1 to {self.sampling.max_new_tokens}"
+                f"a completion has {len(ids)} tokens, not 1 to {self.sampling.max_new_tokens}"
             )
         return Completion(ids=np.array(ids, dtype=np.int32), text=text, is_finished=is_finished)
 

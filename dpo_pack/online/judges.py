@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.online.endpoint import Endpoint, UnusableAnswer, one_line
+from dpo_pack.online.endpoint import Endpoint, UnusableAnswer
 from dpo_pack.online.interface import Failure, Judge, Rollout, Scores
-from dpo_pack.system.errors import RunError
+from dpo_pack.system.errors import RunError, one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class FunctionJudge:
         if len(numbers) != ends[-1]:
             raise RunError(
                 f"online.judges: {self.name} returned {len(numbers)} scores for {ends[-1]} completions; "
-                "return one for each"
+                "return one score for each completion"
             )
         not_finite = Failure(reason=f"{self.name}: a score is not finite")
         by_prompt = np.split(np.array(numbers, dtype=np.float64), ends[:-1])
@@ -139,7 +139,6 @@ class LlmJudge:
 
     endpoint: Endpoint
     instructions: str = INSTRUCTIONS
-    max_tokens: int = 16
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
         comparisons = [
@@ -177,7 +176,7 @@ class LlmJudge:
                 {"role": "user", "content": question},
             ],
             "temperature": 0.0,
-            "max_tokens": self.max_tokens,
+            "max_tokens": 16,
         }
 
 

@@ -31,7 +31,7 @@ class Outcome:
     """The result of one prompt in a phase."""
 
     draw: Draw
-    rollout: Rollout | None = None  # None: the generator failed
+    completions: tuple[Completion, ...] = ()  # (): the generator failed
     pairing: Pairing | None = None  # None: the generator or the judge failed
     failure: str | None = None  # the reason, if the generator or the judge failed
 
@@ -41,34 +41,30 @@ def run_phase(
 ) -> list[Outcome]:
     """Returns the outcome of each draw, in the order of `draws`."""
     outcomes = []
-    results = score_answers(draws, generator.generate(draws), judge)
-    for draw, (rollout, scores) in zip(draws, results, strict=True):
-        if rollout is None or isinstance(scores, Failure):
-            assert isinstance(scores, Failure)
-            outcomes.append(Outcome(draw=draw, rollout=rollout, failure=scores.reason))
-            continue
-        pairs = make_pairs(rollout.completions, scores, pairing, draw_number=draw.number)
-        outcomes.append(Outcome(draw=draw, rollout=rollout, pairing=pairs))
+    answers = generator.generate(draws)
+    for draw, answer, scores in zip(draws, answers, score_answers(draws, answers, judge), strict=True):
+        completions = () if isinstance(answer, Failure) else answer
+        if isinstance(scores, Failure):
+            outcomes.append(Outcome(draw=draw, completions=completions, failure=scores.reason))
+        else:
+            pairs = make_pairs(completions, scores, pairing, draw_number=draw.number)
+            outcomes.append(Outcome(draw=draw, completions=completions, pairing=pairs))
     return outcomes
 
 
 def score_answers(
     draws: Sequence[Draw], answers: Sequence[tuple[Completion, ...] | Failure], judge: Judge
-) -> list[tuple[Rollout | None, Scores | Failure]]:
-    """Returns (rollout, scores) for each draw; (None, Failure) if the generator failed, (rollout, Failure)
-    if the judge failed."""
+) -> list[Scores | Failure]:
+    """Returns the scores of each draw's completions, or the Failure of the generator or the judge."""
     rollouts = [
-        None if isinstance(answer, Failure) else Rollout(draw=draw, completions=answer)
+        Rollout(draw=draw, completions=answer)
         for draw, answer in zip(draws, answers, strict=True)
+        if not isinstance(answer, Failure)
     ]
-    answered = [rollout for rollout in rollouts if rollout is not None]
-    scores = judge.score(answered) if answered else []
-    assert len(scores) == len(answered)
+    scores = judge.score(rollouts) if rollouts else []
+    assert len(scores) == len(rollouts)
     remaining = iter(scores)
-    return [
-        (rollout, answer if isinstance(answer, Failure) else next(remaining))
-        for rollout, answer in zip(rollouts, answers, strict=True)
-    ]
+    return [answer if isinstance(answer, Failure) else next(remaining) for answer in answers]
 
 
 # -------------------------------------------------------------------------------------- counts and averages
@@ -91,7 +87,7 @@ class Tally:
     def add(self, outcomes: Sequence[Outcome]) -> None:
         self.prompts += len(outcomes)
         for outcome in outcomes:
-            if outcome.rollout is None:
+            if not outcome.completions:
                 self.generator_failures += 1
             elif outcome.pairing is None:
                 self.judge_failures += 1
@@ -110,12 +106,12 @@ def phase_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     The missing-EOS penalty is already subtracted from the scores. `online/scores_best` is the mean, over
     prompts, of the highest score of a prompt; `online/scores_worst` is the mean of the lowest.
     """
-    rollouts = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
+    answers = [outcome.completions for outcome in outcomes if outcome.completions]
     scores = [outcome.pairing.scores for outcome in outcomes if outcome.pairing is not None]
     metrics: dict[str, float] = {}
-    if rollouts:
-        completions = [completion for rollout in rollouts for completion in rollout.completions]
-        distinct = [len({c.ids.tobytes() for c in rollout.completions}) for rollout in rollouts]
+    if answers:
+        completions = [completion for answer in answers for completion in answer]
+        distinct = [len({completion.ids.tobytes() for completion in answer}) for answer in answers]
         metrics |= {
             "online/completion_tokens": float(np.mean([len(c.ids) for c in completions])),
             "online/eos_rate": float(np.mean([c.is_finished for c in completions])),
@@ -148,9 +144,9 @@ def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingP
     """Returns the pairs of a phase in the order of its prompts."""
     pairs = []
     for outcome in outcomes:
-        if outcome.rollout is None or outcome.pairing is None:
+        if outcome.pairing is None:
             continue
-        prompt, completions = outcome.draw.prompt.ids, outcome.rollout.completions
+        prompt, completions = outcome.draw.prompt.ids, outcome.completions
         scores = outcome.pairing.scores
         for chosen, rejected in outcome.pairing.pairs:
             ids = PairIds(prompt=prompt, chosen=completions[chosen].ids, rejected=completions[rejected].ids)
@@ -245,8 +241,7 @@ class RolloutLog:
 
 def _logged(step: int, outcome: Outcome) -> dict[str, Any]:
     """Returns an outcome as a row of the file, with the columns of SCHEMA."""
-    draw, rollout, pairing = outcome.draw, outcome.rollout, outcome.pairing
-    completions = () if rollout is None else rollout.completions
+    draw, completions, pairing = outcome.draw, outcome.completions, outcome.pairing
     chosen, rejected = pairing.pairs[0] if pairing is not None and pairing.pairs else (None, None)
     return {
         "step": step,

@@ -24,7 +24,7 @@ from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.select import select_backend
 from dpo_pack.model.config import attention_needs, check_packs, known_positions, own_attention
-from dpo_pack.model.layout import Group, Row, common_prefix_length, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import Group, Row, common_prefix_length, layout_row
 from dpo_pack.model.loading import load_config, load_errors, quiet_transformers, replace_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, Precision
@@ -33,7 +33,7 @@ from dpo_pack.online.interface import Completion, Failure, Rollout, Scores
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.recurrence import prove_recurrence
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_groups
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_groups, proof_row
 from dpo_pack.proofs.start_up import distance_from_stock, eager_attention
 from dpo_pack.system.errors import ModelError, first_line
 
@@ -83,7 +83,9 @@ class RewardModelJudge:
         sequences = [without_padding(np.array(ids, dtype=np.int32), pad) for ids in encoded["input_ids"]]
         longest = max(len(ids) for ids in sequences)
         if self.max_tokens is not None and longest >= self.max_tokens:
-            return Failure(reason=f"reward model: {longest} tokens; it knows {self.max_tokens} positions")
+            return Failure(
+                reason=f"reward model: {longest} tokens, but the model has {self.max_tokens} positions"
+            )
         return sequences
 
     def _text(self, rollout: Rollout, completion: Completion) -> str:
@@ -106,9 +108,7 @@ class RewardModelJudge:
         return padded_rows(np.array(padded, dtype=np.int64), self.token_budget)
 
     def row(self, groups: Sequence[Group]) -> Row:
-        if self.backbone.backend is not None:
-            return packed_row(layout_row(groups, share_prompt=True), self.device)
-        return padded_row(groups, device=self.device)
+        return proof_row(self.backbone, groups, self.device)
 
     def row_scores(self, row: Row) -> Scores:
         """Returns the scores [S] of the row's sequences."""
@@ -123,7 +123,7 @@ class RewardModelJudge:
 def as_groups(sequences: Sequence[TokenIds]) -> list[Group]:
     """Appends a token to each of a prompt's sequences. Returns one Group, which holds the tokens that all
     sequences begin with once. If not even the first token is common, returns one Group for each sequence."""
-    shared = min(common_prefix_length(sequences), min(len(ids) for ids in sequences))
+    shared = common_prefix_length(sequences)
     appended = np.zeros(1, dtype=np.int32)
     if shared == 0:
         return [Group(context=ids, completions=(appended,)) for ids in sequences]

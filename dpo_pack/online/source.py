@@ -99,8 +99,7 @@ class OnlineSource:
         self.next_step = 0
         self.num_draws = 0
         self.num_phases = 0
-        self._order_epoch = -1
-        self._order: IntArray = np.zeros(0, dtype=np.int64)
+        self._set_order(0)
 
     @property
     def num_steps(self) -> int:
@@ -154,8 +153,6 @@ class OnlineSource:
 
     def _draw(self, number: int) -> Draw:
         """Returns draw `number` of the run, from 0. Prompts come epoch after epoch, see `epoch_order`."""
-        if self._order_epoch < 0:
-            self._set_order(0)
         epoch, place = divmod(number, len(self._order))  # every epoch is equally long
         if epoch != self._order_epoch:
             self._set_order(epoch)
@@ -164,7 +161,7 @@ class OnlineSource:
 
     def _set_order(self, epoch: int) -> None:
         self._order_epoch = epoch
-        self._order = epoch_order(
+        self._order: IntArray = epoch_order(
             len(self.prompts),
             shuffle=self.settings.shuffle,
             seed=self.settings.seed,
@@ -243,20 +240,19 @@ class OnlineSource:
         self.num_phases = int(state["num_phases"])
         self.tally = Tally(**state["tally"])
         self.pending = load_pending(state["pending"])
-        self._set_order(0)  # `_batch` needs the number of prompts in an epoch
 
 
 def _fruitless(step: int, outcomes: list[Outcome], num_prompts: int) -> str:
     """Returns an error message that says why the phases gave no pairs, and a remedy."""
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-    asked = f"step {step + 1}: {FRUITLESS_PHASES} times {num_prompts} prompts gave no pair"
+    asked = f"step {step + 1}: {num_prompts} prompts gave no pair, {FRUITLESS_PHASES} times in succession"
     if failures:
         return (
-            f"{asked}; of the last ones {len(failures)} failed, the first with: {failures[0]}; mend what "
-            "online.judges or online.generator names (rollouts.parquet has every reason)"
+            f"{asked}; the last time {len(failures)} prompts failed, the first with: {failures[0]}; "
+            "repair what online.judges or online.generator names (rollouts.parquet has every reason)"
         )
     return (
-        f"{asked}: their completions are equal, or their scores differ by no more than "
+        f"{asked}: a prompt's completions are equal, or their scores differ by no more than "
         "online.pairing.min_margin; raise online.temperature or online.completions_per_prompt, or look at "
         "rollouts.parquet"
     )

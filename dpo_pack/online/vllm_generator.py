@@ -27,11 +27,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dpo_pack.model.layout import Group, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import Group
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.online.interface import Completion, Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings, completion_of, completion_seed, end_tokens
 from dpo_pack.online.vllm_weights import checkpoint_tensors
+from dpo_pack.proofs.rows import proof_row
 from dpo_pack.system.errors import ModelError
 from dpo_pack.system.machine import install_command
 from dpo_pack.system.memory import release_memory
@@ -124,7 +125,9 @@ def start_engine(
     max_tokens: length of the longest prompt plus its completion. gpu_memory_utilization: the part of the
     device's memory for vLLM's weights and cache.
     """
-    _set_environment()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # else vLLM reports its use over the network
     release_memory()  # vLLM takes a part of the memory that is free now
     with _unchanged_process(), tempfile.TemporaryDirectory(prefix="dpo-pack-vllm-") as directory:
         config = copy.deepcopy(model.config)
@@ -172,12 +175,6 @@ def _pack_heads(model: nn.Module) -> None:
             head.quant_method.process_weights_after_loading(head)
 
 
-def _set_environment() -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # else vLLM reports its use over the network
-
-
 @contextlib.contextmanager
 def _unchanged_process() -> Iterator[None]:
     """Restores settings that the start of vLLM changes: random states and, on CPUs, torch's threads."""
@@ -222,15 +219,23 @@ class VllmGenerator:
         self.engine.take_weights(
             checkpoint_tensors(self.policy.model, has_adapter=self.policy.adapter is not None)
         )
-        n = self.sampling.completions_per_prompt
-        sequences = [(draw, number) for draw in draws for number in range(n)]
+        sampling, n = self.sampling, self.sampling.completions_per_prompt
         ends = end_tokens(self.policy.model, self.tokenizer)
+        options = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or 0,
+            "min_p": sampling.min_p,
+            "max_tokens": sampling.max_new_tokens,
+            "stop": list(sampling.stop),
+            "stop_token_ids": sorted(ends),  # with EOS, which `ignore_eos` turns off
+            "ignore_eos": True,
+            "detokenize": bool(sampling.stop),
+        }
+        sequences = [(draw, number) for draw in draws for number in range(n)]
         outputs = self.engine.answer(
             [draw.prompt.ids for draw, _ in sequences],
-            [
-                sampling_options(self.sampling, completion_seed(self.seed, draw.number, number), ends)
-                for draw, number in sequences
-            ],
+            [{**options, "seed": completion_seed(self.seed, d.number, number)} for d, number in sequences],
         )
         completions = [self._completion(output, ends) for output in outputs]
         return [_of_one_prompt(completions[place * n : (place + 1) * n]) for place in range(len(draws))]
@@ -244,22 +249,6 @@ class VllmGenerator:
         ids = np.array(output.token_ids, dtype=np.int32)
         stop_end = len(ids) if isinstance(output.stop_reason, str) else None  # int: id of an end token
         return completion_of(ids, self.tokenizer, ends=ends, stop=self.sampling.stop, stop_end=stop_end)
-
-
-def sampling_options(sampling: SamplingSettings, seed: int, ends: set[int]) -> dict[str, Any]:
-    """Returns arguments of SamplingParams, with all end tokens, because `ignore_eos` turns vLLM's EOS off."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or 0,
-        "min_p": sampling.min_p,
-        "max_tokens": sampling.max_new_tokens,
-        "seed": seed,
-        "stop": list(sampling.stop),
-        "stop_token_ids": sorted(ends),
-        "ignore_eos": True,
-        "detokenize": bool(sampling.stop),
-    }
 
 
 def _of_one_prompt(results: Sequence[Completion | Failure]) -> tuple[Completion, ...] | Failure:
@@ -282,7 +271,6 @@ def prove_agreement(
     *,
     max_new_tokens: int,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> float:
     """Proves, before the first step, that vLLM computes the same log-probs as the policy.
 
@@ -303,7 +291,10 @@ def prove_agreement(
     steps = zip(written.tolist(), output.logprobs, strict=True)
     logps = [float(logprobs[token].logprob) for token, logprobs in steps]
     theirs = torch.tensor(logps, dtype=torch.float64)  # [L] before temperature
-    ours = _policy_logps(policy, Group(context=start, completions=(written,)), device)  # [L]
+    row = proof_row(policy, [Group(context=start, completions=(written,))], engine.device)
+    with torch.no_grad():
+        logps_of_row: RowLogps = policy(row)
+    ours = logps_of_row.token_logps.double().cpu()  # [L] computed as in training
     difference = float((ours - theirs).abs().mean())
     if not difference <= TOLERANCES[dtype]:  # `not <=` is true for NaN, too
         raise ModelError(
@@ -312,14 +303,3 @@ def prove_agreement(
             "transformers"
         )
     return difference
-
-
-@torch.no_grad()
-def _policy_logps(policy: CompletionLogps, group: Group, device: torch.device) -> torch.Tensor:
-    """Returns [L] float64 log-probs of the group's only completion, computed as in training."""
-    if policy.backend is None:
-        row = padded_row([group], device=device)
-    else:
-        row = packed_row(layout_row([group], share_prompt=False), device)
-    output: RowLogps = policy(row)
-    return output.token_logps.double().cpu()

@@ -9,6 +9,7 @@ rank gets the metrics over all prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -35,14 +36,11 @@ class WinRate:
         self.generator = generator
         self.judge = judge
         self.seed = seed  # for the intervals
-        self.draws: dict[str, list[Draw]] = {}
-        number = FIRST_DRAW
-        for name, prompts in sets.items():
-            self.draws[name] = [
-                Draw(number=number + place, prompt_index=place, prompt=prompt)
-                for place, prompt in enumerate(prompts)
-            ]
-            number += len(prompts)
+        numbers = count(FIRST_DRAW)
+        self.draws = {
+            name: [Draw(number=next(numbers), prompt_index=n, prompt=p) for n, p in enumerate(prompts)]
+            for name, prompts in sets.items()
+        }
         self.first = {name: ranks.share_out(draws, self._answers) for name, draws in self.draws.items()}
 
     def evaluate(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -63,8 +61,8 @@ class WinRate:
             for (_, first), now in zip(openings, self._answers(draws), strict=True)
         ]
         return [
-            None if rollout is None or isinstance(scores, Failure) else (scores, rollout.completions[1])
-            for rollout, scores in score_answers(draws, both, self.judge)
+            None if isinstance(answers, Failure) or isinstance(scores, Failure) else (scores, answers[1])
+            for answers, scores in zip(both, score_answers(draws, both, self.judge), strict=True)
         ]
 
     def _record(self, games: Sequence[Game | None]) -> dict[str, Any]:

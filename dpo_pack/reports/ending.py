@@ -13,24 +13,17 @@ from typing import Any
 from rich.console import Console
 
 from dpo_pack.reports.completions import render_completions
+from dpo_pack.reports.evaluation_tables import METRIC_NAMES, estimate
 from dpo_pack.reports.tables import Cells, terminal_table
 from dpo_pack.run.run_dir import RECIPE_FILE, RunDir
 from dpo_pack.run.samples import before_and_after
 
 _MOST_SAMPLES = 2
-_METRICS = {
-    "rewards/accuracies": "reward accuracy",
-    "rewards/margins": "margin",
-    "online/win_rate": "wins against the start",
-    "online/scores": "score",
-}
+_METRICS = ("rewards/accuracies", "rewards/margins", "online/win_rate", "online/scores")
 
 
 def print_ending(
-    run: RunDir,
-    evaluation: Mapping[str, Mapping[str, Any]],
-    warnings: Sequence[str],
-    console: Console,
+    run: RunDir, evaluation: Mapping[str, Mapping[str, Any]], warnings: Sequence[str], console: Console
 ) -> None:
     """Prints the ending of a finished run. `evaluation`: metrics of its final model, by held-out set."""
     if console.quiet:
@@ -56,18 +49,17 @@ def _print_learned(
     rows = []
     for held_out, metrics in after.items():
         for name in (name for name in _METRICS if name in metrics):
-            low, high = metrics["intervals"][name]
             first = before.get(held_out, {}).get(name)
             start = "" if first is None else f"{first:.3f}"
-            rows.append(
-                (f"{held_out}: {_METRICS[name]}", start, f"{metrics[name]:.3f}", f"{low:.3f} to {high:.3f}")
-            )
+            rows.append((f"{held_out}: {METRIC_NAMES[name]}", start, *estimate(metrics, name)))
     if rows:
         cells = Cells(("", "before", "after", "95 % interval"), rows)
         console.print()
         console.print(terminal_table("What was learned, on held-out data", cells, no_wrap=True))
     if any(metrics.get("rewards/margins") == 0.0 for metrics in before.values()):
-        console.print("Policy and reference begin equal: before, each margin is 0, and a tie counts half.")
+        console.print(
+            "Before training, policy and reference are equal: each margin is 0, and a tie counts half."
+        )
 
 
 def _first_evaluation(metrics: Path) -> dict[str, dict[str, Any]]:
@@ -84,10 +76,7 @@ def _first_evaluation(metrics: Path) -> dict[str, dict[str, Any]]:
 
 def _print_samples(run: RunDir, console: Console) -> None:
     both = before_and_after(run.samples)[:_MOST_SAMPLES]
-    columns = {
-        "before": [before for before, _ in both],
-        "after": [after.completion for _, after in both],
-    }
+    columns = {"before": [before for before, _ in both], "after": [after.completion for _, after in both]}
     render_completions([(after.source, after.prompt) for _, after in both], columns, console)
 
 

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from dpo_pack.packing.report import DrawnRow, PackingReport
 from dpo_pack.packing.statistics import PackingStatistics
-from dpo_pack.reports.tables import Cells, cells_of, terminal_table
+from dpo_pack.reports.tables import Cells, cells_of, counted, terminal_table
 
 _OVERSIZE_PAIRS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"
@@ -111,10 +111,6 @@ def key_figures(report: PackingReport) -> list[tuple[str, str]]:
     return figures
 
 
-def count_pairs(count: int) -> str:
-    return f"{count:,} pair{'s' if count > 1 else ''}"
-
-
 def format_flops(flops: float) -> str:
     """Returns a text with three digits and a prefix, such as 12.3 TFLOPs."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G")):
@@ -155,7 +151,7 @@ def _rows_cells(ours: PackingStatistics) -> Cells:
 def _padded_cells(ours: PackingStatistics) -> Cells:
     rows = [
         (
-            count_pairs(padded.microbatch_pairs),
+            counted(padded.microbatch_pairs, "pair"),
             f"{padded.tokens:,}",
             f"{padded.saved_by_packing_tokens / padded.tokens:.1%}",
             f"{ours.saved_by_sharing_tokens / padded.tokens:.1%}",
@@ -231,7 +227,7 @@ def draw_rows(
     """
     symbol = 1 if console.options.ascii_only else 2
     cells = {kind: style[symbol] for kind, style in _KINDS.items()}
-    names = names or [count_pairs(row.num_pairs) for row in rows]
+    names = names or [counted(row.num_pairs, "pair") for row in rows]
     labels = [f" {row.tokens:,}, {name}" for row, name in zip(rows, names, strict=True)]
     width = max(min(console.width, 120) - max(map(len, labels)), 20)
     scale = max(row.tokens for row in rows) / width

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dpo_pack.packing.report import PackingReport
-from dpo_pack.reports import (
-    evaluation_tables,
-    packing_tables,
-    pair_views,
-    run_curves,
-    run_files,
-    run_tables,
-)
+from dpo_pack.reports import evaluation_tables, packing_tables, pair_views, run_curves, run_files, run_tables
 from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.output import printable
 

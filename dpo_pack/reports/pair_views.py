@@ -14,7 +14,7 @@ from rich.text import Text
 from dpo_pack.data.faults import SIDES, Fault
 from dpo_pack.data.view import LeftOutReason, SourceView, Token
 from dpo_pack.reports.packing_tables import draw_rows
-from dpo_pack.reports.tables import Cells
+from dpo_pack.reports.tables import Cells, counted
 from dpo_pack.system.output import printable
 
 if TYPE_CHECKING:  # it imports torch
@@ -36,7 +36,6 @@ class _Marks(NamedTuple):
 
     between: str  # between two tokens; "" if underlining shows the border
     newline: str  # for a line break in a token
-    differs: str  # before the first token that chosen and rejected do not share
 
 
 def render_pairs(shown: ShownRecipe, console: Console, *, lists_dropped: bool = False) -> None:
@@ -46,15 +45,14 @@ def render_pairs(shown: ShownRecipe, console: Console, *, lists_dropped: bool = 
     marks = _Marks(
         between="" if has_colour else "|" if ascii_only else "·",
         newline="\\n" if ascii_only else "↵",
-        differs="[differs]",
     )
     for line in summary(shown):
         _print(console, line)
     console.print()
     for fault in shown.faults:
-        sentence = _plain(f"{where(fault)}: {fault.sentence}.")
+        sentence = printable(f"{where(fault)}: {fault.sentence}.")
         _print(console, Text.assemble(("WARNING ", "bold yellow"), sentence))
-        _print(console, Text.assemble(("Remedy: ", "bold"), _plain(fault.remedy), "."), indent=2)
+        _print(console, Text.assemble(("Remedy: ", "bold"), printable(fault.remedy), "."), indent=2)
     if not shown.faults:
         _print(console, no_fault(shown))
     if shown.pairs:
@@ -94,7 +92,7 @@ def summary(shown: ShownRecipe) -> list[str]:
 
 def read_sentence(view: SourceView) -> str:
     """Returns how many rows of a source were read and kept."""
-    rows = f"{view.num_rows:,} row{'s' if view.num_rows > 1 else ''}"
+    rows = counted(view.num_rows, "row")
     if view.num_rows_of_source == view.num_rows:
         what = f"all {rows}" if view.num_rows > 1 else rows
     elif view.num_rows_of_source is not None:
@@ -109,14 +107,14 @@ def read_sentence(view: SourceView) -> str:
 
 def where(fault: Fault) -> str:
     """Returns which pairs or rows have a fault: "a.jsonl, 12 of 200 pairs (lines 3, 8 and 10 more)"."""
-    label, word = fault.origin.label, f"{fault.unit}{'s' if fault.of_rows > 1 else ''}"
+    label, checked = fault.origin.label, counted(fault.of_rows, fault.unit)
     if fault.num_rows == fault.of_rows:
-        return f"{label}, {'all ' if fault.of_rows > 1 else 'its '}{fault.of_rows:,} {word}"
+        return f"{label}, {'all' if fault.of_rows > 1 else 'its'} {checked}"
     named = ", ".join(f"{number:,}" for number in fault.rows[:_NAMED_ROWS])
     more = fault.num_rows - _NAMED_ROWS
     rows = f"{fault.origin.row_word}{'s' if fault.num_rows > 1 else ''} {named}"
     rows += f" and {more:,} more" if more > 0 else ""
-    return f"{label}, {fault.num_rows:,} of {fault.of_rows:,} {word} ({rows})"
+    return f"{label}, {fault.num_rows:,} of {checked} ({rows})"
 
 
 def no_fault(shown: ShownRecipe) -> str:
@@ -125,9 +123,9 @@ def no_fault(shown: ShownRecipe) -> str:
 
 def prompt_sentence(pair: ShownPair) -> str:
     """Returns the heading of the prompt."""
-    tokens = [token for token in pair.chosen if token.part == "prompt"]
+    tokens = prompt_tokens(pair)
     kept, cut = _split_cut(tokens)
-    sentence = f"{_count(len(kept), 'token')}, not scored, the same for chosen and rejected"
+    sentence = f"{counted(len(kept), 'token')}, not scored, the same for chosen and rejected"
     if cut:
         sentence += f"; {len(cut):,} of its {len(tokens):,} tokens were cut off at the left"
     return sentence
@@ -139,7 +137,7 @@ def completion_sentence(pair: ShownPair, side: str, eos: str) -> str:
     kept, cut = _split_cut(tokens)
     num_scored = sum(token.scored is not False for token in kept)
     scored = "all scored" if num_scored == len(kept) else f"{num_scored:,} of them scored"
-    sentence = f"{_count(len(kept), 'token')}, {scored}"
+    sentence = f"{counted(len(kept), 'token')}, {scored}"
     shared = num_shared_completion(pair)
     if shared:
         sentence += f"; the first {shared:,} in both" if shared > 1 else "; the first one in both"
@@ -155,7 +153,7 @@ def completion_sentence(pair: ShownPair, side: str, eos: str) -> str:
 
 def reason_sentence(reason: LeftOutReason) -> str:
     """Returns how many rows are left out for a reason, and what to do."""
-    rows = _count(reason.num_rows, "row")
+    rows = counted(reason.num_rows, "row")
     stop = "a run stops there; " if reason.stops_run else ""
     return f"{rows} of {reason.origin.label}: {reason.reason}; {stop}remedy: {reason.remedy}"
 
@@ -165,7 +163,7 @@ def row_sentence(row: PackedRow) -> str:
     tokens = row.drawn.tokens
     sharing = "prompts are computed once" if row.share_prompt else "prompts are not shared"
     return (
-        f"{_count(len(row.pairs), 'pair')}, {tokens:,} of {row.token_budget:,} tokens "
+        f"{counted(len(row.pairs), 'pair')}, {tokens:,} of {row.token_budget:,} tokens "
         f"({tokens / row.token_budget:.1%} full); {sharing}"
     )
 
@@ -184,7 +182,9 @@ def row_cells(row: PackedRow) -> Cells:
 
 def next_steps(shown: ShownRecipe) -> list[str]:
     """Returns what else the command can show."""
-    lines = [] if shown.asked else ["Every token with its id: --pair N (row N) here, or --html FILE."]
+    lines = (
+        [] if shown.asked else ["To see each token with its id, give --pair N (N: the row) or --html FILE."]
+    )
     if any(view.num_rows_of_source != view.num_rows for view in shown.sources):
         lines.append("Only a part of the rows was read; --dropped reads all and lists those left out.")
     return lines
@@ -201,7 +201,7 @@ def prompt_tokens(pair: ShownPair) -> list[Token]:
 
 def num_shared_completion(pair: ShownPair) -> int:
     """Returns with how many common tokens the two completions begin."""
-    return pair.num_shared - sum(not token.is_cut for token in pair.chosen if token.part == "prompt")
+    return pair.num_shared - len(_split_cut(prompt_tokens(pair))[0])
 
 
 def row_text(content: Any) -> list[tuple[str, str]]:
@@ -209,20 +209,13 @@ def row_text(content: Any) -> list[tuple[str, str]]:
     if not isinstance(content, dict):
         return [("", content if isinstance(content, str) else repr(content))]
     return [
-        (
-            str(name),
-            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str),
-        )
+        (str(name), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
         for name, value in content.items()
     ]
 
 
 def quoted(text: str) -> str:
     return f'"{text}"'
-
-
-def _count(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def _split_cut(tokens: Sequence[Token]) -> tuple[list[Token], list[Token]]:
@@ -234,16 +227,12 @@ def _split_cut(tokens: Sequence[Token]) -> tuple[list[Token], list[Token]]:
 
 def _print(console: Console, text: str | Text, *, indent: int = 0, style: str = "") -> None:
     """Prints text, wrapped to the terminal."""
-    text = Text(_plain(text), style=style) if isinstance(text, str) else text
+    text = Text(printable(text), style=style) if isinstance(text, str) else text
     width = min(console.width, _MOST_COLUMNS) - indent
     text.rstrip()
     for line in text.wrap(console, width, overflow="fold"):
         line.rstrip()
         console.print(Text(" " * indent).append_text(line))
-
-
-def _plain(text: str) -> str:
-    return printable(text)
 
 
 def _legend(marks: _Marks) -> str:
@@ -254,9 +243,9 @@ def _legend(marks: _Marks) -> str:
 
 
 def _print_pair(pair: ShownPair, shown: ShownRecipe, marks: _Marks, console: Console) -> None:
-    _print(console, Text(_plain(pair.place), style="bold underline"))
+    _print(console, Text(printable(pair.place), style="bold underline"))
     for note in pair.new_notes:
-        _print(console, Text.assemble(("! ", "bold yellow"), _plain(note)))
+        _print(console, Text.assemble(("! ", "bold yellow"), printable(note)))
     has_ids = shown.asked
     prompt = _tokens(prompt_tokens(pair), "prompt", marks, has_ids=has_ids)
     prompt.append("[the prompt ends]", style="dim")
@@ -275,7 +264,7 @@ def _print_pair(pair: ShownPair, shown: ShownRecipe, marks: _Marks, console: Con
 
 
 def _print_part(name: str, sentence: str, text: Text, colour: str, console: Console) -> None:
-    _print(console, Text.assemble((name, f"bold {colour}"), f" {_plain(sentence)}"), indent=1)
+    _print(console, Text.assemble((name, f"bold {colour}"), f" {printable(sentence)}"), indent=1)
     _print(console, text, indent=3)
 
 
@@ -293,7 +282,7 @@ def _tokens(tokens: Sequence[Token], part: str, marks: _Marks, *, has_ids: bool,
             continue
         for token in group:
             if num_shared and number == num_shared:
-                text.append(marks.differs, style="dim")
+                text.append("[differs]", style="dim")
                 follows_token = False
             if is_short or number < head or number >= num_kept - tail:
                 style = _COLOURS["prompt" if number < num_shared else part]
@@ -314,7 +303,7 @@ def _tokens(tokens: Sequence[Token], part: str, marks: _Marks, *, has_ids: bool,
 
 
 def _append_token(text: Text, token: Token, style: str, marks: _Marks, *, has_id: bool) -> None:
-    shown = f"{marks.newline}\n".join(map(_plain, token.text.split("\n")))
+    shown = f"{marks.newline}\n".join(map(printable, token.text.split("\n")))
     ends_line = shown.endswith("\n")
     text.append(shown.removesuffix("\n"), style=style)
     if has_id:
@@ -328,27 +317,27 @@ def _append_cut(text: Text, cut: Sequence[Token]) -> None:
     is_short = len(cut) <= head + tail
     shown = "".join(token.text for token in (cut if is_short else cut[:head]))
     end = "" if is_short else " ... " + "".join(token.text for token in cut[-tail:])
-    text.append(f"[{_count(len(cut), 'token')} cut off: ", style="bold yellow")
-    text.append(_plain(shown + end), style="dim strike")
+    text.append(f"[{counted(len(cut), 'token')} cut off: ", style="bold yellow")
+    text.append(printable(shown + end), style="dim strike")
     text.append("]", style="bold yellow")
 
 
 def _print_left_out(shown: ShownRecipe, console: Console, *, lists_dropped: bool) -> None:
     if not shown.left_out:
         console.print()
-        _print(console, "Left out: no row of those that were read.")
+        _print(console, "Left out: none of the rows that were read.")
     most = _ASKED_ROWS_OF_A_REASON if lists_dropped or shown.asked else _ROWS_OF_A_REASON
     for reason in shown.left_out:
         rows = [row for row in reason.rows if row in shown.rows_left_out]
         if not rows:
             continue
         console.print()
-        _print(console, Text.assemble(("Left out: ", "bold"), _plain(reason_sentence(reason))))
+        _print(console, Text.assemble(("Left out: ", "bold"), printable(reason_sentence(reason))))
         for row in rows[:most]:
-            place = _plain(row.origin.place(row.row_number))
-            _print(console, Text.assemble((place, "bold"), f": {_plain(row.detail)}"), indent=1)
+            place = printable(row.origin.place(row.row_number))
+            _print(console, Text.assemble((place, "bold"), f": {printable(row.detail)}"), indent=1)
             for name, value in row_text(row.content):
-                title = f"{_plain(name)}: " if name else ""
+                title = f"{printable(name)}: " if name else ""
                 _print(console, Text.assemble((title, "bold"), _shorten(value)), indent=3)
         if len(rows) > most:
             how = "--json and --html list more" if lists_dropped else "--dropped lists more"
@@ -358,9 +347,9 @@ def _print_left_out(shown: ShownRecipe, console: Console, *, lists_dropped: bool
 def _shorten(value: str) -> str:
     head, tail = _SHOWN_CHARACTERS
     if len(value) <= head + tail:
-        return _plain(value)
+        return printable(value)
     middle = f"[{len(value) - head - tail:,} characters not shown here; --html shows all]"
-    return f"{_plain(value[:head])}{middle}{_plain(value[-tail:])}"
+    return f"{printable(value[:head])}{middle}{printable(value[-tail:])}"
 
 
 def _print_row(row: PackedRow, console: Console) -> None:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from dpo_pack.data.store import PairTable, open_store
 from dpo_pack.recipe.text import read_yaml
 from dpo_pack.system.errors import CacheError, RunError
-from dpo_pack.system.files import parse_json, read_json
+from dpo_pack.system.files import parse_json, read_json, text_of
 
 _MOST_PAIRS = 100  # with the lowest margins, on the page
 _MOST_CHARACTERS = 800  # of a text of such a pair
@@ -35,6 +35,7 @@ class RunFiles:
     name: str
     info: Mapping[str, Any]  # run.json
     recipe: Mapping[str, Any]
+    recipe_text: str  # recipe.yaml
     train: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
     evals: Mapping[str, Sequence[Mapping[str, Any]]]  # evaluation lines of metrics.jsonl, by held-out set
     samples: Sequence[Mapping[str, Any]]
@@ -78,13 +79,15 @@ def read_run(path: Path, name: str) -> RunFiles:
     if num_unreadable:
         notes.append(f"metrics.jsonl has {num_unreadable:,} line(s) that cannot be read; they are left out.")
     given = {warning for line in train for warning in line.get("warnings", ())}
-    printed = re.findall(r"^\s*(?:Warning|Note): (.*)$", _text(path / "console.log"), flags=re.MULTILINE)
+    printed = re.findall(r"^\s*(?:Warning|Note): (.*)$", text_of(path / "console.log"), flags=re.MULTILINE)
     notes += [note for note in dict.fromkeys(printed) if note not in given]
+    recipe_text = text_of(path / "recipe.yaml")
     return RunFiles(
         path=path,
         name=name,
         info=info,
-        recipe=read_yaml(_text(path / "recipe.yaml"), where=str(path / "recipe.yaml")) or {},
+        recipe=read_yaml(recipe_text, where=str(path / "recipe.yaml")) or {},
+        recipe_text=recipe_text,
         train=train,
         evals=evals,
         samples=_json_lines(path / "samples.jsonl")[0],
@@ -96,15 +99,8 @@ def read_run(path: Path, name: str) -> RunFiles:
 
 def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Returns the objects of a file of JSON lines, and the number of lines that hold none."""
-    lines = [parse_json(line) for line in _text(path).encode().splitlines()]
+    lines = [parse_json(line) for line in text_of(path).encode().splitlines()]
     return [line for line in lines if line is not None], lines.count(None)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def sample_rows(runs: Sequence[RunFiles]) -> list[tuple[str, str, list[tuple[str, str]]]]:
@@ -144,20 +140,12 @@ def disagreements(run: RunFiles) -> list[Disagreement]:
     pairs = lines.group_by(["source", "row"], use_threads=False).aggregate(
         [("margin", "mean"), ("margin", "count"), ("step", "max")]
     )
-    order = [("margin_mean", "ascending"), ("source", "ascending"), ("row", "ascending")]
+    pairs = pairs.select(["source", "row", "margin_mean", "margin_count", "step_max"])
+    pairs = pairs.rename_columns(["source", "row", "margin", "num_times", "last_step"])
+    order = [("margin", "ascending"), ("source", "ascending"), ("row", "ascending")]
     worst = pairs.sort_by(order).slice(0, _MOST_PAIRS).to_pylist()
     texts = pair_texts(run, [(pair["source"], pair["row"]) for pair in worst])
-    return [
-        Disagreement(
-            source=pair["source"],
-            row=pair["row"],
-            margin=pair["margin_mean"],
-            num_times=pair["margin_count"],
-            last_step=pair["step_max"],
-            texts=texts.get((pair["source"], pair["row"])),
-        )
-        for pair in worst
-    ]
+    return [Disagreement(**pair, texts=texts.get((pair["source"], pair["row"]))) for pair in worst]
 
 
 def held_out_pairs(run: RunFiles, name: str) -> pa.Table | None:
@@ -218,7 +206,3 @@ def _shortened(text: str) -> str:
 def warnings_of(run: RunFiles) -> list[tuple[int, str]]:
     """Returns the warnings about the run's health, each with the step after which it was given."""
     return [(line["step"], warning) for line in run.train for warning in line.get("warnings", ())]
-
-
-def recipe_text(run: RunFiles) -> str:
-    return _text(run.path / "recipe.yaml")

@@ -47,7 +47,7 @@ def comparison_notes(runs: Sequence[RunFiles]) -> list[str]:
     for name in {name for run in runs for name in run.evals}:
         sizes = {run.evals[name][-1].get("pairs") for run in runs if name in run.evals}
         if len(sizes - {None}) > 1:  # None: an online run, measured on prompts
-            notes.append(f"The held-out set {name} has not the same number of pairs in all runs.")
+            notes.append(f"The held-out set {name} does not have the same number of pairs in all runs.")
     return notes
 
 
@@ -69,16 +69,13 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for name, item in items:
         dotted = f"{key}.{name}" if key else str(name)
-        nested = isinstance(item, Mapping) or (isinstance(item, list) and any(map(_is_mapping, item)))
+        listed = item if isinstance(item, list) else [item]
+        nested = any(isinstance(each, Mapping) for each in listed)
         yield from _flat(item, dotted) if nested else [(dotted, item)]
 
 
 def _as_in_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
 
 
 def runs_cells(runs: Sequence[RunFiles]) -> Cells:
@@ -145,10 +142,10 @@ def _last_evaluations_cells(runs: Sequence[RunFiles], name: str) -> Cells:
 
 
 def difference_cells(runs: Sequence[RunFiles], name: str) -> tuple[Cells, list[str]]:
-    """Returns metrics minus those of the first run that has metrics of single pairs, with intervals.
+    """Returns, for each other run, its metrics minus those of the first run that has metrics of single pairs.
 
-    A run without the same held-out pairs has no row, but a sentence with the reason. Metrics that the recipes
-    make incomparable are left out, see `comparison_notes`.
+    Each difference has an interval. A run without the same held-out pairs has no row, but a sentence with the
+    reason. Metrics that the recipes make incomparable are left out, see `comparison_notes`.
     """
     found = [(run, held_out_pairs(run, name)) for run in runs]
     reasons = [f"{run.name} {_why_no_pairs(run, name)}." for run, pairs in found if pairs is None]
@@ -165,8 +162,8 @@ def difference_cells(runs: Sequence[RunFiles], name: str) -> tuple[Cells, list[s
     for run, pairs in others:
         if not pairs["pair"].equals(base["pair"]):
             reasons.append(
-                f"{run.name} cannot be compared with {first.name} pair by pair: its held-out pairs are "
-                "others."
+                f"{run.name} cannot be compared with {first.name} pair by pair: its held-out pairs are not "
+                "the same."
             )
             continue
         differences = np.stack([pairs[m].to_numpy() - base[m].to_numpy() for m in metrics], axis=1)

@@ -23,6 +23,11 @@ def cells_of(values: Sequence[object], columns: Mapping[str, str], *, picked: in
     return Cells(list(columns), rows, picked)
 
 
+def counted(count: int, word: str) -> str:
+    """Returns the count with its word: "1 pair", "1,200 pairs"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
 def terminal_table(title: str, cells: Cells, *, no_wrap: bool = False) -> Table:
     """Returns a rich table. With `no_wrap`, only the first column may wrap in a narrow terminal."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)

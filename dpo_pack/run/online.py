@@ -126,7 +126,6 @@ def _vllm_generator(prepared: Prepared, policy: LoadedModel) -> VllmGenerator:
         prompts[0].ids,
         max_new_tokens=online.max_new_tokens,
         dtype=dtype,
-        device=prepared.device,
     )
     prepared.console.print(
         f"vLLM {engine.version}: has the policy's weights; log-probs differ by {difference:.1e} nats a token"

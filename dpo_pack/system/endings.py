@@ -33,7 +33,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO,
 # A rank that failed waits this long, so that other ranks with the same mistake can report it too. If a rank
 # was killed, its launcher ends the others in this time, before they print that a connection broke.
 _SECONDS_FOR_THE_OTHERS = 1.0
-_SECONDS_FOR_THE_TELLER = 5.0
+_SECONDS_FOR_THE_MESSAGE = 5.0  # in which the rank that failed first prints its message
 _SECONDS_TO_END = 60
 
 
@@ -64,7 +64,7 @@ def ending_of(error: BaseException) -> Ending:
             return Ending(message=f"error: {_out_of_memory(str(error))}", exit_status=USER_CAN_MEND)
         case OSError() if error.errno in _DISK_ERRORS:
             where = "a file" if error.filename is None else error.filename
-            text = f"error: {where}: {error.strerror}; free space, or see whether the disk is in order"
+            text = f"error: {where}: {error.strerror}; free space, or check the disk for faults"
             return Ending(message=text, exit_status=USER_CAN_MEND)
     return Ending(message=None, exit_status=OUR_BUG)
 
@@ -74,8 +74,8 @@ def _out_of_memory(message: str) -> str:
     sentences = message.strip().partition("\n")[0].split(". ")
     what = ". ".join(sentences[:3]).rstrip(".")  # size of the allocation, free memory of the device
     return (
-        f"{what}; lower packing.token_budget (reference.token_budget if it was in the reference pass or an "
-        "evaluation), or set model.gradient_checkpointing=true"
+        f"{what}; lower packing.token_budget (if it was the reference pass or an evaluation: "
+        "reference.token_budget), or set model.gradient_checkpointing=true"
     )
 
 
@@ -98,7 +98,7 @@ def settle_failure(error: BaseException, *, rank: int, num_ranks: int, store: St
         place = store.add("number", 1)
         store.set(str(place), json.dumps([ending.message, ending.exit_status]))
         if place > 1:
-            _wait_until(lambda: store.check(["told"]), _SECONDS_FOR_THE_TELLER)
+            _wait_until(lambda: store.check(["printed"]), _SECONDS_FOR_THE_MESSAGE)
             return int(json.loads(store.get("1"))[1])
         if not ending.is_interruption:
             is_bug = ending.message is None
@@ -107,9 +107,10 @@ def settle_failure(error: BaseException, *, rank: int, num_ranks: int, store: St
     except (RuntimeError, ValueError):  # the process that served the store has ended
         pass
     is_common = ending.message is not None and messages == [ending.message] * num_ranks
-    _tell(error, ending, speaker=None if rank == 0 or is_common or ending.is_interruption else rank)
+    is_named = rank > 0 and not is_common and not ending.is_interruption
+    _print_error(error, ending, rank=rank if is_named else None)
     with contextlib.suppress(RuntimeError):
-        store.set("told", "")
+        store.set("printed", "")
     return ending.exit_status
 
 
@@ -123,14 +124,13 @@ def end_soon(error: BaseException) -> None:
     signal.alarm(_SECONDS_TO_END)
 
 
-def _tell(error: BaseException, ending: Ending, *, speaker: int | None) -> None:
-    where = "" if speaker is None else f"rank {speaker} ({socket.gethostname()}): "
-    if ending.message is not None:
-        complain(f"{where}{ending.message}")
-        return
-    if where:
-        complain(f"{where}our bug")
-    traceback.print_exception(error)
+def _print_error(error: BaseException, ending: Ending, *, rank: int | None) -> None:
+    """Prints the message, or the traceback of a bug. `rank`: printed before the message, with the host."""
+    where = "" if rank is None else f"rank {rank} ({socket.gethostname()}): "
+    if where or ending.message is not None:
+        complain(f"{where}{ending.message or 'a bug of dpo-pack'}")
+    if ending.message is None:
+        traceback.print_exception(error)
 
 
 def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:

@@ -13,6 +13,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def one_line(error: BaseException) -> str:
+    """Returns an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
+
+
 # Words that mean too little memory in errors of torch's allocators, the CUDA driver, Triton, cuBLAS and
 # hipBLAS. Only torch's allocators have an error class for it.
 _OUT_OF_MEMORY = re.compile(

@@ -109,6 +109,14 @@ def write_json_atomically(path: Path, value: Any) -> None:
     write_text_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def text_of(path: Path) -> str:
+    """Returns the text of a file; "" if the file does not exist or cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
     """Returns the content of a JSON file; None if the file does not exist, is damaged or has another `shape`.
 
@@ -214,7 +222,9 @@ def _lock(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
                 f"{what} is in use by another run{who}; wait until that run ends, or stop it"
             ) from error
         except OSError as error:
-            say(f"Warning: {what} has no locks ({error.strerror}): start no second run there")
+            say(
+                f"Warning: {what}: its file system has no locks ({error.strerror}): start no second run there"
+            )
             return file
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):

@@ -22,7 +22,7 @@ def check_model(path: str, revision: str | None, recipe_key: str) -> None:
     """Raises ModelError if `path` is a hub id without cached files and the hub cannot be reached."""
     from huggingface_hub import try_to_load_from_cache
 
-    if Path(path).exists() or not HUB_ID.fullmatch(path):
+    if not _may_be_hub_id(path):
         return
     if isinstance(try_to_load_from_cache(path, "config.json", revision=revision), str):
         return
@@ -35,9 +35,7 @@ def check_dataset(path: str, recipe_key: str) -> None:
     """Raises DataError if `path` is a hub id without cached files and the hub cannot be reached."""
     from datasets import config
 
-    if Path(path).exists() or not HUB_ID.fullmatch(path):
-        return
-    if (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).exists():
+    if not _may_be_hub_id(path) or (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).exists():
         return
     obstacle = _obstacle("dataset", path, recipe_key)
     if obstacle is not None:
@@ -46,7 +44,11 @@ def check_dataset(path: str, recipe_key: str) -> None:
 
 def is_on_hub(path: str) -> bool:
     """Returns whether a path has the form owner/name of a hub id, and is not a path on this machine."""
-    return HUB_ID.fullmatch(path) is not None and "/" in path and not Path(path).exists()
+    return "/" in path and _may_be_hub_id(path)
+
+
+def _may_be_hub_id(path: str) -> bool:
+    return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
 
 
 def name_for_others(path: str) -> str:
@@ -95,6 +97,6 @@ def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> 
         except Exception as error:  # the class of the error depends on the client's HTTP library
             reason = first_line(error)
     return (
-        f"the hub, which may have it, cannot be reached ({reason}); correct {recipe_key}, or connect, or "
-        "download it first"
+        f"the Hugging Face hub cannot be reached to look for this {kind} ({reason}); correct {recipe_key}, "
+        f"connect to the internet, or download the {kind} first"
     )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.errors import RecipeError, one_line
 
 
 @contextlib.contextmanager
@@ -39,16 +39,16 @@ def load_function(name: str, recipe_key: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        function: Any = getattr(importlib.import_module(module_name), function_name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except AttributeError:
         raise RecipeError(f"{recipe_key}: module {module_name} has no function {function_name}") from None
     except (Exception, SystemExit) as error:
-        what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        where = f"looked in {os.getcwd()} and among installed modules"
-        raise RecipeError(f"{recipe_key}: cannot import {module_name}: {what} ({where})") from error
+        raise RecipeError(
+            f"{recipe_key}: cannot import {module_name}: {one_line(error)} "
+            f"(looked in {os.getcwd()} and among installed modules)"
+        ) from error
     finally:
         sys.path.remove(os.getcwd())
     if not callable(function):
         raise RecipeError(f"{recipe_key}: {name} is {type(function).__name__}, not a function")
-    loaded: Callable[..., Any] = function
-    return loaded
+    return function

@@ -29,7 +29,8 @@ POLL_SECONDS = 1.0
 class Interrupted(BaseException):
     """The user or the scheduler asked the run to stop; `exit_status` is the shell's convention.
 
-    `next_step` tells the user how to go on. Code that the same command would not repeat sets another text.
+    `next_step` tells the user how to continue. If the same command would not continue the interrupted work,
+    the code that did this work sets another text.
     SIGUSR1 and SIGHUP give the exit status of SIGTERM. Like KeyboardInterrupt, this class does not inherit
     from Exception, because libraries catch an Exception and retry, or report a failure of their own.
     """
@@ -39,7 +40,7 @@ class Interrupted(BaseException):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_status = 128 + (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
         self.is_urgent = is_urgent
-        self.next_step = "the same command goes on from what is done"
+        self.next_step = "run the same command again to continue"
 
 
 class Interruption:
@@ -51,10 +52,8 @@ class Interruption:
         self._clock = clock
         self._arrived = 0.0
         self._polled = clock()
-        self._calls, self._next_exchange = (
-            0,
-            1,
-        )  # calls of `poll_in_time` since `poll`, and until the next one
+        # Calls of `poll_in_time` since the last `poll`, and the number of calls after which ranks exchange.
+        self._calls, self._next_exchange = 0, 1
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None:
@@ -114,10 +113,8 @@ class Interruption:
 def interruptible() -> Iterator[Interruption]:
     """Raises `Interrupted` for stop signals in this block; only in the main thread, as Python requires."""
     interruption = Interruption()
-    if threading.current_thread() is not threading.main_thread():
-        yield interruption
-        return
-    with _handled_by(interruption.handle):
+    is_main = threading.current_thread() is threading.main_thread()
+    with _handled_by(interruption.handle) if is_main else contextlib.nullcontext():
         yield interruption
 
 

@@ -12,6 +12,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from dpo_pack.system.files import text_of
+
 _CPUINFO = Path("/proc/cpuinfo")
 # CPU instructions that multiply bfloat16, on x86 and Arm: name in /proc/cpuinfo -> name for people.
 _BFLOAT16_FLAGS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
@@ -57,9 +59,7 @@ def bfloat16_instructions(cpuinfo: Path = _CPUINFO) -> tuple[str, ...] | None:
 
 def _field(*names: str, cpuinfo: Path = _CPUINFO) -> str | None:
     """Returns the value of the first line with one of `names`; None if there is no such line."""
-    if not cpuinfo.is_file():
-        return None
-    lines = (line.partition(":") for line in cpuinfo.read_text(encoding="utf-8").splitlines())
+    lines = (line.partition(":") for line in text_of(cpuinfo).splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() in names), None)
 
 

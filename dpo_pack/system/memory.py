@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dpo_pack.system.files import text_of
+
 # mallopt's numbers for its parameters, glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 # The largest threshold of glibc. glibc maps a larger block alone, and unmaps it when it is freed.
@@ -63,7 +65,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
     Then only the last path that is tried, the mount point, has the limit.
     """
     mount = root / "sys/fs/cgroup"
-    for line in _text_of(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         own = PurePosixPath(path.lstrip("/"))
         for group in (own, *own.parents):
@@ -84,15 +86,8 @@ def _limit(group: Path, limit_file: str, used_file: str, prefix: str = "") -> It
 
 def _numbers_in(path: Path) -> dict[str, int]:
     """Returns a system file's numbers by name; a number without a name has "". {} if there is no file."""
-    found = re.findall(r"^(?:(\w+):?\s+)?(\d+)", _text_of(path), re.MULTILINE)
+    found = re.findall(r"^(?:(\w+):?\s+)?(\d+)", text_of(path), re.MULTILINE)
     return {name: int(number) for name, number in found}
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def keep_freed_memory() -> None:

@@ -44,16 +44,12 @@ def guard_output() -> None:
     stdout = unguarded(sys.stdout)
     if isinstance(stdout, io.TextIOWrapper):
         stdout.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = _guarded(sys.stdout), _guarded(sys.stderr)
+    sys.stdout, sys.stderr = _Guarded(stdout), _Guarded(unguarded(sys.stderr))
 
 
 def unguarded(stream: Any) -> Any:
     """Returns the stream to which a program may write control characters of its own, such as colours."""
     return stream.stream if isinstance(stream, _Guarded) else stream
-
-
-def _guarded(stream: Any) -> Any:
-    return _Guarded(unguarded(stream))
 
 
 class _Guarded:

@@ -16,7 +16,7 @@ from dpo_pack.system.errors import RecipeError
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 
-_LAUNCHERS = "start it with dpopack itself, torchrun, accelerate launch or srun"
+_LAUNCHERS = "start the processes with dpopack itself, torchrun, accelerate launch or srun"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +130,8 @@ def _value(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name)
     if not value:
         raise RecipeError(
-            f"distributed.num_processes: the environment says that this is one of several processes, but not "
-            f"{name}; {_LAUNCHERS}"
+            "distributed.num_processes: the environment says that this is one of several processes, but "
+            f"{name} is not set; {_LAUNCHERS}"
         )
     return value
 

@@ -1,11 +1,10 @@
 """Starts the ranks of one node and watches them. If one rank fails, all ranks end.
 
-torchrun is not used. Since torch 2.13, torchrun can wait for ranks that save after a signal
-(--shutdown_timeout) and pass on SIGUSR1 (--signals_to_handle), but the oldest supported torch cannot. And in
-2.13, too, torchrun sends SIGTERM to the other ranks if a rank fails, waits 30 seconds for them, and prints a
-page about the failure after the rank's line. If torchrun is killed, its ranks go on. Ranks get the same
-variables from this file as from torchrun. They connect to a store in the parent process. The system chooses
-the store's port, so the port is always free.
+torchrun is not used. In torch before 2.13, torchrun neither waits for ranks that save after a signal
+(--shutdown_timeout) nor passes on SIGUSR1 (--signals_to_handle). In 2.13, too, torchrun waits 30 seconds for
+the other ranks if one fails, and prints a page after the failed rank's line. If torchrun is killed, its ranks
+continue. This file gives the ranks the same variables as torchrun. The ranks connect to a store in the parent
+process; the system chooses the store's port, so the port is always free.
 """
 
 from __future__ import annotations
@@ -133,19 +132,19 @@ def _status_of_all(statuses: Sequence[int], num_ranks: int, received: Sequence[i
     """Returns the command's status; `statuses` are those of ended ranks, in the order of their ends."""
     if len(statuses) == num_ranks and not any(statuses):
         return 0  # no signal came, or it came after all work was done
-    told = [status for status in statuses if status > 0]
-    if len(received) > 1 or not told:
+    exits = [status for status in statuses if status > 0]  # a killed rank has a negative status
+    if len(received) > 1 or not exits:
         raise Interrupted(received[-1])
-    failures = [status for status in told if status not in _INTERRUPTED_STATUSES]
+    failures = [status for status in exits if status not in _INTERRUPTED_STATUSES]
     if failures:
         return failures[0]
-    return Interrupted(received[0]).exit_status if received else told[0]
+    return Interrupted(received[0]).exit_status if received else exits[0]
 
 
 def _killed(rank: int, signum: int) -> str:
     name = signal.Signals(signum).name
     if signum == signal.SIGKILL:
-        return f"error: rank {rank} was killed ({name}), often by the system for want of memory"
+        return f"error: rank {rank} was killed ({name}), often because the machine has too little memory"
     return f"error: rank {rank} died of {name}"
 
 

@@ -72,14 +72,14 @@ def live(
             _shown.remove(line)
         return
     clock = clock or time.monotonic
-    told = clock()
+    printed = clock()
 
     def tell() -> None:
-        nonlocal told
+        nonlocal printed
         now = clock()
-        if now - told >= _LINE_EVERY_SECONDS and (current := line()).fraction != 1:
+        if now - printed >= _LINE_EVERY_SECONDS and (current := line()).fraction != 1:
             console.print(printable(current.plain()))
-            told = now
+            printed = now
 
     yield tell
 
@@ -98,17 +98,13 @@ def progress_bar(
     console: Console, description: str, total: int, unit: str
 ) -> Iterator[Callable[[int], None]]:
     """Yields a function that takes the number of units done since its last call. Shows rate and time left."""
-    begun, done = time.monotonic(), 0
-
-    def line() -> Line:
-        return _work_line(description, time.monotonic() - begun, done, total, unit)
-
-    with live(console, line) as tell:
+    done = 0
+    with reading_progress(console, description, total, unit) as progress:
 
         def advance(count: int) -> None:
             nonlocal done
             done += count
-            tell()
+            progress(description, done, total)
 
         yield advance
 
@@ -127,20 +123,22 @@ def waiting_line(console: Console, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading_progress(console: Console) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Yields a function that takes the task's name, the rows done, and all its rows (None: unknown)."""
-    begun, task, done, total = time.monotonic(), "Reading data", 0, None
+def reading_progress(
+    console: Console, task: str = "Reading data", total: int | None = None, unit: str = "rows"
+) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Yields a function that takes the task's name, the units done, and all its units (None: unknown)."""
+    begun, done = time.monotonic(), 0
 
     def line() -> Line:
-        return _work_line(task, time.monotonic() - begun, done, total, "rows")
+        return _work_line(task, time.monotonic() - begun, done, total, unit)
 
     with live(console, line) as tell:
 
-        def progress(what: str, num_rows: int, num_all: int | None) -> None:
+        def progress(what: str, num_done: int, num_all: int | None) -> None:
             nonlocal begun, task, done, total
             if what != task:
                 begun, task = time.monotonic(), what
-            done, total = num_rows, num_all
+            done, total = num_done, num_all
             tell()
 
         yield progress
@@ -171,10 +169,8 @@ class TrainingLines:
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
         """In a terminal, shows the progress line while the `with` block runs."""
-        if not self.console.is_terminal:  # the lines of logged steps suffice
-            yield
-            return
-        with live(self.console, self._line):
+        # Elsewhere the lines of logged steps suffice.
+        with live(self.console, self._line) if self.console.is_terminal else contextlib.nullcontext():
             yield
 
     def advance(self, step: int, seconds: float) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpo_pack.system.errors import DpoPackError, RunError
+from dpo_pack.system.placement import is_set
 
 # Ranks wait at most this long for rank 0, which may tokenise for hours. If a rank ends, the others notice the
 # broken connection at once.
@@ -48,7 +49,7 @@ def is_first() -> bool:
 
 def uses_cuda() -> bool:
     """Whether ranks compute on CUDA devices. Under `accelerate launch --cpu` they do not."""
-    return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
+    return torch.cuda.is_available() and not is_set("ACCELERATE_USE_CPU")
 
 
 def host_group() -> Any:
@@ -85,8 +86,7 @@ def largest_numbers(*numbers: float) -> list[float]:
         return list(numbers)
     largest = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=host_group())
-    values: list[float] = largest.tolist()
-    return values
+    return list(largest.tolist())
 
 
 def first_says(value: Value) -> Value:
@@ -132,8 +132,7 @@ def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]
 
 def first_does(work: Callable[[], Value]) -> Value:
     """Runs `work` on rank 0 only; all ranks return its value, or raise the DpoPackError that it raises."""
-    result: Any = every_rank_does(lambda: work() if is_first() else None)[0]
-    return result  # type: ignore[no-any-return]
+    return every_rank_does(lambda: work() if is_first() else None)[0]  # type: ignore[return-value]
 
 
 def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Value]]) -> list[Value]:
@@ -207,7 +206,7 @@ def require_shared(directory: Path, recipe_key: str) -> None:
     for host, is_seen in zip(hosts, seen, strict=True):
         if not is_seen:
             raise RunError(
-                f"{recipe_key}: what rank 0 (on {hosts[0]}) writes in {directory} is not there on {host}; "
+                f"{recipe_key}: {host} does not see a file that rank 0 (on {hosts[0]}) wrote in {directory}; "
                 "use a directory on a file system that all nodes share"
             )
 
@@ -217,7 +216,9 @@ def _leave_mark(directory: Path, recipe_key: str) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor, path = tempfile.mkstemp(prefix=".shared-", suffix=".tmp", dir=directory)
     except OSError as error:
-        raise RunError(f"{recipe_key}: cannot write in {directory}: {error.strerror}") from error
+        raise RunError(
+            f"{recipe_key}: cannot write in {directory}: {error.strerror}; choose a writable directory"
+        ) from error
     os.close(descriptor)
     return Path(path)
 
@@ -256,17 +257,17 @@ def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
 
 def largest_over_ranks(values: Tensor) -> Tensor:
     """Returns the elementwise largest of all ranks' values. The host does not wait for the device."""
-    if num_ranks() == 1:
-        return values
-    largest = values.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest
+    return _reduced(values, dist.ReduceOp.MAX)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Returns the elementwise sum of all ranks' values. The host does not wait for the device."""
+    return _reduced(values, dist.ReduceOp.SUM)
+
+
+def _reduced(values: Tensor, operation: Any) -> Tensor:
     if num_ranks() == 1:
         return values
-    total = values.clone()
-    dist.all_reduce(total)
-    return total
+    result = values.clone()
+    dist.all_reduce(result, op=operation)
+    return result

@@ -303,7 +303,7 @@ ENDS: dict[str, tuple[int, str, str]] = {
     "same-mistake": (2, "error: pairs.jsonl: no such file\n", "error: pairs.jsonl: no such file\n"),
     "disagree": (2, "error: rank 1 (on ", "same recipe, overrides and packages\n"),
     "bug": (1, "rank 1 (", "ValueError: a bug of ours\n"),
-    "killed": (1, "error: rank 1 was killed (SIGKILL)", "for want of memory\n"),
+    "killed": (1, "error: rank 1 was killed (SIGKILL)", "too little memory\n"),
 }
 
 
@@ -336,7 +336,7 @@ def test_a_signal_is_waited_for_until_all_ranks_have_saved(
     thread.join()
     assert ended == status
     name = signal.Signals(signum).name
-    assert err == f"stopped by {name}; the same command goes on from what is done\n"
+    assert err == f"stopped by {name}; run the same command again to continue\n"
     assert len(list(recipe.parent.glob("rank-*.saved"))) == 2
 
 

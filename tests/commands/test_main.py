@@ -319,7 +319,10 @@ def test_half_an_environment_of_several_processes_is_refused(
     command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_refused(dpopack(command, recipe), r"one of several processes, but not RANK; start it with dpopack")
+    assert_refused(
+        dpopack(command, recipe),
+        r"several processes, but RANK is not set; start the processes with dpopack",
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "precompute-ref", "evaluate"])
@@ -511,7 +514,7 @@ def test_a_signal_ends_a_command_with_the_shell_s_status(
     monkeypatch.setattr("dpo_pack.run.prepare.load_data", interrupt)
     outcome = dpopack(command, recipe)
     assert outcome.status == status
-    assert outcome.err == f"stopped by {signum.name}; the same command goes on from what is done\n"
+    assert outcome.err == f"stopped by {signum.name}; run the same command again to continue\n"
     assert not (recipe.parent / "run").exists()
 
 

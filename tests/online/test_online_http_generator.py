@@ -52,7 +52,7 @@ def test_a_server_that_knows_less_is_asked_for_less_from_then_on(
         assert None not in answers and len(stub.requests) == num_refused + 3
         assert texts(made.generate(DRAWS)) == answers and len(stub.requests) == num_refused + 6
     assert not NEUTRAL.keys() & stub.requests[-1].keys()
-    said = "online.generator.endpoint: the server does not take min_p, repetition_penalty, top_k; "
+    said = "online.generator.endpoint: the server refuses the fields min_p, repetition_penalty, top_k; "
     assert printed(console).count("Warning") == 1 and said in printed(console)
 
 

@@ -267,7 +267,7 @@ def test_a_conversation_that_the_template_refuses_is_set_aside(tmp_path: Path) -
 def test_what_is_too_long_for_the_reward_model_is_set_aside(tmp_path: Path) -> None:
     path = save_reward_model(tmp_path, "llama")
     long, short = reward_model(path).score([rollout("x " * 200, "a", "b"), ROLLOUTS[0]])
-    assert isinstance(long, Failure) and "it knows 256 positions" in long.reason
+    assert isinstance(long, Failure) and "the model has 256 positions" in long.reason
     assert not isinstance(short, Failure)
 
 
@@ -303,7 +303,7 @@ def test_where_positions_depend_on_the_longest_nothing_longer_meets_the_others(t
     path = save_reward_model(tmp_path, "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
     judge = reward_model(path, token_budget=4096)
     long, short = judge.score([rollout("x " * 80, "a", "b"), ROLLOUTS[0]])
-    assert isinstance(long, Failure) and "it knows 64 positions" in long.reason
+    assert isinstance(long, Failure) and "the model has 64 positions" in long.reason
     assert not isinstance(short, Failure)
     assert short == pytest.approx(judge.score([ROLLOUTS[0]])[0], abs=1e-6)
 

@@ -59,16 +59,16 @@ def test_every_prompt_is_counted_in_one_place() -> None:
     assert (tally.pairs, tally.ties) == (2, 2)
     tally.add(phase({1: [1, 0], 2: [0, 1]}, 0))
     assert (tally.prompts, tally.generator_failures, tally.paired) == (6, 1, 3)
-    assert outcomes[1].failure == "no" and outcomes[1].rollout is not None
+    assert outcomes[1].failure == "no" and outcomes[1].completions
     assert [draw.number for draw in DRAWS] == [outcome.draw.number for outcome in outcomes]
 
 
 def test_a_judge_is_not_asked_about_what_has_no_completions() -> None:
     judge = Fixed({1: [1, 0], 2: [0, 1]}, [])
     outcomes = run_phase(DRAWS, Canned(0), judge, ALL_PAIRS)  # type: ignore[arg-type]
-    assert judge.asked == [1, 2] and outcomes[0].failure == "down" and outcomes[0].rollout is None
+    assert judge.asked == [1, 2] and outcomes[0].failure == "down" and not outcomes[0].completions
     nobody = run_phase(DRAWS, Canned(0, 1, 2), judge, ALL_PAIRS)  # type: ignore[arg-type]
-    assert all(outcome.rollout is None for outcome in nobody) and phase_metrics(nobody) == {}
+    assert not any(outcome.completions for outcome in nobody) and phase_metrics(nobody) == {}
 
 
 def test_averages_are_over_completions_and_over_prompts() -> None:

@@ -283,7 +283,7 @@ def test_a_judge_that_prefers_nothing_stops_the_run_in_one_line(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:
     judges = [{"type": "function", "function": "support.online_judges:always_equal"}]
-    with pytest.raises(RunError, match=r"step 1: 10 times 6 prompts gave no pair.*min_margin") as caught:
+    with pytest.raises(RunError, match=r"step 1: 6 prompts gave no pair, 10 times .*min_margin") as caught:
         train(online_recipe(assets, tmp_path / "run", judges=judges), console)
     assert "\n" not in str(caught.value)
     assert len(rollouts(tmp_path / "run")) == 60

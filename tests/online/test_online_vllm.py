@@ -229,7 +229,7 @@ def test_a_proof_passes_with_all_weights_and_fails_without_one(
     def prove() -> float:
         engine.take_weights(checkpoint_tensors(policy.model, has_adapter=False))
         prompt = draws()[1].prompt.ids
-        return prove_agreement(engine, policy, prompt, max_new_tokens=12, dtype=torch.float32, device=CPU)
+        return prove_agreement(engine, policy, prompt, max_new_tokens=12, dtype=torch.float32)
 
     attention = policy.model.config._attn_implementation
     assert prove() < 1e-5

@@ -235,7 +235,6 @@ def test_the_proof_passes_and_fails_where_a_tensor_is_missing(
             draws()[1].prompt.ids,
             max_new_tokens=12,
             dtype=torch.float32,
-            device=DEVICE,
         )
 
     engine.take_weights(iter(tensors))
@@ -317,7 +316,6 @@ def difference(family: str, directory: str, changes: str = "") -> str:
             draws()[1].prompt.ids,
             max_new_tokens=32,
             dtype=torch.float32,
-            device=DEVICE,
         )
     except ModelError as error:
         return str(error)

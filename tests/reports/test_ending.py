@@ -33,7 +33,7 @@ def test_the_ending_has_metrics_and_samples_from_before_and_after(
     train(whole_run(assets, run, *few), console)
     told = ending_of(console)
     first, *_, last = lines(run, "eval")
-    for metric, words in (("rewards/accuracies", "reward accuracy"), ("rewards/margins", "margin")):
+    for metric, words in (("rewards/accuracies", "reward accuracy"), ("rewards/margins", "reward margin")):
         low, high = last["intervals"][metric]
         row = rf"heldout: {words} +{first[metric]:.3f} +{last[metric]:.3f} +{low:.3f} to {high:.3f}\s"
         assert re.search(row, told)

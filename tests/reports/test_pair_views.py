@@ -222,7 +222,7 @@ def test_pairs_that_are_in_order_get_no_warning(rows: list[Row], shows: Shows) -
     shown = shows(rows * 3)
     assert shown.faults == () and "No common fault was found" in screen(shown)
     assert screen(shown).count('ends with EOS "</s>"') == 4  # two pairs, two completions each
-    assert "Left out: no row" in screen(shown)
+    assert "Left out: none of the rows" in screen(shown)
 
 
 def test_a_row_that_stops_a_run_may_be_skipped_unless_most_rows_are_such(shows: Shows) -> None:

@@ -266,7 +266,7 @@ def test_runs_with_the_same_held_out_pairs_are_compared_pair_by_pair(tmp_path: P
     text = said(run_page(runs))
     same = "+0.250 +0.250 to +0.250"
     assert f"reward accuracy interval reward margin interval loss interval b - a {same} {same} {same}" in text
-    assert "c cannot be compared with a pair by pair: its held-out pairs are others." in text
+    assert "c cannot be compared with a pair by pair: its held-out pairs are not the same." in text
     assert "d has no held_out.parquet of its last evaluation." in text
     assert "c - a" not in text and "d - a" not in text
 
@@ -327,7 +327,7 @@ def test_online_and_offline_runs_that_share_no_held_out_pairs_say_so(tmp_path: P
     write_held_out(offline, step=30, accuracies=[0.0, 1.0], pairs=pairs)
     text = said(run_page([online, offline]))
     assert "online.max_new_tokens 8" in text and "online null" not in text
-    assert "has not the same number of pairs" not in text
+    assert "not have the same number of pairs" not in text
     assert "run after step loss interval reward accuracy interval reward margin interval off 30" in text
     assert "score above the start's interval on 3 0.600" in text
     assert "Held-out pairs and prompts" in text and "bootstrap over pairs and prompts." in text

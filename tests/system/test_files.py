@@ -270,5 +270,6 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
     with locked(tmp_path / "run.lock", "output_dir: runs/a", told.append):
         pass
     assert told == [
-        "Warning: output_dir: runs/a has no locks (No locks available): start no second run there"
+        "Warning: output_dir: runs/a: its file system has no locks (No locks available): start no second "
+        "run there"
     ]

@@ -114,7 +114,7 @@ def test_tasks_of_each_node() -> None:
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_a_launcher_is_named(missing: str) -> None:
     rest = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(RecipeError, match=f"but not {missing}; start it with"):
+    with pytest.raises(RecipeError, match=f"but {missing} is not set; start the processes with"):
         placement(rest)
 
 

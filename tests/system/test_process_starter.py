@@ -130,7 +130,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left_of_the_others(
     assert not (tmp_path / "late").exists(), "nobody is given time to save what cannot be saved"
     assert (
         capfd.readouterr().err
-        == "error: rank 1 was killed (SIGKILL), often by the system for want of memory\n"
+        == "error: rank 1 was killed (SIGKILL), often because the machine has too little memory\n"
     )
     wait_until(lambda: not psutil.pid_exists(int((tmp_path / "child").read_text())))
 
