@@ -16,7 +16,7 @@ from dpo_pack.data.formats import FORMATS, BadRow, Pair, with_system_message
 from dpo_pack.data.keys import beginning_key, prompt_key
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.splits import Prompt
-from dpo_pack.data.store import NO_TOKENS, TokenizedPairs, common_prefix_length, join_pairs
+from dpo_pack.data.store import NO_TOKENS, TokenStore, common_prefix_length, join_pairs
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, TokenWeights, truncate
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
@@ -71,7 +71,7 @@ class TokenizedBatch:
     """The result for some consecutive rows: pairs or prompts, dropped rows and counts."""
 
     num_rows: int
-    pairs: TokenizedPairs  # if rows are prompts, the completions have no tokens
+    pairs: TokenStore  # if rows are prompts, the completions have no tokens
     prompts: tuple[Prompt, ...]  # one for each pair; empty if rows are pairs
     dropped: tuple[DroppedRow, ...]  # in row order
     counts: Counter[str]  # counts of kept pairs and of their completions, see _pair_notes

@@ -14,7 +14,7 @@ from dpo_pack.data.formats import FORMATS, BadRow, Pair
 from dpo_pack.data.ingest import LISTED_ROWS, Ingestion, Progress
 from dpo_pack.data.locating import locate_source
 from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.store import PairTable, TokenizedPairs, TokenStore
+from dpo_pack.data.store import PairTable, TokenStore
 from dpo_pack.data.tokenization import (
     EndTokens,
     TokenizationSettings,
@@ -161,7 +161,6 @@ class SourceView:
     num_rows_of_source: int | None  # None: not known before its end, and the end was not reached
     last_row: int  # the number of the last row that was read
     pairs: tuple[ViewedPair, ...]  # of the first rows, and of the rows that were asked for
-    table: PairTable  # the same pairs
     left_out: tuple[LeftOutReason, ...]
 
 
@@ -185,7 +184,6 @@ def view_source(
     located = locate_source(source, key, None)
     ingestion = Ingestion(located=located, source=source, data=data, tokenizer=tokenizer)
     pairs: list[ViewedPair] = []
-    stores: list[TokenizedPairs] = []
     left_out: dict[str, list[LeftOut]] = {}
     opened = ingestion.open()
     origin = Origin(name=name, label=label, key=key, row_word=opened.row_word)
@@ -215,15 +213,9 @@ def view_source(
                         )
                 dropped = {number for number, _ in batch.dropped}
                 kept = [(number, taken[number]) for number in shown if number not in dropped]
-                viewed, store = _view(kept, origin, settings, tokenizer)
-                pairs += viewed
-                stores.append(store)
+                pairs += _view(kept, origin, settings, tokenizer)
     if ingestion.num_rows == 0:
         raise DataError(f"{located.label} has no rows; correct or remove {key}")
-    joined = TokenStore(  # whose token weights nobody reads: the row of it that is drawn has lengths only
-        tokens=np.concatenate([store.tokens for store in stores]),
-        records=np.concatenate([store.records for store in stores]),
-    )
     return SourceView(
         origin=origin,
         format=ingestion.format,
@@ -232,7 +224,6 @@ def view_source(
         num_rows_of_source=selection.num_rows if selection.is_at_end else opened.num_rows,
         last_row=selection.last_row,
         pairs=tuple(pairs),
-        table=PairTable.of([joined]),
         left_out=tuple(
             LeftOutReason(
                 origin=origin,
@@ -280,20 +271,17 @@ class _Selection:
 
 
 def _view(
-    rows: Sequence[NumberedRow],
-    origin: Origin,
-    settings: TokenizationSettings,
-    tokenizer: Tokenizer,
-) -> tuple[list[ViewedPair], TokenizedPairs]:
-    """Returns the pairs of rows and their tokens. Each row must give a pair."""
+    rows: Sequence[NumberedRow], origin: Origin, settings: TokenizationSettings, tokenizer: Tokenizer
+) -> list[ViewedPair]:
+    """Returns the pairs of rows. Each row must give a pair."""
     unlimited = replace(settings, limits=_UNLIMITED)
-    fitted = tokenize_batch(rows, settings, tokenizer).pairs
+    fitted = _pair_ids(tokenize_batch(rows, settings, tokenizer).pairs)
     whole = _pair_ids(tokenize_batch(rows, unlimited, tokenizer).pairs)
     prompts = tokenize_batch(rows, replace(unlimited, completion_tokens=0), tokenizer).prompts
     alone = {prompt.row_number: prompt.ids for prompt in prompts}
     is_conversation = FORMATS[settings.format].content == "messages"
     pairs = []
-    for (number, row), ids, whole_ids in zip(rows, _pair_ids(fitted), whole, strict=True):
+    for (number, row), ids, whole_ids in zip(rows, fitted, whole, strict=True):
         pair = parse_row(row, settings, tokenizer)
         pairs.append(
             ViewedPair(
@@ -310,11 +298,11 @@ def _view(
                 ends=EndTokens.of(tokenizer, settings.format),
             )
         )
-    return pairs, fitted
+    return pairs
 
 
-def _pair_ids(pairs: TokenizedPairs) -> list[PairIds]:
-    table = PairTable.of([TokenStore.in_memory(pairs)])
+def _pair_ids(pairs: TokenStore) -> list[PairIds]:
+    table = PairTable.of([pairs])
     return [
         PairIds(
             prompt=table.prompt(i),
