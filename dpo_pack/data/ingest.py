@@ -37,6 +37,7 @@ from dpo_pack.data.tokenization import (
 )
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.data.workers import tokenize_rows
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import CacheError, DataError
 
@@ -307,7 +308,7 @@ class Ingestion:
     def _check_columns_are_read(self) -> None:
         """Raises DataError if the format does not read a column that the recipe names."""
         for ours, theirs in self.source.columns.items():
-            if theirs is not None and ours not in FORMATS[self.format].columns:
+            if theirs is not None and ours not in FIELDS_OF_FORMAT[self.format]:
                 remedy = f"remove {ours}, or set {self.located.key}.format"
                 if ours == "system" and self.format == "preference":
                     prompt = self.source.columns.get("prompt") or "prompt"
@@ -324,7 +325,7 @@ class Ingestion:
     def _columns_read(self) -> tuple[str | None, ...]:
         """The columns that the format reads, under the source's names."""
         skipped = () if self.format != "conversational" or self.source.names_system else ("system",)
-        columns = (column for column in FORMATS[self.format].columns if column not in skipped)
+        columns = (column for column in FIELDS_OF_FORMAT[self.format] if column not in skipped)
         return tuple(self.mapping.get(column, column) for column in columns)
 
     def _with_known_prompts(self, opened: OpenRows, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
@@ -344,7 +345,7 @@ class Ingestion:
         is_pair = self.completion_tokens is None
         if prompt != "prompt" or (is_pair and not columns.keys() >= set(completions)):
             return rows  # each row will be refused, because it lacks a column that it must have
-        read = {*format.columns, *self._columns_read}
+        read = {*FIELDS_OF_FORMAT[self.format], *self._columns_read}
         texts = texts_of_columns(first_rows, beside=read)
         possible = [column for column in texts if not are_labels(texts[column])]
         # Columns with many different texts come first, because questions differ; `system` comes last.
@@ -428,7 +429,7 @@ class Ingestion:
     def remedy(self, bad: BadRow) -> str | None:
         """Returns what the user can change so that rows with this fault are kept, or None."""
         shorter = "" if self.completion_tokens is None else ", lower online.max_new_tokens"
-        if bad.reason == "no_common_prompt" and "prompt" not in FORMATS[self.format].columns:
+        if bad.reason == "no_common_prompt" and "prompt" not in FIELDS_OF_FORMAT[self.format]:
             return None
         return {
             "missing_column": f"name the column in {self.located.key}.columns",
