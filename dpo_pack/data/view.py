@@ -83,15 +83,14 @@ class ViewedPair:
 
         Returns None if there is no such token.
         """
-        last = _completion(self.fitted, side)[-self.ends.window :].tolist()
-        found = [token for token in last if token in self.ends.ids]
+        found = self.ends.found_in(self.fitted.completion(side))
         return _decode(found[-1:], self.tokenizer) if found else None
 
     def tokens(self, side: str) -> list[Token]:
         """Returns the prompt and one completion ("chosen" or "rejected"), also the tokens that were cut."""
-        prompt, completion = self.whole.prompt, _completion(self.whole, side)
+        prompt, completion = self.whole.prompt, self.whole.completion(side)
         texts = token_texts(np.concatenate([prompt, completion]), self.tokenizer)
-        kept = len(_completion(self.fitted, side))
+        kept = len(self.fitted.completion(side))
         begin, end = self._cut_prompt
         cut = [begin <= position < end for position in range(len(prompt))]
         cut += [position >= kept for position in range(len(completion))]
@@ -195,13 +194,13 @@ def view_source(
         )
         with closing(batches):
             for batch in batches:
-                taken, shown = selection.take()
+                taken = selection.take()
                 ingestion.count(batch)
                 progress(f"Reading {label}", ingestion.num_rows, opened.num_rows)
                 for number, bad in batch.dropped:
                     listed = left_out.setdefault(bad.reason, [])
                     if len(listed) < LISTED_ROWS:
-                        content = taken[number]
+                        content, _ = taken[number]
                         listed.append(
                             LeftOut(
                                 origin=origin,
@@ -212,7 +211,7 @@ def view_source(
                             )
                         )
                 dropped = {number for number, _ in batch.dropped}
-                kept = [(number, taken[number]) for number in shown if number not in dropped]
+                kept = [(at, row) for at, (row, is_shown) in taken.items() if is_shown and at not in dropped]
                 pairs += _view(kept, origin, settings, tokenizer)
     if ingestion.num_rows == 0:
         raise DataError(f"{located.label} has no rows; correct or remove {key}")
@@ -246,8 +245,7 @@ class _Selection:
         self.rows, self.asked_rows, self.reads_all = rows, asked_rows, reads_all
         self.num_rows = self.last_row = 0
         self.is_at_end = False
-        self._taken: dict[int, Any] = {}
-        self._shown: list[int] = []
+        self._taken: dict[int, tuple[Any, bool]] = {}
 
     def __iter__(self) -> Iterator[NumberedRow]:
         last_asked = max(self.asked_rows, default=0)
@@ -256,18 +254,15 @@ class _Selection:
                 return
             self.num_rows, self.last_row = self.num_rows + 1, number
             is_shown = self.num_rows <= FIRST_ROWS or number in self.asked_rows
-            if is_shown:
-                self._shown.append(number)
             if is_shown or self.reads_all:
-                self._taken[number] = row
+                self._taken[number] = (row, is_shown)
                 yield number, row
         self.is_at_end = True
 
-    def take(self) -> tuple[dict[int, Any], list[int]]:
-        """Returns the rows since the last call by their numbers, and the numbers of those to show."""
-        taken, shown = self._taken, self._shown
-        self._taken, self._shown = {}, []
-        return taken, shown
+    def take(self) -> dict[int, tuple[Any, bool]]:
+        """Returns the rows since the last call by their numbers, each with True if it is to be shown."""
+        taken, self._taken = self._taken, {}
+        return taken
 
 
 def _view(
@@ -313,10 +308,6 @@ def _pair_ids(pairs: TokenStore) -> list[PairIds]:
         )
         for i in range(table.num_pairs)
     ]
-
-
-def _completion(ids: PairIds, side: str) -> TokenIds:
-    return ids.chosen if side == "chosen" else ids.rejected
 
 
 def token_texts(ids: TokenIds, tokenizer: Tokenizer) -> list[str]:
