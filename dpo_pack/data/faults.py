@@ -103,7 +103,7 @@ def _header(pair: ViewedPair) -> str | None:
     if not _is_chat(pair):
         return None
     answer = _text_of(pair.pair.chosen).strip()[:_QUOTED_CHARACTERS]
-    text = pair.text_of("chosen")
+    text = "".join(token.text for token in pair.tokens("chosen") if token.part == "completion")
     header = text[: max(text.find(answer), 0)]
     return header if answer and header.strip() else None
 

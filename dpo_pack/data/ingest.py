@@ -36,6 +36,7 @@ from dpo_pack.data.tokenization import (
     check_tokenizer,
 )
 from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.data.truncation import LengthLimits
 from dpo_pack.data.workers import tokenize_rows
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
@@ -237,7 +238,18 @@ class Ingestion:
         self.format, rows = self._known_format(opened)
         self._check_columns_are_read()
         rows = self._with_known_prompts(opened, rows)
-        settings = TokenizationSettings.of(self.data, self.source, self.format, self.completion_tokens)
+        settings = TokenizationSettings(
+            format=self.format,
+            system_prompt=self.data.system_prompt,
+            limits=LengthLimits(
+                max_length=self.data.max_length,
+                max_prompt_length=self.data.max_prompt_length,
+                truncation=self.data.truncation,
+            ),
+            scored_turns=self.data.scored_turns,
+            completion_tokens=self.completion_tokens,
+            format_options=FORMATS[self.format].options_of(self.source),
+        )
         check_tokenizer(self.tokenizer, settings, self.located.label)
         return rows, settings
 

@@ -19,7 +19,6 @@ from dpo_pack.data.splits import Prompt
 from dpo_pack.data.store import NO_TOKENS, TokenStore, common_prefix_length, join_pairs
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, TokenWeights, truncate
-from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
@@ -45,25 +44,6 @@ class TokenizationSettings:
     scored_turns: str = "assistant"  # or "all"; of conversations
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
-
-    @staticmethod
-    def of(
-        data: DataRecipe, source: SourceRecipe, format: str, completion_tokens: int | None
-    ) -> "TokenizationSettings":
-        """Returns the settings of a source in a recipe."""
-        limits = LengthLimits(
-            max_length=data.max_length,
-            max_prompt_length=data.max_prompt_length,
-            truncation=data.truncation,
-        )
-        return TokenizationSettings(
-            format=format,
-            system_prompt=data.system_prompt,
-            limits=limits,
-            scored_turns=data.scored_turns,
-            completion_tokens=completion_tokens,
-            format_options=FORMATS[format].options_of(source),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,10 +116,6 @@ class ViewedPair:
         keeps_first = len(fitted) > 1 and whole[0] == self.tokenizer.bos_token_id
         return int(keeps_first), int(keeps_first) + len(whole) - len(fitted)
 
-    def text_of(self, side: str) -> str:
-        """Returns the text of a whole completion, special tokens included."""
-        return "".join(token.text for token in self.tokens(side) if token.part == "completion")
-
     def text_after_boundary(self) -> str:
         """Returns the end of the prompt's text that is tokenised with a completion, or "" if no part is."""
         return "".join(token_texts(self.alone, self.tokenizer)[len(self.whole.prompt) :])
@@ -233,7 +229,7 @@ def view_source(
                 stops_run=ingestion.stops_run(reason),
                 rows=tuple(left_out[reason]),
             )
-            for reason, bad in ((reason, bad) for reason, (_, bad) in ingestion.first_dropped.items())
+            for reason, (_, bad) in ingestion.first_dropped.items()
         ),
     )
 
