@@ -49,7 +49,8 @@ def find_faults(view: SourceView) -> list[Fault]:
         found = [pair for pair in view.pairs if rule.find(pair)]
         if found and len(found) >= rule.least_share * len(view.pairs):
             faults.append(_fault(view, name, rule.sentence, rule.remedy(found), found))
-    faults += [*_labels(view), *(_left_out(reason) for reason in view.left_out if _is_many(reason))]
+    many = [reason for reason in view.left_out if reason.num_rows >= _FEW * reason.of_rows]
+    faults += [*_labels(view), *map(_left_out, many)]
     return sorted(faults, key=lambda fault: -fault.num_rows)
 
 
@@ -207,10 +208,6 @@ def _fault(view: SourceView, name: str, sentence: str, remedy: str, pairs: Seque
         unit="pair",
         rows=tuple(pair.row_number for pair in pairs),
     )
-
-
-def _is_many(reason: LeftOutReason) -> bool:
-    return reason.num_rows >= _FEW * reason.of_rows
 
 
 def _left_out(reason: LeftOutReason) -> Fault:

@@ -14,7 +14,6 @@ from dpo_pack.data.keys import content_key
 from dpo_pack.data.splits import (
     HELD_OUT,
     DataSplits,
-    EvalSet,
     Prompt,
     PromptSplits,
     split_by_beginning,
@@ -60,7 +59,7 @@ def load_data(
     }
     return DataSplits(
         train=train,
-        eval=tuple(EvalSet(name=name, pairs=pairs) for name, pairs in evals.items()),
+        eval=evals,
         source_weights=loaded.source_weights,
         report=report,
         fingerprint=content_key([train.fingerprint, loaded.source_weights.tolist()]),
@@ -83,7 +82,7 @@ def load_prompts(
     loaded = _load_sources(data, load, seed)
     return DataSplits(
         train=loaded.train.table,
-        eval=(),
+        eval={},
         source_weights=loaded.source_weights,
         report=loaded.report(
             _describe_prompts, lambda prompts: {"prompts": prompts.num_pairs}, _source_report

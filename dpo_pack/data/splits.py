@@ -20,19 +20,11 @@ HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EvalSet:
-    """Pairs for evaluation, and their name in metrics."""
-
-    name: str
-    pairs: PairTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DataSplits:
     """All pairs or prompts that the section `data` of a recipe describes."""
 
     train: PairTable
-    eval: tuple[EvalSet, ...]
+    eval: dict[str, PairTable]  # the held-out sets by their names in metrics; empty if rows are prompts
     source_weights: NDArray[np.float64]  # [training sources] how often an epoch has their pairs
     report: dict[str, Any]  # the content of data_report.json
     fingerprint: str  # a hash of the training pairs and source weights
