@@ -25,12 +25,13 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 def rendering() -> Iterator[None]:
     """Context in which the chat template renders a row. Raises BadRow if the template raises any error."""
     try:
-        with bounded_template("mend it, or name another in tokenizer.chat_template"):
+        with bounded_template("mend the template, or name another one in tokenizer.chat_template"):
             yield
     except (ModelError, BadRow):
         raise
     except Exception as error:  # a template is a program that came with the model: it may raise any error
-        raise BadRow("template_error", f"the chat template cannot render it ({first_line(error)})") from error
+        detail = f"the chat template cannot render the row ({first_line(error)})"
+        raise BadRow("template_error", detail) from error
 
 
 def has_other_turns(pair: Pair) -> bool:

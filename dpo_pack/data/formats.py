@@ -157,7 +157,7 @@ def compared(row: Row) -> tuple[list[Message], list[Message]]:
         None if row.get(name) is None else _number(row, name) for name in ("preference", "better")
     )
     if preference is None and better is None:
-        detail = "neither preference nor better says which answer is better"
+        detail = "neither the column preference nor the column better says which answer is better"
         raise BadRow("missing_column" if "preference" not in row else "wrong_type", detail)
     if preference == 0:
         raise BadRow("tie", "preference is 0: neither answer is better")
@@ -165,7 +165,7 @@ def compared(row: Row) -> tuple[list[Message], list[Message]]:
         raise BadRow("wrong_type", f"better is {better:g}; it must be 0 (first) or 1 (second)")
     is_second_better = {value > 0 for value in (preference, better) if value is not None}
     if len(is_second_better) == 2:
-        raise BadRow("contradicting_columns", "preference says that one answer is better, better the other")
+        raise BadRow("contradicting_columns", "the columns preference and better name different answers")
     first, second = _answer(row, "first"), _answer(row, "second")
     return (second, first) if is_second_better.pop() else (first, second)
 
@@ -179,7 +179,7 @@ def ranked(row: Row) -> tuple[list[Message], list[Message]]:
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
         raise BadRow("wrong_type", "answers is not a list of {answer, rank} objects")
     if len(answers) < 2:
-        raise BadRow("too_few_answers", f"answers has {len(answers)}, and a pair needs two")
+        raise BadRow("too_few_answers", f"answers has {len(answers)} entries, but a pair needs two")
     ranks = [_number(answer, "rank") for answer in answers]
     if min(ranks) == max(ranks):
         raise BadRow("tie", "all answers have the same rank")
@@ -457,8 +457,8 @@ def _implicit_prompt_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> i
 def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
     """Raises BadRow unless chosen and rejected are equal before their last assistant turns.
 
-    If they differ there, the part that both begin with may be shorter than the prompt that was answered. A
-    turn is an answer with the tool calls and tool results before it.
+    If they differ there, their common beginning may be shorter than the prompt that was answered. A turn is
+    an answer with the tool calls and tool results before it.
     """
     prompts = []
     for column, messages in (("chosen", chosen), ("rejected", rejected)):
@@ -471,10 +471,10 @@ def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
         prompts.append(messages[:start])
     if prompts[0] != prompts[1]:
         raise BadRow(
-            "no_common_prompt", "no prompt column, and chosen and rejected differ before their last turn"
+            "no_common_prompt", "no prompt column, and chosen and rejected differ before their last answer"
         )
     if not prompts[0]:
-        raise BadRow("no_common_prompt", "no prompt column, and chosen has no message before its last turn")
+        raise BadRow("no_common_prompt", "no prompt column, and chosen has no message before its last answer")
 
 
 def _check_prompt_is_repeated(prompt: str, common: list[Message]) -> None:

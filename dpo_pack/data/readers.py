@@ -154,8 +154,8 @@ class ColumnNames:
             )
         raise DataError(
             f"{self.label}: no columns 'chosen' and 'rejected'; {there}; say which they are in "
-            f"{self.key}.columns, for example {{chosen: {present[0] if present else 'better'}}}; two answers "
-            "and a preference between them are first, second and preference"
+            f"{self.key}.columns, for example {{chosen: {present[0] if present else 'better'}}}; if another "
+            "column says which of two answers is better, name the three columns first, second and preference"
         )
 
 
@@ -493,9 +493,9 @@ def _unreadable(label: str, row_word: str, number: int, error: Exception) -> Dat
     elif isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
         return DataError(f"{label}: {error.strerror}; check the path")
     elif isinstance(error, _RowTooLong):
-        what, remedy = f"a row has more than {_MAX_ROW_SIZE:,} bytes", "it is no pair: cut or remove it"
+        what, remedy = f"a row has more than {_MAX_ROW_SIZE:,} bytes", "shorten or remove this row"
     else:
-        what, remedy = first_line(error), "it is damaged or incomplete: copy or download it again"
+        what, remedy = first_line(error), "the file is damaged or incomplete: copy or download it again"
     where = f"after {row_word} {number}" if number else "at its beginning"
     return DataError(f"{label}: cannot be read {where} ({what}); {remedy}")
 

@@ -53,7 +53,7 @@ def split_by_prompt(
     if num_held_out >= len(prompts):
         raise DataError(
             f"data.eval.fraction: {fraction} of {len(prompt_keys)} pairs with {len(prompts)} prompts leaves "
-            "none to train on; lower it, or name a source in data.eval"
+            "none to train on; lower the fraction, or name a source in data.eval"
         )
     is_held_out = np.zeros(len(prompts), dtype=bool)
     is_held_out[order[:num_held_out]] = True

@@ -201,7 +201,7 @@ def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
             assert isinstance(token, int)
             if not 0 <= token < vocabulary_size:
                 last = vocabulary_size - 1
-                detail = f"{part}_ids has the token id {token}; the tokenizer's are 0 to {last}"
+                detail = f"{part}_ids has the token id {token}; the tokenizer's ids are 0 to {last}"
                 raise BadRow("token_id_out_of_range", detail)
 
 
@@ -223,7 +223,7 @@ def render(pair: Pair, settings: TokenizationSettings, tokenizer: Tokenizer) -> 
             text.encode()
         except UnicodeEncodeError as error:
             lone = f"\\u{ord(text[error.start]):04x}"
-            raise BadRow("invalid_unicode", f"half of a surrogate pair ({lone}), which is not text") from None
+            raise BadRow("invalid_unicode", f"a text has half of a surrogate pair ({lone})") from None
     return texts
 
 

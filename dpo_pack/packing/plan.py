@@ -67,7 +67,7 @@ class PackingPlan:
 
         Scope step: the pairs of the step are packed. Scope epoch: each row was packed when the plan was
         made and goes to one rank. But if the ranks are uneven and packing the step's pairs again makes the
-        slowest rank faster, they are packed again. That costs at most more rows, as rows are not padded.
+        slowest rank faster, they are packed again. This can only cost more rows, because rows are not padded.
         """
         pairs = self.pairs(step)
         dealt = None if self.row_begins is None else self._deal(self._finished_rows(step))

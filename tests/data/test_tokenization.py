@@ -237,7 +237,7 @@ def test_a_template_that_never_ends_or_takes_memory_without_bound_is_refused(
     endless.chat_template = template
     tracemalloc.start()
     try:
-        with memory_limit(1 << 30), pytest.raises(ModelError, match=f"chat template .*{problem}.*mend it"):
+        with memory_limit(1 << 30), pytest.raises(ModelError, match=f"chat template .*{problem}.*mend the"):
             tokenize(CHAT_ROWS, "conversational", endless)
         # Memory that earlier tests have freed counts as taken already, so a template may use it as well.
         assert tracemalloc.get_traced_memory()[1] < 512 << 20
