@@ -23,7 +23,7 @@ from dpo_pack.data.tokenization import (
     tokenize_batch,
 )
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds
+from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, truncate
 from dpo_pack.data.workers import tokenize_rows
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError
@@ -266,13 +266,12 @@ def _view(
 ) -> list[ViewedPair]:
     """Returns the pairs of rows. Each row must give a pair."""
     unlimited = replace(settings, limits=_UNLIMITED)
-    fitted = _pair_ids(tokenize_batch(rows, settings, tokenizer).pairs)
     whole = _pair_ids(tokenize_batch(rows, unlimited, tokenizer).pairs)
     prompts = tokenize_batch(rows, replace(unlimited, completion_tokens=0), tokenizer).prompts
     alone = {prompt.row_number: prompt.ids for prompt in prompts}
     is_conversation = FORMATS[settings.format].content == "messages"
     pairs = []
-    for (number, row), ids, whole_ids in zip(rows, fitted, whole, strict=True):
+    for (number, row), ids in zip(rows, whole, strict=True):
         pair = parse_row(row, settings, tokenizer)
         pairs.append(
             ViewedPair(
@@ -280,9 +279,9 @@ def _view(
                 format=settings.format,
                 row_number=number,
                 pair=pair,
-                alone=alone.get(number, whole_ids.prompt),
-                whole=whole_ids,
-                fitted=ids,
+                alone=alone.get(number, ids.prompt),
+                whole=ids,
+                fitted=truncate(ids, settings.limits, tokenizer.bos_token_id),
                 limits=settings.limits,
                 opens_turn=is_conversation and template_opens_turn(pair, tokenizer),
                 tokenizer=tokenizer,
