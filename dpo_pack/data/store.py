@@ -47,7 +47,7 @@ NO_TOKENS = np.zeros(0, dtype=TOKEN_DTYPE)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenStore:
-    """Pairs of one source: all of them, mapped into memory read-only; or a batch, in memory only."""
+    """Pairs as token ids: those of one source, mapped into memory read-only, or any pairs, in memory only."""
 
     tokens: TokenIds  # [total] prompt | chosen | rejected of each pair, one after another
     records: Records  # [P]
