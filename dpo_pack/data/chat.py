@@ -41,7 +41,7 @@ def has_other_turns(pair: Pair) -> bool:
 
 
 def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) -> list[TokenWeights | None]:
-    """Returns, for prompt + chosen and prompt + rejected, a weight of each token: 1 if the assistant says it.
+    """Returns, for prompt + chosen and prompt + rejected, a weight of each token: 1 for the assistant's.
 
     None if the completion is one message of the assistant. `texts` are the two texts, rendered. Raises BadRow
     if the turns are not found, ModelError if the tokenizer cannot say where its tokens are in the text.
@@ -100,7 +100,7 @@ def _turns(
         if not (text.startswith(before) and text.startswith(through)):
             detail = (
                 f"message {number - num_prompt + 1} of {column}: the chat template writes earlier turns in "
-                "another way if more turns follow, so what the assistant says in them is not found"
+                "another way if more turns follow, so the assistant's tokens in them cannot be found"
             )
             raise BadRow("rewritten_turns", detail)
         opened = render(number, add_generation_prompt=True)

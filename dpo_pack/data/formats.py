@@ -34,7 +34,7 @@ class Pair:
     )
     rejected: str | list[Message] | list[int] = ""
     weight: float = 1.0  # a factor of the pair's loss
-    # What each token of a completion counts in its sum, where the row says it; only with token ids.
+    # The weight of each completion token in a sum of log-probs; None: all are 1. Only token ids have weights.
     chosen_weights: Sequence[float] | None = None
     rejected_weights: Sequence[float] | None = None
     has_inferred_prompt: bool = False  # the prompt is the text with which both completions happen to begin
@@ -134,7 +134,7 @@ def _conversation(row: Row) -> Pair:
 def tokenized(row: Row) -> Pair:
     """Reads the user's own token ids: `prompt_ids`, `chosen_ids` and `rejected_ids`. No EOS is added.
 
-    `chosen_weights` and `rejected_weights` may say what each token of a completion counts.
+    `chosen_weights` and `rejected_weights` may have a weight for each token of a completion.
     """
     prompt, chosen, rejected = (_token_ids(row, f"{part}_ids") for part in ("prompt", "chosen", "rejected"))
     return Pair(
@@ -604,9 +604,9 @@ def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None
     if len(weights) != num_tokens:
         detail = f"{column} has {len(weights):,} numbers for a completion of {num_tokens:,} tokens"
         raise BadRow("invalid_token_weights", detail)
-    for place, weight in enumerate(weights, start=1):
+    for number, weight in enumerate(weights, start=1):
         if not 0 <= weight <= _MAX_FLOAT32:
-            detail = f"number {place:,} of {column} is {weight}, not a finite number of at least 0"
+            detail = f"number {number:,} of {column} is {weight}, not a finite number of at least 0"
             raise BadRow("invalid_token_weights", detail)
     if num_tokens and max(weights) < _MIN_FLOAT32:
         raise BadRow("nothing_scored", f"{column} are all 0, so the completion adds nothing to a loss")

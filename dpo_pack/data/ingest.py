@@ -330,8 +330,8 @@ class Ingestion:
                         "makes messages of prompt, chosen and rejected"
                     )
                 raise DataError(
-                    f"{self.located.label}: its rows are read as {self.format}, which has no {ours}, but "
-                    f"{self.located.key}.columns.{ours} names column {theirs!r}; {remedy}"
+                    f"{self.located.label}: its rows are read as {self.format}, which has no column {ours}, "
+                    f"but {self.located.key}.columns.{ours} names column {theirs!r}; {remedy}"
                 )
 
     @property

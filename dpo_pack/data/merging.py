@@ -1,7 +1,7 @@
 """Merges the pairs of one prompt into a group. A group computes the prompt and each completion only once.
 
 Rankings and all-pairs data sets have many pairs of few completions. In a row (the pairs of one forward pass)
-such pairs become one `layout.Group` of n completions. An index gives each pair's chosen and rejected one. The
+such pairs become one `layout.Group` of n completions, and an index says which two of them a pair has. The
 planner, which fills rows, asks `TableMerging` which pairs merge and how large the groups are; `merge_group`
 makes a group.
 

@@ -51,8 +51,8 @@ class TokenStore:
 
     tokens: TokenIds  # [total] prompt | chosen | rejected of each pair, one after another
     records: Records  # [P]
-    # [total] what the log-prob of each token counts in the sum of its completion (of a prompt's tokens: 1,
-    # without a meaning); None: every token counts 1.
+    # [total] the weight of each token in the sum of its completion's log-probs; None: all weights are 1.
+    # Tokens of prompts have the weight 1, which nobody reads.
     token_weights: TokenWeights | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)  # the counts of the pass that wrote the store
     directory: Path | None = None  # None: the pairs are in memory only
@@ -146,7 +146,7 @@ class PairTable:
         return self._sequence(pair, self.rejected_keys, before, length)[1]
 
     def token_weights(self, pair: int) -> tuple[TokenWeights, TokenWeights]:
-        """Returns what each token of the chosen, and of the rejected completion counts in its sum."""
+        """Returns the weights of the chosen completion's tokens, and those of the rejected completion's."""
         lengths = int(self.chosen_lengths[pair]), int(self.rejected_lengths[pair])
         weights = self.stores[self.source_indices[pair]].token_weights
         if weights is None:

@@ -29,7 +29,7 @@ class PairIds:
     prompt: TokenIds
     chosen: TokenIds
     rejected: TokenIds
-    # What the log-prob of each completion token counts in the sequence's sum; None: 1.
+    # The weight of each completion token in the sum of the completion's log-probs; None: all weights are 1.
     chosen_weights: TokenWeights | None = None
     rejected_weights: TokenWeights | None = None
 

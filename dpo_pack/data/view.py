@@ -58,7 +58,7 @@ class Token:
     id: int
     text: str  # "" if the token is a part of a character; the last such token has the whole character
     part: Literal["prompt", "completion"]
-    scored: bool | float
+    scored: bool | float  # True, False, or the token's weight in the sum of log-probs
     is_cut: bool  # truncation removes the token, so the model does not see it
 
 
@@ -76,7 +76,7 @@ class ViewedPair:
     limits: LengthLimits
     opens_turn: bool  # False: no template, or it writes nothing for a generation prompt
     tokenizer: Tokenizer
-    ends: EndTokens
+    ends: EndTokens  # the tokens that can end a completion
 
     def end_of(self, side: str) -> str | None:
         """Returns the last token that ends the model's completion: EOS, or a template's token after a turn.

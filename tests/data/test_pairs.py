@@ -64,11 +64,11 @@ def test_weights_that_leave_no_pair_of_an_epoch_are_refused_when_data_is_read(tm
     paths = [write(tmp_path / f"{number}.jsonl", rows(number)) for number in range(2)]
     light = [{"path": path, "weight": 0.4} for path in paths]
     assert refused(tmp_path, light) == (
-        "data.train: the sources' weights leave no pair of an epoch; raise data.train.*.weight"
+        "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
     )
     assert load(tmp_path, [light[0], paths[1]]).train.num_pairs == 2
     heavy_held_out = [{"path": write(tmp_path / "three.jsonl", rows(1, 2, 3)), "weight": 0.1}]
-    assert "weights leave no pair" in refused(tmp_path, heavy_held_out, eval={"fraction": 0.5})
+    assert "weights an epoch has no pair" in refused(tmp_path, heavy_held_out, eval={"fraction": 0.5})
 
 
 def test_pairs_of_all_sources_are_in_order_with_source_row_and_weight(tmp_path: Path) -> None:
