@@ -255,7 +255,7 @@ def _source_names(prepared: Prepared) -> list[tuple[str, ...]]:
     train_names = source_names(recipe.data.train)
     # A held-out fraction is taken from the training sources; any other held-out set is one source.
     is_fraction = not isinstance(recipe.data.eval, tuple)
-    held_out = [train_names if is_fraction else (held_out.name,) for held_out in prepared.data.eval]
+    held_out = [train_names if is_fraction else (name,) for name in prepared.data.eval]
     names = [train_names, *held_out]
     stores: dict[str, Path | None] = {}
     for table, names_of_table in zip(prepared.tables, names, strict=True):

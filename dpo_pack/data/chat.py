@@ -25,12 +25,13 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 def rendering() -> Iterator[None]:
     """Context in which the chat template renders a row. Raises BadRow if the template raises any error."""
     try:
-        with bounded_template("mend it, or name another in tokenizer.chat_template"):
+        with bounded_template("mend the template, or name another one in tokenizer.chat_template"):
             yield
     except (ModelError, BadRow):
         raise
     except Exception as error:  # a template is a program that came with the model: it may raise any error
-        raise BadRow("template_error", f"the chat template cannot render it ({first_line(error)})") from error
+        detail = f"the chat template cannot render the row ({first_line(error)})"
+        raise BadRow("template_error", detail) from error
 
 
 def has_other_turns(pair: Pair) -> bool:
@@ -40,7 +41,7 @@ def has_other_turns(pair: Pair) -> bool:
 
 
 def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) -> list[TokenWeights | None]:
-    """Returns, for prompt + chosen and prompt + rejected, a weight of each token: 1 if the assistant says it.
+    """Returns, for prompt + chosen and prompt + rejected, a weight of each token: 1 for the assistant's.
 
     None if the completion is one message of the assistant. `texts` are the two texts, rendered. Raises BadRow
     if the turns are not found, ModelError if the tokenizer cannot say where its tokens are in the text.
@@ -99,7 +100,7 @@ def _turns(
         if not (text.startswith(before) and text.startswith(through)):
             detail = (
                 f"message {number - num_prompt + 1} of {column}: the chat template writes earlier turns in "
-                "another way if more turns follow, so what the assistant says in them is not found"
+                "another way if more turns follow, so the assistant's tokens in them cannot be found"
             )
             raise BadRow("rewritten_turns", detail)
         opened = render(number, add_generation_prompt=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dpo_pack.data.formats import FORMATS, are_labels
-from dpo_pack.data.truncation import TokenIds
 from dpo_pack.data.view import LeftOutReason, Origin, SourceView, ViewedPair
 
 SIDES = ("chosen", "rejected")
@@ -50,7 +49,8 @@ def find_faults(view: SourceView) -> list[Fault]:
         found = [pair for pair in view.pairs if rule.find(pair)]
         if found and len(found) >= rule.least_share * len(view.pairs):
             faults.append(_fault(view, name, rule.sentence, rule.remedy(found), found))
-    faults += [*_labels(view), *(_left_out(reason) for reason in view.left_out if _is_many(reason))]
+    many = [reason for reason in view.left_out if reason.num_rows >= _FEW * reason.of_rows]
+    faults += [*_labels(view), *map(_left_out, many)]
     return sorted(faults, key=lambda fault: -fault.num_rows)
 
 
@@ -63,26 +63,23 @@ def notes_of(pair: ViewedPair, faults: Sequence[Fault]) -> dict[str, str]:
 
 def _repeated_prompt(pair: ViewedPair) -> str | None:
     prompt = _text_of(pair.pair.prompt).strip()
-    repeating = [
-        side for side in SIDES if _has_prompt(pair, side, prompt) and len(prompt) >= _LEAST_PROMPT_CHARACTERS
-    ]
-    if not repeating:
+    completions = {"chosen": pair.pair.chosen, "rejected": pair.pair.rejected}
+    repeating = [side for side, completion in completions.items() if prompt in _text_of(completion)]
+    if not repeating or len(prompt) < _LEAST_PROMPT_CHARACTERS:
         return None
     verb = "contains" if len(repeating) == 1 else "contain"
     return f"{' and '.join(repeating)} {verb} the prompt again: {quoted(prompt)}"
-
-
-def _has_prompt(pair: ViewedPair, side: str, prompt: str) -> bool:
-    return prompt in _text_of(pair.pair.chosen if side == "chosen" else pair.pair.rejected)
 
 
 def _mend_repeated_prompt(pairs: Sequence[ViewedPair]) -> str:
     key, format = pairs[0].origin.key, FORMATS[pairs[0].format]
     if format.infers_prompts:
         other = f"other columns have the answers alone, name them in {key}.columns"
-        starts = (_text_of(text).lstrip() for one in pairs for text in (one.pair.chosen, one.pair.rejected))
-        prompts = (_text_of(one.pair.prompt).strip() for one in pairs for _ in SIDES)
-        if all(start.startswith(prompt) for start, prompt in zip(starts, prompts, strict=True)):
+        if all(
+            _text_of(completion).lstrip().startswith(_text_of(one.pair.prompt).strip())
+            for one in pairs
+            for completion in (one.pair.chosen, one.pair.rejected)
+        ):
             return (
                 f"chosen and rejected are prompt and answer together: set {key}.columns: {{prompt: null}}; "
                 f"but if {other}"
@@ -107,7 +104,7 @@ def _header(pair: ViewedPair) -> str | None:
     if not _is_chat(pair):
         return None
     answer = _text_of(pair.pair.chosen).strip()[:_QUOTED_CHARACTERS]
-    text = pair.text_of("chosen")
+    text = "".join(token.text for token in pair.tokens("chosen") if token.part == "completion")
     header = text[: max(text.find(answer), 0)]
     return header if answer and header.strip() else None
 
@@ -129,13 +126,13 @@ def _mend_moved_boundary(pairs: Sequence[ViewedPair]) -> str:
             "(tokenizer.chat_template)"
         )
     return (
-        "the usual cause is a space at the end of the prompt: remove it there and begin the completions with "
-        "it"
+        "the usual cause is a space at the end of the prompt: remove this space, and begin the completions "
+        "with a space"
     )
 
 
 def _no_end(pair: ViewedPair) -> str | None:
-    missing = [side for side in SIDES if not pair.ends.end(_whole(pair, side))]
+    missing = [side for side in SIDES if not pair.ends.found_in(pair.whole.completion(side))]
     if not missing:
         return None
     last = "; ".join(
@@ -165,28 +162,17 @@ def _cut_prompt(pair: ViewedPair) -> str | None:
 
 def _mend_cut_prompt(pairs: Sequence[ViewedPair]) -> str:
     limits = pairs[0].limits
-    longest = {
-        "data.max_length": max(pair.whole.longest_length for pair in pairs),
-        "data.max_prompt_length": max(len(pair.whole.prompt) for pair in pairs),
+    lengths = {
+        "data.max_length": (max(pair.whole.longest_length for pair in pairs), limits.max_length),
+        "data.max_prompt_length": (max(len(pair.whole.prompt) for pair in pairs), limits.max_prompt_length),
     }
-    exceeded = {
-        "data.max_length": longest["data.max_length"] > limits.max_length,
-        "data.max_prompt_length": limits.max_prompt_length is not None
-        and longest["data.max_prompt_length"] > limits.max_prompt_length,
-    }
-    keys = " with ".join(f"{key}: {longest[key]}" for key, is_exceeded in exceeded.items() if is_exceeded)
-    return f"{keys} keeps these pairs whole; {_DROP}"
+    keys = [f"{key}: {longest}" for key, (longest, limit) in lengths.items() if limit and longest > limit]
+    return f"{' with '.join(keys)} keeps these pairs whole; {_DROP}"
 
 
 def _cut_completion(pair: ViewedPair) -> str | None:
-    cut = [
-        f"{len(whole) - len(fitted):,} tokens of {side}"
-        for side, whole, fitted in (
-            ("chosen", pair.whole.chosen, pair.fitted.chosen),
-            ("rejected", pair.whole.rejected, pair.fitted.rejected),
-        )
-        if len(fitted) < len(whole)
-    ]
+    num_cut = {side: len(pair.whole.completion(side)) - len(pair.fitted.completion(side)) for side in SIDES}
+    cut = [f"{number:,} tokens of {side}" for side, number in num_cut.items() if number]
     return f"{' and '.join(cut)} are cut, and EOS with them" if cut else None
 
 
@@ -224,10 +210,6 @@ def _fault(view: SourceView, name: str, sentence: str, remedy: str, pairs: Seque
     )
 
 
-def _is_many(reason: LeftOutReason) -> bool:
-    return reason.num_rows >= _FEW * reason.of_rows
-
-
 def _left_out(reason: LeftOutReason) -> Fault:
     first, remedy = reason.rows[0], reason.remedy
     if reason.reason in ("empty_completion", "identical_completions"):
@@ -246,10 +228,6 @@ def _left_out(reason: LeftOutReason) -> Fault:
         unit="row",
         rows=tuple(row.row_number for row in reason.rows),
     )
-
-
-def _whole(pair: ViewedPair, side: str) -> TokenIds:
-    return pair.whole.chosen if side == "chosen" else pair.whole.rejected
 
 
 def _is_chat(pair: ViewedPair) -> bool:

@@ -1,9 +1,9 @@
 """The formats of data sources. A format turns the rows of a data file into pairs or prompts.
 
 A row is a mapping from column names to values. A format gets rows whose columns are already renamed as the
-recipe's `data.*.columns` says. A format is one value in FORMATS, at the end of this file. A new format needs
-its functions, its entry in FORMATS and its fields in FIELDS_OF_FORMAT of recipe/data.py. An option of a
-format is a key of SourceRecipe, in recipe/data.py too.
+recipe's `data.*.columns` says. A format is one value in FORMATS, at the end of this file; the columns that
+its functions read are in FIELDS_OF_FORMAT of recipe/data.py. A new format needs its functions and an entry
+in both. An option of a format is a key of SourceRecipe, in recipe/data.py too.
 """
 
 import json
@@ -20,6 +20,7 @@ Message = dict[str, Any]
 Row = Mapping[str, Any]
 
 _ASSISTANT_TURN = "\n\nAssistant:"
+_COMPLETIONS = ("chosen", "rejected")
 _MIN_FLOAT32, _MAX_FLOAT32 = 1.1754944e-38, 3.4028234e38
 
 
@@ -33,7 +34,7 @@ class Pair:
     )
     rejected: str | list[Message] | list[int] = ""
     weight: float = 1.0  # a factor of the pair's loss
-    # What each token of a completion counts in its sum, where the row says it; only with token ids.
+    # The weight of each completion token in a sum of log-probs; None: all are 1. Only token ids have weights.
     chosen_weights: Sequence[float] | None = None
     rejected_weights: Sequence[float] | None = None
     has_inferred_prompt: bool = False  # the prompt is the text with which both completions happen to begin
@@ -44,10 +45,9 @@ class Pair:
 class Format:
     """One form that the rows of a source can have, and the functions that read such rows."""
 
-    content: Literal["text", "messages", "token_ids"]  # the type of the prompts and completions
-    columns: tuple[str, ...]  # the columns that the format reads
-    completion_columns: tuple[str, ...]  # a source without these columns has no pairs
-    prompt_column: str | None = None  # the column that the prompt is read from; None: no column is the prompt
+    content: Literal["text", "messages", "token_ids"] = "messages"  # the type of prompts and completions
+    completion_columns: tuple[str, ...] = _COMPLETIONS  # a source without these columns has no pairs
+    prompt_column: str | None = "prompt"  # the column that the prompt is read from; None: no column is it
     infers_prompts: bool = False  # without prompt_column, the common beginning of the texts is the prompt
     known_columns: tuple[Mapping[str, str], ...] = ()  # our names of columns -> those of known data sets
     matches: Callable[[Row], bool]  # True if `format: auto` may choose this format for the row
@@ -134,7 +134,7 @@ def _conversation(row: Row) -> Pair:
 def tokenized(row: Row) -> Pair:
     """Reads the user's own token ids: `prompt_ids`, `chosen_ids` and `rejected_ids`. No EOS is added.
 
-    `chosen_weights` and `rejected_weights` may say what each token of a completion counts.
+    `chosen_weights` and `rejected_weights` may have a weight for each token of a completion.
     """
     prompt, chosen, rejected = (_token_ids(row, f"{part}_ids") for part in ("prompt", "chosen", "rejected"))
     return Pair(
@@ -157,7 +157,7 @@ def compared(row: Row) -> tuple[list[Message], list[Message]]:
         None if row.get(name) is None else _number(row, name) for name in ("preference", "better")
     )
     if preference is None and better is None:
-        detail = "neither preference nor better says which answer is better"
+        detail = "neither the column preference nor the column better says which answer is better"
         raise BadRow("missing_column" if "preference" not in row else "wrong_type", detail)
     if preference == 0:
         raise BadRow("tie", "preference is 0: neither answer is better")
@@ -165,7 +165,7 @@ def compared(row: Row) -> tuple[list[Message], list[Message]]:
         raise BadRow("wrong_type", f"better is {better:g}; it must be 0 (first) or 1 (second)")
     is_second_better = {value > 0 for value in (preference, better) if value is not None}
     if len(is_second_better) == 2:
-        raise BadRow("contradicting_columns", "preference says that one answer is better, better the other")
+        raise BadRow("contradicting_columns", "the columns preference and better name different answers")
     first, second = _answer(row, "first"), _answer(row, "second")
     return (second, first) if is_second_better.pop() else (first, second)
 
@@ -179,7 +179,7 @@ def ranked(row: Row) -> tuple[list[Message], list[Message]]:
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
         raise BadRow("wrong_type", "answers is not a list of {answer, rank} objects")
     if len(answers) < 2:
-        raise BadRow("too_few_answers", f"answers has {len(answers)}, and a pair needs two")
+        raise BadRow("too_few_answers", f"answers has {len(answers)} entries, but a pair needs two")
     ranks = [_number(answer, "rank") for answer in answers]
     if min(ranks) == max(ranks):
         raise BadRow("tie", "all answers have the same rank")
@@ -201,8 +201,8 @@ def alpaca_prompt(row: Row) -> list[Message]:
     for turn in history if isinstance(history, list) else [None]:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise BadRow("wrong_type", "history is not a list of [question, answer]")
-        turns += [_said("user", turn[0]), _said("assistant", turn[1])]
-    return [*turns, _said("user", "\n".join(text for text in (instruction, input) if text))]
+        turns += [_new_message("user", turn[0]), _new_message("assistant", turn[1])]
+    return [*turns, _new_message("user", "\n".join(text for text in (instruction, input) if text))]
 
 
 def dialogue_prompt(row: Row, column: str) -> list[Message]:
@@ -236,25 +236,18 @@ def conversational_prompt(row: Row, *, names_system: bool = False) -> Pair:
     return _with_system(row, pair) if names_system else pair
 
 
-def detect_format(row: Row, columns: Mapping[str, str | None] | None = None) -> str:
-    """Returns the first format whose columns the row has; "preference" if no format fits."""
-    return next(iter(possible_formats(row, columns or {})), "preference")
-
-
 def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
     """Returns the names of the formats that a row may have, for `format: auto`, in the order of FORMATS.
 
     `columns` are those that the recipe names: a format that does not read one of them is not possible.
     """
     named = {ours for ours, theirs in columns.items() if theirs is not None}
-    prompt_columns = (
-        ("prompt", None) if "prompt" in columns else None
-    )  # null in `columns` says that no column is the prompt
+    names_prompt = "prompt" in columns  # also with null, which says that no column is the prompt
     return [
         name
         for name, format in FORMATS.items()
-        if named.issubset(format.columns)
-        and (prompt_columns is None or format.prompt_column in prompt_columns)
+        if named.issubset(FIELDS_OF_FORMAT[name])
+        and (not names_prompt or format.prompt_column in ("prompt", None))
         and format.matches(row)
     ]
 
@@ -345,7 +338,7 @@ def _answer(row: Row, column: str) -> list[Message]:
     """Returns an answer as messages: a text, a message (also of ShareGPT) or a list of messages."""
     value = _value(row, column)
     if isinstance(value, str):
-        return [_said("assistant", value)]
+        return [_new_message("assistant", value)]
     if isinstance(value, list):
         return [_message(message, column) for message in value]
     if not isinstance(value, dict):
@@ -365,7 +358,7 @@ def _message(value: Any, column: str) -> Any:
         raise BadRow(
             "unknown_role", f"{column} has a message from {str(value['from'])[:40]!r}; known: {known}"
         )
-    return _said(_SHAREGPT_ROLES[value["from"]], value.get("value"))
+    return _new_message(_SHAREGPT_ROLES[value["from"]], value.get("value"))
 
 
 def _turns(text: str) -> list[Message]:
@@ -380,11 +373,11 @@ def _turns(text: str) -> list[Message]:
         parts = [part.strip() for part in parts]
     else:
         parts = ["User", *re.split(r"\n<extra_id_1>(User|Assistant)\n", text)]
-    speakers = {"Human": "user", "User": "user", "Assistant": "assistant"}
-    return [_said(speakers[who], said) for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    roles = {"Human": "user", "User": "user", "Assistant": "assistant"}
+    return [_new_message(roles[mark], words) for mark, words in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def _said(role: str, content: Any) -> Message:
+def _new_message(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
 
 
@@ -464,8 +457,8 @@ def _implicit_prompt_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> i
 def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
     """Raises BadRow unless chosen and rejected are equal before their last assistant turns.
 
-    If they differ there, the part that both begin with may be shorter than the prompt that was answered. A
-    turn is an answer with the tool calls and tool results before it.
+    If they differ there, their common beginning may be shorter than the prompt that was answered. A turn is
+    an answer with the tool calls and tool results before it.
     """
     prompts = []
     for column, messages in (("chosen", chosen), ("rejected", rejected)):
@@ -478,10 +471,10 @@ def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
         prompts.append(messages[:start])
     if prompts[0] != prompts[1]:
         raise BadRow(
-            "no_common_prompt", "no prompt column, and chosen and rejected differ before their last turn"
+            "no_common_prompt", "no prompt column, and chosen and rejected differ before their last answer"
         )
     if not prompts[0]:
-        raise BadRow("no_common_prompt", "no prompt column, and chosen has no message before its last turn")
+        raise BadRow("no_common_prompt", "no prompt column, and chosen has no message before its last answer")
 
 
 def _check_prompt_is_repeated(prompt: str, common: list[Message]) -> None:
@@ -611,9 +604,9 @@ def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None
     if len(weights) != num_tokens:
         detail = f"{column} has {len(weights):,} numbers for a completion of {num_tokens:,} tokens"
         raise BadRow("invalid_token_weights", detail)
-    for place, weight in enumerate(weights, start=1):
+    for number, weight in enumerate(weights, start=1):
         if not 0 <= weight <= _MAX_FLOAT32:
-            detail = f"number {place:,} of {column} is {weight}, not a finite number of at least 0"
+            detail = f"number {number:,} of {column} is {weight}, not a finite number of at least 0"
             raise BadRow("invalid_token_weights", detail)
     if num_tokens and max(weights) < _MIN_FLOAT32:
         raise BadRow("nothing_scored", f"{column} are all 0, so the completion adds nothing to a loss")
@@ -621,25 +614,27 @@ def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None
 
 
 def _number(row: Row, column: str) -> float:
-    """Returns a finite number; in a CSV file, it is read from text. Raises BadRow for any other value."""
+    """Returns a finite number. Raises BadRow for any other value."""
     value = _value(row, column)
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    number = _as_float(value)
     if not math.isfinite(number):
         raise BadRow("wrong_type", f"{column} is {str(value)[:40]!r}, not a number")
     return number
+
+
+def _as_float(value: Any) -> float:
+    """Returns the number in a value, which is a text in a CSV file; NaN if there is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _weight(row: Row) -> float:
     value = row.get("weight")
     if value is None:
         return 1.0
-    try:
-        weight = float(value)  # in a CSV file the weight is a text
-    except (TypeError, ValueError, OverflowError):
-        weight = float("nan")
+    weight = _as_float(value)
     if isinstance(value, bool) or not 0 <= weight <= _MAX_FLOAT32:
         raise BadRow("invalid_weight", f"weight is {str(value)[:40]!r}, not a finite number of at least 0")
     return weight
@@ -680,7 +675,6 @@ _KINDS: dict[type, str] = {
     dict: "an object",
 }
 
-_COMPLETIONS = ("chosen", "rejected")
 _PKU_SAFE_RLHF = {"first": "response_0", "second": "response_1"}
 _COMPARED_COLUMNS = (
     {"first": "response_1", "second": "response_2", "preference": "preference_strength"},  # HelpSteer 2
@@ -698,7 +692,6 @@ _COMPARED_COLUMNS = (
 FORMATS: dict[str, Format] = {
     "tokenized": Format(
         content="token_ids",
-        columns=FIELDS_OF_FORMAT["tokenized"],
         completion_columns=("chosen_ids", "rejected_ids"),
         prompt_column="prompt_ids",
         matches=lambda row: "prompt_ids" in row,
@@ -706,10 +699,6 @@ FORMATS: dict[str, Format] = {
         prompt=lambda row: Pair(prompt=_token_ids(row, "prompt_ids")),
     ),
     "conversational": Format(
-        content="messages",
-        columns=FIELDS_OF_FORMAT["conversational"],
-        completion_columns=_COMPLETIONS,
-        prompt_column="prompt",
         matches=_is_conversation,
         options=("names_system",),
         pair=conversational,
@@ -717,58 +706,39 @@ FORMATS: dict[str, Format] = {
     ),
     "transcript": Format(
         content="text",
-        columns=FIELDS_OF_FORMAT["transcript"],
-        completion_columns=_COMPLETIONS,
+        prompt_column=None,
         matches=_is_transcript,
         pair=transcript,
         prompt=lambda row: Pair(prompt=transcript(row).prompt),
     ),
     "messages": Format(
-        content="messages",
-        columns=FIELDS_OF_FORMAT["messages"],
-        completion_columns=_COMPLETIONS,
         prompt_column="messages",
         matches=lambda row: isinstance(row.get("messages"), list),
         **_as_messages(lambda row: dialogue_prompt(row, "messages")),
     ),
     "sharegpt": Format(
-        content="messages",
-        columns=FIELDS_OF_FORMAT["sharegpt"],
-        completion_columns=_COMPLETIONS,
         prompt_column="conversations",
         matches=lambda row: isinstance(row.get("conversations"), list),
         **_as_messages(lambda row: dialogue_prompt(row, "conversations")),
     ),
     "alpaca": Format(
-        content="messages",
-        columns=FIELDS_OF_FORMAT["alpaca"],
-        completion_columns=_COMPLETIONS,
         prompt_column="instruction",
         matches=lambda row: isinstance(row.get("instruction"), str),
         **_as_messages(alpaca_prompt),
     ),
     "compared": Format(
-        content="messages",
-        columns=FIELDS_OF_FORMAT["compared"],
         completion_columns=("first", "second"),
-        prompt_column="prompt",
         known_columns=_COMPARED_COLUMNS,
         matches=_is_compared,
         **_as_messages(lambda row: dialogue_prompt(row, "prompt"), compared),
     ),
     "ranked": Format(
-        content="messages",
-        columns=FIELDS_OF_FORMAT["ranked"],
         completion_columns=("answers",),
-        prompt_column="prompt",
         matches=_is_ranked,
         **_as_messages(lambda row: dialogue_prompt(row, "prompt"), ranked),
     ),
     "preference": Format(
         content="text",
-        columns=FIELDS_OF_FORMAT["preference"],
-        completion_columns=_COMPLETIONS,
-        prompt_column="prompt",
         infers_prompts=True,
         matches=_has_texts,
         pair=preference,

@@ -36,7 +36,9 @@ from dpo_pack.data.tokenization import (
     check_tokenizer,
 )
 from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.data.truncation import LengthLimits
 from dpo_pack.data.workers import tokenize_rows
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import CacheError, DataError
 
@@ -79,7 +81,7 @@ def load_source(
     tokenizer: Tokenizer,
     tokenizer_key: str,
     cache_dir: Path,
-    progress: Progress,
+    progress: Progress | None,
 ) -> LoadedSource:
     """Returns the pairs of one source; `key` is its recipe key, "data.train.0".
 
@@ -116,7 +118,7 @@ def load_prompt_source(
     ingestion = Ingestion(
         located=located, source=source, data=data, tokenizer=tokenizer, completion_tokens=max_new_tokens
     )
-    batches = list(ingestion.batches(lambda what, done, total: None))
+    batches = list(ingestion.batches())
     store = TokenStore(
         tokens=np.concatenate([batch.pairs.tokens for batch in batches]),
         records=np.concatenate([batch.pairs.records for batch in batches]),
@@ -141,7 +143,7 @@ def check_source(
         completion_tokens=max_new_tokens,
         max_rows=_CHECKED_ROWS,
     )
-    for _ in ingestion.batches(lambda what, done, total: None):
+    for _ in ingestion.batches():
         pass
     return (
         f"{key}: {source.path}, format {ingestion.format}, the first {ingestion.num_rows:,} rows have "
@@ -207,7 +209,7 @@ class Ingestion:
         with closing(opened.rows):
             return self._known_format(opened)[0]
 
-    def batches(self, progress: Progress) -> Iterator[TokenizedBatch]:
+    def batches(self, progress: Progress | None = None) -> Iterator[TokenizedBatch]:
         """Yields the rows as tokens. Raises DataError if bad rows stop the run or all rows are dropped."""
         opened = self.open()
         with closing(opened.rows):
@@ -225,7 +227,8 @@ class Ingestion:
                     self.count(batch)
                     if self.num_kept == 0 and self.num_rows >= _DETECTION_ROWS:
                         self._check_rows("the first ")  # the rest of a large file would take long
-                    progress(f"Tokenizing {self.located.label}", self.num_rows, opened.num_rows)
+                    if progress is not None:
+                        progress(f"Tokenizing {self.located.label}", self.num_rows, opened.num_rows)
                     yield batch
         self._check_rows("the first " if self.num_rows == self.max_rows else "")
         self._check_any_left()
@@ -235,7 +238,18 @@ class Ingestion:
         self.format, rows = self._known_format(opened)
         self._check_columns_are_read()
         rows = self._with_known_prompts(opened, rows)
-        settings = TokenizationSettings.of(self.data, self.source, self.format, self.completion_tokens)
+        settings = TokenizationSettings(
+            format=self.format,
+            system_prompt=self.data.system_prompt,
+            limits=LengthLimits(
+                max_length=self.data.max_length,
+                max_prompt_length=self.data.max_prompt_length,
+                truncation=self.data.truncation,
+            ),
+            scored_turns=self.data.scored_turns,
+            completion_tokens=self.completion_tokens,
+            format_options=FORMATS[self.format].options_of(self.source),
+        )
         check_tokenizer(self.tokenizer, settings, self.located.label)
         return rows, settings
 
@@ -307,24 +321,24 @@ class Ingestion:
     def _check_columns_are_read(self) -> None:
         """Raises DataError if the format does not read a column that the recipe names."""
         for ours, theirs in self.source.columns.items():
-            if theirs is not None and ours not in FORMATS[self.format].columns:
+            if theirs is not None and ours not in FIELDS_OF_FORMAT[self.format]:
                 remedy = f"remove {ours}, or set {self.located.key}.format"
                 if ours == "system" and self.format == "preference":
                     prompt = self.source.columns.get("prompt") or "prompt"
                     remedy = (
-                        f"set {self.located.key}.columns: {{instruction: {prompt}, system: {theirs}}}, which"
+                        f"set {self.located.key}.columns: {{instruction: {prompt}, system: {theirs}}}, which "
+                        "makes messages of prompt, chosen and rejected"
                     )
-                    remedy += " makes messages of prompt, chosen and rejected"
                 raise DataError(
-                    f"{self.located.label}: its rows are read as {self.format}, which has no {ours}, but "
-                    f"{self.located.key}.columns.{ours} names column {theirs!r}; {remedy}"
+                    f"{self.located.label}: its rows are read as {self.format}, which has no column {ours}, "
+                    f"but {self.located.key}.columns.{ours} names column {theirs!r}; {remedy}"
                 )
 
     @property
     def _columns_read(self) -> tuple[str | None, ...]:
         """The columns that the format reads, under the source's names."""
         skipped = () if self.format != "conversational" or self.source.names_system else ("system",)
-        columns = (column for column in FORMATS[self.format].columns if column not in skipped)
+        columns = (column for column in FIELDS_OF_FORMAT[self.format] if column not in skipped)
         return tuple(self.mapping.get(column, column) for column in columns)
 
     def _with_known_prompts(self, opened: OpenRows, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
@@ -339,12 +353,12 @@ class Ingestion:
         first_rows = [] if prompt in opened.columns else opened.first_rows()
         columns = {**opened.columns, **dict.fromkeys(chain.from_iterable(first_rows))}
         if prompt in columns:
-            return map(self._with_prompt, rows)
+            return (_refuse_without_prompt(numbered, None) for numbered in rows)
         completions = [self.source.columns.get(column, column) for column in format.completion_columns]
         is_pair = self.completion_tokens is None
         if prompt != "prompt" or (is_pair and not columns.keys() >= set(completions)):
             return rows  # each row will be refused, because it lacks a column that it must have
-        read = {*format.columns, *self._columns_read}
+        read = {*FIELDS_OF_FORMAT[self.format], *self._columns_read}
         texts = texts_of_columns(first_rows, beside=read)
         possible = [column for column in texts if not are_labels(texts[column])]
         # Columns with many different texts come first, because questions differ; `system` comes last.
@@ -360,23 +374,7 @@ class Ingestion:
             )
         self.infers_prompts = True
         known = {*read, *texts}
-        return (self._without_new_texts(row, known) for row in rows)
-
-    def _with_prompt(self, numbered: NumberedRow) -> NumberedRow:
-        number, row = numbered
-        if isinstance(row, BadRow) or "prompt" in row:
-            return numbered
-        detail = f"no column 'prompt', which other rows have (there are: {', '.join(row) or 'none'})"
-        return number, BadRow("missing_column", detail)
-
-    def _without_new_texts(self, numbered: NumberedRow, known: Container[str | None]) -> NumberedRow:
-        number, row = numbered
-        if isinstance(row, BadRow) or "prompt" in row:
-            return numbered
-        texts = texts_of_columns([row], beside=known)
-        if not texts:
-            return numbered
-        return number, BadRow("missing_column", f"no column 'prompt', and {next(iter(texts))!r} may be it")
+        return (_refuse_without_prompt(numbered, known) for numbered in rows)
 
     def count(self, batch: TokenizedBatch) -> None:
         """Adds the rows of a batch to the counts."""
@@ -401,7 +399,7 @@ class Ingestion:
     def _is_in_most_rows(self, reason: str) -> bool:
         return 2 * self.dropped_counts[reason] > self.num_rows
 
-    def _check_rows(self, which: str = "") -> None:
+    def _check_rows(self, which: str) -> None:
         """Raises DataError if dropped rows stop the run. It names the first one and counts each reason."""
         stopping = [reason for reason in self.first_dropped if self.stops_run(reason)]
         if not stopping:
@@ -428,7 +426,7 @@ class Ingestion:
     def remedy(self, bad: BadRow) -> str | None:
         """Returns what the user can change so that rows with this fault are kept, or None."""
         shorter = "" if self.completion_tokens is None else ", lower online.max_new_tokens"
-        if bad.reason == "no_common_prompt" and "prompt" not in FORMATS[self.format].columns:
+        if bad.reason == "no_common_prompt" and "prompt" not in FIELDS_OF_FORMAT[self.format]:
             return None
         return {
             "missing_column": f"name the column in {self.located.key}.columns",
@@ -456,3 +454,21 @@ class Ingestion:
                 f"{self.located.label}: no {self.kept_word} left of {self.num_rows} rows ({reasons}); "
                 f"the first: {self.row_word} {number}: {bad.detail}; {remedy}"
             )
+
+
+def _refuse_without_prompt(numbered: NumberedRow, known: Container[str | None] | None) -> NumberedRow:
+    """Returns the row; instead of a row without the column `prompt` a BadRow, if that column may be missing.
+
+    `known` are the columns that are not the prompt: the row is refused if another column has texts, because
+    that column may be the prompt. `known` is None if other rows have the column `prompt`.
+    """
+    number, row = numbered
+    if isinstance(row, BadRow) or "prompt" in row:
+        return numbered
+    if known is None:
+        detail = f"no column 'prompt', which other rows have (there are: {', '.join(row) or 'none'})"
+    elif texts := texts_of_columns([row], beside=known):
+        detail = f"no column 'prompt', and {next(iter(texts))!r} may be it"
+    else:
+        return numbered
+    return number, BadRow("missing_column", detail)

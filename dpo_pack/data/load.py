@@ -14,7 +14,6 @@ from dpo_pack.data.keys import content_key
 from dpo_pack.data.splits import (
     HELD_OUT,
     DataSplits,
-    EvalSet,
     Prompt,
     PromptSplits,
     split_by_beginning,
@@ -48,31 +47,19 @@ def load_data(
         tokenizer=tokenizer,
         tokenizer_key=tokenizer_fingerprint(tokenizer),
         cache_dir=cache_dir,
-        progress=progress or (lambda what, done, total: None),
+        progress=progress,
     )
     loaded = _load_sources(data, load, seed)
     train, evals = loaded.train.table, {name: held_out.table for name, held_out in loaded.evals.items()}
-    eval_reports = {name: _describe_pairs(pairs) for name, pairs in evals.items()}
-    for name, source in zip(evals, loaded.eval_sources, strict=False):  # a held-out fraction has no source
-        eval_reports[name]["source"] = _pair_source_report(name, source)
+    sources = (*loaded.train_sources.values(), *loaded.eval_sources.values())
     report = {
-        "train": {
-            **_describe_pairs(train),
-            "sources": [
-                _pair_source_report(name, source)
-                for name, source in zip(source_names(data.train), loaded.train_sources, strict=True)
-            ],
-        },
-        "eval": eval_reports,
-        "held_out_by": loaded.held_out_by,
+        **loaded.report(_describe_pairs, _describe_pairs, _pair_source_report),
         **_overlap(train, list(evals.values())),
-        "rows_tokenized": sum(
-            source.rows_tokenized for source in (*loaded.train_sources, *loaded.eval_sources)
-        ),
+        "rows_tokenized": sum(source.rows_tokenized for source in sources),
     }
     return DataSplits(
         train=train,
-        eval=tuple(EvalSet(name=name, pairs=pairs) for name, pairs in evals.items()),
+        eval=evals,
         source_weights=loaded.source_weights,
         report=report,
         fingerprint=content_key([train.fingerprint, loaded.source_weights.tolist()]),
@@ -93,37 +80,19 @@ def load_prompts(
         load_prompt_source, data=data, tokenizer=tokenizer, max_new_tokens=max_new_tokens, cache_dir=cache_dir
     )
     loaded = _load_sources(data, load, seed)
-    train = loaded.train.table
-    eval_reports: dict[str, Any] = {
-        name: {"prompts": len(held_out.prompts)} for name, held_out in loaded.evals.items()
-    }
-    for name, source in zip(eval_reports, loaded.eval_sources, strict=False):
-        eval_reports[name]["source"] = _source_report(name, source)
-    report = {
-        "train": {
-            "prompts": train.num_pairs,
-            "distinct_prompts": len(np.unique(key_values(train.whole_prompt_keys))),
-            "lengths_tokens": {"prompt": _summarize_lengths(train.prompt_lengths)},
-            "sources": [
-                _source_report(name, source)
-                for name, source in zip(source_names(data.train), loaded.train_sources, strict=True)
-            ],
-        },
-        "eval": eval_reports,
-        "held_out_by": loaded.held_out_by,
-    }
-    prompts = PromptSplits(
-        train=loaded.train.prompts,
-        eval={name: held_out.prompts for name, held_out in loaded.evals.items()},
-    )
     return DataSplits(
-        train=train,
-        eval=(),
+        train=loaded.train.table,
+        eval={},
         source_weights=loaded.source_weights,
-        report=report,
-        fingerprint=train.fingerprint,
+        report=loaded.report(
+            _describe_prompts, lambda prompts: {"prompts": prompts.num_pairs}, _source_report
+        ),
+        fingerprint=loaded.train.table.fingerprint,
         eval_fingerprint=loaded.eval_fingerprint,
-        prompts=prompts,
+        prompts=PromptSplits(
+            train=loaded.train.prompts,
+            eval={name: held_out.prompts for name, held_out in loaded.evals.items()},
+        ),
     )
 
 
@@ -148,12 +117,12 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LoadedSources:
-    """The sources of a recipe. `train` does not contain the held-out fraction."""
+    """The sources of a recipe, by name. `train` does not contain the held-out fraction."""
 
     train: _Part
     evals: dict[str, _Part]
-    train_sources: Sequence[LoadedSource]
-    eval_sources: Sequence[LoadedSource]  # of the sets in `evals`; empty if a fraction is held out
+    train_sources: dict[str, LoadedSource]
+    eval_sources: dict[str, LoadedSource]  # empty if a fraction is held out
     source_weights: NDArray[np.float64]
     held_out_by: str | None  # what pairs share that are held out together; None: no fraction
 
@@ -161,27 +130,45 @@ class _LoadedSources:
     def eval_fingerprint(self) -> str:
         return content_key([[name, part.table.fingerprint] for name, part in self.evals.items()])
 
+    def report(
+        self,
+        describe_train: Callable[[PairTable], dict[str, Any]],
+        describe_eval: Callable[[PairTable], dict[str, Any]],
+        describe_source: Callable[[str, LoadedSource], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Returns what the functions say about the training set, the eval sets and the sources, JSON-able."""
+        evals = {name: describe_eval(held_out.table) for name, held_out in self.evals.items()}
+        for name, source in self.eval_sources.items():
+            evals[name]["source"] = describe_source(name, source)
+        sources = [describe_source(name, source) for name, source in self.train_sources.items()]
+        train = {**describe_train(self.train.table), "sources": sources}
+        return {"train": train, "eval": evals, "held_out_by": self.held_out_by}
+
 
 def _load_sources(
     data: DataRecipe, load: Callable[[SourceRecipe, str], LoadedSource], seed: int
 ) -> _LoadedSources:
     """Loads all sources and splits off a held-out fraction. `load` gets each source and its recipe key."""
-    train_sources = [load(source, f"data.train.{number}") for number, source in enumerate(data.train)]
-    train = _Part.of(train_sources)
-    eval_sources: list[LoadedSource] = []
+
+    def load_all(part: str, sources: Sequence[SourceRecipe]) -> dict[str, LoadedSource]:
+        loaded = [load(source, f"data.{part}.{number}") for number, source in enumerate(sources)]
+        return dict(zip(source_names(sources), loaded, strict=True))
+
+    train_sources = load_all("train", data.train)
+    train = _Part.of(list(train_sources.values()))
+    eval_sources: dict[str, LoadedSource] = {}
     held_out_by = None
     if isinstance(data.eval, EvalFraction):
         keys, held_out_by = train.table.whole_prompt_keys, "prompt"
-        if any(source.store.summary.get("prompts_inferred") for source in train_sources):
+        if any(source.store.summary.get("prompts_inferred") for source in train_sources.values()):
             kept, held_out, num_characters = split_by_beginning(keys, data.eval.fraction, seed)
             held_out_by = f"first {num_characters} characters"
         else:
             kept, held_out = split_by_prompt(keys, data.eval.fraction, seed)
         train, evals = train.select(kept), {HELD_OUT: train.select(held_out)}
     else:
-        eval_sources = [load(source, f"data.eval.{number}") for number, source in enumerate(data.eval)]
-        parts = [_Part.of([source]) for source in eval_sources]
-        evals = dict(zip(source_names(data.eval), parts, strict=True))
+        eval_sources = load_all("eval", data.eval)
+        evals = {name: _Part.of([source]) for name, source in eval_sources.items()}
     source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
     check_weights(train.table.source_indices, source_weights)
     return _LoadedSources(
@@ -228,6 +215,14 @@ def _describe_pairs(pairs: PairTable) -> dict[str, Any]:
         "prompts": len(np.unique(key_values(pairs.whole_prompt_keys))),
         "duplicate_pairs": pairs.num_pairs - len(np.unique(_pair_values(pairs))),
         "lengths_tokens": {name: _summarize_lengths(values) for name, values in lengths.items()},
+    }
+
+
+def _describe_prompts(prompts: PairTable) -> dict[str, Any]:
+    return {
+        "prompts": prompts.num_pairs,
+        "distinct_prompts": len(np.unique(key_values(prompts.whole_prompt_keys))),
+        "lengths_tokens": {"prompt": _summarize_lengths(prompts.prompt_lengths)},
     }
 
 

@@ -73,7 +73,7 @@ def _check_has_no_hub_keys(source: SourceRecipe, key: str) -> None:
     for name in _HUB_KEYS:
         if getattr(source, name) is not None:
             raise RecipeError(
-                f"{key}.{name}: only data sets of the hub have one, and {source.path} is here; "
+                f"{key}.{name}: only data sets of the hub have one, and {source.path} is a local path; "
                 f"leave {name} out, or name the files in {key}.path"
             )
 
@@ -159,7 +159,7 @@ def _load_dataset(path: str, split: str, names: ColumnNames, **hub_options: str)
         remedy = (
             f"mend the files or name one of them in {names.key}.path"
             if Path(path).is_dir()
-            else f"nor is it a local file: correct {names.key}.path, or check the network and HF_TOKEN"
+            else f"no local file has this name: correct {names.key}.path, or check the network and HF_TOKEN"
         )
         raise DataError(f"{names.label}: `datasets` cannot load it ({_cause(error)}); {remedy}") from error
 

@@ -1,7 +1,7 @@
 """Merges the pairs of one prompt into a group. A group computes the prompt and each completion only once.
 
 Rankings and all-pairs data sets have many pairs of few completions. In a row (the pairs of one forward pass)
-such pairs become one `layout.Group` of n completions. An index gives each pair's chosen and rejected one. The
+such pairs become one `layout.Group` of n completions, and an index says which two of them a pair has. The
 planner, which fills rows, asks `TableMerging` which pairs merge and how large the groups are; `merge_group`
 makes a group.
 
@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.data.store import PairTable, common_prefix_length, pair_lengths
+from dpo_pack.data.store import PairTable, common_prefix_length, key_values, pair_lengths
 from dpo_pack.packing.flops import TRAINING_PASSES, ModelShape, group_size
 from dpo_pack.packing.lengths import CutGroup, GroupSize, IntArray
 
@@ -99,9 +99,10 @@ def prompt_merging(table: PairTable, shape: ModelShape, *, passes: float = TRAIN
         lengths = [len(completion) for completion in merged.completions]
         return group_size(shape, prompt=prompt, completions=lengths, shared=shared, passes=passes)
 
+    _, prompts = np.unique(key_values(table.prompt_keys), return_inverse=True)
     return TableMerging(
         table=table,
-        prompts=number_prompts(table),
+        prompts=prompts.astype(np.int64),
         tokens=pair_lengths(table).row_tokens(share_prompt=True),
         size_of=size_of,
     )
@@ -120,13 +121,6 @@ def merge_group(table: PairTable, pairs: Sequence[int]) -> MergedGroup:
                 completions.append(read(pair))
             pair_completions[position, side] = number
     return MergedGroup(completions=tuple(completions), pair_completions=pair_completions)
-
-
-def number_prompts(table: PairTable) -> IntArray:
-    """Returns [P] prompt numbers. Token-identical prompts have the same number."""
-    keys = np.ascontiguousarray(table.prompt_keys).view("V16").ravel()
-    _, numbers = np.unique(keys, return_inverse=True)
-    return numbers.astype(np.int64)
 
 
 def shared_length(table: PairTable, pair: int, completions: Sequence[NDArray[np.int32]]) -> int:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from dpo_pack.data.formats import FORMATS, BadRow, holds_media, is_media_name
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 from dpo_pack.system.errors import DataError, first_line
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
@@ -78,12 +79,12 @@ class ColumnNames:
                 "chosen and the other one as rejected, or take a paired version of the data set"
             )
         found: list[Mapping[str, str | None]] = []
-        for format in FORMATS.values():
-            for known in format.known_columns:
+        for name, format in FORMATS.items():
+            for known in format.known_columns if set(FIELDS_OF_FORMAT[name]).issuperset(self.mapping) else ():
                 added = {ours: theirs for ours, theirs in known.items() if ours not in there}
                 completed = {**self.mapping, **added}
-                if added and set(self.mapping) <= set(format.columns) and columns.issuperset(added.values()):
-                    found += [completed] if completed not in found else []
+                if added and columns.issuperset(added.values()) and completed not in found:
+                    found.append(completed)
         if len(found) > 1:
             ours = next(ours for ours in found[0] if found[0][ours] != found[1].get(ours))
             choices = " or ".join(f"{{{ours}: {mapping[ours]}}}" for mapping in found)
@@ -93,14 +94,11 @@ class ColumnNames:
             )
         return found[0] if found else self.mapping
 
-    def rename(
-        self, row: dict[str, Any], mapping: Mapping[str, str | None] | None = None
-    ) -> dict[str, Any] | BadRow:
-        """Returns the row with our column names, of `mapping` if it is given.
+    def rename(self, row: dict[str, Any], mapping: Mapping[str, str | None]) -> dict[str, Any] | BadRow:
+        """Returns the row with our column names, as `mapping` says (see `completed`).
 
         Returns a BadRow if a mapped column is missing, or if a column has images, video or audio.
         """
-        mapping = self.mapping if mapping is None else mapping
         renamed = dict(row)
         for name in _TAKEN_ONCE.intersection(mapping.values()).difference(mapping):
             renamed.pop(name, None)
@@ -137,13 +135,12 @@ class ColumnNames:
                     f"{self.label}: no column {theirs!r}, which {self.key}.columns.{ours} names; {there}"
                 )
         mapping = self.completed(present)
-        known = [column for format in FORMATS.values() for column in format.columns]
-        selected = {ours: mapping.get(ours, ours) for ours in known}
-        read = {theirs for theirs in selected.values() if theirs in present}
+        names = {field: mapping.get(field, field) for fields in FIELDS_OF_FORMAT.values() for field in fields}
+        read = set(present).intersection(names.values())
         needed: list[tuple[str, ...]] = [format.completion_columns for format in FORMATS.values()]
         if self.prompts_suffice:
             needed += [(format.prompt_column,) for format in FORMATS.values() if format.prompt_column]
-        if any(all(selected[column] in read for column in columns) for columns in needed):
+        if any(all(names[column] in read for column in columns) for columns in needed):
             has_prompt = mapping.get("prompt", "prompt") in (*read, None)
             checked = ("binary",) if has_prompt else ("binary", "string")
             return [
@@ -157,8 +154,8 @@ class ColumnNames:
             )
         raise DataError(
             f"{self.label}: no columns 'chosen' and 'rejected'; {there}; say which they are in "
-            f"{self.key}.columns, for example {{chosen: {present[0] if present else 'better'}}}; two answers "
-            "and a preference between them are first, second and preference"
+            f"{self.key}.columns, for example {{chosen: {present[0] if present else 'better'}}}; if another "
+            "column says which of two answers is better, name the three columns first, second and preference"
         )
 
 
@@ -496,9 +493,9 @@ def _unreadable(label: str, row_word: str, number: int, error: Exception) -> Dat
     elif isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
         return DataError(f"{label}: {error.strerror}; check the path")
     elif isinstance(error, _RowTooLong):
-        what, remedy = f"a row has more than {_MAX_ROW_SIZE:,} bytes", "it is no pair: cut or remove it"
+        what, remedy = f"a row has more than {_MAX_ROW_SIZE:,} bytes", "shorten or remove this row"
     else:
-        what, remedy = first_line(error), "it is damaged or incomplete: copy or download it again"
+        what, remedy = first_line(error), "the file is damaged or incomplete: copy or download it again"
     where = f"after {row_word} {number}" if number else "at its beginning"
     return DataError(f"{label}: cannot be read {where} ({what}); {remedy}")
 

@@ -20,19 +20,11 @@ HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EvalSet:
-    """Pairs for evaluation, and their name in metrics."""
-
-    name: str
-    pairs: PairTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DataSplits:
     """All pairs or prompts that the section `data` of a recipe describes."""
 
     train: PairTable
-    eval: tuple[EvalSet, ...]
+    eval: dict[str, PairTable]  # the held-out sets by their names in metrics; empty if rows are prompts
     source_weights: NDArray[np.float64]  # [training sources] how often an epoch has their pairs
     report: dict[str, Any]  # the content of data_report.json
     fingerprint: str  # a hash of the training pairs and source weights
@@ -61,7 +53,7 @@ def split_by_prompt(
     if num_held_out >= len(prompts):
         raise DataError(
             f"data.eval.fraction: {fraction} of {len(prompt_keys)} pairs with {len(prompts)} prompts leaves "
-            "none to train on; lower it, or name a source in data.eval"
+            "none to train on; lower the fraction, or name a source in data.eval"
         )
     is_held_out = np.zeros(len(prompts), dtype=bool)
     is_held_out[order[:num_held_out]] = True

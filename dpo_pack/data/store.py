@@ -46,29 +46,16 @@ NO_TOKENS = np.zeros(0, dtype=TOKEN_DTYPE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenizedPairs:
-    """Pairs in the form that a store holds, before they are on disk."""
+class TokenStore:
+    """Pairs as token ids: those of one source, mapped into memory read-only, or any pairs, in memory only."""
 
     tokens: TokenIds  # [total] prompt | chosen | rejected of each pair, one after another
     records: Records  # [P]
-    token_weights: TokenWeights | None = None  # [total], see TokenStore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenStore:
-    """The pairs of one source, mapped into memory read-only, or in memory only."""
-
-    tokens: TokenIds  # [total]
-    records: Records  # [P]
-    # [total] what the log-prob of each token counts in the sum of its completion (of a prompt's tokens: 1,
-    # without a meaning); None: every token counts 1.
+    # [total] the weight of each token in the sum of its completion's log-probs; None: all weights are 1.
+    # Tokens of prompts have the weight 1, which nobody reads.
     token_weights: TokenWeights | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)  # the counts of the pass that wrote the store
     directory: Path | None = None  # None: the pairs are in memory only
-
-    @staticmethod
-    def in_memory(pairs: TokenizedPairs) -> "TokenStore":
-        return TokenStore(tokens=pairs.tokens, records=pairs.records, token_weights=pairs.token_weights)
 
     def damaged(self, row_number: int) -> CacheError:
         """Returns the error for changed tokens. Removes the manifest: the next run writes the store again."""
@@ -159,7 +146,7 @@ class PairTable:
         return self._sequence(pair, self.rejected_keys, before, length)[1]
 
     def token_weights(self, pair: int) -> tuple[TokenWeights, TokenWeights]:
-        """Returns what each token of the chosen, and of the rejected completion counts in its sum."""
+        """Returns the weights of the chosen completion's tokens, and those of the rejected completion's."""
         lengths = int(self.chosen_lengths[pair]), int(self.rejected_lengths[pair])
         weights = self.stores[self.source_indices[pair]].token_weights
         if weights is None:
@@ -194,8 +181,8 @@ def join_pairs(
     weights: Sequence[float],
     row_numbers: Sequence[int],
     whole_prompt_keys: Sequence[bytes] | None = None,
-) -> TokenizedPairs:
-    """Turns pairs into the form that a store holds. `whole_prompt_keys` are not needed for uncut prompts."""
+) -> TokenStore:
+    """Puts pairs into a store in memory. `whole_prompt_keys` are not needed for uncut prompts."""
     records = np.zeros(len(pairs), dtype=RECORD_DTYPE)
     records["prompt_length"] = [len(pair.prompt) for pair in pairs]
     records["chosen_length"] = [len(pair.chosen) for pair in pairs]
@@ -212,7 +199,7 @@ def join_pairs(
     records["chosen_key"] = _keys(sequence_key(pair.prompt, pair.chosen) for pair in pairs)
     records["rejected_key"] = _keys(sequence_key(pair.prompt, pair.rejected) for pair in pairs)
     parts = [part for pair in pairs for part in (pair.prompt, pair.chosen, pair.rejected)]
-    return TokenizedPairs(
+    return TokenStore(
         tokens=np.concatenate([NO_TOKENS, *parts]), records=records, token_weights=_join_weights(pairs)
     )
 
@@ -241,7 +228,7 @@ def common_prefix_length(ids: TokenIds, other_ids: TokenIds) -> int:
 
 
 def write_store(
-    directory: Path, batches: Iterable[TokenizedPairs], summarize: Callable[[], dict[str, Any]]
+    directory: Path, batches: Iterable[TokenStore], summarize: Callable[[], dict[str, Any]]
 ) -> None:
     """Writes each batch when `batches` yields it. Calls `summarize` after the final batch.
 

@@ -16,10 +16,9 @@ from dpo_pack.data.formats import FORMATS, BadRow, Pair, with_system_message
 from dpo_pack.data.keys import beginning_key, prompt_key
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.splits import Prompt
-from dpo_pack.data.store import NO_TOKENS, TokenizedPairs, common_prefix_length, join_pairs
+from dpo_pack.data.store import NO_TOKENS, TokenStore, common_prefix_length, join_pairs
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, TokenWeights, truncate
-from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
@@ -46,32 +45,13 @@ class TokenizationSettings:
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
 
-    @staticmethod
-    def of(
-        data: DataRecipe, source: SourceRecipe, format: str, completion_tokens: int | None
-    ) -> "TokenizationSettings":
-        """Returns the settings of a source in a recipe."""
-        limits = LengthLimits(
-            max_length=data.max_length,
-            max_prompt_length=data.max_prompt_length,
-            truncation=data.truncation,
-        )
-        return TokenizationSettings(
-            format=format,
-            system_prompt=data.system_prompt,
-            limits=limits,
-            scored_turns=data.scored_turns,
-            completion_tokens=completion_tokens,
-            format_options=FORMATS[format].options_of(source),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedBatch:
     """The result for some consecutive rows: pairs or prompts, dropped rows and counts."""
 
     num_rows: int
-    pairs: TokenizedPairs  # if rows are prompts, the completions have no tokens
+    pairs: TokenStore  # if rows are prompts, the completions have no tokens
     prompts: tuple[Prompt, ...]  # one for each pair; empty if rows are pairs
     dropped: tuple[DroppedRow, ...]  # in row order
     counts: Counter[str]  # counts of kept pairs and of their completions, see _pair_notes
@@ -185,19 +165,15 @@ def with_weights(ids: PairIds, pair: Pair, of_turns: Sequence[TokenWeights | Non
     `of_turns` has the weights of all tokens of prompt + chosen and of prompt + rejected, or None. Raises
     BadRow if a completion has no token that is scored.
     """
-    given: dict[str, Any] = {"chosen": pair.chosen_weights, "rejected": pair.rejected_weights}
+    given: Sequence[Any] = (pair.chosen_weights, pair.rejected_weights)
     if of_turns is not None:
-        cut = (None if of_side is None else of_side[len(ids.prompt) :] for of_side in of_turns)
-        given = dict(zip(given, cut, strict=True))
-    weights = {
-        column: None if of_side is None else np.asarray(of_side, dtype=np.float32)
-        for column, of_side in given.items()
-    }
-    for column, of_side in weights.items():
-        assert of_side is None or len(of_side) == len(getattr(ids, column))
+        given = [None if of_side is None else of_side[len(ids.prompt) :] for of_side in of_turns]
+    weights = [None if of_side is None else np.asarray(of_side, dtype=np.float32) for of_side in given]
+    for side, of_side in zip(("chosen", "rejected"), weights, strict=True):
+        assert of_side is None or len(of_side) == len(ids.completion(side))
         if of_side is not None and not of_side.any():
-            raise BadRow("nothing_scored", f"{column} has nothing that the assistant says")
-    return replace(ids, chosen_weights=weights["chosen"], rejected_weights=weights["rejected"])
+            raise BadRow("nothing_scored", f"{side} has nothing that the assistant says")
+    return replace(ids, chosen_weights=weights[0], rejected_weights=weights[1])
 
 
 def _whole_prompt_key(pair: Pair) -> bytes:
@@ -225,7 +201,7 @@ def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
             assert isinstance(token, int)
             if not 0 <= token < vocabulary_size:
                 last = vocabulary_size - 1
-                detail = f"{part}_ids has the token id {token}; the tokenizer's are 0 to {last}"
+                detail = f"{part}_ids has the token id {token}; the tokenizer's ids are 0 to {last}"
                 raise BadRow("token_id_out_of_range", detail)
 
 
@@ -247,7 +223,7 @@ def render(pair: Pair, settings: TokenizationSettings, tokenizer: Tokenizer) -> 
             text.encode()
         except UnicodeEncodeError as error:
             lone = f"\\u{ord(text[error.start]):04x}"
-            raise BadRow("invalid_unicode", f"half of a surrogate pair ({lone}), which is not text") from None
+            raise BadRow("invalid_unicode", f"a text has half of a surrogate pair ({lone})") from None
     return texts
 
 
@@ -263,10 +239,8 @@ def _apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Toke
 
 def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
     """Returns True if the chat template writes the beginning of an answer after the prompt of a pair."""
-    (with_opening,) = _apply_chat_template(pair, (), tokenizer)
-    options = {**pair.template_options, "tokenize": False}
-    prompt: Any = pair.prompt
-    return bool(with_opening != tokenizer.apply_chat_template(prompt, **options))
+    with_opening, without = _apply_chat_template(pair, ([],), tokenizer)  # [] is a completion of no messages
+    return with_opening != without
 
 
 def _encode(texts: list[str], settings: TokenizationSettings, tokenizer: Tokenizer) -> Iterator[TokenIds]:
@@ -340,8 +314,9 @@ class EndTokens:
         special = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         return EndTokens(ids=eos | special, window=_TURN_END_TOKENS)
 
-    def end(self, completion: TokenIds) -> bool:
-        return any(token in self.ids for token in completion[-self.window :].tolist())
+    def found_in(self, completion: TokenIds) -> list[int]:
+        """Returns the end tokens that the completion has at its end; an empty list if it has no end."""
+        return [token for token in completion[-self.window :].tolist() if token in self.ids]
 
 
 def _pair_notes(num_prompt_tokens: int, whole: PairIds, fitted: PairIds, ends: EndTokens) -> Counter[str]:
@@ -352,6 +327,6 @@ def _pair_notes(num_prompt_tokens: int, whole: PairIds, fitted: PairIds, ends: E
     )
     for before, after in ((whole.chosen, fitted.chosen), (whole.rejected, fitted.rejected)):
         notes["completions_truncated"] += len(after) < len(before)
-        notes["completions_without_eos"] += not ends.end(before)
-        notes["eos_lost"] += ends.end(before) and not ends.end(after)
+        notes["completions_without_eos"] += not ends.found_in(before)
+        notes["eos_lost"] += bool(ends.found_in(before)) and not ends.found_in(after)
     return notes

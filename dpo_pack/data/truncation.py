@@ -29,9 +29,13 @@ class PairIds:
     prompt: TokenIds
     chosen: TokenIds
     rejected: TokenIds
-    # What the log-prob of each completion token counts in the sequence's sum; None: 1.
+    # The weight of each completion token in the sum of the completion's log-probs; None: all weights are 1.
     chosen_weights: TokenWeights | None = None
     rejected_weights: TokenWeights | None = None
+
+    def completion(self, side: str) -> TokenIds:
+        """Returns the completion of a side, which is "chosen" or "rejected"."""
+        return self.chosen if side == "chosen" else self.rejected
 
     @property
     def longest_length(self) -> int:
@@ -82,10 +86,8 @@ def _with_shorter_completions(pair: PairIds, length: int) -> PairIds:
     if np.array_equal(chosen, rejected):
         detail = f"the first {length} tokens of the completions, all that data.max_length leaves, are equal"
         raise BadRow("identical_after_truncation", detail)
-    weights = [
-        None if of_side is None else of_side[:length]
-        for of_side in (pair.chosen_weights, pair.rejected_weights)
-    ]
+    both = (pair.chosen_weights, pair.rejected_weights)
+    weights = [None if of_side is None else of_side[:length] for of_side in both]
     if any(of_side is not None and not of_side.any() for of_side in weights):
         detail = f"the first {length} tokens of a completion, all that data.max_length leaves, are not scored"
         raise BadRow("unscored_after_truncation", detail)

@@ -14,7 +14,7 @@ from dpo_pack.data.formats import FORMATS, BadRow, Pair
 from dpo_pack.data.ingest import LISTED_ROWS, Ingestion, Progress
 from dpo_pack.data.locating import locate_source
 from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.store import PairTable, TokenizedPairs, TokenStore
+from dpo_pack.data.store import PairTable, TokenStore
 from dpo_pack.data.tokenization import (
     EndTokens,
     TokenizationSettings,
@@ -23,7 +23,7 @@ from dpo_pack.data.tokenization import (
     tokenize_batch,
 )
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds
+from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, truncate
 from dpo_pack.data.workers import tokenize_rows
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError
@@ -58,7 +58,7 @@ class Token:
     id: int
     text: str  # "" if the token is a part of a character; the last such token has the whole character
     part: Literal["prompt", "completion"]
-    scored: bool | float
+    scored: bool | float  # True, False, or the token's weight in the sum of log-probs
     is_cut: bool  # truncation removes the token, so the model does not see it
 
 
@@ -76,22 +76,21 @@ class ViewedPair:
     limits: LengthLimits
     opens_turn: bool  # False: no template, or it writes nothing for a generation prompt
     tokenizer: Tokenizer
-    ends: EndTokens
+    ends: EndTokens  # the tokens that can end a completion
 
     def end_of(self, side: str) -> str | None:
         """Returns the last token that ends the model's completion: EOS, or a template's token after a turn.
 
         Returns None if there is no such token.
         """
-        last = _completion(self.fitted, side)[-self.ends.window :].tolist()
-        found = [token for token in last if token in self.ends.ids]
+        found = self.ends.found_in(self.fitted.completion(side))
         return _decode(found[-1:], self.tokenizer) if found else None
 
     def tokens(self, side: str) -> list[Token]:
         """Returns the prompt and one completion ("chosen" or "rejected"), also the tokens that were cut."""
-        prompt, completion = self.whole.prompt, _completion(self.whole, side)
+        prompt, completion = self.whole.prompt, self.whole.completion(side)
         texts = token_texts(np.concatenate([prompt, completion]), self.tokenizer)
-        kept = len(_completion(self.fitted, side))
+        kept = len(self.fitted.completion(side))
         begin, end = self._cut_prompt
         cut = [begin <= position < end for position in range(len(prompt))]
         cut += [position >= kept for position in range(len(completion))]
@@ -116,10 +115,6 @@ class ViewedPair:
         whole, fitted = self.whole.prompt, self.fitted.prompt
         keeps_first = len(fitted) > 1 and whole[0] == self.tokenizer.bos_token_id
         return int(keeps_first), int(keeps_first) + len(whole) - len(fitted)
-
-    def text_of(self, side: str) -> str:
-        """Returns the text of a whole completion, special tokens included."""
-        return "".join(token.text for token in self.tokens(side) if token.part == "completion")
 
     def text_after_boundary(self) -> str:
         """Returns the end of the prompt's text that is tokenised with a completion, or "" if no part is."""
@@ -161,7 +156,6 @@ class SourceView:
     num_rows_of_source: int | None  # None: not known before its end, and the end was not reached
     last_row: int  # the number of the last row that was read
     pairs: tuple[ViewedPair, ...]  # of the first rows, and of the rows that were asked for
-    table: PairTable  # the same pairs
     left_out: tuple[LeftOutReason, ...]
 
 
@@ -185,7 +179,6 @@ def view_source(
     located = locate_source(source, key, None)
     ingestion = Ingestion(located=located, source=source, data=data, tokenizer=tokenizer)
     pairs: list[ViewedPair] = []
-    stores: list[TokenizedPairs] = []
     left_out: dict[str, list[LeftOut]] = {}
     opened = ingestion.open()
     origin = Origin(name=name, label=label, key=key, row_word=opened.row_word)
@@ -197,13 +190,13 @@ def view_source(
         )
         with closing(batches):
             for batch in batches:
-                taken, shown = selection.take()
+                taken = selection.take()
                 ingestion.count(batch)
                 progress(f"Reading {label}", ingestion.num_rows, opened.num_rows)
                 for number, bad in batch.dropped:
                     listed = left_out.setdefault(bad.reason, [])
                     if len(listed) < LISTED_ROWS:
-                        content = taken[number]
+                        content, _ = taken[number]
                         listed.append(
                             LeftOut(
                                 origin=origin,
@@ -214,16 +207,10 @@ def view_source(
                             )
                         )
                 dropped = {number for number, _ in batch.dropped}
-                kept = [(number, taken[number]) for number in shown if number not in dropped]
-                viewed, store = _view(kept, origin, settings, tokenizer)
-                pairs += viewed
-                stores.append(store)
+                kept = [(at, row) for at, (row, is_shown) in taken.items() if is_shown and at not in dropped]
+                pairs += _view(kept, origin, settings, tokenizer)
     if ingestion.num_rows == 0:
         raise DataError(f"{located.label} has no rows; correct or remove {key}")
-    joined = TokenStore(  # whose token weights nobody reads: the row of it that is drawn has lengths only
-        tokens=np.concatenate([store.tokens for store in stores]),
-        records=np.concatenate([store.records for store in stores]),
-    )
     return SourceView(
         origin=origin,
         format=ingestion.format,
@@ -232,7 +219,6 @@ def view_source(
         num_rows_of_source=selection.num_rows if selection.is_at_end else opened.num_rows,
         last_row=selection.last_row,
         pairs=tuple(pairs),
-        table=PairTable.of([joined]),
         left_out=tuple(
             LeftOutReason(
                 origin=origin,
@@ -243,7 +229,7 @@ def view_source(
                 stops_run=ingestion.stops_run(reason),
                 rows=tuple(left_out[reason]),
             )
-            for reason, bad in ((reason, bad) for reason, (_, bad) in ingestion.first_dropped.items())
+            for reason, (_, bad) in ingestion.first_dropped.items()
         ),
     )
 
@@ -255,8 +241,7 @@ class _Selection:
         self.rows, self.asked_rows, self.reads_all = rows, asked_rows, reads_all
         self.num_rows = self.last_row = 0
         self.is_at_end = False
-        self._taken: dict[int, Any] = {}
-        self._shown: list[int] = []
+        self._taken: dict[int, tuple[Any, bool]] = {}
 
     def __iter__(self) -> Iterator[NumberedRow]:
         last_asked = max(self.asked_rows, default=0)
@@ -265,35 +250,28 @@ class _Selection:
                 return
             self.num_rows, self.last_row = self.num_rows + 1, number
             is_shown = self.num_rows <= FIRST_ROWS or number in self.asked_rows
-            if is_shown:
-                self._shown.append(number)
             if is_shown or self.reads_all:
-                self._taken[number] = row
+                self._taken[number] = (row, is_shown)
                 yield number, row
         self.is_at_end = True
 
-    def take(self) -> tuple[dict[int, Any], list[int]]:
-        """Returns the rows since the last call by their numbers, and the numbers of those to show."""
-        taken, shown = self._taken, self._shown
-        self._taken, self._shown = {}, []
-        return taken, shown
+    def take(self) -> dict[int, tuple[Any, bool]]:
+        """Returns the rows since the last call by their numbers, each with True if it is to be shown."""
+        taken, self._taken = self._taken, {}
+        return taken
 
 
 def _view(
-    rows: Sequence[NumberedRow],
-    origin: Origin,
-    settings: TokenizationSettings,
-    tokenizer: Tokenizer,
-) -> tuple[list[ViewedPair], TokenizedPairs]:
-    """Returns the pairs of rows and their tokens. Each row must give a pair."""
+    rows: Sequence[NumberedRow], origin: Origin, settings: TokenizationSettings, tokenizer: Tokenizer
+) -> list[ViewedPair]:
+    """Returns the pairs of rows. Each row must give a pair."""
     unlimited = replace(settings, limits=_UNLIMITED)
-    fitted = tokenize_batch(rows, settings, tokenizer).pairs
     whole = _pair_ids(tokenize_batch(rows, unlimited, tokenizer).pairs)
     prompts = tokenize_batch(rows, replace(unlimited, completion_tokens=0), tokenizer).prompts
     alone = {prompt.row_number: prompt.ids for prompt in prompts}
     is_conversation = FORMATS[settings.format].content == "messages"
     pairs = []
-    for (number, row), ids, whole_ids in zip(rows, _pair_ids(fitted), whole, strict=True):
+    for (number, row), ids in zip(rows, whole, strict=True):
         pair = parse_row(row, settings, tokenizer)
         pairs.append(
             ViewedPair(
@@ -301,20 +279,20 @@ def _view(
                 format=settings.format,
                 row_number=number,
                 pair=pair,
-                alone=alone.get(number, whole_ids.prompt),
-                whole=whole_ids,
-                fitted=ids,
+                alone=alone.get(number, ids.prompt),
+                whole=ids,
+                fitted=truncate(ids, settings.limits, tokenizer.bos_token_id),
                 limits=settings.limits,
                 opens_turn=is_conversation and template_opens_turn(pair, tokenizer),
                 tokenizer=tokenizer,
                 ends=EndTokens.of(tokenizer, settings.format),
             )
         )
-    return pairs, fitted
+    return pairs
 
 
-def _pair_ids(pairs: TokenizedPairs) -> list[PairIds]:
-    table = PairTable.of([TokenStore.in_memory(pairs)])
+def _pair_ids(pairs: TokenStore) -> list[PairIds]:
+    table = PairTable.of([pairs])
     return [
         PairIds(
             prompt=table.prompt(i),
@@ -325,10 +303,6 @@ def _pair_ids(pairs: TokenizedPairs) -> list[PairIds]:
         )
         for i in range(table.num_pairs)
     ]
-
-
-def _completion(ids: PairIds, side: str) -> TokenIds:
-    return ids.chosen if side == "chosen" else ids.rejected
 
 
 def token_texts(ids: TokenIds, tokenizer: Tokenizer) -> list[str]:

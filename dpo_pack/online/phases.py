@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dpo_pack.data.store import PairTable, TokenStore, join_pairs
+from dpo_pack.data.store import PairTable, join_pairs
 from dpo_pack.data.truncation import PairIds
 from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judge, Rollout, Scores
 from dpo_pack.online.pairing import Pairing, PairingSettings, make_pairs
@@ -163,8 +163,7 @@ def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingP
 
 def pair_table(pairs: Sequence[PendingPair]) -> PairTable:
     """Returns the pairs as a table in memory, of the same type as a table of pairs on disk."""
-    joined = join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))
-    return PairTable.of([TokenStore.in_memory(joined)])
+    return PairTable.of([join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))])
 
 
 def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:

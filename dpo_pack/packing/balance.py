@@ -1,8 +1,8 @@
-"""Assigns the items of a step to ranks so that the slowest rank is near the mean, and packs each rank's rows.
+"""Assigns the items of a step to ranks so that the slowest rank costs little more than the mean.
 
 A row is the tokens of one forward pass. An item is a pair, a group of pairs merged by prompt, or a whole row.
 A row costs the sum over its items, so the cost of a rank depends only on which items it has. Items are
-therefore first assigned to ranks by cost. Then each rank packs its items into rows.
+therefore first assigned to ranks by cost. Then each rank packs its items into rows (plan.py).
 
 Legend: n items, R ranks. A cost is in any unit.
 """
@@ -12,8 +12,7 @@ from heapq import heapreplace
 
 import numpy as np
 
-from dpo_pack.packing.bin_packing import BIN_PACKERS, PADDED, padded_rows
-from dpo_pack.packing.lengths import FloatArray, IntArray, Items
+from dpo_pack.packing.lengths import FloatArray, IntArray
 
 # A split is good enough when its slowest rank costs at most this many times the mean.
 BALANCE_TOLERANCE = 1.01
@@ -21,20 +20,6 @@ BALANCE_TOLERANCE = 1.01
 MAX_SWAPS = 10_000_000
 
 RankRows = list[list[int]]  # the rows of one rank; a row is a list of positions in [n]
-
-
-def step_rows(
-    items: Items, *, token_budget: int, algorithm: str, num_ranks: int, equal_rows: bool
-) -> list[RankRows]:
-    """Returns each rank's rows. `equal_rows`, for sharded models: all ranks get equally many rows."""
-    build_rows = padded_rows if algorithm == PADDED else BIN_PACKERS[algorithm]
-    ranks: list[RankRows] = []
-    for positions in split_over_ranks(items.costs, num_ranks):
-        rows = build_rows(items.tokens[positions], token_budget)
-        ranks.append([positions[row].tolist() for row in rows])
-    if equal_rows:
-        equalize_rows(ranks, items.costs.tolist())
-    return ranks
 
 
 def split_over_ranks(costs: FloatArray, num_ranks: int, *, equal_counts: bool = False) -> list[IntArray]:

@@ -54,17 +54,13 @@ def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[Row]:
 def first_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[Row]:
     """Puts each item, longest first, into the earliest row that has room for the item; O(n x rows)."""
     order = np.argsort(-row_tokens, kind="stable")
-    num_oversize = int(np.count_nonzero(row_tokens > token_budget))
-    rows = [[position] for position in order[:num_oversize].tolist()]
-    fitting = order[num_oversize:]
-    free = np.full(len(fitting), token_budget, dtype=np.int64)  # of every row, also of rows still empty
-    packed: list[list[int]] = [[] for _ in range(len(fitting))]
-    for position, tokens in zip(fitting.tolist(), row_tokens[fitting].tolist(), strict=True):
-        row = int(np.argmax(free >= tokens))
+    rows: list[list[int]] = [[] for _ in order]  # enough for one item in each
+    free = np.full(len(order), token_budget, dtype=np.int64)  # tokens of each row
+    for position, tokens in zip(order.tolist(), row_tokens[order].tolist(), strict=True):
+        row = int(np.argmax(free >= min(tokens, token_budget)))  # an item above the budget takes an empty row
         free[row] -= tokens
-        packed[row].append(position)
-    rows += [row for row in packed if row]
-    return [np.array(row, dtype=np.int64) for row in rows]
+        rows[row].append(position)
+    return [np.array(row, dtype=np.int64) for row in rows if row]
 
 
 def next_fit(row_tokens: IntArray, token_budget: int) -> list[Row]:

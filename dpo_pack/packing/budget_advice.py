@@ -53,9 +53,9 @@ class Recommendation:
 
 
 def sweep_budgets(
-    make_plan: Callable[[int, int], PackingPlan], budgets: Sequence[int], ranks: Sequence[int]
+    plan_under: Callable[[int], PackingPlan], budgets: Sequence[int], ranks: Sequence[int]
 ) -> tuple[BudgetOutcome, ...]:
-    """Returns the outcome of each of `budgets`, ascending. make_plan(budget, number of ranks): a plan.
+    """Returns the outcome of each of `budgets`, ascending. plan_under(budget): the epoch's plan on one rank.
 
     The time of a step is estimated in tokens, for R = ranks[0] ranks: the tokens of the step / R, plus
     ROW_OVERHEAD_TOKENS for each row of the rank with the most rows. Budgets are compared by the time of a
@@ -63,8 +63,8 @@ def sweep_budgets(
     """
     outcomes = []
     for budget in sorted(set(budgets)):
-        plan = make_plan(budget, 1)
-        balance = tuple(rank_balance(make_plan(budget, r), max_steps=MAX_SWEEP_STEPS) for r in ranks)
+        plan = plan_under(budget)
+        balance = tuple(rank_balance(replace(plan, num_ranks=r), max_steps=MAX_SWEEP_STEPS) for r in ranks)
         steps = spread_steps(plan, MAX_SWEEP_STEPS)
         tokens = np.array([plan.tokens_in(row) for step in steps for row in plan.pack_step(step)[0]])
         overhead = ROW_OVERHEAD_TOKENS * balance[0].mean_rows_of_fullest_rank

@@ -8,7 +8,7 @@ from dpo_pack.system.errors import DataError
 # Numbers of two random streams, so that the two streams differ for the same seed and epoch.
 _SHUFFLE_STREAM = 0
 _MIXTURE_STREAM = 1
-NO_PAIR = "data.train: the sources' weights leave no pair of an epoch; raise data.train.*.weight"
+NO_PAIR = "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
 
 
 def epoch_order(

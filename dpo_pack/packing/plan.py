@@ -10,8 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpo_pack.packing.balance import BALANCE_TOLERANCE, split_over_ranks, step_rows
-from dpo_pack.packing.bin_packing import BIN_PACKERS, PADDED, ROW_OVERHEAD_TOKENS, Row, pack_window
+from dpo_pack.packing.balance import BALANCE_TOLERANCE, equalize_rows, split_over_ranks
+from dpo_pack.packing.bin_packing import (
+    BIN_PACKERS,
+    PADDED,
+    ROW_OVERHEAD_TOKENS,
+    Row,
+    pack_window,
+    padded_rows,
+)
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray, PairSizes, PromptMerging
 
 # A part of every plan's fingerprint. Raise it whenever a code change gives other steps or rows for the same
@@ -38,7 +45,7 @@ class PackingPlan:
     token_budget: int
     algorithm: str
     num_ranks: int
-    equal_rows: bool
+    equal_rows: bool  # for sharded models: all ranks get equally many rows
     fingerprint: str  # hexadecimal; see `PlanSettings.plan`
 
     def __len__(self) -> int:
@@ -60,7 +67,7 @@ class PackingPlan:
 
         Scope step: the pairs of the step are packed. Scope epoch: each row was packed when the plan was
         made and goes to one rank. But if the ranks are uneven and packing the step's pairs again makes the
-        slowest rank faster, they are packed again. That costs at most more rows, as rows are not padded.
+        slowest rank faster, they are packed again. This can only cost more rows, because rows are not padded.
         """
         pairs = self.pairs(step)
         dealt = None if self.row_begins is None else self._deal(self._finished_rows(step))
@@ -122,13 +129,13 @@ class PackingPlan:
     def _pack(self, pairs: IntArray) -> StepRows:
         """Assigns the items of `pairs` to ranks, and packs each rank's items into rows."""
         items = self.sizes.items_of(pairs, self.token_budget)
-        ranks = step_rows(
-            items,
-            token_budget=self.token_budget,
-            algorithm=self.algorithm,
-            num_ranks=self.num_ranks,
-            equal_rows=self.equal_rows,
-        )
+        build_rows = padded_rows if self.algorithm == PADDED else BIN_PACKERS[self.algorithm]
+        ranks = []
+        for positions in split_over_ranks(items.costs, self.num_ranks):
+            rows = build_rows(items.tokens[positions], self.token_budget)
+            ranks.append([positions[row].tolist() for row in rows])
+        if self.equal_rows:
+            equalize_rows(ranks, items.costs.tolist())
         return tuple(tuple(items.row(row) for row in rows) for rows in ranks)
 
 

@@ -5,7 +5,6 @@
 Lengths are in tokens.
 """
 
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from dpo_pack.packing.bin_packing import PADDED, Row
 from dpo_pack.packing.budget_advice import BudgetOutcome, Recommendation, recommend, sweep_budgets
 from dpo_pack.packing.epoch_order import NO_PAIR
-from dpo_pack.packing.flops import ModelShape, pair_flops
-from dpo_pack.packing.lengths import IntArray, PairLengths, PromptMerging
+from dpo_pack.packing.flops import ModelShape
+from dpo_pack.packing.lengths import IntArray, PairLengths
 from dpo_pack.packing.plan import PackingPlan, PlanSettings
 from dpo_pack.packing.statistics import (
     LengthSummary,
@@ -70,14 +69,13 @@ class PackingReport:
 
 
 def inspect_packing(
+    planned: PackingPlan,
     lengths: PairLengths,
     shape: ModelShape,
     settings: PlanSettings,
     *,
     order: IntArray,
     share_prompt: bool,
-    merging: PromptMerging | None = None,
-    planned: PackingPlan | None = None,
     ranks: Sequence[int] = (1,),
     budgets: Sequence[int] = (),
     model: str = "",
@@ -85,10 +83,10 @@ def inspect_packing(
     truncated: Mapping[str, int] | None = None,
     describe_pair: Callable[[int], str] = "pair {}".format,
 ) -> PackingReport:
-    """Plans the epoch `order` ([E] pairs, from `epoch_order`) and measures the plan.
+    """Measures the plan that `settings` made of the epoch `order` ([E] pairs, from `epoch_order`).
 
-    planned: the plan of this epoch, if it is already made. The algorithm PADDED makes padded rows, which
-    share no prompts. `budgets` are compared with each other and with the budget of `settings`.
+    The algorithm PADDED makes padded rows, which share no prompts. `budgets` are compared with each other and
+    with the budget of `settings`; the epoch is planned again for each of them.
     removed_pairs, truncated: counts by reason. describe_pair: returns where the user finds a pair, for
     instance "pairs.jsonl row 17". Raises DataError if there are no pairs.
     """
@@ -101,26 +99,20 @@ def inspect_packing(
             f"data.train: no pair is left to pack ({reasons or 'none was read'}); "
             "check the files, their format and data.max_length"
         )
-    is_padded = settings.algorithm == PADDED
-    share_prompt = share_prompt and not is_padded
-    tokens = lengths.padded_tokens() if is_padded else lengths.row_tokens(share_prompt=share_prompt)
-    costs = tokens.astype(float) if is_padded else pair_flops(shape, lengths, share_prompt=share_prompt)
+    share_prompt = share_prompt and settings.algorithm != PADDED
+    plan = replace(planned, num_ranks=1, equal_rows=False)
+    sizes = plan.sizes
 
-    @functools.cache
-    def plan_on_one_rank(token_budget: int) -> PackingPlan:
-        if planned is not None and planned.token_budget == token_budget:
-            return replace(planned, num_ranks=1, equal_rows=False)
+    def plan_under(token_budget: int) -> PackingPlan:
+        if token_budget == settings.token_budget:
+            return plan
         changed = replace(settings, token_budget=token_budget)
         if settings.rows_per_step is not None:  # so that a step has about as many pairs under each budget
             rows = round(settings.rows_per_step * settings.token_budget / token_budget)
             changed = replace(changed, rows_per_step=max(rows, 1))
-        return changed.plan(tokens, order=order, row_costs=costs, merging=merging)
+        return changed.plan(sizes.tokens, order=order, row_costs=sizes.costs, merging=sizes.merging)
 
-    def make_plan(token_budget: int, num_ranks: int) -> PackingPlan:
-        return replace(plan_on_one_rank(token_budget), num_ranks=num_ranks)
-
-    plan = make_plan(settings.token_budget, 1)
-    sweep = sweep_budgets(make_plan, [settings.token_budget, *budgets], ranks) if budgets else ()
+    sweep = sweep_budgets(plan_under, [settings.token_budget, *budgets], ranks) if budgets else ()
     return PackingReport(
         model=model,
         algorithm=settings.algorithm,
@@ -128,7 +120,7 @@ def inspect_packing(
         pairs_per_step=settings.pairs_per_step if settings.rows_per_step is None else None,
         rows_per_step=settings.rows_per_step,
         share_prompt=share_prompt,
-        merge_prompts=merging is not None,
+        merge_prompts=sizes.merging is not None,
         plan_fingerprint=plan.fingerprint,
         statistics=packing_statistics(
             plan, lengths, shape, order=order, share_prompt=share_prompt, describe_pair=describe_pair
@@ -139,10 +131,10 @@ def inspect_packing(
                 ("prompt", lengths.prompt),
                 ("chosen", lengths.chosen),
                 ("rejected", lengths.rejected),
-                ("pair", tokens),
+                ("pair", sizes.tokens),
             )
         ),
-        balance=tuple(rank_balance(make_plan(settings.token_budget, number)) for number in ranks),
+        balance=tuple(rank_balance(replace(plan, num_ranks=number)) for number in ranks),
         sweep=sweep,
         recommendation=recommend(sweep) if sweep else None,
         drawn_rows=tuple(

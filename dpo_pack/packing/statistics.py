@@ -36,7 +36,7 @@ class LengthSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Mean, least and most of a quantity over the steps of an epoch."""
+    """The mean, the smallest and the largest value of a quantity over the steps of an epoch."""
 
     mean: float
     min: int
@@ -75,7 +75,7 @@ class OversizePair:
 
     pair: int
     tokens: int
-    place: str
+    place: str  # where the user finds the pair, for instance "pairs.jsonl row 17"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

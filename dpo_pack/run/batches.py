@@ -129,13 +129,12 @@ def packing_report(
         removed.update({reason: dropped["rows"] for reason, dropped in entry["dropped"].items()})
         truncated.update({what: entry[what] for what in TRUNCATION_COUNTS if entry.get(what)})
     return inspect_packing(
+        source.first_plan,
         pair_lengths(table),
         shape,
         plan_settings(recipe),
         order=source.order(0),
-        planned=source.first_plan,
         share_prompt=recipe.shares_prompts,
-        merging=source.builder.merging,
         ranks=num_ranks,
         budgets=budgets,
         model=recipe.model.path,

@@ -64,10 +64,9 @@ def evaluate_sets(
     recipe = prepared.recipe
     # If data.eval is a fraction, its pairs come from all training sources. Any other set has one source.
     sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
-    for held_out in prepared.data.eval:
-        builder = row_builder(prepared, held_out.pairs, reference)
-        described = f"Evaluating {held_out.name}"
-        with progress_bar(prepared.console, described, held_out.pairs.num_pairs, "pairs") as bar:
+    for name, pairs in prepared.data.eval.items():
+        builder = row_builder(prepared, pairs, reference)
+        with progress_bar(prepared.console, f"Evaluating {name}", pairs.num_pairs, "pairs") as bar:
             values = evaluate_pairs(
                 policy,
                 builder,
@@ -79,13 +78,12 @@ def evaluate_sets(
                 progress=bar,
                 between_rows=between_rows,
             )
-        names = sources or (held_out.name,)
         yield held_out_result(
-            held_out.name,
+            name,
             values,
             builder,
             objective,
-            source_names=names,
+            source_names=sources or (name,),
             dtype=policy.compute_dtype,
             seed=recipe.seed,
         )

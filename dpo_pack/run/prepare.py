@@ -74,7 +74,7 @@ class Prepared:
     @property
     def tables(self) -> list[PairTable]:
         """The table of training pairs, then the table of each held-out set."""
-        return [self.data.train, *(held_out.pairs for held_out in self.data.eval)]
+        return [self.data.train, *self.data.eval.values()]
 
     @property
     def reference_token_budget(self) -> int:
@@ -129,7 +129,7 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Co
             cache_dir=cache_directory(recipe),
             progress=progress,
         )
-    held_out = ", ".join(f"{held.pairs.num_pairs:,} held out ({held.name})" for held in data.eval)
+    held_out = ", ".join(f"{pairs.num_pairs:,} held out ({name})" for name, pairs in data.eval.items())
     console.print(
         f"Data: {data.train.num_pairs:,} pairs to train on{', ' + held_out if held_out else ''}; "
         f"{format_seconds(time.monotonic() - begun)}"

@@ -49,7 +49,7 @@ def resume_reference(prepared: Prepared, frozen: Path) -> tuple[FrozenReference,
     """
     per_token = prepared.recipe.loss.ld_alpha is not None
     reference = FrozenReference.load(frozen, per_token=per_token)
-    lacking = [held_out.pairs for held_out in prepared.data.eval if not reference.covers(held_out.pairs)]
+    lacking = [pairs for pairs in prepared.data.eval.values() if not reference.covers(pairs)]
     if not ranks.any_rank(bool(lacking)):
         return reference, 0.0
     filled = prepare_reference(prepared, tables=lacking)

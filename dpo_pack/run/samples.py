@@ -219,7 +219,7 @@ def sample_prompts(
     Prompts of more than `most_tokens` are left out.
     """
     most = most_tokens
-    sets: dict[str, Iterator[TokenIds]] = {held.name: _prompts(held.pairs, most) for held in data.eval}
+    sets: dict[str, Iterator[TokenIds]] = {name: _prompts(pairs, most) for name, pairs in data.eval.items()}
     if data.prompts is not None:
         sets = {
             name: (prompt.ids for prompt in prompts if len(prompt.ids) <= most)

@@ -380,7 +380,7 @@ def _eval_sets(prepared: Prepared) -> list[str]:
     """Returns the names of the held-out sets, in the recipe's order."""
     if prepared.data.prompts is not None:
         return list(prepared.data.prompts.eval)
-    return [held_out.name for held_out in prepared.data.eval]
+    return list(prepared.data.eval)
 
 
 def _write_first_files(

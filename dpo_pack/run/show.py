@@ -14,7 +14,7 @@ from rich.console import Console
 from dpo_pack.data.faults import SIDES, Fault, find_faults, notes_of
 from dpo_pack.data.formats import FORMATS
 from dpo_pack.data.merging import prompt_merging
-from dpo_pack.data.store import PairTable, pair_lengths
+from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.view import LeftOut, LeftOutReason, SourceView, Token, ViewedPair, view_source
 from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.flops import ModelShape
@@ -226,7 +226,8 @@ def _packed_row(recipe: Recipe, views: Sequence[SourceView]) -> PackedRow | None
     pairs = [pair for view in views for pair in view.pairs]
     if not pairs:
         return None
-    table = _join([view.table for view in views])
+    weights, numbers = [pair.pair.weight for pair in pairs], [pair.row_number for pair in pairs]
+    table = PairTable.of([join_pairs([pair.fitted for pair in pairs], weights, numbers)])
     lengths, settings, packing = pair_lengths(table), plan_settings(recipe), recipe.packing
     is_padded = settings.algorithm == PADDED
     share_prompt = recipe.shares_prompts and not is_padded
@@ -248,10 +249,6 @@ def _packed_row(recipe: Recipe, views: Sequence[SourceView]) -> PackedRow | None
         token_budget=packing.token_budget,
         share_prompt=share_prompt,
     )
-
-
-def _join(tables: Sequence[PairTable]) -> PairTable:
-    return PairTable.of([store for table in tables for store in table.stores])
 
 
 def to_json(shown: ShownRecipe) -> str:

@@ -251,7 +251,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
     "chats without a template": (_with_rows(_CHAT), r"no chat template.*tokenizer\.chat_template"),
     "ids beyond the tokenizer's": (
         _with_rows({"prompt_ids": [1, 5], "chosen_ids": [6, 2], "rejected_ids": [384, 2]}),
-        r"pairs\.jsonl line 1: rejected_ids has the token id 384; the tokenizer's are 0 to 383",
+        r"pairs\.jsonl line 1: rejected_ids has the token id 384; the tokenizer's ids are 0 to 383",
     ),
     "ids beyond the model's": (
         _with_few_embeddings,

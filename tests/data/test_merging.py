@@ -24,7 +24,7 @@ from support.tiny_recipe import load, message_of
 from support.tiny_tokenizer import tiny_tokenizer
 from test_train import make_recipe
 
-from dpo_pack.data.merging import MergedGroup, merge_group, number_prompts, prompt_merging
+from dpo_pack.data.merging import MergedGroup, merge_group, prompt_merging
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.layout import Group, layout_row
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
@@ -98,7 +98,7 @@ def test_equal_completions_of_a_prompt_become_one_and_every_pair_knows_its_own(t
 
 
 def test_prompts_are_numbered_by_their_token_ids(table: PairTable) -> None:
-    numbers = number_prompts(table)
+    numbers = prompt_merging(table, SHAPE).prompts
     assert len(set(numbers.tolist())) == NUM_PROMPTS
     assert all(len(set(part.tolist())) == 1 for part in np.split(numbers, NUM_PROMPTS))
 

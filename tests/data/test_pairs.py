@@ -64,11 +64,11 @@ def test_weights_that_leave_no_pair_of_an_epoch_are_refused_when_data_is_read(tm
     paths = [write(tmp_path / f"{number}.jsonl", rows(number)) for number in range(2)]
     light = [{"path": path, "weight": 0.4} for path in paths]
     assert refused(tmp_path, light) == (
-        "data.train: the sources' weights leave no pair of an epoch; raise data.train.*.weight"
+        "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
     )
     assert load(tmp_path, [light[0], paths[1]]).train.num_pairs == 2
     heavy_held_out = [{"path": write(tmp_path / "three.jsonl", rows(1, 2, 3)), "weight": 0.1}]
-    assert "weights leave no pair" in refused(tmp_path, heavy_held_out, eval={"fraction": 0.5})
+    assert "weights an epoch has no pair" in refused(tmp_path, heavy_held_out, eval={"fraction": 0.5})
 
 
 def test_pairs_of_all_sources_are_in_order_with_source_row_and_weight(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_pairs_of_all_sources_are_in_order_with_source_row_and_weight(tmp_path: 
     assert splits.train.row_numbers.tolist() == [1, 2, 1]
     assert splits.train.weights.tolist() == [1.0, 1.0, 0.25]
     assert splits.source_weights.tolist() == [1.0, 1.5]
-    assert splits.eval == ()
+    assert splits.eval == {}
 
 
 def test_max_pairs_are_the_first_that_are_kept(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_another_split_of_a_directory_is_tokenised_anew(
     write(tmp_path / "files" / "test.jsonl", rows(2, 3, 4))
     directory = str(tmp_path / "files")
     splits = load(tmp_path, directory, eval={"path": directory, "split": "test"})
-    assert (splits.train.num_pairs, splits.eval[0].pairs.num_pairs) == (2, 3)
+    assert (splits.train.num_pairs, splits.eval["files-test"].num_pairs) == (2, 3)
 
 
 def test_changed_rows_and_changed_tokenizers_are_tokenised_anew(tmp_path: Path) -> None:
@@ -692,8 +692,9 @@ def test_eval_sets_are_named_after_their_sources(tmp_path: Path) -> None:
     paths = [write(tmp_path / "dev.jsonl", rows(5)), write(tmp_path / "other" / "dev.jsonl", rows(6, 7))]
     named = {"path": paths[0], "name": "mine"}
     splits = load(tmp_path, write(tmp_path / "a.jsonl", rows(0)), eval=[*paths, named])
-    assert [(e.name, e.pairs.num_pairs) for e in splits.eval] == [("dev", 1), (paths[1], 2), ("mine", 1)]
-    assert [splits.report["eval"][e.name]["source"]["path"] for e in splits.eval] == [*paths, paths[0]]
+    num_pairs = [(name, pairs.num_pairs) for name, pairs in splits.eval.items()]
+    assert num_pairs == [("dev", 1), (paths[1], 2), ("mine", 1)]
+    assert [splits.report["eval"][name]["source"]["path"] for name in splits.eval] == [*paths, paths[0]]
 
 
 def keys_of(prompts: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -723,8 +724,8 @@ def test_a_held_out_fraction_splits_by_prompt_wherever_the_prompt_stands(
 def test_a_held_out_fraction_is_about_what_was_asked_and_depends_on_the_seed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows(*range(200)))
     first, same, other = (load(tmp_path, path, seed=seed, eval={"fraction": 0.1}) for seed in (0, 0, 1))
-    (held_out,) = first.eval
-    assert (held_out.name, held_out.pairs.num_pairs, first.train.num_pairs) == ("held_out", 20, 180)
+    (name, held_out), *others = first.eval.items()
+    assert (name, held_out.num_pairs, first.train.num_pairs, others) == ("held_out", 20, 180, [])
     assert first.report["train_prompts_in_eval"] == 0
     assert same.fingerprint == first.fingerprint
     assert other.fingerprint != first.fingerprint
@@ -732,7 +733,7 @@ def test_a_held_out_fraction_is_about_what_was_asked_and_depends_on_the_seed(tmp
 
 def sides(splits: DataSplits, prompts: list[int]) -> tuple[set[int], set[int]]:
     """The prompts that are trained on and those that are held out; `prompts` has that of each row."""
-    tables = splits.train, splits.eval[0].pairs
+    tables = splits.train, splits.eval["held_out"]
     kept, held_out = ({prompts[row - 1] for row in table.row_numbers.tolist()} for table in tables)
     return kept, held_out
 
@@ -814,7 +815,7 @@ def test_the_same_prompts_are_held_out_whatever_tokenizer_and_template_a_model_h
     first = load(tmp_path, path, tokenizer, eval={"fraction": 0.3})
     tokenizer.chat_template = "Today is another day. " + str(tokenizer.chat_template)
     second = load(tmp_path, path, tokenizer, eval={"fraction": 0.3})
-    assert second.eval[0].pairs.row_numbers.tolist() == first.eval[0].pairs.row_numbers.tolist()
+    assert second.eval["held_out"].row_numbers.tolist() == first.eval["held_out"].row_numbers.tolist()
     assert second.fingerprint != first.fingerprint
 
 

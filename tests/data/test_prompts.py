@@ -36,7 +36,7 @@ def train_prompts(splits: DataSplits) -> tuple[Prompt, ...]:
 
 def test_weights_that_leave_no_prompt_of_an_epoch_are_refused(tmp_path: Path) -> None:
     source = {"path": str(tmp_path / "prompts.jsonl"), "weight": 0.1}
-    with pytest.raises(DataError, match="weights leave no pair of an epoch"):
+    with pytest.raises(DataError, match="weights an epoch has no pair"):
         prompts(tmp_path, [{"prompt": "ask me"}], train=[source])
 
 

@@ -81,7 +81,7 @@ def test_a_store_of_a_release_that_did_not_read_weights_is_written_anew(
         file.unlink()
     directory.rmdir()
     summary = {**plain.summary, "columns_not_read": ["chosen_weights"]}
-    write_store(directory, [plain], lambda: summary)  # type: ignore[list-item]
+    write_store(directory, [plain], lambda: summary)
     assert load(tmp_path, path).train.chosen_scored.tolist() == [2]
     assert load(tmp_path, path).report["rows_tokenized"] == 0
 

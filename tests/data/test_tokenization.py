@@ -25,7 +25,7 @@ from dpo_pack.data import tokenizer as tokenizer_module
 from dpo_pack.data.formats import BadRow
 from dpo_pack.data.keys import sequence_key
 from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.store import PairTable, TokenizedPairs, TokenStore, join_pairs, open_store, write_store
+from dpo_pack.data.store import PairTable, TokenStore, join_pairs, open_store, write_store
 from dpo_pack.data.tokenization import (
     TokenizationSettings,
     TokenizedBatch,
@@ -79,7 +79,7 @@ def tokenize(
     return tokenize_batch(numbered(rows), settings(format, **limits), tokenizer)
 
 
-def ids_of(pairs: TokenizedPairs) -> list[list[list[int]]]:
+def ids_of(pairs: TokenStore) -> list[list[list[int]]]:
     """[pair][prompt, chosen, rejected] token ids."""
     tokens, found = pairs.tokens.tolist(), []
     for record in pairs.records:
@@ -237,7 +237,7 @@ def test_a_template_that_never_ends_or_takes_memory_without_bound_is_refused(
     endless.chat_template = template
     tracemalloc.start()
     try:
-        with memory_limit(1 << 30), pytest.raises(ModelError, match=f"chat template .*{problem}.*mend it"):
+        with memory_limit(1 << 30), pytest.raises(ModelError, match=f"chat template .*{problem}.*mend the"):
             tokenize(CHAT_ROWS, "conversational", endless)
         # Memory that earlier tests have freed counts as taken already, so a template may use it as well.
         assert tracemalloc.get_traced_memory()[1] < 512 << 20
@@ -411,14 +411,14 @@ def test_a_tokenizer_fingerprint_changes_with_what_changes_ids_and_with_nothing_
     assert tokenizer_fingerprint(other_eos) != fingerprint
 
 
-def written(directory: Path, batches: list[TokenizedPairs]) -> TokenStore:
+def written(directory: Path, batches: list[TokenStore]) -> TokenStore:
     write_store(directory, batches, lambda: {"rows_read": 3})
     store = open_store(directory)
     assert store is not None
     return store
 
 
-def some_pairs() -> list[TokenizedPairs]:
+def some_pairs() -> list[TokenStore]:
     return [tokenize(rows, "preference").pairs for rows in (TEXT_ROWS[:1], TEXT_ROWS[1:])]
 
 
@@ -458,7 +458,7 @@ def test_fingerprints_name_pairs_and_order_not_batches(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    def batches() -> Iterator[TokenizedPairs]:
+    def batches() -> Iterator[TokenStore]:
         yield from some_pairs()
         raise KeyboardInterrupt
 
@@ -468,7 +468,7 @@ def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_of_two_processes_that_write_the_same_store_the_first_one_s_stays(tmp_path: Path) -> None:
-    def batches() -> Iterator[TokenizedPairs]:
+    def batches() -> Iterator[TokenStore]:
         yield from some_pairs()
         write_store(tmp_path / "store", some_pairs(), lambda: {"writer": "first"})
 
@@ -554,7 +554,7 @@ def all_batches(rows: Iterator[NumberedRow], num_workers: int, max_pairs: int | 
     )
     return TokenizedBatch(
         num_rows=sum(batch.num_rows for batch in batches),
-        pairs=TokenizedPairs(
+        pairs=TokenStore(
             tokens=np.concatenate([batch.pairs.tokens for batch in batches]),
             records=np.concatenate([batch.pairs.records for batch in batches]),
         ),

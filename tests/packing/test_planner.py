@@ -22,7 +22,7 @@ from support.plans import make_plan
 from support.processor import slowness
 
 import dpo_pack.packing.balance as balance
-from dpo_pack.packing.balance import BALANCE_TOLERANCE, equalize_rows, split_over_ranks, step_rows
+from dpo_pack.packing.balance import BALANCE_TOLERANCE, equalize_rows, split_over_ranks
 from dpo_pack.packing.bin_packing import (
     BIN_PACKERS,
     ROW_OVERHEAD_TOKENS,
@@ -32,7 +32,7 @@ from dpo_pack.packing.bin_packing import (
 )
 from dpo_pack.packing.epoch_order import epoch_order
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
-from dpo_pack.packing.lengths import FloatArray, IntArray, Items, PairLengths
+from dpo_pack.packing.lengths import FloatArray, IntArray, PairLengths
 from dpo_pack.packing.plan import PackingPlan, PlanSettings
 from dpo_pack.packing.statistics import rank_balance
 from dpo_pack.recipe.load import parse_recipe
@@ -113,16 +113,18 @@ def test_rows_of_ranks_hold_every_item_once_within_the_budget(
     lengths: list[int], num_ranks: int, algorithm: str, equal_rows: bool
 ) -> None:
     tokens = ints(lengths)
-    ranks = step_rows(
-        Items(
-            pairs=np.arange(len(tokens)), groups=None, tokens=tokens, costs=tokens.astype(np.float64) ** 1.5
-        ),
+    plan = make_plan(
+        tokens,
+        order=np.arange(len(tokens)),
+        row_costs=tokens.astype(np.float64) ** 1.5,
         token_budget=BUDGET,
+        pairs_per_step=len(tokens),
         algorithm=algorithm,
         num_ranks=num_ranks,
         equal_rows=equal_rows,
     )
-    rows = [row for of_rank in ranks for row in of_rank]
+    ranks = plan.pack_step(0)
+    rows = [row.tolist() for of_rank in ranks for row in of_rank]
     assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
     assert all(len(row) == 1 or tokens[row].sum() <= BUDGET for row in rows)
     num_rows = [len(of_rank) for of_rank in ranks]

@@ -222,7 +222,7 @@ def test_without_pairs_the_error_says_where_they_went() -> None:
         inspect(nothing, removed_pairs={"too_long": 12})
     with pytest.raises(DataError, match="none was read"):
         inspect(nothing)
-    with pytest.raises(DataError, match=r"weights leave no pair of an epoch; raise data\.train\.\*\.weight"):
+    with pytest.raises(DataError, match=r"weights an epoch has no pair; raise data\.train\.\*\.weight"):
         inspect(order=ints([]))
 
 

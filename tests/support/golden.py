@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from dpo_pack.data import tokenization
-from dpo_pack.data.formats import detect_format
+from dpo_pack.data.formats import possible_formats
 from dpo_pack.data.tokenization import TokenizationSettings, tokenize_batch
 from dpo_pack.data.truncation import LengthLimits
 from dpo_pack.model import fingerprint
@@ -80,7 +80,8 @@ FORMATS = {"preference": TEXTS, "transcript": DIALOGUES, "conversational": CHATS
 def token_ids() -> dict[str, Any]:
     """By kind of rows: prompt, chosen and rejected of each row, or the reason why it gives no pair."""
     found: dict[str, Any] = {
-        f"{name}: format of each row": [detect_format(row) for row in rows] for name, rows in FORMATS.items()
+        f"{name}: format of each row": [possible_formats(row, {})[0] for row in rows]
+        for name, rows in FORMATS.items()
     }
     for name, rows in FORMATS.items():
         found[name] = _tokenized(rows, name)

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.packing.flops import ModelShape
-from dpo_pack.packing.lengths import IntArray, PairLengths
+from dpo_pack.packing.bin_packing import PADDED
+from dpo_pack.packing.flops import ModelShape, pair_flops
+from dpo_pack.packing.lengths import IntArray, PairLengths, PromptMerging
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.packing.report import PackingReport, inspect_packing
 
@@ -31,7 +32,12 @@ ONE_WEIGHT = ModelShape(token_weights=1.0, head_weights=0, attention=())
 
 
 def inspect(
-    lengths: PairLengths = LENGTHS, *, shape: ModelShape = ONE_WEIGHT, **changes: Any
+    lengths: PairLengths = LENGTHS,
+    *,
+    shape: ModelShape = ONE_WEIGHT,
+    share_prompt: bool = True,
+    merging: PromptMerging | None = None,
+    **changes: Any,
 ) -> PackingReport:
     keys = ("token_budget", "pairs_per_step", "algorithm", "rows_per_step", "window_pairs")
     settings: dict[str, Any] = {
@@ -40,5 +46,12 @@ def inspect(
         "algorithm": "best_fit_decreasing",
     }
     settings |= {key: changes.pop(key) for key in keys if key in changes}
-    arguments: dict[str, Any] = {"order": np.arange(len(lengths.prompt)), "share_prompt": True}
-    return inspect_packing(lengths, shape, PlanSettings(**settings), **(arguments | changes))
+    order = changes.pop("order", np.arange(len(lengths.prompt)))
+    tokens, costs = lengths.padded_tokens(), lengths.padded_tokens().astype(np.float64)
+    if settings["algorithm"] != PADDED:
+        tokens = lengths.row_tokens(share_prompt=share_prompt)
+        costs = pair_flops(shape, lengths, share_prompt=share_prompt)
+    plan = PlanSettings(**settings).plan(tokens, order=order, row_costs=costs, merging=merging)
+    return inspect_packing(
+        plan, lengths, shape, PlanSettings(**settings), order=order, share_prompt=share_prompt, **changes
+    )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpo_pack.data.store import PairTable, TokenStore, join_pairs
+from dpo_pack.data.store import PairTable, join_pairs
 from dpo_pack.data.truncation import PairIds
 from dpo_pack.model.layout import Row
 from dpo_pack.model.loading import load_model
@@ -37,8 +37,7 @@ def make_table(pairs: Sequence[Pair]) -> PairTable:
         PairIds(prompt=_ids(prompt), chosen=_ids(chosen), rejected=_ids(rejected))
         for prompt, chosen, rejected in pairs
     ]
-    tokenized = join_pairs(ids, [1.0] * len(ids), range(1, len(ids) + 1))
-    return PairTable.of([TokenStore(tokens=tokenized.tokens, records=tokenized.records)])
+    return PairTable.of([join_pairs(ids, [1.0] * len(ids), range(1, len(ids) + 1))])
 
 
 def _ids(ids: Ids) -> npt.NDArray[np.int32]:

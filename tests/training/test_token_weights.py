@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from dpo_pack.data.merging import prompt_merging
-from dpo_pack.data.store import PairTable, TokenStore, join_pairs
+from dpo_pack.data.store import PairTable, join_pairs
 from dpo_pack.data.truncation import PairIds
 from dpo_pack.losses import LOSSES, Objective, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
@@ -57,7 +57,7 @@ def table_of(
         )
         for c, cw, r, rw in rows
     ]
-    return PairTable.of([TokenStore.in_memory(join_pairs(pairs, [1.0] * len(pairs), range(len(pairs))))])
+    return PairTable.of([join_pairs(pairs, [1.0] * len(pairs), range(len(pairs)))])
 
 
 def plain_loss(
