@@ -25,7 +25,7 @@ from dpo_pack.model.config import check_positions, check_rows
 from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter
 from dpo_pack.model.parallel import ALONE, Strategy
-from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
+from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.machine import TOKENIZER_FILES
 from dpo_pack.reference.fill import CPU_TOKEN_BUDGET, START_FACTOR
@@ -36,7 +36,9 @@ from dpo_pack.run.models import (
     check_model,
     load_and_prove,
     new_adapter,
-    resolve_models,
+    recipe_precision,
+    resolve_model,
+    resolve_policy,
 )
 from dpo_pack.run.strategy import check_accelerate_config, choose_strategy
 from dpo_pack.system import ranks
@@ -201,11 +203,12 @@ def prepare(
     device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
     if device.type == "cpu":
         keep_freed_memory()
-    model, gather_dtype = recipe.model, recipe.distributed.gather_dtype
-    precision = resolve_precision(model.dtype, model.autocast, device, gather_dtype=gather_dtype)
+    precision = recipe_precision(recipe, device)
     check_accelerate_config(recipe, precision)
     check_optimizer(recipe.optim.name, device)
-    policy, reference = resolve_models(recipe, precision)
+    policy = reference = resolve_policy(recipe, precision)
+    if recipe.reference.path is not None:
+        reference = resolve_model(recipe, precision, recipe.reference.path, recipe_key="reference.path")
     check_model(recipe, policy, device, is_trained=True)
     if reference is not policy:
         check_model(recipe, reference, device)
