@@ -155,8 +155,3 @@ def trained_pair_sizes(prepared: Prepared, source: OfflineSource, *, trains_adap
     if merging is not None and trains_adapter:  # `merging` counts the FLOPs of full training
         merging = prompt_merging(table, shape, passes=passes)
     return PairSizes(tokens=source.real_tokens, costs=flops, merging=merging)
-
-
-def unknown_pair_sizes(num_prompts: int) -> PairSizes:
-    """Returns sizes of 0 for an online run, because its pairs do not exist yet."""
-    return PairSizes(tokens=np.zeros(num_prompts, dtype=np.int64), costs=np.zeros(num_prompts), merging=None)

@@ -50,20 +50,20 @@ class Recorder:
     meter: Meter
     facts: RunFacts
     guard: NonfiniteGuard
-    stops_on_nonfinite: bool
     table: PairTable  # the training pairs
     source_names: Sequence[str]
     held_out_names: Sequence[str]
     tracks_breakdowns: bool  # whether trackers get an evaluation by source and by length, too
     seconds: Seconds
     pairs: PairLog | None  # writes pairs.parquet
+    offset: int  # bytes of metrics.jsonl that an earlier process wrote and that stay
     log: MetricsLog | None = None
     step_begun: float = 0.0
 
     @contextlib.contextmanager
-    def writing(self, *, offset: int) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
         """Opens metrics.jsonl for the `with` block, and first removes its lines after `offset` bytes."""
-        with MetricsLog(self.run.metrics, offset=offset) as self.log, self.lines.moving():
+        with MetricsLog(self.run.metrics, offset=self.offset) as self.log, self.lines.moving():
             yield
 
     @property
@@ -116,7 +116,7 @@ class Recorder:
         first such step, but raises RunError.
         """
         for message in self.guard.report(self.run.root, self.table, self.source_names):
-            if self.stops_on_nonfinite:
+            if self.guard.stops:
                 raise RunError(message)
             self.console.print(f"  {message}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Saver:
     selection: Selection | None
     recorder: Recorder
     writer: CheckpointWriter
-    place: Place
+    place: Place = field(init=False)  # `mark_place` sets it
     saved: Place | None = None  # the place that the newest checkpoint holds
 
     def mark_place(self) -> None:

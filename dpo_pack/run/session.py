@@ -6,6 +6,7 @@ import time
 import uuid
 from dataclasses import dataclass
 
+import numpy as np
 from rich.console import Console
 
 from dpo_pack.losses import Objective
@@ -18,9 +19,9 @@ from dpo_pack.packing.report import to_json
 from dpo_pack.proofs.first_step import check_start
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.run.batches import offline_source, packing_report, trained_pair_sizes, unknown_pair_sizes
+from dpo_pack.run.batches import offline_source, packing_report, trained_pair_sizes
 from dpo_pack.run.checkpoint.directory import drop_later_checkpoints
-from dpo_pack.run.checkpoint.state import Identity, Place, TrainState, load_checkpoint
+from dpo_pack.run.checkpoint.state import Identity, TrainState, load_checkpoint
 from dpo_pack.run.checkpoint.writer import CheckpointWriter
 from dpo_pack.run.describe import describe_run
 from dpo_pack.run.evaluation import Evaluator
@@ -153,9 +154,9 @@ def start_session(
     identity = run_identity(
         prepared, policy, source, selection, reference_fingerprint=beginning.reference_fingerprint
     )
-    recorder = _recorder(prepared, run, learner, beginning, seconds)
     sampler = Sampler(prepared, policy.scorer, run.samples)
-    place = _place(run, state, identity, console)
+    metrics_offset = _load_checkpoint(run, state, identity, console)
+    recorder = _recorder(prepared, run, learner, beginning, seconds, metrics_offset)
     describe_run(prepared, policy, first_plan, num_steps=source.num_steps)
     if is_dry:
         _measure_memory(prepared, learner, pairs)
@@ -190,7 +191,6 @@ def start_session(
         selection=selection,
         recorder=recorder,
         writer=CheckpointWriter(run.checkpoints, in_background=recipe.checkpoint.asynchronous),
-        place=place,
     )
     evaluator = Evaluator(
         prepared=prepared,
@@ -274,13 +274,16 @@ def begin_online(prepared: Prepared, objective: Objective, run: RunDir) -> Begin
         reference, fingerprint = load_moving_reference(prepared), "moving"
     elif objective.needs_reference:
         reference = live_reference(prepared, policy)
-    told = "live, on the rows of each step" if objective.needs_reference else "none, the loss needs none"
-    prepared.console.print(f"Reference: {told}")
+    how = (
+        "live, on the rows of each step" if objective.needs_reference else "none, the loss needs no reference"
+    )
+    prepared.console.print(f"Reference: {how}")
+    unknown = np.zeros(prepared.data.train.num_pairs, dtype=np.int64)  # the pairs do not exist yet
     return Beginning(
         policy=policy,
         source=source,
         reference=reference,
-        sizes=unknown_pair_sizes(prepared.data.train.num_pairs),
+        sizes=PairSizes(tokens=unknown, costs=unknown.astype(np.float64), merging=None),
         peak_flops=None,  # generation and judges take most of an online run's time
         reference_fingerprint=fingerprint,
         win_rate=win_rate,
@@ -318,10 +321,10 @@ def _new_state(recipe: Recipe, beginning: Beginning) -> TrainState:
 
 
 def _recorder(
-    prepared: Prepared, run: RunDir, learner: Learner, beginning: Beginning, seconds: Seconds
+    prepared: Prepared, run: RunDir, learner: Learner, beginning: Beginning, seconds: Seconds, offset: int
 ) -> Recorder:
     recipe, train, num_steps = prepared.recipe, prepared.data.train, beginning.source.num_steps
-    loss_names = [name for name, _ in recipe.loss.terms]
+    loss_names, names = [name for name, _ in recipe.loss.terms], source_names(recipe.data.train)
     return Recorder(
         console=prepared.console,
         accelerator=prepared.accelerator,
@@ -337,36 +340,34 @@ def _recorder(
             router_aux_coef=0.0 if learner.balance is None else learner.balance.coefficient,
         ),
         guard=learner.guard,
-        stops_on_nonfinite=recipe.train.stop_on_nonfinite,
         table=train,
-        source_names=source_names(recipe.data.train),
+        source_names=names,
         held_out_names=_eval_sets(prepared),
         tracks_breakdowns=recipe.logging.breakdowns,
         pairs=PairLog(
             directory=run.pairs,
             table=train,
-            source_names=source_names(recipe.data.train),
+            source_names=names,
             beta=recipe.loss.beta,
             has_reference=learner.objective.needs_reference,
         )
         if recipe.logging.pairs
         else None,
         seconds=seconds,
+        offset=offset,
     )
 
 
-def _place(run: RunDir, state: TrainState, identity: Identity, console: Console) -> Place:
-    """Returns the place (step and file positions) where this process begins to train. If the run resumes, it
-    first loads the checkpoint into `state`."""
+def _load_checkpoint(run: RunDir, state: TrainState, identity: Identity, console: Console) -> int:
+    """Loads the run's checkpoint, if any, into `state`; returns how many bytes of metrics.jsonl to keep."""
     if run.checkpoint is None:
-        return Place(step=0, metrics_offset=0, source=state.source.state_dict())
-    resumption = load_checkpoint(run.checkpoint, state, identity=identity)
+        return 0
+    metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=identity)
     console.print(f"Going on after step {state.step} of {state.source.num_steps} ({run.checkpoint})")
-    for note in resumption.notes:
+    for note in notes:
         console.print(note)
     # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
-    offset = resumption.metrics_offset if run.has_own_checkpoint else 0
-    return Place(step=state.step, metrics_offset=offset, source=state.source.state_dict())
+    return metrics_offset if run.has_own_checkpoint else 0
 
 
 def _measure_memory(prepared: Prepared, learner: Learner, pairs: OfflineSource | None) -> None:
