@@ -113,15 +113,20 @@ def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     )
 
 
+def require_pairs(recipe: Recipe) -> None:
+    """Raises RecipeError if the recipe is that of an online run."""
+    if recipe.online is not None:
+        raise RecipeError(
+            "online: this command needs pairs, and an online run makes its pairs while it trains"
+        )
+
+
 DataReader = Callable[[Recipe, PreTrainedTokenizerBase, Console], DataSplits]
 
 
 def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:
     """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out."""
-    if recipe.online is not None:
-        raise RecipeError(
-            "online: this command needs pairs, and an online run makes its pairs while it trains"
-        )
+    require_pairs(recipe)
     begun = time.monotonic()
     with reading_progress(console) as progress:
         data = load_data(

@@ -10,14 +10,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+# The base class of the HTTP library's errors.
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 
 from dpo_pack.system.errors import RunError, first_line
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import HUB_ID, repo_fault, why_no_upload
-
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 # The line in the model card's code example that names the model.
 MODEL_ID_LINE = re.compile(r'^model_id = ".*"$', re.MULTILINE)
@@ -57,8 +63,6 @@ def push(source: Path, repo: str, *, private: bool) -> Pushed:
             raise RunError(f"push: {obstacle}")
     model, notes = find_model(source)
     with _quiet_client(repo):
-        from huggingface_hub import HfApi
-
         api = HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)
         is_private = bool(api.repo_info(repo).private)
@@ -67,8 +71,12 @@ def push(source: Path, repo: str, *, private: bool) -> Pushed:
                 f"push: {repo} is public, and this upload is to be private; say so with --public (in a "
                 "recipe export.push_to_hub.private: false), or make it private on the hub"
             )
-        operations: list[CommitOperationAdd | CommitOperationDelete]
-        operations = [*_files(model, source / "report.html", repo), *_removals(api, repo, model)]
+        removed = [
+            CommitOperationDelete(path_in_repo=name)
+            for name in api.list_repo_files(repo)
+            if _OLD_WEIGHTS.fullmatch(name) and not (model / name).is_file()
+        ]
+        operations = [*_files(model, source / "report.html", repo), *removed]
         api.create_commit(repo, operations, commit_message="Upload model with dpo-pack")
     if is_private and not private:
         notes.append(f"{repo} was private already and stays private; change that in its settings")
@@ -102,8 +110,6 @@ def find_model(source: Path) -> tuple[Path, list[str]]:
 
 def _files(model: Path, page: Path, repo: str) -> Iterator[CommitOperationAdd]:
     """Yields the files to upload. In README.md, `repo` replaces the model's name in the code example."""
-    from huggingface_hub import CommitOperationAdd
-
     paths = {path.relative_to(model).as_posix(): path for path in sorted(model.rglob("*")) if path.is_file()}
     if page.is_file():
         paths["report.html"] = page
@@ -115,26 +121,10 @@ def _files(model: Path, page: Path, repo: str) -> Iterator[CommitOperationAdd]:
         yield CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
 
 
-def _removals(api: HfApi, repo: str, model: Path) -> Iterator[CommitOperationDelete]:
-    from huggingface_hub import CommitOperationDelete
-
-    for name in api.list_repo_files(repo):
-        if _OLD_WEIGHTS.fullmatch(name) and not (model / name).is_file():
-            yield CommitOperationDelete(path_in_repo=name)
-
-
 @contextlib.contextmanager
 def _quiet_client(repo: str) -> Iterator[None]:
     """Turns an error of the network, the hub or a file into a RunError of one line. Hides the client's
     warnings and, if stderr is not a terminal, its progress bars."""
-    # The base class of the HTTP library's errors.
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
     logger = logging.getLogger("huggingface_hub")
     level, hides_bars = logger.level, not sys.stderr.isatty() and not are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)

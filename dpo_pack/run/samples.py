@@ -133,13 +133,13 @@ class Sampler:
     def _first_does(self, work: Callable[[], Value]) -> Value:
         """Runs `work`; with shards on rank 0 only, and all ranks return its value or raise its error."""
 
-        def told() -> Value:
+        def work_or_refuse() -> Value:
             try:
                 return work()
             except Exception as error:
                 raise RunError(first_line(error)) from error
 
-        return ranks.first_does(told) if self.is_sharded else work()
+        return ranks.first_does(work_or_refuse) if self.is_sharded else work()
 
     def _write(self, samples: Sequence[Sample]) -> None:
         lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)

@@ -66,14 +66,9 @@ def judge(
     because the run saves no checkpoint of the weights from which it starts.
     """
     value = evaluation[selection.eval_set].get(selection.metric)
-    is_start = step == 0
     if value is None or not math.isfinite(value):
-        return (
-            standing
-            if is_start
-            else replace(standing, num_since_improvement=standing.num_since_improvement + 1)
-        )
-    if is_start:
+        return replace(standing, num_since_improvement=standing.num_since_improvement + (step > 0))
+    if step == 0:
         return replace(standing, start=value, bar=value)
     improves = standing.bar is None or selection.is_better(value, standing.bar, by=selection.min_delta)
     sign = 1.0 if selection.lower_is_better else -1.0

@@ -202,7 +202,7 @@ def test_a_fault_of_our_own_is_not_called_a_refusal_of_the_hub(
     def broken(*arguments: Any) -> Any:
         raise TypeError("ours")
 
-    monkeypatch.setattr(push_module, "_removals", broken)
+    monkeypatch.setattr(push_module, "_files", broken)
     with pytest.raises(TypeError, match="ours"):
         push(exported["full"], REPO, private=True)
 

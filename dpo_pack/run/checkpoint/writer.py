@@ -83,7 +83,9 @@ class CheckpointWriter:
         if self.in_background == "auto":
             self.in_background = not ranks.any_rank(not _has_room_for_copy(_local_tensors(content.tensors)))
         with _discarded_on_failure(temporary):
-            _on_every_rank(path, self._group, lambda: _make_directory(temporary))
+            _on_every_rank(
+                path, self._group, lambda: temporary.mkdir(parents=True) if ranks.is_first() else None
+            )
             if export is not None:
                 _on_every_rank(path, self._group, lambda: export(temporary / MODEL))
             if self.in_background:
@@ -231,11 +233,6 @@ def _on_every_rank(path: Path, group: Any, work: Callable[[], Value]) -> list[Va
             return work()
 
     return ranks.every_rank_does(work_or_refuse, group)
-
-
-def _make_directory(directory: Path) -> None:
-    if ranks.is_first():
-        directory.mkdir(parents=True)
 
 
 @contextlib.contextmanager
