@@ -224,7 +224,6 @@ def load_weights(
     Raises ModelError, UnsupportedModelError.
     """
     weights_on = device
-    in_turn: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if strategy.shards:
         if model.quantization is not None:
             raise ModelError(
@@ -232,8 +231,7 @@ def load_weights(
                 "set distributed.strategy: ddp"
             )
         weights_on = torch.device("cpu" if ranks.is_first() else "meta")
-        in_turn = ranks.first_goes_first()
-    with in_turn:
+    with ranks.first_goes_first() if strategy.shards else contextlib.nullcontext():
         loaded = load_model(
             model.path,
             config=model.config,

@@ -121,9 +121,6 @@ def require_pairs(recipe: Recipe) -> None:
         )
 
 
-DataReader = Callable[[Recipe, PreTrainedTokenizerBase, Console], DataSplits]
-
-
 def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:
     """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out."""
     require_pairs(recipe)
@@ -190,7 +187,11 @@ def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console:
 
 
 def prepare(
-    recipe: Recipe, console: Console, read_data: DataReader = prepare_data, *, runs_models: bool = True
+    recipe: Recipe,
+    console: Console,
+    read_data: Callable[[Recipe, PreTrainedTokenizerBase, Console], DataSplits] = prepare_data,
+    *,
+    runs_models: bool = True,
 ) -> Prepared:
     """Finds device, facts of the models, tokenizer and data. Checks that take little time come first.
 

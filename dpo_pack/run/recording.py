@@ -153,9 +153,8 @@ class Recorder:
 def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[str]) -> float | None:
     """Returns the loss of a policy that equals its reference; None if this loss depends on log-probs."""
     has_own_loss = any(":" in name for name in loss_names)
-    if objective.weighting is not None or has_own_loss:
-        return None
-    if not all(loss.needs_reference for loss, _ in objective.terms):
+    uses_reference = all(loss.needs_reference for loss, _ in objective.terms)
+    if objective.weighting is not None or has_own_loss or not uses_reference:
         return None
     zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     same = PairLogps(chosen=zero, rejected=zero, chosen_tokens=one, rejected_tokens=one)

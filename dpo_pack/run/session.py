@@ -25,7 +25,6 @@ from dpo_pack.run.checkpoint.state import Identity, TrainState, load_checkpoint
 from dpo_pack.run.checkpoint.writer import CheckpointWriter
 from dpo_pack.run.describe import describe_run
 from dpo_pack.run.evaluation import Evaluator
-from dpo_pack.run.identity import run_identity
 from dpo_pack.run.memory.report import (
     largest_row,
     print_measured_memory,
@@ -46,7 +45,7 @@ from dpo_pack.run.recording import Recorder, Seconds, initial_loss
 from dpo_pack.run.reference_stage import prepare_reference, resume_reference
 from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint
 from dpo_pack.run.samples import Sampler
-from dpo_pack.run.saving import Saver
+from dpo_pack.run.saving import Saver, run_identity
 from dpo_pack.run.selection import find_selection
 from dpo_pack.system import ranks
 from dpo_pack.system.console import keep_log
@@ -107,7 +106,6 @@ class Beginning:
     sizes: PairSizes  # tokens and FLOPs of each pair; the meter adds them up
     peak_flops: float | None  # of this device, per second; None if no MFU is reported
     frozen: FrozenReference | None = None  # reference log-probs to write to `output_dir`
-    reference_fingerprint: str = "none"  # identifies the reference in a checkpoint
     reference_seconds: float = 0.0
     win_rate: WinRate | None = None
 
@@ -134,7 +132,7 @@ def start_session(
         beginning = begin_online(prepared, objective, run)
     else:
         beginning = begin_offline(prepared, objective, run, pairs)
-    policy, source = beginning.policy, beginning.source
+    policy, source, reference = beginning.policy, beginning.source, beginning.reference
     seconds.reference = beginning.reference_seconds
     state = _new_state(recipe, beginning)
     learner = Learner(
@@ -142,7 +140,7 @@ def start_session(
         policy=distribute_policy(
             policy.scorer, prepared.strategy, prepared.accelerator, stays_gathered=gathers_once
         ),
-        reference=beginning.reference,
+        reference=reference,
         objective=objective,
         guard=NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=prepared.device),
         clock=PhaseClock(device=prepared.device),
@@ -152,7 +150,7 @@ def start_session(
         balance=prepared.policy_facts.balance,
     )
     identity = run_identity(
-        prepared, policy, source, selection, reference_fingerprint=beginning.reference_fingerprint
+        prepared, policy, source, selection, moves=reference.moving is not None, frozen=beginning.frozen
     )
     sampler = Sampler(prepared, policy.scorer, run.samples)
     metrics_offset = _load_checkpoint(run, state, identity, console)
@@ -194,7 +192,7 @@ def start_session(
     )
     evaluator = Evaluator(
         prepared=prepared,
-        reference=beginning.reference,
+        reference=reference,
         objective=objective,
         win_rate=beginning.win_rate,
         selection=selection,
@@ -226,11 +224,11 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir, source:
     policy = load_policy(prepared) if policy_is_reference and not resumes else None
     frozen: FrozenReference | None = None
     moving: Reference | None = None
-    fingerprint, seconds = "none", 0.0
+    seconds = 0.0
     if not objective.needs_reference:
         console.print("Reference: none, the loss needs no reference")
     elif recipe.reference.sync is not None:
-        moving, fingerprint = load_moving_reference(prepared), "moving"
+        moving = load_moving_reference(prepared)
         console.print("Reference: follows the policy; a second model runs live, nothing is cached")
     elif resumes:
         frozen, seconds = resume_reference(prepared, run.resumed_reference)
@@ -247,7 +245,6 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir, source:
     reference = moving or CachedReference(values=frozen)
     if frozen is not None:
         source.use_reference(frozen.of(train))
-        fingerprint = frozen.only(train).fingerprint
         if policy_is_reference and not resumes:
             first_row = next(row for rows in source.first_plan.pack_step(0) for row in rows)
             check_start(policy.scorer, source.builder, first_row, dtype=prepared.precision.activations)
@@ -258,7 +255,6 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir, source:
         sizes=trained_pair_sizes(prepared, source, trains_adapter=policy.adapter is not None),
         peak_flops=device_peak(prepared.device, policy.scorer.compute_dtype),
         frozen=frozen,
-        reference_fingerprint=fingerprint,
         reference_seconds=seconds,
     )
 
@@ -268,16 +264,12 @@ def begin_online(prepared: Prepared, objective: Objective, run: RunDir) -> Begin
     check_generator(prepared)
     policy = load_policy(prepared)
     source, win_rate = build_online(prepared, policy, rollouts=run.rollouts)
-    reference: Reference = CachedReference(values=None)
-    fingerprint = "none"
-    if objective.needs_reference and prepared.recipe.reference.sync is not None:
-        reference, fingerprint = load_moving_reference(prepared), "moving"
-    elif objective.needs_reference:
-        reference = live_reference(prepared, policy)
-    how = (
-        "live, on the rows of each step" if objective.needs_reference else "none, the loss needs no reference"
-    )
-    prepared.console.print(f"Reference: {how}")
+    if objective.needs_reference:
+        reference: Reference = live_reference(prepared, policy)
+        prepared.console.print("Reference: live, on the rows of each step")
+    else:
+        reference = CachedReference(values=None)
+        prepared.console.print("Reference: none, the loss needs no reference")
     unknown = np.zeros(prepared.data.train.num_pairs, dtype=np.int64)  # the pairs do not exist yet
     return Beginning(
         policy=policy,
@@ -285,7 +277,6 @@ def begin_online(prepared: Prepared, objective: Objective, run: RunDir) -> Begin
         reference=reference,
         sizes=PairSizes(tokens=unknown, costs=unknown.astype(np.float64), merging=None),
         peak_flops=None,  # generation and judges take most of an online run's time
-        reference_fingerprint=fingerprint,
         win_rate=win_rate,
     )
 

@@ -145,15 +145,19 @@ def device_memory(device: torch.device) -> int:
     """Returns the bytes of memory for one rank. Ranks on CPUs divide the machine's memory equally."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
-    return machine_memory_bytes() // num_here
+    return machine_memory_bytes() // num_local_ranks()
+
+
+def num_local_ranks() -> int:
+    """Returns the number of ranks on this machine. If the launcher does not say, all ranks are here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
 
 
 def _mesh(device: torch.device, *, is_hybrid: bool) -> DeviceMesh:
     num_ranks = ranks.num_ranks()
     if not is_hybrid:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    num_here = num_local_ranks()
     if num_here in (1, num_ranks) or num_ranks % num_here:
         raise RecipeError(
             "distributed.hybrid: shards within nodes and copies over them need several nodes of as many "

@@ -5,7 +5,6 @@ All numbers are for the largest row, because a step computes one row at a time.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import Recipe, check_environment, parse_recipe
 from dpo_pack.run.memory.estimate import MemoryFacts, RowSize, estimate_memory, memory_shape, state_bytes
 from dpo_pack.run.prepare import Prepared, longest_sequence
-from dpo_pack.run.strategy import num_gradients
+from dpo_pack.run.strategy import num_gradients, num_local_ranks
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import RecipeError, RunError, is_out_of_memory
@@ -281,7 +280,7 @@ def available_memory(device: torch.device) -> AvailableMemory | None:
     machine = host_memory()
     if machine is None:
         return None
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
+    num_here = num_local_ranks()
     return AvailableMemory(free=machine.free // num_here, total=machine.total // num_here)
 
 
