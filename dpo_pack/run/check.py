@@ -77,7 +77,7 @@ def _check_model(recipe: Recipe, path: str, key: str) -> str:
     device = _device()
     facts = resolve_model(recipe, recipe_precision(recipe, device), path, recipe_key=key)
     check_model(recipe, facts, device, is_trained=key == "model.path")
-    weights = "its weights are there" if Path(facts.path).is_dir() else "its weights are not looked at"
+    weights = "its weights are there" if Path(facts.path).is_dir() else "its weights were not checked"
     return f"{key}: {facts.label}, {facts.config.model_type}; {weights}"
 
 

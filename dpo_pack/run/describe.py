@@ -79,6 +79,6 @@ def describe_run(
     if plan is not None and len(oversize):
         longest = int(plan.row_tokens[oversize].max())
         console.print(
-            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({recipe.packing.token_budget:,}) "
-            f"and get a row of their own, the longest of {longest:,} tokens; nothing is cut"
+            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "
+            f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"
         )

@@ -187,7 +187,9 @@ def check_model(recipe: Recipe, model: ModelFacts, device: torch.device, *, is_t
         check_quantizable(model.architecture)
     if recipe.model.compile is True:
         if model.quantization is not None:
-            raise ModelError("model.compile: layers with quantised weights are not compiled; leave it out")
+            raise ModelError(
+                "model.compile: layers with quantised weights are not compiled; leave the key out"
+            )
         check_compiler(device)
     if model.is_packed:
         check_packs(model.config)
@@ -205,7 +207,7 @@ def _check_quantised(model: ModelFacts, *, is_trained: bool) -> None:
     if method != "bitsandbytes":
         raise ModelError(f"{what}, and only bitsandbytes is supported; use the unquantised model")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(f"{what}, which needs {install_command('bitsandbytes')}")
+        raise ModelError(f"{what}, but bitsandbytes is not installed; {install_command('bitsandbytes')}")
     if is_trained:
         raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
 
@@ -227,8 +229,8 @@ def load_weights(
     if strategy.shards:
         if model.quantization is not None:
             raise ModelError(
-                f"{model.recipe_key}: the weights of {model.path} are quantised, and those are not sharded; "
-                "set distributed.strategy: ddp"
+                f"{model.recipe_key}: the weights of {model.path} are quantised, and quantised weights "
+                "cannot be in shards; set distributed.strategy: ddp"
             )
         weights_on = torch.device("cpu" if ranks.is_first() else "meta")
     with ranks.first_goes_first() if strategy.shards else contextlib.nullcontext():

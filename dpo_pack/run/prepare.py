@@ -155,7 +155,7 @@ def _print_notes(data: DataSplits, console: Console, scored_turns: str = "assist
     for source in (*data.report["train"]["sources"], *held_out):
         dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in source["dropped"].items())
         if dropped:
-            console.print(f"  left out of {source['name']}, {source['rows_read']:,} rows: {dropped}")
+            console.print(f"  {source['name']}: {source['rows_read']:,} rows read, left out: {dropped}")
         if others := source.get("pairs_with_other_turns"):
             scored = (
                 "only what the assistant says is scored (data.scored_turns: all scores the other turns too)"
@@ -202,7 +202,7 @@ def prepare(
     if runs_models and wanted not in ("auto", num_ranks):
         raise RecipeError(
             f"distributed.num_processes: {wanted} are asked for, but this run has {num_ranks}; the dpopack "
-            "command starts them, a program of your own is started by torchrun"
+            "command starts the processes itself; start a program of your own with torchrun"
         )
     accelerator = _accelerator(recipe)
     # With several processes on CPUs, accelerate gives each a device number; for torch the CPU is one device.

@@ -21,6 +21,7 @@ from huggingface_hub.utils.tqdm import (
     enable_progress_bars,
 )
 
+from dpo_pack.run.checkpoint.directory import checkpoints, step_of
 from dpo_pack.system.errors import RunError, first_line
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import HUB_ID, repo_fault, why_no_upload
@@ -68,8 +69,8 @@ def push(source: Path, repo: str, *, private: bool) -> Pushed:
         is_private = bool(api.repo_info(repo).private)
         if private and not is_private:
             raise RunError(
-                f"push: {repo} is public, and this upload is to be private; say so with --public (in a "
-                "recipe export.push_to_hub.private: false), or make it private on the hub"
+                f"push: {repo} is public, but this upload must be private; allow a public one with "
+                "--public (in a recipe: export.push_to_hub.private: false), or make the repository private"
             )
         removed = [
             CommitOperationDelete(path_in_repo=name)
@@ -82,7 +83,10 @@ def push(source: Path, repo: str, *, private: bool) -> Pushed:
         notes.append(f"{repo} was private already and stays private; change that in its settings")
     base = (read_json(model / "adapter_config.json") or {}).get("base_model_name_or_path")
     if isinstance(base, str) and (Path(base).exists() or not HUB_ID.fullmatch(base)):
-        notes.append(f"the adapter's base, {base}, is only on this machine; 'dpopack merge' needs no base")
+        notes.append(
+            f"the adapter's base, {base}, is only on this machine, so others cannot load the adapter; "
+            "'dpopack merge' makes a model that needs no base"
+        )
     return Pushed(url=str(url), is_private=is_private, notes=tuple(notes))
 
 
@@ -99,13 +103,13 @@ def find_model(source: Path) -> tuple[Path, list[str]]:
         raise RunError(f"{source}: no run and no model (no run.json or config.json); give a run's output_dir")
     if (source / "model").is_dir():
         return source / "model", []
-    exported = sorted((source / "checkpoints").glob("step-*/model"))
+    exported = [path for path in checkpoints(source / "checkpoints") if (path / "model").is_dir()]
     if not exported:
         raise RunError(
             f"{source}: the run is {info['status']} and has exported no model; finish it with 'dpopack train'"
         )
-    step = int(exported[-1].parent.name.removeprefix("step-"))
-    return exported[-1], [f"the run is {info['status']}; this is its checkpoint after step {step}"]
+    note = f"the run is {info['status']}; this is its checkpoint after step {step_of(exported[-1])}"
+    return exported[-1] / "model", [note]
 
 
 def _files(model: Path, page: Path, repo: str) -> Iterator[CommitOperationAdd]:
@@ -152,4 +156,4 @@ def _reason(error: BaseException) -> str:
         403: "; the token may not write there: use one that may, or another REPO",
         404: "; the hub has no such repository, or the token may not see it",
     }.get(status or 0, "")
-    return f"the hub did not take it ({first_line(error)}){remedy}"
+    return f"the upload failed ({first_line(error)}){remedy}"

@@ -106,8 +106,8 @@ class Sampler:
     def write(self, step: int) -> None:
         """Writes what the policy, as it is after `step`, completes; does nothing if that is written already.
 
-        No error of generation or of the disk ends a run: there is a line about it, and no sample any more.
-        Every rank must call it.
+        An error of generation or of the disk does not end the run: this method prints it, and the run writes
+        no more samples. Every rank must call this method.
         """
         if not self.prompts or not (ranks.is_first() or self.is_sharded):
             return

@@ -205,7 +205,7 @@ class Saver:
 
         It is called before the run ends, so that the caller can still save the last step.
         """
-        remedy = "set it to false, and the same command leaves the last weights"
+        remedy = "with checkpoint.load_best=false the same command exports the last weights"
         standing = self.state.standing
         if not standing.best:
             raise RunError(f"checkpoint.load_best: no evaluation gave a finite metric; {remedy}")
@@ -241,7 +241,7 @@ class Saver:
         if self.recipe.checkpoint.keep_best > 0 and kept != standing.best:
             lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
             self.recorder.console.print(
-                f"Note: the best evaluations were after step {lost}, of which {self.run.checkpoints} has no "
-                "checkpoint; the best of those to come are kept"
+                f"Note: the best evaluations were after step {lost}, but {self.run.checkpoints} has none "
+                "of their checkpoints; from now on, those of the best later evaluations are kept"
             )
             self.state.standing = replace(standing, best=kept)

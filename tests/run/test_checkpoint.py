@@ -608,7 +608,7 @@ def test_other_versions_and_ranks_are_told(tmp_path: Path) -> None:
     assert load_checkpoint(path, new_state(), identity=IDENTITY)[1] == []
     now = replace(IDENTITY, versions={"torch": "2.1", "transformers": "5.0"}, ranks="2 processes (ddp)")
     _, (ranks, versions) = load_checkpoint(path, new_state(), identity=now)
-    assert "taken on one process, and this is 2 processes (ddp)" in ranks
+    assert "written on one process, and this run is on 2 processes (ddp)" in ranks
     assert versions.startswith("Warning: ") and versions.endswith("torch 2.0 then, 2.1 now")
 
 

@@ -238,6 +238,7 @@ def test_of_an_unfinished_run_only_an_exported_model_is_pushed(
     assert "interrupted" in refusal(tmp_path) and not hub.requests
     for step in (2, 3):
         shutil.copytree(exported["full"] / "model", tmp_path / f"checkpoints/step-00000{step}/model")
+        (tmp_path / f"checkpoints/step-00000{step}/checkpoint.json").touch()
     pushed = push(tmp_path, REPO, private=True)
     assert "interrupted" in pushed.notes[0] and "after step 3" in pushed.notes[0]
 

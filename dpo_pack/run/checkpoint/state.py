@@ -255,18 +255,19 @@ def _then_and_now(then: str | None, now: str | None) -> str:
 def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
     if counters.judged_by != identity.judged_by and counters.standing.best:
         yield (
-            "Note: earlier evaluations were compared by another metric or held-out set; the best of the run "
-            "is sought among those to come"
+            "Note: earlier evaluations were compared by another metric or held-out set, so only later ones "
+            "can be the best of the run"
         )
     if counters.ranks != identity.ranks:
-        yield f"Note: the checkpoint was taken on {counters.ranks}, and this is {identity.ranks}"
+        yield f"Note: the checkpoint was written on {counters.ranks}, and this run is on {identity.ranks}"
     versions = [
         f"{package} {then} then, {identity.versions.get(package, 'none')} now"
         for package, then in counters.versions.items()
         if then != identity.versions.get(package)
     ]
     if versions:
-        yield f"Warning: versions have changed, which may change last bits: {'; '.join(versions)}"
+        changed = "; ".join(versions)
+        yield f"Warning: packages have other versions, which may change the last bits of results: {changed}"
 
 
 def _names_of_parameters(path: Path) -> dict[str, set[str]]:

@@ -9,6 +9,7 @@ checkpoint is written at a time: the next one waits for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -150,12 +151,9 @@ class CheckpointWriter:
 def _one_thread() -> ThreadPoolExecutor:
     """Returns a pool of one thread that uses the caller's GPU. By default a new thread would use GPU 0, and
     torch's `save` makes CUDA streams."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def choose_device() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
-
+    choose_device = None
+    if torch.cuda.is_available():
+        choose_device = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
     return ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=choose_device)
 
 

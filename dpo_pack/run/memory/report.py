@@ -135,7 +135,7 @@ def stays_gathered(prepared: Prepared, objective: Objective, plan: PackingPlan |
     if not prepared.strategy.shards:
         return False
     facts, _ = memory_facts(prepared, objective, plan)
-    prepared.console.print(f"Shards: gathered {_gathering(facts)}, by the free memory of the devices")
+    prepared.console.print(f"Shards: gathered {_gathering(facts)} (the devices' free memory decides)")
     return facts.stays_gathered
 
 
