@@ -79,6 +79,13 @@ class Prepared:
         return [self.data.train, *(held_out.pairs for held_out in self.data.eval)]
 
     @property
+    def eval_names(self) -> list[str]:
+        """The names of the held-out sets, in the recipe's order."""
+        if self.data.prompts is not None:
+            return list(self.data.prompts.eval)
+        return [held_out.name for held_out in self.data.eval]
+
+    @property
     def reference_token_budget(self) -> int:
         return reference_token_budget(self.recipe, self.device)
 

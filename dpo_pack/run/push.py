@@ -29,7 +29,7 @@ from dpo_pack.system.hub import HUB_ID, repo_fault, why_no_upload
 # The line in the model card's code example that names the model.
 MODEL_ID_LINE = re.compile(r'^model_id = ".*"$', re.MULTILINE)
 _CONFIGS = ("config.json", "adapter_config.json")
-# Files that loaders prefer. One that an old upload left would be loaded in place of the new model.
+# Files that loaders prefer. If an earlier upload left one, it would be loaded in place of the new model.
 _OLD_WEIGHTS = re.compile(r".*\.safetensors(\.index\.json)?|adapter_config\.json")
 
 

@@ -104,7 +104,7 @@ class Sampler:
             self.write(step)
 
     def write(self, step: int) -> None:
-        """Writes what the policy, as it is after `step`, completes; does nothing if that is written already.
+        """Writes the completions of the policy after `step`, unless they are written already.
 
         An error of generation or of the disk does not end the run: this method prints it, and the run writes
         no more samples. Every rank must call this method.
@@ -115,14 +115,13 @@ class Sampler:
             written = self._first_does(lambda: read_samples(self.path))
             if all(sample.step != step for sample in written):
                 completions = complete(self.generator, self.prompts)
-                model: Literal["start", "policy"] = "policy" if step else "start"
                 samples = [
                     Sample(
                         step=step,
                         source=asked.source,
                         prompt=asked.prompt.text,
                         completion=completion,
-                        model=model,
+                        model="policy" if step else "start",
                     )
                     for asked, completion in zip(self.prompts, completions, strict=True)
                 ]

@@ -121,7 +121,7 @@ def start_session(
     seed_everything(recipe.seed)
     objective = recipe_objective(recipe)
     prepared = prepare(recipe, console, prepare_data if recipe.online is None else prepare_prompts)
-    selection = find_selection(recipe, _eval_sets(prepared))
+    selection = find_selection(recipe, prepared.eval_names)
     choose_checkpoint(run, recipe, console.print)
     pairs = None if recipe.online is not None else _planned_pairs(prepared)
     first_plan = None if pairs is None else pairs.first_plan
@@ -315,10 +315,10 @@ def _recorder(
     prepared: Prepared, run: RunDir, learner: Learner, beginning: Beginning, seconds: Seconds, offset: int
 ) -> Recorder:
     recipe, train, num_steps = prepared.recipe, prepared.data.train, beginning.source.num_steps
-    loss_names, names = [name for name, _ in recipe.loss.terms], source_names(recipe.data.train)
+    loss_names = [name for name, _ in recipe.loss.terms]
     return Recorder(
+        prepared=prepared,
         console=prepared.console,
-        accelerator=prepared.accelerator,
         run=run,
         every_steps=recipe.logging.every_steps,
         lines=TrainingLines(prepared.console, num_steps=num_steps),
@@ -331,14 +331,10 @@ def _recorder(
             router_aux_coef=0.0 if learner.balance is None else learner.balance.coefficient,
         ),
         guard=learner.guard,
-        table=train,
-        source_names=names,
-        held_out_names=_eval_sets(prepared),
-        tracks_breakdowns=recipe.logging.breakdowns,
         pairs=PairLog(
             directory=run.pairs,
             table=train,
-            source_names=names,
+            source_names=source_names(recipe.data.train),
             beta=recipe.loss.beta,
             has_reference=learner.objective.needs_reference,
         )
@@ -366,13 +362,6 @@ def _measure_memory(prepared: Prepared, learner: Learner, pairs: OfflineSource |
     if prepared.device.type == "cuda" and pairs is not None:
         row = pairs.builder.build(largest_row(pairs.first_plan, rank=ranks.rank())).row
         print_measured_memory(learner.policy, learner.state.optimizer, row, prepared.device, prepared.console)
-
-
-def _eval_sets(prepared: Prepared) -> list[str]:
-    """Returns the names of the held-out sets, in the recipe's order."""
-    if prepared.data.prompts is not None:
-        return list(prepared.data.prompts.eval)
-    return [held_out.name for held_out in prepared.data.eval]
 
 
 def _write_first_files(

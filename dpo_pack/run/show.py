@@ -43,7 +43,7 @@ class ShownPair:
     num_shared: int  # first tokens that chosen and rejected have in common, without those that were cut
     ends: dict[str, str | None]  # for "chosen" and "rejected": the token that ends it (EOS); None: missing
     notes: tuple[str, ...]  # faults of this pair
-    new_notes: tuple[str, ...]  # those of faults that no pair of the source before this one has
+    new_notes: tuple[str, ...]  # of faults that no earlier shown pair of the source has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class ShownRecipe:
     pairs: tuple[ShownPair, ...]
     asked: bool  # the pairs are those that --pair names
     left_out: tuple[LeftOutReason, ...]
-    rows_left_out: tuple[LeftOut, ...]  # of `left_out`; if rows were asked for, those of them
+    rows_left_out: tuple[LeftOut, ...]  # rows of `left_out`; with --pair, only the rows that it names
     row: PackedRow | None  # None: no pair was kept
 
 

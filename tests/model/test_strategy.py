@@ -58,7 +58,9 @@ def test_one_process_needs_no_strategy(strategy: str, directory: Path) -> None:
 def test_what_is_computed_otherwise_in_shards_is_refused_on_one_process(directory: Path) -> None:
     for option in ("gather_dtype=bfloat16", "cpu_offload=true"):
         message = message_of(lambda: chosen(directory, FSDP2, f"distributed.{option}"))  # noqa: B023
-        assert message.startswith(f"distributed.{option.partition('=')[0]}: ") and "this run has one" in message
+        assert (
+            message.startswith(f"distributed.{option.partition('=')[0]}: ") and "this run has one" in message
+        )
 
 
 def test_auto_copies_what_fits_and_shards_what_does_not(
