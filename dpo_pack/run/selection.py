@@ -62,8 +62,8 @@ def judge(
 
     If two values are equal, the earlier one is better. A value that is not finite or is missing is no
     improvement; an online run has no value if no prompt could be scored. A later value must be better than
-    the value before the first step (`step` 0) to count as an improvement. But the value of step 0 is not among
-    the best, because the run saves no checkpoint of the weights from which it starts.
+    the value before the first step (`step` 0) to count as an improvement. But the value of step 0 is never
+    among the best, because the run saves no checkpoint of the weights from which it starts.
     """
     value = evaluation[selection.eval_set].get(selection.metric)
     if value is None or not math.isfinite(value):
