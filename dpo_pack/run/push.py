@@ -72,12 +72,13 @@ def push(source: Path, repo: str, *, private: bool) -> Pushed:
                 f"push: {repo} is public, but this upload must be private; allow a public one with "
                 "--public (in a recipe: export.push_to_hub.private: false), or make the repository private"
             )
-        removed = [
+        operations: list[CommitOperationAdd | CommitOperationDelete]
+        operations = list(_files(model, source / "report.html", repo))
+        operations += [
             CommitOperationDelete(path_in_repo=name)
             for name in api.list_repo_files(repo)
             if _OLD_WEIGHTS.fullmatch(name) and not (model / name).is_file()
         ]
-        operations = [*_files(model, source / "report.html", repo), *removed]
         api.create_commit(repo, operations, commit_message="Upload model with dpo-pack")
     if is_private and not private:
         notes.append(f"{repo} was private already and stays private; change that in its settings")
