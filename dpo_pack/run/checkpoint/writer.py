@@ -139,7 +139,7 @@ class CheckpointWriter:
             return
         has_cause = error is not None and not isinstance(error, Interrupted)
         try:
-            with contextlib.suppress(*((CacheError,) if has_cause else ())):
+            with contextlib.suppress(CacheError) if has_cause else contextlib.nullcontext():
                 self.wait()
         finally:
             if self._thread is not None:

@@ -75,7 +75,7 @@ def print_memory_estimate(prepared: Prepared, objective: Objective, plan: Packin
         console.print(f"It fits: {_what_is_free(available)}")
     else:
         changes = advice(recipe, facts, longest_pair, available.free)
-        verdict = "This would:" if changes else "No change would make it fit."
+        verdict = "With one of these changes it fits:" if changes else "No change would make it fit."
         console.print(f"It does not fit: {_what_is_free(available)}. {verdict}")
         for overrides, num_bytes in changes:
             console.print(f"  {overrides}: {format_bytes(num_bytes)}")
