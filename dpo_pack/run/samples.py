@@ -213,9 +213,10 @@ def most_prompt_tokens(config: PretrainedConfig, max_new_tokens: int) -> int:
 def sample_prompts(
     recipe: Recipe, data: DataSplits, tokenizer: PreTrainedTokenizerBase, *, num: int, most_tokens: int
 ) -> list[SamplePrompt]:
-    """Returns at most `num` different prompts: of each held-out set in turn, or of each training source.
+    """Returns at most `num` different prompts of at most `most_tokens` tokens.
 
-    Prompts of more than `most_tokens` are left out.
+    The first prompt of each held-out set comes first, then the second of each, and so on. If nothing is held
+    out, the prompts are those of the training sources, in the same order.
     """
     most = most_tokens
     sets: dict[str, Iterator[TokenIds]] = {held.name: _prompts(held.pairs, most) for held in data.eval}
@@ -229,11 +230,11 @@ def sample_prompts(
             name: _prompts(data.train.select(np.flatnonzero(data.train.source_indices == number)), most)
             for number, name in enumerate(source_names(recipe.data.train))
         }
-    turns = itertools.zip_longest(*(itertools.islice(_distinct(ids), num) for ids in sets.values()))
+    rounds = itertools.zip_longest(*(itertools.islice(_distinct(ids), num) for ids in sets.values()))
     found = [
         SamplePrompt(source=source, prompt=prompt_of(ids, tokenizer))
-        for turn in turns
-        for source, ids in zip(sets, turn, strict=True)
+        for one_of_each in rounds
+        for source, ids in zip(sets, one_of_each, strict=True)
         if ids is not None
     ]
     return found[:num]
