@@ -165,9 +165,9 @@ def _print_notes(data: DataSplits, console: Console, scored_turns: str = "assist
             console.print(f"  {source['name']}: {source['rows_read']:,} rows read, left out: {dropped}")
         if others := source.get("pairs_with_other_turns"):
             scored = (
-                "only what the assistant says is scored (data.scored_turns: all scores the other turns too)"
+                "only what the assistant says is scored (data.scored_turns: all scores other messages too)"
                 if scored_turns == "assistant"
-                else "turns of others than the assistant are scored too (data.scored_turns: all)"
+                else "messages that the assistant did not write are scored too (data.scored_turns: all)"
             )
             console.print(f"  {source['name']}: in {others:,} of {source['pairs_kept']:,} pairs {scored}")
         if source["columns_not_read"]:
