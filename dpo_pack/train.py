@@ -132,7 +132,7 @@ def run_steps(session: Session, after_step: AfterStep | None = None) -> None:
     complete step, if it can."""
     learner, recorder, saver = session.learner, session.recorder, session.saver
     with (
-        recorder.writing(offset=saver.place.metrics_offset),
+        recorder.writing(),
         learner.interruption.deferred(),
         saver.writer,
     ):

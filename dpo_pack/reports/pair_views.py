@@ -172,11 +172,11 @@ def row_cells(row: PackedRow) -> Cells:
     """Returns the numbers of tokens of each pair in the drawn row, by kind."""
     kinds = ("prompt", "chosen", "rejected")
     rows = []
-    for pair in row.pairs:
+    for place, drawn in row.pairs.items():
         tokens = Counter[str]()
-        for segment in pair.drawn.segments:
+        for segment in drawn.segments:
             tokens[segment.kind] += segment.tokens
-        rows.append((pair.place, *(f"{tokens[kind]:,}" for kind in kinds)))
+        rows.append((place, *(f"{tokens[kind]:,}" for kind in kinds)))
     return Cells(("pair", *kinds), rows)
 
 
@@ -355,8 +355,8 @@ def _shorten(value: str) -> str:
 def _print_row(row: PackedRow, console: Console) -> None:
     title = ("One packed row of the pairs that were read: ", "bold")
     _print(console, Text.assemble(title, row_sentence(row)))
-    pairs = {pair.place: pair.drawn for pair in row.pairs[:_DRAWN_PAIRS]}
-    draw_rows("its pairs", list(pairs.values()), console, names=list(pairs))
+    names, drawn = list(row.pairs), list(row.pairs.values())
+    draw_rows("its pairs", drawn[:_DRAWN_PAIRS], console, names=names[:_DRAWN_PAIRS])
     if len(row.pairs) > _DRAWN_PAIRS:
         more = f"[{len(row.pairs) - _DRAWN_PAIRS:,} more pairs in this row; --html shows all]"
         _print(console, more, style="dim")

@@ -26,9 +26,6 @@ from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.offline import OfflineSource
 from dpo_pack.training.references import Reference
 
-# The numbers of ranks and the token budgets that a packing report compares by default.
-INSPECTED_RANKS = (1, 8, 64)
-INSPECTED_BUDGETS = (4096, 8192, 16384)
 # The counts of shortened pairs in the summary of a source.
 TRUNCATION_COUNTS = ("prompt_truncated", "completions_truncated", "eos_lost")
 CPU = torch.device("cpu")
@@ -118,8 +115,8 @@ def packing_report(
     shape: ModelShape,
     source: OfflineSource,
     *,
-    num_ranks: Sequence[int] = INSPECTED_RANKS,
-    budgets: Sequence[int] = INSPECTED_BUDGETS,
+    num_ranks: Sequence[int] = (1, 8, 64),
+    budgets: Sequence[int] = (4096, 8192, 16384),
 ) -> PackingReport:
     """Reports how the first epoch of `source` fills rows, for each number of ranks and each token budget."""
     table, sources = data.train, data.report["train"]["sources"]
@@ -154,8 +151,3 @@ def trained_pair_sizes(prepared: Prepared, source: OfflineSource, *, trains_adap
     if merging is not None and trains_adapter:  # `merging` counts the FLOPs of full training
         merging = prompt_merging(table, shape, passes=passes)
     return PairSizes(tokens=source.real_tokens, costs=flops, merging=merging)
-
-
-def unknown_pair_sizes(num_prompts: int) -> PairSizes:
-    """Returns sizes of 0 for an online run, because its pairs do not exist yet."""
-    return PairSizes(tokens=np.zeros(num_prompts, dtype=np.int64), costs=np.zeros(num_prompts), merging=None)

@@ -11,10 +11,9 @@ import torch
 from dpo_pack.data.ingest import check_source
 from dpo_pack.data.splits import HELD_OUT
 from dpo_pack.model.loading import load_config
-from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
-from dpo_pack.run.models import check_model, resolve_model
+from dpo_pack.run.models import check_model, recipe_precision, resolve_model
 from dpo_pack.run.prepare import prepare_tokenizer, recipe_objective
 from dpo_pack.run.run_dir import find_run
 from dpo_pack.run.selection import find_selection
@@ -75,14 +74,10 @@ def _device() -> torch.device:
 
 
 def _check_model(recipe: Recipe, path: str, key: str) -> str:
-    model, device, is_policy = recipe.model, _device(), key == "model.path"
-    precision = resolve_precision(
-        model.dtype, model.autocast, device, gather_dtype=recipe.distributed.gather_dtype
-    )
-    revision = model.revision if is_policy else None
-    facts = resolve_model(recipe, precision, path, revision=revision, recipe_key=key)
-    check_model(recipe, facts, device, is_trained=is_policy)
-    weights = "its weights are there" if Path(facts.path).is_dir() else "its weights are not looked at"
+    device = _device()
+    facts = resolve_model(recipe, recipe_precision(recipe, device), path, recipe_key=key)
+    check_model(recipe, facts, device, is_trained=key == "model.path")
+    weights = "its weights are there" if Path(facts.path).is_dir() else "its weights were not checked"
     return f"{key}: {facts.label}, {facts.config.model_type}; {weights}"
 
 

@@ -9,7 +9,6 @@ import torch
 from dpo_pack.model.routing import router_sentence
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.plan import PackingPlan
-from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.prepare import Prepared
 from dpo_pack.system.console import format_count, print_detail
 from dpo_pack.system.machine import bfloat16_instructions
@@ -57,9 +56,12 @@ def describe_run(
     say_why(f"  attention is {attention.name}: {attention.reason}")
     for kernel in policy.kernels:
         say_why(f"  recurrent layers: {kernel}")
+    packing = recipe.packing
+    rows, pairs = f"{packing.rows_per_step} rows", f"{packing.pairs_per_step} pairs"
+    step_size = rows if packing.scope == "epoch" else pairs
     console.print(
-        f"Training: {num_steps:,} steps of {_step_size(recipe)}, "
-        f"{recipe.packing.mode} rows of up to {recipe.packing.token_budget:,} tokens; "
+        f"Training: {num_steps:,} steps of {step_size}, "
+        f"{packing.mode} rows of up to {packing.token_budget:,} tokens; "
         f"loss {loss}, beta {recipe.loss.beta:g}, lr {recipe.optim.lr:g} {recipe.optim.schedule}{warm_up}"
     )
     router = router_sentence(policy.model, recipe.loss.router_aux_coef, prepared.policy_facts.balance)
@@ -77,11 +79,6 @@ def describe_run(
     if plan is not None and len(oversize):
         longest = int(plan.row_tokens[oversize].max())
         console.print(
-            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({recipe.packing.token_budget:,}) "
-            f"and get a row of their own, the longest of {longest:,} tokens; nothing is cut"
+            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "
+            f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"
         )
-
-
-def _step_size(recipe: Recipe) -> str:
-    packing = recipe.packing
-    return f"{packing.rows_per_step} rows" if packing.scope == "epoch" else f"{packing.pairs_per_step} pairs"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dpo_pack.losses import Objective
 from dpo_pack.model.lora import is_adapter
-from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.win_rate import WinRate, win_rate_sentence
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
@@ -127,7 +127,9 @@ class Evaluator:
             recorder.write_evaluation(state.step, held_out.name, result, sentence)
         if results and ranks.is_first():
             write_held_out_pairs(results, recorder.run.held_out, step=state.step)
-        for name, result in self._win_rates():
+        with self.interruption.lifted():  # a signal ends it at once; a resumed run repeats it
+            win_rates = [] if self.win_rate is None else list(self.win_rate.evaluate())
+        for name, result in win_rates:
             evaluation[name] = result
             recorder.write_evaluation(state.step, name, result, win_rate_sentence(result))
         with self.interruption.lifted():
@@ -136,13 +138,6 @@ class Evaluator:
         if self.selection is not None:
             state.standing = judge(state.standing, self.selection, evaluation, step=state.step)
         recorder.seconds.evaluation += time.monotonic() - begun
-
-    def _win_rates(self) -> list[tuple[str, dict[str, Any]]]:
-        """Returns the name of each set of held-out prompts, with the win rate against the starting policy."""
-        if self.win_rate is None:
-            return []
-        with self.interruption.lifted():  # a signal ends it at once; a resumed run repeats it
-            return list(self.win_rate.evaluate())
 
     def ends_run(self, state: TrainState) -> bool:
         """Returns whether early stopping ends the run now."""
@@ -194,21 +189,13 @@ def evaluate_models(
     results = []
     for path in paths:
         release_memory()
-        policy = load_trained(prepared, path).scorer
+        facts = resolve_model(recipe, prepared.precision, str(path), recipe_key="--model")
+        check_model(recipe, facts, prepared.device)
+        check_data(prepared, facts)
+        policy = load_proved(prepared, facts).scorer
         results.append({r.name: r for r in evaluate_sets(prepared, policy, reference, objective)})
         del policy
     return results
-
-
-def load_trained(prepared: Prepared, path: Path) -> LoadedModel:
-    """Loads an exported model with the recipe's settings; proves that it computes packed rows exactly.
-
-    Raises ModelError.
-    """
-    facts = resolve_model(prepared.recipe, prepared.precision, str(path), recipe_key="--model")
-    check_model(prepared.recipe, facts, prepared.device)
-    check_data(prepared, facts)
-    return load_proved(prepared, facts)
 
 
 def compare_models(recipe: Recipe, first: str, second: str, console: Console) -> dict[str, Comparison]:

@@ -23,7 +23,7 @@ from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter, require_
 from dpo_pack.model.parallel import ALONE, Strategy, shard_model
 from dpo_pack.model.quantize import Quantization, check_quantizable, quantization_settings
 from dpo_pack.model.routing import RouterBalance, router_balance
-from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.model.speed import check_compiler, check_kernels, compile_layers, compiles
 from dpo_pack.packing.flops import ModelShape
@@ -115,31 +115,25 @@ class ModelFacts:
             )
 
 
-def resolve_models(recipe: Recipe, precision: Precision) -> tuple[ModelFacts, ModelFacts]:
-    """Returns the facts of policy and reference: one object if the reference is the starting policy.
-
-    Raises ModelError.
-    """
-    policy = resolve_policy(recipe, precision)
-    if recipe.reference.path is None:
-        return policy, policy
-    return policy, resolve_model(recipe, precision, recipe.reference.path, recipe_key="reference.path")
+def recipe_precision(recipe: Recipe, device: torch.device) -> Precision:
+    """Returns the types of numbers in which a run of the recipe computes on the device."""
+    model, gather_dtype = recipe.model, recipe.distributed.gather_dtype
+    return resolve_precision(model.dtype, model.autocast, device, gather_dtype=gather_dtype)
 
 
 def resolve_policy(recipe: Recipe, precision: Precision) -> ModelFacts:
     """Returns the facts of the starting policy. Raises ModelError."""
-    model = recipe.model
-    return resolve_model(recipe, precision, model.path, revision=model.revision, recipe_key="model.path")
+    return resolve_model(recipe, precision, recipe.model.path, recipe_key="model.path")
 
 
-def resolve_model(
-    recipe: Recipe, precision: Precision, path: str, *, revision: str | None = None, recipe_key: str
-) -> ModelFacts:
+def resolve_model(recipe: Recipe, precision: Precision, path: str, *, recipe_key: str) -> ModelFacts:
     """Returns the facts of a model. `path` is a hub id, or the directory of a model or a saved LoRA adapter.
 
-    Raises ModelError.
+    Only the policy (`recipe_key` "model.path") has the revision, the new adapter and the load-balancing loss
+    of the recipe. Raises ModelError.
     """
     adapter, is_policy = None, recipe_key == "model.path"
+    revision = recipe.model.revision if is_policy else None
     if is_adapter(path):
         saved = read_adapter(Path(path), recipe_key)
         recipe_key = f"{recipe_key} (the base of {path})"
@@ -163,9 +157,7 @@ def resolve_model(
 
 def cache_directory(recipe: Recipe) -> Path:
     """Returns the cache directory of the recipe; by default $DPO_PACK_CACHE or one in the home directory."""
-    if recipe.reference.cache_dir is not None:
-        return recipe.reference.cache_dir
-    return default_cache_directory()
+    return recipe.reference.cache_dir or default_cache_directory()
 
 
 def new_adapter(recipe: Recipe) -> LoraSettings | None:
@@ -195,7 +187,9 @@ def check_model(recipe: Recipe, model: ModelFacts, device: torch.device, *, is_t
         check_quantizable(model.architecture)
     if recipe.model.compile is True:
         if model.quantization is not None:
-            raise ModelError("model.compile: layers with quantised weights are not compiled; leave it out")
+            raise ModelError(
+                "model.compile: layers with quantised weights are not compiled; leave the key out"
+            )
         check_compiler(device)
     if model.is_packed:
         check_packs(model.config)
@@ -213,7 +207,7 @@ def _check_quantised(model: ModelFacts, *, is_trained: bool) -> None:
     if method != "bitsandbytes":
         raise ModelError(f"{what}, and only bitsandbytes is supported; use the unquantised model")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(f"{what}, which needs {install_command('bitsandbytes')}")
+        raise ModelError(f"{what}, but bitsandbytes is not installed; {install_command('bitsandbytes')}")
     if is_trained:
         raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
 
@@ -232,16 +226,14 @@ def load_weights(
     Raises ModelError, UnsupportedModelError.
     """
     weights_on = device
-    in_turn: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if strategy.shards:
         if model.quantization is not None:
             raise ModelError(
-                f"{model.recipe_key}: the weights of {model.path} are quantised, and those are not sharded; "
-                "set distributed.strategy: ddp"
+                f"{model.recipe_key}: the weights of {model.path} are quantised, and quantised weights "
+                "cannot be in shards; set distributed.strategy: ddp"
             )
         weights_on = torch.device("cpu" if ranks.is_first() else "meta")
-        in_turn = ranks.first_goes_first()
-    with in_turn:
+    with ranks.first_goes_first() if strategy.shards else contextlib.nullcontext():
         loaded = load_model(
             model.path,
             config=model.config,

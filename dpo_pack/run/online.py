@@ -23,7 +23,7 @@ from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.recipe.online import EndpointRecipe, JudgeRecipe, OnlineRecipe
 from dpo_pack.run.batches import plan_settings, row_builder
-from dpo_pack.run.prepare import Prepared, load_second_model
+from dpo_pack.run.prepare import Prepared, load_moving_reference, load_second_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.imports import load_function
@@ -208,9 +208,11 @@ def _endpoint(endpoint: EndpointRecipe, key: str) -> Endpoint:
 
 
 def live_reference(prepared: Prepared, policy: LoadedModel) -> LiveReference:
-    """Returns the reference, whose weights do not change: the policy without its new adapter, or a second
-    model."""
+    """Returns the reference: the policy without its new adapter, or a second model. The weights of the second
+    model are frozen or (with `reference.sync`) follow the policy."""
     recipe, online = prepared.recipe, _section(prepared)
+    if recipe.reference.sync is not None:
+        return load_moving_reference(prepared)
     if recipe.reference.path is None and policy.adapter is not None and policy.adapter.is_new:
         if online.offload_reference:
             raise ModelError(

@@ -25,7 +25,7 @@ from dpo_pack.model.config import check_positions, check_rows
 from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter
 from dpo_pack.model.parallel import ALONE, Strategy
-from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
+from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.machine import TOKENIZER_FILES
 from dpo_pack.reference.fill import CPU_TOKEN_BUDGET, START_FACTOR
@@ -36,7 +36,9 @@ from dpo_pack.run.models import (
     check_model,
     load_and_prove,
     new_adapter,
-    resolve_models,
+    recipe_precision,
+    resolve_model,
+    resolve_policy,
 )
 from dpo_pack.run.strategy import check_accelerate_config, choose_strategy
 from dpo_pack.system import ranks
@@ -77,6 +79,13 @@ class Prepared:
         return [self.data.train, *self.data.eval.values()]
 
     @property
+    def eval_names(self) -> list[str]:
+        """The names of the held-out sets, in the recipe's order."""
+        if self.data.prompts is not None:
+            return list(self.data.prompts.eval)
+        return list(self.data.eval)
+
+    @property
     def reference_token_budget(self) -> int:
         return reference_token_budget(self.recipe, self.device)
 
@@ -111,15 +120,17 @@ def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     )
 
 
-DataReader = Callable[[Recipe, PreTrainedTokenizerBase, Console], DataSplits]
-
-
-def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:
-    """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out."""
+def require_pairs(recipe: Recipe) -> None:
+    """Raises RecipeError if the recipe is that of an online run."""
     if recipe.online is not None:
         raise RecipeError(
             "online: this command needs pairs, and an online run makes its pairs while it trains"
         )
+
+
+def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:
+    """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out."""
+    require_pairs(recipe)
     begun = time.monotonic()
     with reading_progress(console) as progress:
         data = load_data(
@@ -151,12 +162,12 @@ def _print_notes(data: DataSplits, console: Console, scored_turns: str = "assist
     for source in (*data.report["train"]["sources"], *held_out):
         dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in source["dropped"].items())
         if dropped:
-            console.print(f"  left out of {source['name']}, {source['rows_read']:,} rows: {dropped}")
+            console.print(f"  {source['name']}: {source['rows_read']:,} rows read, left out: {dropped}")
         if others := source.get("pairs_with_other_turns"):
             scored = (
-                "only what the assistant says is scored (data.scored_turns: all scores the other turns too)"
+                "only what the assistant says is scored (data.scored_turns: all scores other messages too)"
                 if scored_turns == "assistant"
-                else "turns of others than the assistant are scored too (data.scored_turns: all)"
+                else "messages that the assistant did not write are scored too (data.scored_turns: all)"
             )
             console.print(f"  {source['name']}: in {others:,} of {source['pairs_kept']:,} pairs {scored}")
         if source["columns_not_read"]:
@@ -183,7 +194,11 @@ def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console:
 
 
 def prepare(
-    recipe: Recipe, console: Console, read_data: DataReader = prepare_data, *, runs_models: bool = True
+    recipe: Recipe,
+    console: Console,
+    read_data: Callable[[Recipe, PreTrainedTokenizerBase, Console], DataSplits] = prepare_data,
+    *,
+    runs_models: bool = True,
 ) -> Prepared:
     """Finds device, facts of the models, tokenizer and data. Checks that take little time come first.
 
@@ -194,18 +209,19 @@ def prepare(
     if runs_models and wanted not in ("auto", num_ranks):
         raise RecipeError(
             f"distributed.num_processes: {wanted} are asked for, but this run has {num_ranks}; the dpopack "
-            "command starts them, a program of your own is started by torchrun"
+            "command starts the processes itself; start a program of your own with torchrun"
         )
     accelerator = _accelerator(recipe)
     # With several processes on CPUs, accelerate gives each a device number; for torch the CPU is one device.
     device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
     if device.type == "cpu":
         keep_freed_memory()
-    model, gather_dtype = recipe.model, recipe.distributed.gather_dtype
-    precision = resolve_precision(model.dtype, model.autocast, device, gather_dtype=gather_dtype)
+    precision = recipe_precision(recipe, device)
     check_accelerate_config(recipe, precision)
     check_optimizer(recipe.optim.name, device)
-    policy, reference = resolve_models(recipe, precision)
+    policy = reference = resolve_policy(recipe, precision)
+    if recipe.reference.path is not None:
+        reference = resolve_model(recipe, precision, recipe.reference.path, recipe_key="reference.path")
     check_model(recipe, policy, device, is_trained=True)
     if reference is not policy:
         check_model(recipe, reference, device)

@@ -10,19 +10,26 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+# The base class of the HTTP library's errors.
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+
+from dpo_pack.run.checkpoint.directory import checkpoints, step_of
 from dpo_pack.system.errors import RunError, first_line
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import HUB_ID, repo_fault, why_no_upload
 
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
 # The line in the model card's code example that names the model.
 MODEL_ID_LINE = re.compile(r'^model_id = ".*"$', re.MULTILINE)
 _CONFIGS = ("config.json", "adapter_config.json")
-# Files that loaders prefer. One that an old upload left would be loaded in place of the new model.
+# Files that loaders prefer. If an earlier upload left one, it would be loaded in place of the new model.
 _OLD_WEIGHTS = re.compile(r".*\.safetensors(\.index\.json)?|adapter_config\.json")
 
 
@@ -57,24 +64,30 @@ def push(source: Path, repo: str, *, private: bool) -> Pushed:
             raise RunError(f"push: {obstacle}")
     model, notes = find_model(source)
     with _quiet_client(repo):
-        from huggingface_hub import HfApi
-
         api = HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)
         is_private = bool(api.repo_info(repo).private)
         if private and not is_private:
             raise RunError(
-                f"push: {repo} is public, and this upload is to be private; say so with --public (in a "
-                "recipe export.push_to_hub.private: false), or make it private on the hub"
+                f"push: {repo} is public, but this upload must be private; allow a public one with "
+                "--public (in a recipe: export.push_to_hub.private: false), or make the repository private"
             )
         operations: list[CommitOperationAdd | CommitOperationDelete]
-        operations = [*_files(model, source / "report.html", repo), *_removals(api, repo, model)]
+        operations = list(_files(model, source / "report.html", repo))
+        operations += [
+            CommitOperationDelete(path_in_repo=name)
+            for name in api.list_repo_files(repo)
+            if _OLD_WEIGHTS.fullmatch(name) and not (model / name).is_file()
+        ]
         api.create_commit(repo, operations, commit_message="Upload model with dpo-pack")
     if is_private and not private:
         notes.append(f"{repo} was private already and stays private; change that in its settings")
     base = (read_json(model / "adapter_config.json") or {}).get("base_model_name_or_path")
     if isinstance(base, str) and (Path(base).exists() or not HUB_ID.fullmatch(base)):
-        notes.append(f"the adapter's base, {base}, is only on this machine; 'dpopack merge' needs no base")
+        notes.append(
+            f"the adapter's base, {base}, is only on this machine, so others cannot load the adapter; "
+            "'dpopack merge' makes a model that needs no base"
+        )
     return Pushed(url=str(url), is_private=is_private, notes=tuple(notes))
 
 
@@ -91,19 +104,17 @@ def find_model(source: Path) -> tuple[Path, list[str]]:
         raise RunError(f"{source}: no run and no model (no run.json or config.json); give a run's output_dir")
     if (source / "model").is_dir():
         return source / "model", []
-    exported = sorted((source / "checkpoints").glob("step-*/model"))
+    exported = [path for path in checkpoints(source / "checkpoints") if (path / "model").is_dir()]
     if not exported:
         raise RunError(
             f"{source}: the run is {info['status']} and has exported no model; finish it with 'dpopack train'"
         )
-    step = int(exported[-1].parent.name.removeprefix("step-"))
-    return exported[-1], [f"the run is {info['status']}; this is its checkpoint after step {step}"]
+    note = f"the run is {info['status']}; this is its checkpoint after step {step_of(exported[-1])}"
+    return exported[-1] / "model", [note]
 
 
 def _files(model: Path, page: Path, repo: str) -> Iterator[CommitOperationAdd]:
     """Yields the files to upload. In README.md, `repo` replaces the model's name in the code example."""
-    from huggingface_hub import CommitOperationAdd
-
     paths = {path.relative_to(model).as_posix(): path for path in sorted(model.rglob("*")) if path.is_file()}
     if page.is_file():
         paths["report.html"] = page
@@ -115,26 +126,10 @@ def _files(model: Path, page: Path, repo: str) -> Iterator[CommitOperationAdd]:
         yield CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
 
 
-def _removals(api: HfApi, repo: str, model: Path) -> Iterator[CommitOperationDelete]:
-    from huggingface_hub import CommitOperationDelete
-
-    for name in api.list_repo_files(repo):
-        if _OLD_WEIGHTS.fullmatch(name) and not (model / name).is_file():
-            yield CommitOperationDelete(path_in_repo=name)
-
-
 @contextlib.contextmanager
 def _quiet_client(repo: str) -> Iterator[None]:
     """Turns an error of the network, the hub or a file into a RunError of one line. Hides the client's
     warnings and, if stderr is not a terminal, its progress bars."""
-    # The base class of the HTTP library's errors.
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
     logger = logging.getLogger("huggingface_hub")
     level, hides_bars = logger.level, not sys.stderr.isatty() and not are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)
@@ -162,4 +157,4 @@ def _reason(error: BaseException) -> str:
         403: "; the token may not write there: use one that may, or another REPO",
         404: "; the hub has no such repository, or the token may not see it",
     }.get(status or 0, "")
-    return f"the hub did not take it ({first_line(error)}){remedy}"
+    return f"the upload failed ({first_line(error)}){remedy}"

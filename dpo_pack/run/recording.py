@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
+from dpo_pack.recipe.load import source_names
 from dpo_pack.run.checkpoint.state import TrainState
+from dpo_pack.run.prepare import Prepared
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.progress import TrainingLines
@@ -41,8 +42,8 @@ class Seconds:
 class Recorder:
     """Writes and prints the results of steps and evaluations."""
 
+    prepared: Prepared
     console: Console
-    accelerator: Accelerator  # sends metrics to the trackers
     run: RunDir
     every_steps: int  # number of steps from one logged step to the next
     lines: TrainingLines
@@ -50,20 +51,16 @@ class Recorder:
     meter: Meter
     facts: RunFacts
     guard: NonfiniteGuard
-    stops_on_nonfinite: bool
-    table: PairTable  # the training pairs
-    source_names: Sequence[str]
-    held_out_names: Sequence[str]
-    tracks_breakdowns: bool  # whether trackers get an evaluation by source and by length, too
     seconds: Seconds
     pairs: PairLog | None  # writes pairs.parquet
+    offset: int  # bytes of metrics.jsonl that an earlier process wrote and that stay
     log: MetricsLog | None = None
     step_begun: float = 0.0
 
     @contextlib.contextmanager
-    def writing(self, *, offset: int) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
         """Opens metrics.jsonl for the `with` block, and first removes its lines after `offset` bytes."""
-        with MetricsLog(self.run.metrics, offset=offset) as self.log, self.lines.moving():
+        with MetricsLog(self.run.metrics, offset=self.offset) as self.log, self.lines.moving():
             yield
 
     @property
@@ -106,8 +103,9 @@ class Recorder:
     def _write(self, record: dict[str, Any]) -> None:
         assert self.log is not None
         self.log.write(record)
-        prefix = tracked_prefix(record, self.held_out_names)
-        track(self.accelerator, record, prefix=prefix, breakdowns=self.tracks_breakdowns)
+        prefix = tracked_prefix(record, self.prepared.eval_names)
+        breakdowns = self.prepared.recipe.logging.breakdowns
+        track(self.prepared.accelerator, record, prefix=prefix, breakdowns=breakdowns)
 
     def report_nonfinite(self) -> None:
         """Prints each step that made no update because of a non-finite value; writes its pairs to a file.
@@ -115,8 +113,9 @@ class Recorder:
         Waits for the device; every rank must call it. With `train.stop_on_nonfinite` it does not print the
         first such step, but raises RunError.
         """
-        for message in self.guard.report(self.run.root, self.table, self.source_names):
-            if self.stops_on_nonfinite:
+        sources = source_names(self.prepared.recipe.data.train)
+        for message in self.guard.report(self.run.root, self.prepared.data.train, sources):
+            if self.guard.stops:
                 raise RunError(message)
             self.console.print(f"  {message}")
 
@@ -147,15 +146,14 @@ class Recorder:
     def close(self) -> None:
         """Writes the remaining pairs, sends the remaining metrics to the trackers and closes them."""
         self.flush_pairs()
-        end_trackers(self.accelerator)
+        end_trackers(self.prepared.accelerator)
 
 
 def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[str]) -> float | None:
     """Returns the loss of a policy that equals its reference; None if this loss depends on log-probs."""
     has_own_loss = any(":" in name for name in loss_names)
-    if objective.weighting is not None or has_own_loss:
-        return None
-    if not all(loss.needs_reference for loss, _ in objective.terms):
+    uses_reference = all(loss.needs_reference for loss, _ in objective.terms)
+    if objective.weighting is not None or has_own_loss or not uses_reference:
         return None
     zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     same = PairLogps(chosen=zero, rejected=zero, chosen_tokens=one, rejected_tokens=one)

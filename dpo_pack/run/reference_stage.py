@@ -80,8 +80,9 @@ def prepare_reference(
         f"{f', {todo:,} to compute' if todo else ''}"
         f"{f' (cache: {cache_directory(prepared.recipe)})' if work.num_cached else ''}"
     )
-    begun = time.monotonic()
+    seconds = 0.0
     if todo:
+        begun = time.monotonic()
         cache.check_writable()
         loaded = policy or load_proved(prepared, facts)
         keeps_tokens = per_token or any(table.has_token_weights.any() for table in tables)
@@ -91,8 +92,7 @@ def prepare_reference(
             fill_cache(cache, work, loaded.scorer, facts.shape, settings, search=search, console=console)
         for names in ranks.every_rank_says(cache.named_parts):  # all ranks' files are read next
             cache.named_parts |= names
-    seconds = time.monotonic() - begun
-    if todo:
+        seconds = time.monotonic() - begun
         rate = todo / max(seconds, 1e-9)
         console.print(f"Reference pass: {todo:,} sequences in {format_seconds(seconds)}, {rate:,.0f}/s")
     return ReferencePass(

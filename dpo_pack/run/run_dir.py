@@ -172,7 +172,8 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
         _refuse_changes(owner, recipe, "use another checkpoint")
         if info is not None and owner != root.resolve():
             raise RunError(
-                f"output_dir: {root} holds another run than the one of {checkpoint}; use another output_dir"
+                f"output_dir: {root} holds another run than the one that wrote {checkpoint}; use another "
+                "output_dir"
             )
         return RunDir(root=root, checkpoint=checkpoint, is_finished=False, info=info or {})
     if info is None or overwrite or _stopped_before_it_began(root, info):
@@ -230,7 +231,7 @@ def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -
             )
         older = ranks.first_says([c for c in checkpoints(path.parent) if step_of(c) < step_of(path)])
         run.checkpoint = older[-1] if older else None
-        instead = f"going on from {run.checkpoint}" if older else "none is older, and the run begins anew"
+        instead = f"going on from {run.checkpoint}" if older else "none is older, so the run begins at step 0"
         say(f"Warning: {path} is damaged: {damage}; {instead}")
 
 
@@ -395,8 +396,8 @@ def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None
         if overwrite:
             return
         raise RunError(
-            f"output_dir: {root / INFO_FILE} cannot be read, so nothing says what run {root} holds; mend it, "
-            "name one of its checkpoints with checkpoint.resume, use another output_dir, or start again "
+            f"output_dir: {root / INFO_FILE} cannot be read, so it is unknown which run is there; repair "
+            "it, name one of its checkpoints with checkpoint.resume, use another output_dir, or start again "
             "with --overwrite"
         )
     for name in (*RUN_DIRECTORIES, *RUN_FILES):
@@ -405,8 +406,8 @@ def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None
         if not path.exists() or is_empty_directory or (name == RECIPE_FILE and _is_ours(path, recipe)):
             continue
         raise RunError(
-            f"output_dir: this run would replace {path}, and no {INFO_FILE} beside it says that a run wrote "
-            "it; move it away, or use another output_dir"
+            f"output_dir: this run would replace {path}, and there is no {INFO_FILE} to show that an earlier "
+            "run wrote it; move it away, or use another output_dir"
         )
 
 

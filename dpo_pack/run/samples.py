@@ -104,10 +104,10 @@ class Sampler:
             self.write(step)
 
     def write(self, step: int) -> None:
-        """Writes what the policy, as it is after `step`, completes; does nothing if that is written already.
+        """Writes the completions of the policy after `step`, unless they are written already.
 
-        No error of generation or of the disk ends a run: there is a line about it, and no sample any more.
-        Every rank must call it.
+        An error of generation or of the disk does not end the run: this method prints it, and the run writes
+        no more samples. Every rank must call this method.
         """
         if not self.prompts or not (ranks.is_first() or self.is_sharded):
             return
@@ -115,14 +115,13 @@ class Sampler:
             written = self._first_does(lambda: read_samples(self.path))
             if all(sample.step != step for sample in written):
                 completions = complete(self.generator, self.prompts)
-                model: Literal["start", "policy"] = "policy" if step else "start"
                 samples = [
                     Sample(
                         step=step,
                         source=asked.source,
                         prompt=asked.prompt.text,
                         completion=completion,
-                        model=model,
+                        model="policy" if step else "start",
                     )
                     for asked, completion in zip(self.prompts, completions, strict=True)
                 ]
@@ -133,13 +132,13 @@ class Sampler:
     def _first_does(self, work: Callable[[], Value]) -> Value:
         """Runs `work`; with shards on rank 0 only, and all ranks return its value or raise its error."""
 
-        def told() -> Value:
+        def work_or_refuse() -> Value:
             try:
                 return work()
             except Exception as error:
                 raise RunError(first_line(error)) from error
 
-        return ranks.first_does(told) if self.is_sharded else work()
+        return ranks.first_does(work_or_refuse) if self.is_sharded else work()
 
     def _write(self, samples: Sequence[Sample]) -> None:
         lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
@@ -214,9 +213,10 @@ def most_prompt_tokens(config: PretrainedConfig, max_new_tokens: int) -> int:
 def sample_prompts(
     recipe: Recipe, data: DataSplits, tokenizer: PreTrainedTokenizerBase, *, num: int, most_tokens: int
 ) -> list[SamplePrompt]:
-    """Returns at most `num` different prompts: of each held-out set in turn, or of each training source.
+    """Returns at most `num` different prompts of at most `most_tokens` tokens.
 
-    Prompts of more than `most_tokens` are left out.
+    The first prompt of each held-out set comes first, then the second of each, and so on. If nothing is held
+    out, the prompts are those of the training sources, in the same order.
     """
     most = most_tokens
     sets: dict[str, Iterator[TokenIds]] = {name: _prompts(pairs, most) for name, pairs in data.eval.items()}
@@ -230,11 +230,11 @@ def sample_prompts(
             name: _prompts(data.train.select(np.flatnonzero(data.train.source_indices == number)), most)
             for number, name in enumerate(source_names(recipe.data.train))
         }
-    turns = itertools.zip_longest(*(itertools.islice(_distinct(ids), num) for ids in sets.values()))
+    rounds = itertools.zip_longest(*(itertools.islice(_distinct(ids), num) for ids in sets.values()))
     found = [
         SamplePrompt(source=source, prompt=prompt_of(ids, tokenizer))
-        for turn in turns
-        for source, ids in zip(sets, turn, strict=True)
+        for one_of_each in rounds
+        for source, ids in zip(sets, one_of_each, strict=True)
         if ids is not None
     ]
     return found[:num]

@@ -1,19 +1,24 @@
-"""Saves a run: records the step from which it can resume (a "place"), writes checkpoints and the model."""
+"""Saves a run: its identity, the step from which it can resume (a "place"), checkpoints and the model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+import dpo_pack
+from dpo_pack.model.fingerprint import relevant_config
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe
+from dpo_pack.reference.cache import namespace_digest
+from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.checkpoint.directory import checkpoint_path
 from dpo_pack.run.checkpoint.state import Identity, Place, TrainState, checkpoint_content, load_policy
 from dpo_pack.run.checkpoint.writer import CheckpointWriter
 from dpo_pack.run.export import export_model
+from dpo_pack.run.prepare import Prepared
 from dpo_pack.run.recording import Recorder
 from dpo_pack.run.run_dir import RunDir, damage_of
 from dpo_pack.run.samples import before_and_after
@@ -21,11 +26,68 @@ from dpo_pack.run.selection import Selection
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import sync, writing
+from dpo_pack.system.machine import package_versions
+from dpo_pack.training.batches import BatchSource
+
+# Another release of these packages may change the last bits of results.
+_PACKAGES = ("torch", "transformers", "peft")
 
 
 def is_multiple(step: int, every_steps: int | None) -> bool:
     """Returns whether `step` is a multiple of `every_steps`; False if `every_steps` is None."""
     return every_steps is not None and step % every_steps == 0
+
+
+def run_identity(
+    prepared: Prepared,
+    policy: LoadedModel,
+    source: BatchSource,
+    selection: Selection | None,
+    *,
+    moves: bool,
+    frozen: FrozenReference | None,
+) -> Identity:
+    """Returns what identifies a run in its checkpoints: hashes that must not change when the run resumes, and
+    values that can. It is equal on all ranks.
+
+    `moves`: the reference follows the policy. `frozen`: the reference's log-probs, if the run has them. The
+    fingerprints include the held-out data only if the recipe uses early stopping.
+    """
+    recipe, train = prepared.recipe, prepared.data.train
+    fingerprints = {
+        "data": prepared.data.fingerprint,
+        "plan": source.steps_fingerprint,
+        "reference": "moving" if moves else "none" if frozen is None else frozen.only(train).fingerprint,
+        # A checkpoint holds weights only. The model's config says what is computed with them.
+        "model config": namespace_digest(relevant_config(prepared.policy_facts.config)),
+    }
+    words = {
+        "data": f"{train.num_pairs:,} rows to train on",
+        "plan": f"{source.num_steps:,} steps",
+        "reference": recipe.reference.path or "the policy as it starts",
+    }
+    if recipe.train.early_stopping is not None:
+        fingerprints["held-out data"] = prepared.data.eval_fingerprint
+    if policy.adapter is not None:  # checkpoints of such a run hold the adapter alone
+        fingerprints["base model"] = prepared.policy_facts.namespace["weights"]
+        words["base model"] = prepared.policy_facts.path
+    balance = prepared.policy_facts.balance
+    if balance is not None:
+        fingerprints["load-balancing loss"] = words["load-balancing loss"] = f"x {balance.coefficient:g}"
+    versions = package_versions()
+    number = ranks.num_ranks()
+    return Identity(
+        fingerprints=fingerprints,
+        words=words,
+        versions={
+            "dpo-pack": dpo_pack.__version__,
+            **{package: versions[package] for package in _PACKAGES if package in versions},
+        },
+        ranks="one process" if number == 1 else f"{number} processes ({prepared.strategy.name})",
+        judged_by=""
+        if selection is None
+        else f"{selection.metric} of {selection.eval_set}, {prepared.data.eval_fingerprint}",
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +103,7 @@ class Saver:
     selection: Selection | None
     recorder: Recorder
     writer: CheckpointWriter
-    place: Place
+    place: Place = field(init=False)  # `mark_place` sets it
     saved: Place | None = None  # the place that the newest checkpoint holds
 
     def mark_place(self) -> None:
@@ -143,7 +205,7 @@ class Saver:
 
         It is called before the run ends, so that the caller can still save the last step.
         """
-        remedy = "set it to false, and the same command leaves the last weights"
+        remedy = "with checkpoint.load_best=false the same command exports the last weights"
         standing = self.state.standing
         if not standing.best:
             raise RunError(f"checkpoint.load_best: no evaluation gave a finite metric; {remedy}")
@@ -179,7 +241,7 @@ class Saver:
         if self.recipe.checkpoint.keep_best > 0 and kept != standing.best:
             lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
             self.recorder.console.print(
-                f"Note: the best evaluations were after step {lost}, of which {self.run.checkpoints} has no "
-                "checkpoint; the best of those to come are kept"
+                f"Note: the best evaluations were after step {lost}, but {self.run.checkpoints} has none "
+                "of their checkpoints; from now on, those of the best later evaluations are kept"
             )
             self.state.standing = replace(standing, best=kept)

@@ -60,20 +60,15 @@ def judge(
 ) -> Standing:
     """Returns the standing after an evaluation; `evaluation` maps each held-out set to its metrics.
 
-    If two values are equal, the earlier is better. A value that is not finite or missing is no improvement;
-    it is missing in an online run if no prompt could be scored. A later value must be better than that before
-    the first step (`step` 0) to count as an improvement. But the value of step 0 is not among the best,
-    because the run saves no checkpoint of the weights from which it starts.
+    If two values are equal, the earlier one is better. A value that is not finite or is missing is no
+    improvement; an online run has no value if no prompt could be scored. A later value must be better than
+    the value before the first step (`step` 0) to count as an improvement. But the value of step 0 is never
+    among the best, because the run saves no checkpoint of the weights from which it starts.
     """
     value = evaluation[selection.eval_set].get(selection.metric)
-    is_start = step == 0
     if value is None or not math.isfinite(value):
-        return (
-            standing
-            if is_start
-            else replace(standing, num_since_improvement=standing.num_since_improvement + 1)
-        )
-    if is_start:
+        return replace(standing, num_since_improvement=standing.num_since_improvement + (step > 0))
+    if step == 0:
         return replace(standing, start=value, bar=value)
     improves = standing.bar is None or selection.is_better(value, standing.bar, by=selection.min_delta)
     sign = 1.0 if selection.lower_is_better else -1.0

@@ -6,6 +6,7 @@ import time
 import uuid
 from dataclasses import dataclass
 
+import numpy as np
 from rich.console import Console
 
 from dpo_pack.losses import Objective
@@ -18,13 +19,12 @@ from dpo_pack.packing.report import to_json
 from dpo_pack.proofs.first_step import check_start
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.run.batches import offline_source, packing_report, trained_pair_sizes, unknown_pair_sizes
+from dpo_pack.run.batches import offline_source, packing_report, trained_pair_sizes
 from dpo_pack.run.checkpoint.directory import drop_later_checkpoints
-from dpo_pack.run.checkpoint.state import Identity, Place, TrainState, load_checkpoint
+from dpo_pack.run.checkpoint.state import Identity, TrainState, load_checkpoint
 from dpo_pack.run.checkpoint.writer import CheckpointWriter
 from dpo_pack.run.describe import describe_run
 from dpo_pack.run.evaluation import Evaluator
-from dpo_pack.run.identity import run_identity
 from dpo_pack.run.memory.report import (
     largest_row,
     print_measured_memory,
@@ -45,7 +45,7 @@ from dpo_pack.run.recording import Recorder, Seconds, initial_loss
 from dpo_pack.run.reference_stage import prepare_reference, resume_reference
 from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint
 from dpo_pack.run.samples import Sampler
-from dpo_pack.run.saving import Saver
+from dpo_pack.run.saving import Saver, run_identity
 from dpo_pack.run.selection import find_selection
 from dpo_pack.system import ranks
 from dpo_pack.system.console import keep_log
@@ -106,7 +106,6 @@ class Beginning:
     sizes: PairSizes  # tokens and FLOPs of each pair; the meter adds them up
     peak_flops: float | None  # of this device, per second; None if no MFU is reported
     frozen: FrozenReference | None = None  # reference log-probs to write to `output_dir`
-    reference_fingerprint: str = "none"  # identifies the reference in a checkpoint
     reference_seconds: float = 0.0
     win_rate: WinRate | None = None
 
@@ -122,7 +121,7 @@ def start_session(
     seed_everything(recipe.seed)
     objective = recipe_objective(recipe)
     prepared = prepare(recipe, console, prepare_data if recipe.online is None else prepare_prompts)
-    selection = find_selection(recipe, _eval_sets(prepared))
+    selection = find_selection(recipe, prepared.eval_names)
     choose_checkpoint(run, recipe, console.print)
     pairs = None if recipe.online is not None else _planned_pairs(prepared)
     first_plan = None if pairs is None else pairs.first_plan
@@ -133,7 +132,7 @@ def start_session(
         beginning = begin_online(prepared, objective, run)
     else:
         beginning = begin_offline(prepared, objective, run, pairs)
-    policy, source = beginning.policy, beginning.source
+    policy, source, reference = beginning.policy, beginning.source, beginning.reference
     seconds.reference = beginning.reference_seconds
     state = _new_state(recipe, beginning)
     learner = Learner(
@@ -141,7 +140,7 @@ def start_session(
         policy=distribute_policy(
             policy.scorer, prepared.strategy, prepared.accelerator, stays_gathered=gathers_once
         ),
-        reference=beginning.reference,
+        reference=reference,
         objective=objective,
         guard=NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=prepared.device),
         clock=PhaseClock(device=prepared.device),
@@ -151,11 +150,11 @@ def start_session(
         balance=prepared.policy_facts.balance,
     )
     identity = run_identity(
-        prepared, policy, source, selection, reference_fingerprint=beginning.reference_fingerprint
+        prepared, policy, source, selection, moves=reference.moving is not None, frozen=beginning.frozen
     )
-    recorder = _recorder(prepared, run, learner, beginning, seconds)
     sampler = Sampler(prepared, policy.scorer, run.samples)
-    place = _place(run, state, identity, console)
+    metrics_offset = _load_checkpoint(run, state, identity, console)
+    recorder = _recorder(prepared, run, learner, beginning, seconds, metrics_offset)
     describe_run(prepared, policy, first_plan, num_steps=source.num_steps)
     if is_dry:
         _measure_memory(prepared, learner, pairs)
@@ -190,11 +189,10 @@ def start_session(
         selection=selection,
         recorder=recorder,
         writer=CheckpointWriter(run.checkpoints, in_background=recipe.checkpoint.asynchronous),
-        place=place,
     )
     evaluator = Evaluator(
         prepared=prepared,
-        reference=beginning.reference,
+        reference=reference,
         objective=objective,
         win_rate=beginning.win_rate,
         selection=selection,
@@ -226,11 +224,11 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir, source:
     policy = load_policy(prepared) if policy_is_reference and not resumes else None
     frozen: FrozenReference | None = None
     moving: Reference | None = None
-    fingerprint, seconds = "none", 0.0
+    seconds = 0.0
     if not objective.needs_reference:
         console.print("Reference: none, the loss needs no reference")
     elif recipe.reference.sync is not None:
-        moving, fingerprint = load_moving_reference(prepared), "moving"
+        moving = load_moving_reference(prepared)
         console.print("Reference: follows the policy; a second model runs live, nothing is cached")
     elif resumes:
         frozen, seconds = resume_reference(prepared, run.resumed_reference)
@@ -247,7 +245,6 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir, source:
     reference = moving or CachedReference(values=frozen)
     if frozen is not None:
         source.use_reference(frozen.of(train))
-        fingerprint = frozen.only(train).fingerprint
         if policy_is_reference and not resumes:
             first_row = next(row for rows in source.first_plan.pack_step(0) for row in rows)
             check_start(policy.scorer, source.builder, first_row, dtype=prepared.precision.activations)
@@ -258,7 +255,6 @@ def begin_offline(prepared: Prepared, objective: Objective, run: RunDir, source:
         sizes=trained_pair_sizes(prepared, source, trains_adapter=policy.adapter is not None),
         peak_flops=device_peak(prepared.device, policy.scorer.compute_dtype),
         frozen=frozen,
-        reference_fingerprint=fingerprint,
         reference_seconds=seconds,
     )
 
@@ -268,21 +264,19 @@ def begin_online(prepared: Prepared, objective: Objective, run: RunDir) -> Begin
     check_generator(prepared)
     policy = load_policy(prepared)
     source, win_rate = build_online(prepared, policy, rollouts=run.rollouts)
-    reference: Reference = CachedReference(values=None)
-    fingerprint = "none"
-    if objective.needs_reference and prepared.recipe.reference.sync is not None:
-        reference, fingerprint = load_moving_reference(prepared), "moving"
-    elif objective.needs_reference:
-        reference = live_reference(prepared, policy)
-    told = "live, on the rows of each step" if objective.needs_reference else "none, the loss needs none"
-    prepared.console.print(f"Reference: {told}")
+    if objective.needs_reference:
+        reference: Reference = live_reference(prepared, policy)
+        prepared.console.print("Reference: live, on the rows of each step")
+    else:
+        reference = CachedReference(values=None)
+        prepared.console.print("Reference: none, the loss needs no reference")
+    unknown = np.zeros(prepared.data.train.num_pairs, dtype=np.int64)  # the pairs do not exist yet
     return Beginning(
         policy=policy,
         source=source,
         reference=reference,
-        sizes=unknown_pair_sizes(prepared.data.train.num_pairs),
+        sizes=PairSizes(tokens=unknown, costs=unknown.astype(np.float64), merging=None),
         peak_flops=None,  # generation and judges take most of an online run's time
-        reference_fingerprint=fingerprint,
         win_rate=win_rate,
     )
 
@@ -318,13 +312,13 @@ def _new_state(recipe: Recipe, beginning: Beginning) -> TrainState:
 
 
 def _recorder(
-    prepared: Prepared, run: RunDir, learner: Learner, beginning: Beginning, seconds: Seconds
+    prepared: Prepared, run: RunDir, learner: Learner, beginning: Beginning, seconds: Seconds, offset: int
 ) -> Recorder:
     recipe, train, num_steps = prepared.recipe, prepared.data.train, beginning.source.num_steps
     loss_names = [name for name, _ in recipe.loss.terms]
     return Recorder(
+        prepared=prepared,
         console=prepared.console,
-        accelerator=prepared.accelerator,
         run=run,
         every_steps=recipe.logging.every_steps,
         lines=TrainingLines(prepared.console, num_steps=num_steps),
@@ -337,11 +331,6 @@ def _recorder(
             router_aux_coef=0.0 if learner.balance is None else learner.balance.coefficient,
         ),
         guard=learner.guard,
-        stops_on_nonfinite=recipe.train.stop_on_nonfinite,
-        table=train,
-        source_names=source_names(recipe.data.train),
-        held_out_names=_eval_sets(prepared),
-        tracks_breakdowns=recipe.logging.breakdowns,
         pairs=PairLog(
             directory=run.pairs,
             table=train,
@@ -352,21 +341,20 @@ def _recorder(
         if recipe.logging.pairs
         else None,
         seconds=seconds,
+        offset=offset,
     )
 
 
-def _place(run: RunDir, state: TrainState, identity: Identity, console: Console) -> Place:
-    """Returns the place (step and file positions) where this process begins to train. If the run resumes, it
-    first loads the checkpoint into `state`."""
+def _load_checkpoint(run: RunDir, state: TrainState, identity: Identity, console: Console) -> int:
+    """Loads the run's checkpoint, if any, into `state`; returns how many bytes of metrics.jsonl to keep."""
     if run.checkpoint is None:
-        return Place(step=0, metrics_offset=0, source=state.source.state_dict())
-    resumption = load_checkpoint(run.checkpoint, state, identity=identity)
+        return 0
+    metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=identity)
     console.print(f"Going on after step {state.step} of {state.source.num_steps} ({run.checkpoint})")
-    for note in resumption.notes:
+    for note in notes:
         console.print(note)
     # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
-    offset = resumption.metrics_offset if run.has_own_checkpoint else 0
-    return Place(step=state.step, metrics_offset=offset, source=state.source.state_dict())
+    return metrics_offset if run.has_own_checkpoint else 0
 
 
 def _measure_memory(prepared: Prepared, learner: Learner, pairs: OfflineSource | None) -> None:
@@ -374,13 +362,6 @@ def _measure_memory(prepared: Prepared, learner: Learner, pairs: OfflineSource |
     if prepared.device.type == "cuda" and pairs is not None:
         row = pairs.builder.build(largest_row(pairs.first_plan, rank=ranks.rank())).row
         print_measured_memory(learner.policy, learner.state.optimizer, row, prepared.device, prepared.console)
-
-
-def _eval_sets(prepared: Prepared) -> list[str]:
-    """Returns the names of the held-out sets, in the recipe's order."""
-    if prepared.data.prompts is not None:
-        return list(prepared.data.prompts.eval)
-    return list(prepared.data.eval)
 
 
 def _write_first_files(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from dpo_pack.data.formats import FORMATS
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.view import LeftOut, LeftOutReason, SourceView, Token, ViewedPair, view_source
-from dpo_pack.packing.bin_packing import PADDED
+from dpo_pack.model.layout import common_prefix_length
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.report import DrawnRow, draw_row
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction, SourceRecipe
 from dpo_pack.run.batches import plan_settings
-from dpo_pack.run.prepare import prepare_tokenizer
+from dpo_pack.run.prepare import prepare_tokenizer, require_pairs
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.output import printable
 
@@ -43,15 +43,7 @@ class ShownPair:
     num_shared: int  # first tokens that chosen and rejected have in common, without those that were cut
     ends: dict[str, str | None]  # for "chosen" and "rejected": the token that ends it (EOS); None: missing
     notes: tuple[str, ...]  # faults of this pair
-    new_notes: tuple[str, ...]  # those of faults that no pair of the source before this one has
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedPair:
-    """A pair of the drawn row."""
-
-    place: str
-    drawn: DrawnRow  # this pair alone
+    new_notes: tuple[str, ...]  # of faults that no earlier shown pair of the source has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +51,7 @@ class PackedRow:
     """A row as packing makes it from the pairs that were read."""
 
     drawn: DrawnRow
-    pairs: tuple[PackedPair, ...]
+    pairs: dict[str, DrawnRow]  # each pair alone, by its place
     token_budget: int
     share_prompt: bool
 
@@ -80,7 +72,7 @@ class ShownRecipe:
     pairs: tuple[ShownPair, ...]
     asked: bool  # the pairs are those that --pair names
     left_out: tuple[LeftOutReason, ...]
-    rows_left_out: tuple[LeftOut, ...]  # of `left_out`; if rows were asked for, those of them
+    rows_left_out: tuple[LeftOut, ...]  # rows of `left_out`; with --pair, only the rows that it names
     row: PackedRow | None  # None: no pair was kept
 
 
@@ -92,10 +84,7 @@ def show_recipe(
     Raises RecipeError for an online recipe, or if no source has one of the rows. Raises DataError and
     ModelError as `view_source` does.
     """
-    if recipe.online is not None:
-        raise RecipeError(
-            "online: this command needs pairs, and an online run makes its pairs while it trains"
-        )
+    require_pairs(recipe)
     tokenizer = prepare_tokenizer(recipe)
     with console.status("Reading data") as status:
 
@@ -146,13 +135,12 @@ def _check_asked(views: Sequence[SourceView], asked_rows: Collection[int]) -> No
     """Raises RecipeError if no source has one of the rows."""
     there = {pair.row_number for view in views for pair in view.pairs}
     there |= {row.row_number for view in views for reason in view.left_out for row in reason.rows}
-    for number in sorted(asked_rows):
-        if number not in there:
-            has = "; ".join(
-                f"of {view.origin.label}, {view.origin.row_word}s 1 to {view.last_row:,} were read"
-                for view in views
-            )
-            raise RecipeError(f"--pair {number}: there is no such {views[0].origin.row_word}; {has}")
+    if missing := sorted(set(asked_rows) - there):
+        has = "; ".join(
+            f"of {view.origin.label}, {view.origin.row_word}s 1 to {view.last_row:,} were read"
+            for view in views
+        )
+        raise RecipeError(f"--pair {missing[0]}: there is no such {views[0].origin.row_word}; {has}")
 
 
 def _sources(recipe: Recipe) -> list[tuple[str, SourceRecipe, str, str]]:
@@ -197,28 +185,23 @@ def _picked(view: SourceView, faults: Sequence[Fault], asked_rows: Collection[in
 def _shown_pairs(
     view: SourceView, faults: Sequence[Fault], asked_rows: Collection[int]
 ) -> Iterator[ShownPair]:
-    told: set[str] = set()
+    known: set[str] = set()  # names of the faults of earlier pairs
     for pair in _picked(view, faults, asked_rows):
+        sides = [pair.tokens(side) for side in SIDES]
+        kept = [np.array([token.id for token in tokens if not token.is_cut]) for tokens in sides]
         notes = notes_of(pair, faults)
-        yield _shown(pair, notes, set() if asked_rows else told)
-        told |= notes.keys()
-
-
-def _shown(pair: ViewedPair, notes: Mapping[str, str], told: Collection[str]) -> ShownPair:
-    chosen, rejected = pair.tokens("chosen"), pair.tokens("rejected")
-    kept = [[token.id for token in tokens if not token.is_cut] for tokens in (chosen, rejected)]
-    differs = [first != second for first, second in zip(*kept, strict=False)]
-    return ShownPair(
-        source=pair.origin.name,
-        row=pair.row_number,
-        place=pair.origin.place(pair.row_number),
-        chosen=tuple(chosen),
-        rejected=tuple(rejected),
-        num_shared=differs.index(True) if True in differs else len(differs),
-        ends={side: pair.end_of(side) for side in SIDES},
-        notes=tuple(notes.values()),
-        new_notes=tuple(note for name, note in notes.items() if name not in told),
-    )
+        yield ShownPair(
+            source=pair.origin.name,
+            row=pair.row_number,
+            place=pair.origin.place(pair.row_number),
+            chosen=tuple(sides[0]),
+            rejected=tuple(sides[1]),
+            num_shared=common_prefix_length(kept),
+            ends={side: pair.end_of(side) for side in SIDES},
+            notes=tuple(notes.values()),
+            new_notes=tuple(note for name, note in notes.items() if asked_rows or name not in known),
+        )
+        known |= notes.keys()
 
 
 def _packed_row(recipe: Recipe, views: Sequence[SourceView]) -> PackedRow | None:
@@ -229,7 +212,7 @@ def _packed_row(recipe: Recipe, views: Sequence[SourceView]) -> PackedRow | None
     weights, numbers = [pair.pair.weight for pair in pairs], [pair.row_number for pair in pairs]
     table = PairTable.of([join_pairs([pair.fitted for pair in pairs], weights, numbers)])
     lengths, settings, packing = pair_lengths(table), plan_settings(recipe), recipe.packing
-    is_padded = settings.algorithm == PADDED
+    is_padded = packing.mode == "padded"
     share_prompt = recipe.shares_prompts and not is_padded
     plan = settings.plan(
         lengths.padded_tokens() if is_padded else lengths.row_tokens(share_prompt=share_prompt),
@@ -239,13 +222,12 @@ def _packed_row(recipe: Recipe, views: Sequence[SourceView]) -> PackedRow | None
     row = max(plan.pack_step(0)[0], key=len)
     return PackedRow(
         drawn=draw_row(plan, lengths, row, share_prompt),
-        pairs=tuple(
-            PackedPair(
-                place=pairs[index].origin.place(pairs[index].row_number),
-                drawn=draw_row(plan, lengths, np.array([index]), share_prompt),
+        pairs={
+            pairs[index].origin.place(pairs[index].row_number): draw_row(
+                plan, lengths, np.array([index]), share_prompt
             )
             for index in row.tolist()
-        ),
+        },
         token_budget=packing.token_budget,
         share_prompt=share_prompt,
     )

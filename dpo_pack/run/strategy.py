@@ -37,15 +37,16 @@ def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) ->
         if settings.gather_dtype is not None or settings.cpu_offload:
             key = "gather_dtype" if settings.gather_dtype is not None else "cpu_offload"
             raise RecipeError(
-                f"distributed.{key}: shards need several processes, and this is one; leave it out"
+                f"distributed.{key}: only a run of several processes has shards, and this run has one; leave "
+                "the key out"
             )
         return ALONE
     name, reason = settings.strategy, "distributed.strategy"
     if is_set("ACCELERATE_USE_FSDP"):
         if name == "ddp" or why_not_sharded(recipe) is not None or policy.quantization is not None:
             raise RecipeError(
-                "distributed.strategy: accelerate's configuration asks for FSDP2, and this run needs a whole "
-                "model in each process; choose a configuration of distributed_type: MULTI_GPU"
+                "distributed.strategy: accelerate's configuration asks for FSDP2, but this run needs a whole "
+                "model in each process; set distributed_type: MULTI_GPU in accelerate's configuration"
             )
         name, reason = "fsdp2", "accelerate's configuration"
     if name == "auto":
@@ -55,12 +56,13 @@ def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) ->
         return Strategy(name="ddp", reason=reason)
     if recipe.optim.name != "adamw":
         raise RecipeError(
-            f"optim.name: {recipe.optim.name} updates whole weights only, and fsdp2 ({reason}) has shards of "
-            "them; set optim.name: adamw or distributed.strategy: ddp"
+            f"optim.name: {recipe.optim.name} updates whole weights only, but with fsdp2 ({reason}) each "
+            "process has a part of the weights; set optim.name: adamw or distributed.strategy: ddp"
         )
     if settings.cpu_offload and device.type != "cuda":
         raise RecipeError(
-            f"distributed.cpu_offload: weights are in the memory of the {device.type} already; leave it out"
+            f"distributed.cpu_offload: the device is a {device.type}, so there is nothing to offload; leave "
+            "the key out"
         )
     return Strategy(
         name="fsdp2",
@@ -81,9 +83,9 @@ def check_accelerate_config(recipe: Recipe, precision: Precision) -> None:
     if mixed != "no" and (mixed != "bf16" or precision.activations != torch.bfloat16):
         remedy = "set model.autocast: bfloat16" if mixed == "bf16" else "dpo-pack has no such type"
         raise RecipeError(
-            f"model.autocast: accelerate's configuration asks for mixed_precision: {mixed}, and this run "
+            f"model.autocast: accelerate's configuration asks for mixed_precision: {mixed}, but this run "
             f"computes in {str(precision.activations).removeprefix('torch.')}; {remedy}, or set "
-            "mixed_precision: 'no' there"
+            "mixed_precision: 'no' in accelerate's configuration"
         )
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     for key, name, is_asked, is_done in (
@@ -103,8 +105,8 @@ def check_accelerate_config(recipe: Recipe, precision: Precision) -> None:
     ):
         if is_asked and not is_done:
             raise RecipeError(
-                f"{key}: accelerate's configuration asks for {name}, and the recipe does not; set "
-                f"{key}: true, or leave it out there"
+                f"{key}: accelerate's configuration asks for {name}, but the recipe does not; set "
+                f"{key}: true, or remove the setting from accelerate's configuration"
             )
 
 
@@ -127,7 +129,7 @@ def _by_size(recipe: Recipe, policy: ModelFacts, device: torch.device) -> tuple[
         needed += 2.0 * count
     memory = -ranks.largest_number(-device_memory(device))  # the memory of the smallest device
     what = (
-        f"what training holds of {format_count(count)} parameters takes {needed / 1e9:.3g} GB, "
+        f"{format_count(count)} parameters with gradients and optimizer state take {needed / 1e9:.3g} GB, "
         f"a device has {memory / 1e9:.3g} GB"
     )
     return ("ddp" if needed <= STATE_SHARE * memory else "fsdp2"), what
@@ -145,19 +147,24 @@ def device_memory(device: torch.device) -> int:
     """Returns the bytes of memory for one rank. Ranks on CPUs divide the machine's memory equally."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
-    return machine_memory_bytes() // num_here
+    return machine_memory_bytes() // num_local_ranks()
+
+
+def num_local_ranks() -> int:
+    """Returns the number of ranks on this machine. If the launcher does not say, all ranks are here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
 
 
 def _mesh(device: torch.device, *, is_hybrid: bool) -> DeviceMesh:
     num_ranks = ranks.num_ranks()
     if not is_hybrid:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    num_here = num_local_ranks()
     if num_here in (1, num_ranks) or num_ranks % num_here:
         raise RecipeError(
-            "distributed.hybrid: shards within nodes and copies over them need several nodes of as many "
-            f"processes each, more than one; here are {num_here} of the run's {num_ranks}; leave it out"
+            "distributed.hybrid: each node holds one copy of the model in shards, so the run needs several "
+            "nodes, each with the same number of processes (two or more); this node has "
+            f"{num_here} of the run's {num_ranks}; leave the key out"
         )
     shape = (num_ranks // num_here, num_here)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

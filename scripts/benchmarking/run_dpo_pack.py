@@ -46,12 +46,12 @@ def run_dpo_pack(
         startup_seconds = begun - spawned_at + session.recorder.seconds.startup
     assert isinstance(session.state.source, OfflineSource)
     plan = session.state.source.first_plan
-    tokens = pair_lengths(session.recorder.table).row_tokens(share_prompt=False)
+    tokens = pair_lengths(session.recorder.prepared.data.train).row_tokens(share_prompt=False)
     lines = [json.loads(line) for line in session.run.metrics.read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line["split"] == "train"]
     return Measurement(
         contender=contender.name,
-        digest=digest_of_table(session.recorder.table),
+        digest=digest_of_table(session.recorder.prepared.data.train),
         pairs=sum(step["pairs"] for step in steps),
         step_seconds=[step["seconds"] for step in steps],
         step_tokens=[int(tokens[plan.pairs(step)].sum()) for step in range(len(steps))],

@@ -578,9 +578,9 @@ def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_ou
         assert isinstance(console.file, io.StringIO)
         printed = console.file.getvalue().splitlines()
         assert printed[1:5] == [
-            "  left out of a, 3 rows: 1 empty_completion",
+            "  a: 3 rows read, left out: 1 empty_completion",
             "  columns of a that are not read: id, note",
-            "  left out of dev, 3 rows: 1 wrong_type",
+            "  dev: 3 rows read, left out: 1 wrong_type",
             "  columns of dev that are not read: id, note",
         ]
         console.file.seek(0)

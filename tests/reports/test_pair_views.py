@@ -392,7 +392,7 @@ def test_a_source_without_rows_and_an_online_recipe_are_refused(shows: Shows) ->
 def test_one_packed_row_is_drawn_from_the_pairs_that_were_read(override: str, shows: Shows) -> None:
     shown = shows([PAIR] * 3, override)
     assert shown.row is not None
-    assert [pair.place for pair in shown.row.pairs] == [f"pairs.jsonl line {number}" for number in (1, 2, 3)]
+    assert list(shown.row.pairs) == [f"pairs.jsonl line {number}" for number in (1, 2, 3)]
     assert f"3 pairs, {shown.row.drawn.tokens:,} of 8,192 tokens" in screen(shown)
     page_text(shown)
 
@@ -439,7 +439,7 @@ def test_held_out_sources_are_shown_after_the_training_data_with_their_faults(
     assert "WARNING held.jsonl (held out), all 3 pairs: the completions contain the prompt again" in text
     assert "data.eval.0.columns: {prompt: null}" in text
     assert [(pair.source, pair.row) for pair in shown.pairs] == [("pairs", 1), ("pairs", 2), ("held", 1)]
-    assert shown.row is not None and all("held" not in pair.place for pair in shown.row.pairs)
+    assert shown.row is not None and all("held" not in place for place in shown.row.pairs)
 
 
 def test_the_bars_of_a_packed_row_have_a_legend_and_a_scale(shows: Shows) -> None:

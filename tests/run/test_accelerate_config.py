@@ -164,7 +164,7 @@ def test_fsdp2_of_accelerate_selects_fsdp2_and_does_not_contradict_the_recipe(tm
     tiny_run(tmp_path)
     assert set(run_on_ranks(_chosen, tmp_path)) == {"fsdp2 on 2 processes (accelerate's configuration)"}
     for refused in run_on_ranks(_chosen, tmp_path, "distributed.strategy=ddp"):
-        assert refused.startswith("distributed.strategy: accelerate's configuration asks for FSDP2, and")
+        assert refused.startswith("distributed.strategy: accelerate's configuration asks for FSDP2, but")
 
 
 def _devices_of_copies() -> list[object]:

@@ -135,7 +135,7 @@ def save(directory: Path, state: TrainState, **settings: int) -> Path:
 
 
 def load(path: Path, state: TrainState, **identity: Any) -> int:
-    return load_checkpoint(path, state, identity=replace(IDENTITY, **identity)).metrics_offset
+    return load_checkpoint(path, state, identity=replace(IDENTITY, **identity))[0]
 
 
 def tensors(state: TrainState) -> dict[str, Tensor]:
@@ -605,10 +605,10 @@ def test_every_changed_part_is_named_with_what_it_was_where_that_has_changed(tmp
 
 def test_other_versions_and_ranks_are_told(tmp_path: Path) -> None:
     path = save(tmp_path, state_at(1))
-    assert load_checkpoint(path, new_state(), identity=IDENTITY).notes == ()
+    assert load_checkpoint(path, new_state(), identity=IDENTITY)[1] == []
     now = replace(IDENTITY, versions={"torch": "2.1", "transformers": "5.0"}, ranks="2 processes (ddp)")
-    ranks, versions = load_checkpoint(path, new_state(), identity=now).notes
-    assert "taken on one process, and this is 2 processes (ddp)" in ranks
+    _, (ranks, versions) = load_checkpoint(path, new_state(), identity=now)
+    assert "written on one process, and this run is on 2 processes (ddp)" in ranks
     assert versions.startswith("Warning: ") and versions.endswith("torch 2.0 then, 2.1 now")
 
 
@@ -676,8 +676,8 @@ def test_what_was_best_by_another_measure_is_forgotten(tmp_path: Path) -> None:
     load(path, resumed)
     assert resumed.standing == state.standing
     resumed = new_state()
-    resumption = load_checkpoint(path, resumed, identity=replace(IDENTITY, judged_by="loss of other, 1"))
-    assert resumed.standing == Standing() and "another metric or held-out set" in " ".join(resumption.notes)
+    _, notes = load_checkpoint(path, resumed, identity=replace(IDENTITY, judged_by="loss of other, 1"))
+    assert resumed.standing == Standing() and "another metric or held-out set" in " ".join(notes)
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:

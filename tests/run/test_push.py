@@ -202,7 +202,7 @@ def test_a_fault_of_our_own_is_not_called_a_refusal_of_the_hub(
     def broken(*arguments: Any) -> Any:
         raise TypeError("ours")
 
-    monkeypatch.setattr(push_module, "_removals", broken)
+    monkeypatch.setattr(push_module, "_files", broken)
     with pytest.raises(TypeError, match="ours"):
         push(exported["full"], REPO, private=True)
 
@@ -238,6 +238,7 @@ def test_of_an_unfinished_run_only_an_exported_model_is_pushed(
     assert "interrupted" in refusal(tmp_path) and not hub.requests
     for step in (2, 3):
         shutil.copytree(exported["full"] / "model", tmp_path / f"checkpoints/step-00000{step}/model")
+        (tmp_path / f"checkpoints/step-00000{step}/checkpoint.json").touch()
     pushed = push(tmp_path, REPO, private=True)
     assert "interrupted" in pushed.notes[0] and "after step 3" in pushed.notes[0]
 

@@ -192,7 +192,9 @@ def test_bests_that_were_left_in_another_directory_are_not_asked_for(
     told = read_json(tmp_path / "there" / "run.json")["best"]
     of_those = {step: loss for step, loss in losses(tmp_path / "there").items() if step >= 5}
     assert told["step"] == min(of_those, key=lambda step: of_those[step])
-    assert Path(told["checkpoint"]).is_dir() and "best of those to come are kept" in text(console)
+    assert Path(told["checkpoint"]).is_dir() and "those of the best later evaluations are kept" in text(
+        console
+    )
 
 
 # ------------------------------------------------------------------------------------------ what is in them
@@ -283,7 +285,7 @@ def test_without_a_whole_checkpoint_the_run_begins_anew(
     straight: Path, stopped: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
     train(damaged_run(stopped, assets, tmp_path / "run", 2, 4, 5), console)
-    assert "none is older, and the run begins anew" in text(console)
+    assert "none is older, so the run begins at step 0" in text(console)
     assert_same_run(straight, tmp_path / "run")
 
 
@@ -385,7 +387,7 @@ def test_changed_data_is_refused_and_other_versions_are_told(
         train(recipe, console)
     (own / "pairs.jsonl").write_text("\n".join(rows) + "\n")
     train(recipe, console)
-    assert "versions have changed, which may change last bits: torch 1.0 then" in text(console)
+    assert "other versions, which may change the last bits of results: torch 1.0 then" in text(console)
     assert_same_run(straight, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 

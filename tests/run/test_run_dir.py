@@ -46,7 +46,7 @@ def test_what_no_run_json_speaks_for_is_nobody_s_to_replace(
         path.write_text("of another program")
     for overwrite in (False, True):
         message = refusal(recipe_in(tmp_path), overwrite=overwrite)
-        assert f"would replace {path}, and no run.json beside it" in message and "move it away" in message
+        assert f"would replace {path}, and there is no run.json" in message and "move it away" in message
 
 
 def test_a_recipe_beside_its_run_is_not_rewritten(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ LATER: list[tuple[Forbidden, str]] = [
     ),
     (
         {"optimizer": ("adafactor",), "processes": ("two with shards",)},
-        r"^optim\.name: adafactor updates whole weights only, and fsdp2 .* has shards of them; set ",
+        r"^optim\.name: adafactor updates whole weights only, but with fsdp2 .* a part of the weights; set ",
     ),
 ]
 # How far a metric may be from the plain loop in float64: relative above 1, for the norm of a gradient always.

@@ -111,19 +111,15 @@ def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
 def damage_of_files(directory: Path, sums: Mapping[str, FileSum]) -> str | None:
     """Returns a text about the first file that is missing or differs from `sums`, or None. Raises OSError."""
     for name, expected in sums.items():
-        damage = _damage_of_file(directory / name, expected)
-        if damage is not None:
-            return f"{name} {damage}"
+        try:
+            num_bytes = (directory / name).stat().st_size
+            if num_bytes != expected.bytes:
+                return f"{name} has {num_bytes:,} bytes instead of {expected.bytes:,}"
+            if _crc32(directory / name) != expected.crc32:
+                return f"{name} has other content than was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
     return None
-
-
-def _damage_of_file(file: Path, expected: FileSum) -> str | None:
-    try:
-        if file.stat().st_size != expected.bytes:
-            return f"has {file.stat().st_size:,} bytes instead of {expected.bytes:,}"
-        return None if _crc32(file) == expected.crc32 else "has other content than was written"
-    except FileNotFoundError:
-        return "is missing"
 
 
 def _crc32(file: Path) -> int:

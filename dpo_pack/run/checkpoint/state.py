@@ -108,14 +108,6 @@ class Identity:
     judged_by: str  # the metric and held-out set that compare evaluations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumption:
-    """What `load_checkpoint` returns: values that a resumed run needs and that are not in its TrainState."""
-
-    metrics_offset: int
-    notes: tuple[str, ...]  # messages to print about changes that are allowed
-
-
 def checkpoint_content(
     state: TrainState, place: Place, identity: Identity, *, keep: int, num_best: int
 ) -> CheckpointContent:
@@ -154,11 +146,13 @@ def checkpoint_content(
     )
 
 
-def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> Resumption:
+def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tuple[int, list[str]]:
     """Loads a checkpoint into `state`, which must be new. Every rank must call it.
 
-    The caller must have checked its files with `find_damage`. Raises RunError if the checkpoint belongs to
-    other data, another plan (pairs of each step), another reference or other parameters.
+    Returns the length of metrics.jsonl in bytes when the checkpoint was written, and messages about changes
+    since then that are allowed. The caller must have checked the files with `find_damage`. Raises RunError if
+    the checkpoint belongs to other data, another plan (pairs of each step), another reference or other
+    parameters.
     """
     counters = saved_counters(path)
     _refuse_another_run(path, counters, identity)
@@ -190,9 +184,7 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> Res
     if counters.judged_by == identity.judged_by:  # else the saved values cannot be compared
         state.standing = counters.standing
     state.health = counters.health
-    return Resumption(
-        metrics_offset=counters.metrics_offset, notes=tuple(_allowed_changes(counters, identity))
-    )
+    return counters.metrics_offset, list(_allowed_changes(counters, identity))
 
 
 def load_policy(path: Path, policy: nn.Module) -> dict[str, Any]:
@@ -263,18 +255,19 @@ def _then_and_now(then: str | None, now: str | None) -> str:
 def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
     if counters.judged_by != identity.judged_by and counters.standing.best:
         yield (
-            "Note: earlier evaluations were compared by another metric or held-out set; the best of the run "
-            "is sought among those to come"
+            "Note: earlier evaluations were compared by another metric or held-out set, so only later ones "
+            "can be the best of the run"
         )
     if counters.ranks != identity.ranks:
-        yield f"Note: the checkpoint was taken on {counters.ranks}, and this is {identity.ranks}"
+        yield f"Note: the checkpoint was written on {counters.ranks}, and this run is on {identity.ranks}"
     versions = [
         f"{package} {then} then, {identity.versions.get(package, 'none')} now"
         for package, then in counters.versions.items()
         if then != identity.versions.get(package)
     ]
     if versions:
-        yield f"Warning: versions have changed, which may change last bits: {'; '.join(versions)}"
+        changed = "; ".join(versions)
+        yield f"Warning: packages have other versions, which may change the last bits of results: {changed}"
 
 
 def _names_of_parameters(path: Path) -> dict[str, set[str]]:

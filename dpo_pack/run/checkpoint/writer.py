@@ -9,6 +9,7 @@ checkpoint is written at a time: the next one waits for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -83,7 +84,9 @@ class CheckpointWriter:
         if self.in_background == "auto":
             self.in_background = not ranks.any_rank(not _has_room_for_copy(_local_tensors(content.tensors)))
         with _discarded_on_failure(temporary):
-            _on_every_rank(path, self._group, lambda: _make_directory(temporary))
+            _on_every_rank(
+                path, self._group, lambda: temporary.mkdir(parents=True) if ranks.is_first() else None
+            )
             if export is not None:
                 _on_every_rank(path, self._group, lambda: export(temporary / MODEL))
             if self.in_background:
@@ -136,7 +139,7 @@ class CheckpointWriter:
             return
         has_cause = error is not None and not isinstance(error, Interrupted)
         try:
-            with contextlib.suppress(*((CacheError,) if has_cause else ())):
+            with contextlib.suppress(CacheError) if has_cause else contextlib.nullcontext():
                 self.wait()
         finally:
             if self._thread is not None:
@@ -148,12 +151,9 @@ class CheckpointWriter:
 def _one_thread() -> ThreadPoolExecutor:
     """Returns a pool of one thread that uses the caller's GPU. By default a new thread would use GPU 0, and
     torch's `save` makes CUDA streams."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def choose_device() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
-
+    choose_device = None
+    if torch.cuda.is_available():
+        choose_device = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
     return ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=choose_device)
 
 
@@ -231,11 +231,6 @@ def _on_every_rank(path: Path, group: Any, work: Callable[[], Value]) -> list[Va
             return work()
 
     return ranks.every_rank_does(work_or_refuse, group)
-
-
-def _make_directory(directory: Path) -> None:
-    if ranks.is_first():
-        directory.mkdir(parents=True)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,10 @@ from transformers import PretrainedConfig
 
 from dpo_pack.model.config import count_experts
 from dpo_pack.model.logps import HEAD_BOUNDS
-from dpo_pack.model.scorer import Precision, resolve_precision
+from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.recipe.load import Recipe
+from dpo_pack.run.models import recipe_precision
 
 GIB = 2**30
 # Bytes of an optimizer's moments for each trained parameter. bitsandbytes keeps 8-bit moments and a scale for
@@ -141,7 +142,7 @@ class MemoryFacts:
 
 def estimate_memory(recipe: Recipe, facts: MemoryFacts) -> dict[str, float]:
     """Returns the bytes of each part on one device at the peak of a step; the peak is their sum."""
-    shape, precision = facts.shape, _precision(recipe, facts)
+    shape, precision = facts.shape, recipe_precision(recipe, facts.device)
     state, gathered = state_bytes(recipe, facts), 0.0
     if facts.num_shards > 1:
         whole_gradients = state.gradients * facts.num_shards
@@ -173,7 +174,7 @@ def estimate_memory(recipe: Recipe, facts: MemoryFacts) -> dict[str, float]:
 
 def state_bytes(recipe: Recipe, facts: MemoryFacts) -> StateBytes:
     """Returns the bytes that a run holds all the time: on the device, or in host RAM with cpu_offload."""
-    shape, dtype = facts.shape, _precision(recipe, facts).parameters
+    shape, dtype = facts.shape, recipe_precision(recipe, facts.device).parameters
     num_trained, is_adapter = shape.num_parameters, facts.lora_rank is not None
     if facts.lora_rank is not None:
         num_trained = shape.num_adapter_parameters(facts.lora_rank)
@@ -219,7 +220,7 @@ def layer_bytes(recipe: Recipe, facts: MemoryFacts) -> float:
     three of them. An expert also keeps its copy of the token and its weighted result. `kept_numbers` of
     model/recurrence says what recurrent layers keep.
     """
-    shape, row, precision = facts.shape, facts.row, _precision(recipe, facts)
+    shape, row, precision = facts.shape, facts.row, recipe_precision(recipe, facts.device)
     product, residual = precision.activations.itemsize, _residual_bytes(precision)
     trains_model = facts.lora_rank is None
     norms = 2 * shape.hidden * (4 + (residual if trains_model else 0))
@@ -251,11 +252,6 @@ def _head_bytes(facts: MemoryFacts, precision: Precision) -> float:
         weight_bytes += 6.0 if is_low else 4.0
         kept = min(float(bounds.kept_bytes), logits)  # softmax weights
     return chunk + hidden + kept + facts.shape.head_parameters * weight_bytes
-
-
-def _precision(recipe: Recipe, facts: MemoryFacts) -> Precision:
-    model, gather_dtype = recipe.model, recipe.distributed.gather_dtype
-    return resolve_precision(model.dtype, model.autocast, facts.device, gather_dtype=gather_dtype)
 
 
 def _residual_bytes(precision: Precision) -> int:

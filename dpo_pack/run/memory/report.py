@@ -5,7 +5,6 @@ All numbers are for the largest row, because a step computes one row at a time.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import Recipe, check_environment, parse_recipe
 from dpo_pack.run.memory.estimate import MemoryFacts, RowSize, estimate_memory, memory_shape, state_bytes
 from dpo_pack.run.prepare import Prepared, longest_sequence
-from dpo_pack.run.strategy import num_gradients
+from dpo_pack.run.strategy import num_gradients, num_local_ranks
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import RecipeError, RunError, is_out_of_memory
@@ -76,7 +75,7 @@ def print_memory_estimate(prepared: Prepared, objective: Objective, plan: Packin
         console.print(f"It fits: {_what_is_free(available)}")
     else:
         changes = advice(recipe, facts, longest_pair, available.free)
-        verdict = "This would:" if changes else "No change would make it fit."
+        verdict = "With one of these changes it fits:" if changes else "No change would make it fit."
         console.print(f"It does not fit: {_what_is_free(available)}. {verdict}")
         for overrides, num_bytes in changes:
             console.print(f"  {overrides}: {format_bytes(num_bytes)}")
@@ -136,7 +135,7 @@ def stays_gathered(prepared: Prepared, objective: Objective, plan: PackingPlan |
     if not prepared.strategy.shards:
         return False
     facts, _ = memory_facts(prepared, objective, plan)
-    prepared.console.print(f"Shards: gathered {_gathering(facts)}, by the free memory of the devices")
+    prepared.console.print(f"Shards: gathered {_gathering(facts)} (the devices' free memory decides)")
     return facts.stays_gathered
 
 
@@ -281,7 +280,7 @@ def available_memory(device: torch.device) -> AvailableMemory | None:
     machine = host_memory()
     if machine is None:
         return None
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
+    num_here = num_local_ranks()
     return AvailableMemory(free=machine.free // num_here, total=machine.total // num_here)
 
 
