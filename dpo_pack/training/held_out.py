@@ -23,6 +23,7 @@ import torch
 from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
+from dpo_pack.system import ranks
 from dpo_pack.system.files import written_aside
 from dpo_pack.system.ranks import gather_over_ranks
 from dpo_pack.training.batches import PairRow, RowBuilder, by_pair, score_pairs
@@ -71,8 +72,6 @@ def evaluate_pairs(
     objective: Objective,
     *,
     token_budget: int,
-    rank: int = 0,
-    num_ranks: int = 1,
     score: Callable[[PairRow], PairRow] = lambda row: row,
     progress: Callable[[int], None] = lambda num_pairs: None,
     between_rows: Callable[[], None] = lambda: None,
@@ -88,7 +87,7 @@ def evaluate_pairs(
     values = [PairValues.none(builder.device)]
     positions = [np.zeros(0, dtype=np.int64)]
     rows = build_rows(builder.row_tokens(), token_budget)
-    for pairs, counts in rank_share(rows, rank=rank, num_ranks=num_ranks):
+    for pairs, counts in rank_share(rows, rank=ranks.rank(), num_ranks=ranks.num_ranks()):
         between_rows()
         row = score(builder.build(pairs))
         output = by_pair(policy(row.row), row)
@@ -116,7 +115,7 @@ def rank_share(rows: Sequence[Positions], *, rank: int, num_ranks: int) -> list[
     have similar sizes and go to different ranks.
     """
     num_rounds = -(-len(rows) // num_ranks)
-    numbers = [turn * num_ranks + rank for turn in range(num_rounds)]
+    numbers = [number_of_round * num_ranks + rank for number_of_round in range(num_rounds)]
     return [(rows[min(number, len(rows) - 1)], number < len(rows)) for number in numbers]
 
 

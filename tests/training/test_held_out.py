@@ -19,7 +19,6 @@ from dpo_pack.losses import LOSSES, Objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first
 from dpo_pack.reference.frozen import PairReference
-from dpo_pack.system import ranks
 from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.held_out import (
     METRICS_WITH_INTERVALS,
@@ -91,21 +90,19 @@ def test_two_ranks_count_each_pair_once_and_agree_with_one(policy: CompletionLog
     single = evaluate(policy, token_budget=budget)
 
     def on_a_rank() -> int:
-        told: list[int] = []
+        counted: list[int] = []
         values = evaluate_pairs(
             policy,
             make_builder(),
             OBJECTIVE,
             token_budget=budget,
-            rank=ranks.rank(),
-            num_ranks=2,
-            progress=told.append,
+            progress=counted.append,
         )
         assert torch.allclose(values.table, single, atol=1e-9)  # the same rows, so the same products
-        return sum(told)
+        return sum(counted)
 
-    told = run_on_ranks(on_a_rank)
-    assert min(told) > 0 and sum(told) == NUM_PAIRS
+    counts = run_on_ranks(on_a_rank)
+    assert min(counts) > 0 and sum(counts) == NUM_PAIRS
 
 
 def result(policy: CompletionLogps, objective: Objective = OBJECTIVE) -> HeldOutResult:
