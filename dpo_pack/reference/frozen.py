@@ -51,12 +51,13 @@ class PairReference:
     tokens: TokenLogps | None = None
     places: IntArray | None = None  # [P, (chosen, rejected)]
 
-    def token_logps(self, pairs: IntArray) -> npt.NDArray[np.float32]:
+    def token_logps(self, pairs: IntArray) -> npt.NDArray[np.float32] | None:
         """Returns [N] per-token log-probs of these pairs: for each pair, first chosen and then rejected.
 
-        The reference must have per-token values. The tokens are in the order in which a row has them.
+        The tokens are in the order in which a row has them. Returns None if there are no per-token values.
         """
-        assert self.tokens is not None and self.places is not None, "frozen without per-token values"
+        if self.tokens is None or self.places is None:
+            return None
         return self.tokens.take(self.places[pairs].ravel()).values
 
 

@@ -142,11 +142,9 @@ class RowBuilder:
         if self.counts_copies:
             copies = token_copies(groups, sequences, is_packed=self.is_packed, share_prompt=self.share_prompt)
             row = replace(row, token_copies=on_device(copies, self.device))
-        zeros = np.zeros(len(pairs))
-        chosen = zeros if self.reference is None else self.reference.chosen[pairs]
-        rejected = zeros if self.reference is None else self.reference.rejected[pairs]
-        tokens = None
-        if self.reference is not None and self.reference.tokens is not None:
+        chosen, rejected, tokens = *np.zeros((2, len(pairs))), None
+        if self.reference is not None:
+            chosen, rejected = self.reference.chosen[pairs], self.reference.rejected[pairs]
             tokens = self.reference.token_logps(pairs)
         is_as_it_lies = np.array_equal(sequences, np.arange(2 * len(pairs)))
         return PairRow(
