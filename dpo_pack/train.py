@@ -94,22 +94,17 @@ def train(
     Raises a DpoPackError for an error that the user can correct, Interrupted after Ctrl-C or SIGTERM.
     """
     check_environment(recipe)
-    with contextlib.nullcontext() if dry_run else only_run(recipe.output_dir, console.print):
-        _train(recipe, console, overwrite=overwrite, dry_run=dry_run, after_step=after_step)
-
-
-def _train(
-    recipe: Recipe, console: Console, *, overwrite: bool, dry_run: bool, after_step: AfterStep | None
-) -> None:
-    """Does the work of `train`. The caller holds the lock on `output_dir`, except for a dry run."""
-    run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
-    if run.is_finished:
-        console.print(f"This run is finished and {run.model} holds its model; nothing to do")
-        return
-    obstacle = why_no_upload() if recipe.export.push_to_hub is not None else None
-    if obstacle is not None:  # no error: the recipe may be trained without network, and pushed later
-        console.print(f"Warning: export.push_to_hub: {obstacle}. The run trains all the same")
-    with interruptible() as interruption:
+    with contextlib.ExitStack() as stack:
+        if not dry_run:
+            stack.enter_context(only_run(recipe.output_dir, console.print))
+        run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
+        if run.is_finished:
+            console.print(f"This run is finished and {run.model} holds its model; nothing to do")
+            return
+        obstacle = why_no_upload() if recipe.export.push_to_hub is not None else None
+        if obstacle is not None:  # no error: the recipe may be trained without network, and pushed later
+            console.print(f"Warning: export.push_to_hub: {obstacle}. The run trains all the same")
+        interruption = stack.enter_context(interruptible())
         session = start_session(recipe, run, console, interruption, is_dry=dry_run)
         if dry_run:
             console.print("Dry run: everything up to the first step is in order")
