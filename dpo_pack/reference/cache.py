@@ -40,7 +40,6 @@ from dpo_pack.reference.parts import (
     TOKENS,
     DamagedPart,
     Floats,
-    SequenceLogps,
     TokenLogps,
     keys_of,
     numbers_of,
@@ -158,21 +157,11 @@ class ReferenceCache:
                 is_there[places] = True
         return is_there[index.inverse]
 
-    def append(
-        self,
-        keys: Keys,
-        sums: Floats,
-        num_tokens: npt.NDArray[np.integer],
-        tokens: TokenLogps | None = None,
-        *,
-        metadata: Mapping[str, str] | None = None,
-    ) -> list[Path]:
-        """Adds [n, 16] keys, [n] sums and [n] token counts in parts of bounded size. Raises CacheError."""
-        logps = SequenceLogps(keys=keys, sums=sums, num_tokens=num_tokens, tokens=tokens)
-        parts = []
-        for begin in range(0, len(logps), MAX_PART_SEQUENCES):
-            some = np.arange(begin, min(begin + MAX_PART_SEQUENCES, len(logps)))
-            parts.append(write_part(self.directory, logps.take(some), metadata or {}))
+    def append(self, table: pa.Table, metadata: Mapping[str, str] | None = None) -> list[Path]:
+        """Adds the sequences of a `sequence_table`, in parts of bounded size. Raises CacheError."""
+        whole, parts = table.combine_chunks(), []
+        for begin in range(0, len(whole), MAX_PART_SEQUENCES):
+            parts.append(write_part(self.directory, whole.slice(begin, MAX_PART_SEQUENCES), metadata or {}))
             self.named_parts.add(parts[-1].name)
         return parts
 

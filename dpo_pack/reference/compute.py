@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
@@ -19,7 +20,7 @@ from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import SequenceLogps, TokenLogps
+from dpo_pack.reference.parts import TokenLogps, sequence_table
 from dpo_pack.reference.work import ReferenceWork, plan_rows, split_row
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.memory import HostCopies, release_memory
@@ -123,7 +124,7 @@ def compute_missing(
     budget = settings.token_budget
     rows = deque(plan.rows)
     computed: deque[tuple[IntArray, HostCopies]] = deque()  # the groups of a row, and their results
-    finished: list[SequenceLogps] = []
+    finished: list[pa.Table] = []
     written = time.monotonic()
 
     def finish_row() -> None:
@@ -133,7 +134,7 @@ def compute_missing(
         finished.append(_finished_row(plan.work, members, results))
         progress(plan.amount(members))
         if time.monotonic() - written > settings.write_every_seconds:
-            _write(cache, finished, settings)
+            cache.append(pa.concat_tables(finished), settings.metadata)
             finished, written = [], time.monotonic()
 
     try:
@@ -158,7 +159,7 @@ def compute_missing(
                 raise _cannot_split(_halved(budget, members, plan))
     finally:
         if finished:
-            _write(cache, finished, settings)
+            cache.append(pa.concat_tables(finished), settings.metadata)
     return budget
 
 
@@ -215,7 +216,8 @@ def _copies(result: RowLogps, settings: PassSettings) -> HostCopies:
     return HostCopies.begin([*tensors, result.token_logps.float()] if settings.per_token else tensors)
 
 
-def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -> SequenceLogps:
+def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -> pa.Table:
+    """Returns the `sequence_table` of a row's groups. Raises ModelError if a log-prob is not finite."""
     keys = [work.keys(int(member)) for member in members]
     sums, num_tokens, *token_logps = results.read()
     wrong = np.flatnonzero(~np.isfinite(sums))
@@ -226,12 +228,7 @@ def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -
             f"{sums[wrong[0]]}; check its weights, or give it more range with model.dtype: float32"
         )
     tokens = TokenLogps.of_lengths(token_logps[0], num_tokens) if token_logps else None
-    return SequenceLogps(keys=np.concatenate(keys), sums=sums, num_tokens=num_tokens, tokens=tokens)
-
-
-def _write(cache: ReferenceCache, finished: Sequence[SequenceLogps], settings: PassSettings) -> None:
-    logps = SequenceLogps.join(finished)
-    cache.append(logps.keys, logps.sums, logps.num_tokens, logps.tokens, metadata=settings.metadata)
+    return sequence_table(np.concatenate(keys), sums, num_tokens, tokens)
 
 
 def _row(groups: Sequence[Group], is_packed: bool, settings: PassSettings) -> Row:

@@ -30,6 +30,7 @@ from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import Amount, compute_missing, plan_pass, probe_row
 from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.parts import sequence_table
 from dpo_pack.reference.work import find_work
 from dpo_pack.system.errors import CacheError, ModelError
 
@@ -40,7 +41,7 @@ def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: P
     tables = [make_table(pairs[:8]), make_table([*pairs[6:], (pairs[0][0], pairs[0][2], (7, 7))])]
     cache = ReferenceCache(tmp_path, NAMESPACE)
     # One side of a pair is there already: a group of one sequence among groups of two.
-    cache.append(tables[0].chosen_keys[3:4], np.array([-123.0]), np.array([1]))
+    cache.append(sequence_table(tables[0].chosen_keys[3:4], np.array([-123.0]), np.array([1])))
     done: list[int] = []
     run_pass(
         cache,
@@ -173,7 +174,7 @@ def test_a_pass_that_was_killed_and_goes_on_ends_bitwise_as_an_uninterrupted_one
     tables = [make_table(random_pairs(20)), make_table(random_pairs(8, seed=1))]
     straight, killed = ReferenceCache(tmp_path / "a", NAMESPACE), ReferenceCache(tmp_path / "b", NAMESPACE)
     for cache in (straight, killed):  # something was there before
-        cache.append(tables[0].chosen_keys[::3], np.full(7, -5.0), np.ones(7, dtype=np.int64))
+        cache.append(sequence_table(tables[0].chosen_keys[::3], np.full(7, -5.0), np.ones(7, dtype=np.int64)))
     run_pass(straight, tables, scorer)
 
     def stop(row: Amount) -> None:

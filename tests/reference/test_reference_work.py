@@ -13,7 +13,7 @@ from support.reference_pairs import NAMESPACE, Pair, make_table
 
 from dpo_pack.packing.flops import AttentionKind, ModelShape
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import TokenLogps
+from dpo_pack.reference.parts import TokenLogps, sequence_table
 from dpo_pack.reference.work import GroupLengths, find_work, plan_rows, split_row
 
 # b's first pair is a's first with the sides exchanged, its second has a's first prompt and a new chosen.
@@ -45,7 +45,7 @@ def test_the_same_tokens_with_another_boundary_are_another_sequence(tmp_path: Pa
 def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
     cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
     cached = np.stack((table.rejected_keys[0], table.chosen_keys[1]))
-    cache.append(cached, np.array([-1.0, -2.0]), np.array([3, 2]))
+    cache.append(sequence_table(cached, np.array([-1.0, -2.0]), np.array([3, 2])))
     work = find_work(cache, [table])
     assert (work.num_unique, work.num_cached, work.num_missing) == (4, 2, 2)
     assert work.missing.tolist() == [[True, False], [False, True]]
@@ -58,7 +58,7 @@ def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
 def test_nothing_is_missing_once_everything_is_cached(tmp_path: Path) -> None:
     cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
     keys = np.concatenate((table.chosen_keys, table.rejected_keys))
-    cache.append(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64))
+    cache.append(sequence_table(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64)))
     work = find_work(cache, [table, make_table(TABLE_B[:1])])
     assert (work.num_missing, work.num_cached) == (0, 4) and not work.missing.any()
 
@@ -66,10 +66,10 @@ def test_nothing_is_missing_once_everything_is_cached(tmp_path: Path) -> None:
 def test_sums_alone_are_not_enough_for_who_needs_tokens(tmp_path: Path) -> None:
     cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
     keys = np.concatenate((table.chosen_keys, table.rejected_keys))
-    cache.append(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64))
+    cache.append(sequence_table(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64)))
     assert find_work(cache, [table], per_token=True).num_missing == 4
     tokens = TokenLogps.of_lengths(np.full(1, -1.0, dtype=np.float32), np.ones(1, dtype=np.int64))
-    cache.append(keys[:1], np.full(1, -1.0), np.ones(1, dtype=np.int64), tokens)
+    cache.append(sequence_table(keys[:1], np.full(1, -1.0), np.ones(1, dtype=np.int64), tokens))
     assert find_work(cache, [table], per_token=True).num_missing == 3
 
 
