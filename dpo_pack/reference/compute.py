@@ -79,28 +79,26 @@ def plan_pass(
     work: ReferenceWork, scorer: CompletionLogps, shape: ModelShape, settings: PassSettings
 ) -> PassPlan:
     """Plans the rows of this rank. Their FLOPs are estimated from the `shape` of the model."""
-    is_packed = scorer.backend is not None
+    lengths, missing, is_packed = work.lengths, work.missing, scorer.backend is not None
     shares = settings.share_prompt and is_packed
+    flops = lengths.flops(missing, share_prompt=shares, shape=shape)
     rows, idle_rows = plan_rows(
-        work.lengths,
-        work.sides,
-        work.missing,
+        lengths.row_tokens(work.sides, share_prompt=shares, is_padded=not is_packed),
+        flops,
+        missing.any(axis=1),
         token_budget=settings.token_budget,
         is_packed=is_packed,
-        share_prompt=shares,
-        shape=shape,
         rank=settings.rank,
         num_ranks=settings.num_ranks,
         in_lockstep=settings.in_lockstep,
     )
-    tokens = work.lengths.row_tokens(work.missing, share_prompt=shares)
     return PassPlan(
         work=work,
         rows=rows,
         idle_rows=idle_rows,
-        row_tokens=tokens if is_packed else work.lengths.padded_tokens(work.missing),
-        tokens=tokens,
-        flops=work.lengths.flops(work.missing, share_prompt=shares, shape=shape),
+        row_tokens=lengths.row_tokens(missing, share_prompt=shares, is_padded=not is_packed),
+        tokens=lengths.row_tokens(missing, share_prompt=shares),
+        flops=flops,
     )
 
 

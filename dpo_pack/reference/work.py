@@ -36,17 +36,15 @@ class GroupLengths:
     completions: IntArray  # [G, (chosen, rejected)]
     shared: AnyIntArray  # [G] common prefix of the pair's two sequences, at least the prompt
 
-    def row_tokens(self, sides: Bools, *, share_prompt: bool) -> IntArray:
-        """Returns [G]: the tokens, in a packed row, of each group's sides that are True in `sides` [G, 2]."""
-        tokens: IntArray = ((self.prompt[:, None] + self.completions) * sides).sum(axis=1)
-        if share_prompt:
-            tokens -= self.shared * sides.all(axis=1)
-        return tokens
+    def row_tokens(self, sides: Bools, *, share_prompt: bool, is_padded: bool = False) -> IntArray:
+        """Returns [G]: the tokens, in a row, of each group's sides that are True in `sides` [G, 2].
 
-    def padded_tokens(self, sides: Bools) -> IntArray:
-        """Returns [G]: tokens of two sequences that are padded to the longest True side in `sides` [G, 2]."""
-        longest: IntArray = ((self.prompt[:, None] + self.completions) * sides).max(axis=1)
-        return 2 * longest
+        With `is_padded`, a group counts as two sequences that are padded to its longest True side.
+        """
+        lengths: IntArray = (self.prompt[:, None] + self.completions) * sides
+        if is_padded:
+            return 2 * lengths.max(axis=1)
+        return lengths.sum(axis=1) - self.shared * (sides.all(axis=1) & share_prompt)
 
     def flops(self, sides: Bools, *, share_prompt: bool, shape: ModelShape) -> FloatArray:
         """Returns [G]: estimated FLOPs of a forward pass over the sides that are True in `sides` [G, 2]."""
@@ -134,10 +132,11 @@ def find_work(
     Sequences in pairs whose tokens have weights need per-token values in any case.
     """
     keys = np.concatenate([np.stack((t.chosen_keys, t.rejected_keys), axis=1) for t in tables])
-    first = KeyIndex.of(keys.reshape(-1, 16)).first
-    is_first, is_missing = np.zeros((2, 2 * len(keys)), dtype=np.bool_)
+    keys = keys.reshape(-1, 16)  # chosen, rejected, chosen, ...
+    first = KeyIndex.of(keys).first
+    is_first, is_missing = np.zeros((2, len(keys)), dtype=np.bool_)
     is_first[first] = True
-    unique = keys.reshape(-1, 16)[first]
+    unique = keys[first]
     needs_tokens = np.full(len(unique), per_token) | (KeyIndex.of(weighted_keys(tables)).find(unique) >= 0)
     is_missing[first[needs_tokens]] = ~cache.contains(unique[needs_tokens], per_token=True)
     is_missing[first[~needs_tokens]] = ~cache.contains(unique[~needs_tokens], per_token=False)
@@ -170,14 +169,12 @@ def weighted_keys(tables: Sequence[PairTable]) -> Keys:
 
 
 def plan_rows(
-    lengths: GroupLengths,
-    sides: Bools,
-    missing: Bools,
+    tokens: IntArray,
+    flops: FloatArray,
+    is_open: Bools,
     *,
     token_budget: int,
     is_packed: bool,
-    share_prompt: bool,
-    shape: ModelShape,
     rank: int = 0,
     num_ranks: int = 1,
     in_lockstep: bool = False,
@@ -185,18 +182,15 @@ def plan_rows(
     """Returns (rows of this rank, idle rows) as arrays of groups. The costliest row is first, so that a lack
     of memory shows at once.
 
-    *All* sequences (`sides`) are packed into rows, then groups without a missing sequence are removed. So a
-    row depends neither on which other rows are finished nor on the number of ranks. Rows are divided over
-    ranks by estimated FLOPs. Ranks `in_lockstep` (a sharded model) must compute the same number of rows: a
-    rank with one row less also computes an idle row, the cheapest of all rows; its results are not used.
+    tokens: [G] of *all* sequences of each group, as `token_budget` counts them. flops: [G] of the missing
+    sequences. is_open: [G] True if the group has a missing sequence.
+
+    All groups are packed into rows, then groups without a missing sequence are removed. So a row depends
+    neither on which other rows are finished nor on the number of ranks. Rows are divided over ranks by their
+    FLOPs. Ranks `in_lockstep` (a sharded model) must compute the same number of rows: a rank with one row
+    less also computes an idle row, the cheapest of all rows; its results are not used.
     """
-    if is_packed:
-        whole = lengths.row_tokens(sides, share_prompt=share_prompt)
-        planned = pack_sequences_longest_first(whole, token_budget)
-    else:
-        planned = padded_rows(lengths.padded_tokens(sides), token_budget)
-    flops = lengths.flops(missing, share_prompt=share_prompt and is_packed, shape=shape)
-    is_open = np.asarray(missing.any(axis=1))
+    planned = (pack_sequences_longest_first if is_packed else padded_rows)(tokens, token_budget)
     rows = [row[is_open[row]] for row in planned]
     rows = [row for row in rows if len(row)]
     costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)

@@ -98,13 +98,11 @@ def plan(
     is_packed: bool = True,
 ) -> list[npt.NDArray[np.int64]]:
     rows, idle_rows = plan_rows(
-        lengths,
-        np.ones_like(missing),
-        missing,
+        lengths.row_tokens(np.ones_like(missing), share_prompt=True, is_padded=not is_packed),
+        lengths.flops(missing, share_prompt=is_packed, shape=SHAPE),
+        missing.any(axis=1),
         token_budget=token_budget,
         is_packed=is_packed,
-        share_prompt=True,
-        shape=SHAPE,
         rank=rank,
         num_ranks=num_ranks,
     )
@@ -143,9 +141,8 @@ def test_rows_stay_within_the_budget_and_hold_every_missing_group_once() -> None
     assert sorted(np.concatenate(rows).tolist()) == list(range(200))
     assert max(tokens[row].sum() for row in rows) <= 100
     for row in plan(lengths, missing, is_packed=False):
-        assert len(row) * lengths.padded_tokens(missing)[row].max() <= max(
-            100, lengths.padded_tokens(missing)[row].max()
-        )
+        longest = lengths.row_tokens(missing, share_prompt=False, is_padded=True)[row].max()
+        assert len(row) * longest <= max(100, longest)
 
 
 def test_the_costliest_row_comes_first_on_every_rank_and_ranks_are_even() -> None:
@@ -189,13 +186,11 @@ def test_ranks_in_lockstep_have_as_many_rows_and_compute_each_once(
 
     def rows_of(rank: int, *, in_lockstep: bool) -> tuple[Rows, Rows]:
         return plan_rows(
-            lengths,
-            missing,
-            missing,
+            lengths.row_tokens(missing, share_prompt=True),
+            lengths.flops(missing, share_prompt=True, shape=SHAPE),
+            missing.any(axis=1),
             token_budget=100,
             is_packed=True,
-            share_prompt=True,
-            shape=SHAPE,
             rank=rank,
             num_ranks=num_ranks,
             in_lockstep=in_lockstep,
