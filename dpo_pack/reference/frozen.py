@@ -66,7 +66,7 @@ class FrozenReference:
     """The reference log-probs that one run uses. They are a file of its output directory, so later changes of
     the shared cache cannot change the run, even after a resume."""
 
-    keys: Keys  # [U, 16], ascending
+    keys: Keys  # [U, 16], each key once, in ascending order
     sums: Floats  # [U]
     tokens: TokenLogps | None = None  # per-token values of the U sequences; of some none, see `take`
 
@@ -109,17 +109,16 @@ class FrozenReference:
 
     def covers(self, table: PairTable) -> bool:
         """Returns True if this reference has the values of all sequences of the table."""
-        index, weighted = KeyIndex.of(self.keys), weighted_keys([table])
+        index = KeyIndex.of(self.keys)
         if (index.find(unique_keys([table])) < 0).any():
             return False
-        places = index.first[index.find(weighted)]
-        return not len(weighted) or (self.tokens is not None and bool(self.tokens.lengths[places].all()))
+        places = index.find(weighted_keys([table]))
+        return not len(places) or (self.tokens is not None and bool(self.tokens.lengths[places].all()))
 
     def only(self, table: PairTable) -> FrozenReference:
         """Returns the values of the table's sequences only. This reference must have all of them."""
         keys = unique_keys([table])
-        index = KeyIndex.of(self.keys)
-        places = index.first[index.find(keys)]
+        places = KeyIndex.of(self.keys).find(keys)
         tokens = None if self.tokens is None else self.tokens.take(places)
         return FrozenReference(keys=keys, sums=self.sums[places], tokens=tokens)
 
@@ -141,7 +140,6 @@ class FrozenReference:
         places = np.stack([index.find(keys) for keys in (table.chosen_keys, table.rejected_keys)], axis=1)
         if (places < 0).any() or not self.covers(table):
             raise CacheError("this run's reference.parquet belongs to other data; use another output_dir")
-        places = index.first[places]
         sums = self.sums[places]  # [P, (chosen, rejected)]
         for pair in np.flatnonzero(table.has_token_weights).tolist():
             for side, weights in enumerate(table.token_weights(pair)):
