@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import layout_row, packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.lengths import FloatArray, IntArray
@@ -175,7 +175,11 @@ def _try_row(
     """Returns the log-probs of the groups' missing sequences, or None if the row does not fit in memory."""
     groups = [work.group(int(member)) for member in members]
     try:
-        result: RowLogps = scorer(_row(groups, scorer.backend is not None, settings))
+        if scorer.backend is None:
+            row = padded_row(groups, device=settings.device)
+        else:
+            row = packed_row(layout_row(groups, share_prompt=settings.share_prompt), settings.device)
+        result: RowLogps = scorer(row)
         return result
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -227,9 +231,3 @@ def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -
         )
     tokens = TokenLogps.of_lengths(token_logps[0], num_tokens) if token_logps else None
     return sequence_table(np.concatenate(keys), sums, num_tokens, tokens)
-
-
-def _row(groups: Sequence[Group], is_packed: bool, settings: PassSettings) -> Row:
-    if is_packed:
-        return packed_row(layout_row(groups, share_prompt=settings.share_prompt), settings.device)
-    return padded_row(groups, device=settings.device)

@@ -173,7 +173,7 @@ def plan_prune(cache_dir: Path, *, older_than_seconds: float | None, most_bytes:
     kept_bytes = sum(namespace.size_bytes for namespace in namespaces)
     for namespace in sorted(namespaces, key=lambda n: n.last_used):
         age = time.time() - namespace.last_used
-        files = tuple(filter(_is_ours, _files(namespace.directory)))
+        files = tuple(file for file in _files(namespace.directory) if _KNOWN.fullmatch(file.name))
         is_whole = True
         if older_than_seconds is not None and age > older_than_seconds:
             reason = f"not used for {age / 86400:.0f} days"
@@ -247,10 +247,6 @@ def _namespace_at(directory: Path) -> Namespace:
 
 def _files(directory: Path) -> list[Path]:
     return [Path(entry.path) for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False)]
-
-
-def _is_ours(file: Path) -> bool:
-    return bool(_KNOWN.fullmatch(file.name))
 
 
 def _is_abandoned(temporary: Path) -> bool:
