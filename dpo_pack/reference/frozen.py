@@ -39,13 +39,9 @@ from dpo_pack.system.files import written_aside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairReference:
-    """Reference log-probs of a table's pairs: `chosen` and `rejected` are sums over tokens, in nats, [P].
+    """Reference log-probs of a table's pairs."""
 
-    Where tokens have weights, they are weighted sums.
-    """
-
-    chosen: Floats
-    rejected: Floats
+    sums: Floats  # [P, (chosen, rejected)] sums over tokens, in nats; weighted sums where tokens have weights
     # Per-token values, if the loss or weights of tokens need them. Those of pair p are at `places[p, 0]`
     # (chosen) and `places[p, 1]`.
     tokens: TokenLogps | None = None
@@ -147,12 +143,7 @@ class FrozenReference:
                 is_scored = weights > 0
                 logps = self.tokens.of(places[pair, side])[is_scored].astype(np.float64)
                 sums[pair, side] = (logps * weights[is_scored]).sum()
-        return PairReference(
-            chosen=sums[:, 0],
-            rejected=sums[:, 1],
-            tokens=self.tokens,
-            places=None if self.tokens is None else places,
-        )
+        return PairReference(sums=sums, tokens=self.tokens, places=None if self.tokens is None else places)
 
     def save(self, path: Path) -> None:
         columns = {KEY: key_column(self.keys), SUM: number_column(self.sums)}

@@ -101,7 +101,7 @@ def evaluate_pairs(
     assert torch.equal(everywhere[order].cpu(), torch.arange(builder.table.num_pairs)), "each pair once"
     joined = PairValues.join(values).over_ranks().select(order)
     scored = ScoredPairs(
-        policy=joined.policy_logps(), reference=joined.reference_logps(), pair_weights=joined.losses
+        policy=joined.logps("policy"), reference=joined.logps("reference"), pair_weights=joined.losses
     )
     mean_chosen_tokens = float(builder.table.chosen_scored.mean())
     return joined.with_losses(weighted_losses(objective, scored, mean_chosen_tokens=mean_chosen_tokens))

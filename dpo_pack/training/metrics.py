@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,13 +78,7 @@ class PairValues:
         """[P] loss x weight of each pair."""
         return self.column("loss")
 
-    def policy_logps(self) -> PairLogps:
-        return self._logps("policy")
-
-    def reference_logps(self) -> PairLogps:
-        return self._logps("reference")
-
-    def _logps(self, model: str) -> PairLogps:
+    def logps(self, model: Literal["policy", "reference"]) -> PairLogps:
         return PairLogps(
             chosen=self.column(f"{model}_chosen"),
             rejected=self.column(f"{model}_rejected"),
@@ -151,7 +145,7 @@ def pair_metrics(values: PairValues, *, beta: float, dtype: torch.dtype) -> dict
 
     `dtype` is that of the policy's matrix products.
     """
-    policy, reference = values.policy_logps(), values.reference_logps()
+    policy, reference = values.logps("policy"), values.logps("reference")
     chosen_logratios = policy.chosen - reference.chosen
     rejected_logratios = policy.rejected - reference.rejected
     chosen_rewards, rejected_rewards = beta * chosen_logratios, beta * rejected_logratios

@@ -46,9 +46,8 @@ class PhaseClock:
         """Returns `seconds/<phase>` of the step. Waits for the device."""
         totals = dict.fromkeys(PHASES, 0.0)
         for (_, begun, start), (phase, ended, end) in itertools.pairwise(self._laps):
-            if (
-                start is None or end is None or phase == "data"
-            ):  # the host makes rows, the device does the rest
+            # The host makes rows, the device does the rest.
+            if start is None or end is None or phase == "data":
                 totals[phase] += ended - begun
             else:
                 end.synchronize()

@@ -34,8 +34,7 @@ def test_frozen_values_are_those_of_each_pair_s_sides_before_and_after_a_round_t
     assert again.fingerprint == frozen.fingerprint and len(again.keys) == 12
     for reference in (frozen, again):
         values = reference.of(table.select(np.array([4, 0, 0])))
-        assert values.chosen.tolist() == [-5.0, -1.0, -1.0]
-        assert values.rejected.tolist() == [-50.0, -10.0, -10.0]
+        assert values.sums.tolist() == [[-5.0, -50.0], [-1.0, -10.0], [-1.0, -10.0]]
 
 
 def test_what_is_frozen_is_joined_and_taken_apart_again(tmp_path: Path) -> None:
@@ -124,7 +123,7 @@ def test_per_token_values_come_in_the_order_of_a_row_and_survive_a_round_trip(tm
         values = reference.of(table).token_logps(np.array([2, 0]))
         assert values.tolist() == [-5.0, -300.0, -400.0, -500.0, -1.0, -2.0, -100.0]
         of_pairs = reference.of(table)
-        assert of_pairs.chosen[0] == -3.0 and of_pairs.chosen[1] == -7.0
+        assert of_pairs.sums[0, 0] == -3.0 and of_pairs.sums[1, 0] == -7.0
 
 
 def test_values_frozen_without_tokens_cannot_serve_a_loss_that_needs_them(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: P
     for table in tables:
         values = FrozenReference.take(cache, [table]).of(table)
         for keys, completion, ours in (
-            (table.chosen_keys, table.chosen, values.chosen),
-            (table.rejected_keys, table.rejected, values.rejected),
+            (table.chosen_keys, table.chosen, values.sums[:, 0]),
+            (table.rejected_keys, table.rejected, values.sums[:, 1]),
         ):
             sequences = [(table.prompt(i).tolist(), completion(i).tolist()) for i in range(table.num_pairs)]
             with torch.no_grad():

@@ -49,9 +49,7 @@ def make_builder(*, packed: bool = True) -> RowBuilder:
     random = np.random.default_rng(1)
     return RowBuilder(
         table=make_table(random_pairs(NUM_PAIRS)),
-        reference=PairReference(
-            chosen=random.uniform(-60, -20, NUM_PAIRS), rejected=random.uniform(-60, -20, NUM_PAIRS)
-        ),
+        reference=PairReference(sums=random.uniform(-60, -20, (NUM_PAIRS, 2))),
         is_packed=packed,
         share_prompt=packed,
         device=torch.device("cpu"),
@@ -76,7 +74,7 @@ def test_values_are_in_the_table_s_order_and_do_not_depend_on_rows(
         alone = policy(builder.build(np.array([pair])).row).sums
         assert values[pair, 1:3].tolist() == pytest.approx(alone.tolist(), abs=1e-4)
     assert builder.reference is not None
-    assert values[:, 3].tolist() == builder.reference.chosen.tolist()
+    assert values[:, 3:5].tolist() == builder.reference.sums.tolist()
     assert torch.allclose(evaluate(policy, token_budget=1), values, atol=1e-4)
     assert torch.allclose(evaluate(policy, token_budget=10_000), values, atol=1e-4)
     padded = evaluate(load_scorer(model_path, packed=False), packed=False)
@@ -150,10 +148,10 @@ def moved_result(policy: CompletionLogps, reference: CompletionLogps) -> HeldOut
         evaluate_pairs(scorer, make_builder(packed=scorer.backend is not None), OBJECTIVE, token_budget=64)
         for scorer in (policy, reference)
     ]
-    scores = values[1].policy_logps()
+    scores = values[1].logps("policy")
     builder = dataclasses.replace(
         make_builder(packed=policy.backend is not None),
-        reference=PairReference(chosen=scores.chosen.numpy(), rejected=scores.rejected.numpy()),
+        reference=PairReference(sums=torch.stack((scores.chosen, scores.rejected), dim=1).numpy()),
     )
     compared = evaluate_pairs(policy, builder, OBJECTIVE, token_budget=64)
     return held_out_result(
