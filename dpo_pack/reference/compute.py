@@ -194,8 +194,9 @@ def _halved(budget: int, members: IntArray, plan: PassPlan) -> int:
     tokens = int(plan.row_tokens[members].sum())
     if len(members) == 1:
         raise ModelError(
-            f"the reference pass ran out of memory on row {plan.work.row_number(int(members[0]))} of its "
-            f"source alone ({tokens:,} tokens); lower data.max_length, or free memory"
+            f"the reference pass ran out of memory on a single pair ({tokens:,} tokens, row "
+            f"{plan.work.row_number(int(members[0]))} of its data source); lower data.max_length, or free "
+            "memory"
         )
     return max(1, min(budget, tokens) // 2)
 
@@ -209,7 +210,7 @@ def _cannot_split(budget: int) -> ModelError:
 
 
 def _num_rows_behind(device: torch.device) -> int:
-    """Returns how many later rows are queued before a row's results are read, so the device never waits."""
+    """Returns how many later rows the device has in its queue when the host reads a row's results."""
     return 1 if device.type == "cuda" else 0
 
 
@@ -226,8 +227,9 @@ def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -
     if len(wrong):
         group = int(np.repeat(members, [len(of_group) for of_group in keys])[wrong[0]])
         raise ModelError(
-            f"the reference model gives row {work.row_number(group)} of its source a log-prob of "
-            f"{sums[wrong[0]]}; check its weights, or give it more range with model.dtype: float32"
+            f"the reference model computes a log-prob of {sums[wrong[0]]} for the pair in row "
+            f"{work.row_number(group)} of its data source; check the model's weights, or set model.dtype: "
+            "float32, whose numbers have a larger range"
         )
     tokens = TokenLogps.of_lengths(token_logps[0], num_tokens) if token_logps else None
     return sequence_table(np.concatenate(keys), sums, num_tokens, tokens)

@@ -72,8 +72,8 @@ def fill_cache(
         fitted = compute_missing(cache, plan, scorer, settings, progress=progress)
     if fitted < settings.token_budget:
         console.print(
-            f"  memory ran out; rows of up to {fitted:,} tokens fitted, so reference.token_budget={fitted} "
-            "is what this machine takes"
+            f"  memory ran out; rows of up to {fitted:,} tokens fit. To begin with such rows, set "
+            f"reference.token_budget={fitted}"
         )
         if search is not None:
             remember_budget(search.memo_path, search.key, fitted)

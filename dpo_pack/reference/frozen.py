@@ -89,8 +89,8 @@ class FrozenReference:
             sums = cache.lookup(keys)
         if np.isnan(sums).any():
             raise CacheError(
-                f"{int(np.isnan(sums).sum())} reference log-probs are no longer in {cache.directory} since "
-                "they were computed; run the command again"
+                f"{int(np.isnan(sums).sum())} reference log-probs are no longer in {cache.directory}, "
+                "although they were computed; run the command again"
             )
         return FrozenReference(keys=keys, sums=sums, tokens=tokens)
 

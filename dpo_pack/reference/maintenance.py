@@ -165,8 +165,9 @@ def find_leftovers(cache_dir: Path) -> list[Path]:
 
 
 def plan_prune(cache_dir: Path, *, older_than_seconds: float | None, most_bytes: int | None) -> list[Removal]:
-    """Chooses files to delete: temporary files of killed processes; namespaces not used for
-    `older_than_seconds`; then the longest unused until the rest has at most `most_bytes`; damaged parts."""
+    """Chooses files to delete: temporary files of killed processes; namespaces that no run has used for
+    `older_than_seconds`; then namespaces, the longest unused first, until the rest has at most `most_bytes`;
+    and damaged parts of the namespaces that stay."""
     leftovers, reason = tuple(find_leftovers(cache_dir)), "leftovers of killed runs"
     removals = [Removal(directory=cache_dir, name=str(cache_dir), files=leftovers, reason=reason)]
     namespaces = find_namespaces(cache_dir)
@@ -178,7 +179,7 @@ def plan_prune(cache_dir: Path, *, older_than_seconds: float | None, most_bytes:
         if older_than_seconds is not None and age > older_than_seconds:
             reason = f"not used for {age / 86400:.0f} days"
         elif most_bytes is not None and kept_bytes > most_bytes:
-            reason = "the longest unused, and all together are too large"
+            reason = "unused for the longest time, and the cache is larger than the limit"
         else:
             reason, is_whole = "damaged parts", False
             files = tuple(file for file in files if _DAMAGED.fullmatch(file.name))
@@ -219,9 +220,9 @@ def _namespace_at(directory: Path) -> Namespace:
     described = read_json(directory / NAMESPACE_FILE) or {}
     times = read_json(directory / USED_FILE, UsedTimes) or {}
     used = {model: seconds for model, seconds in times.items() if 0 <= seconds <= time.time()}
-    keys, with_tokens, num_parts = [np.zeros((0, 16), dtype=np.uint8)], [np.zeros((0, 16), dtype=np.uint8)], 0
-    for part in part_paths(directory):
-        num_parts += 1
+    parts = part_paths(directory)
+    keys, with_tokens = [np.zeros((0, 16), dtype=np.uint8)], [np.zeros((0, 16), dtype=np.uint8)]
+    for part in parts:
         try:
             table = pq.read_table(part, columns=[KEY])
             has_tokens = TOKENS in pq.read_schema(part).names
@@ -238,7 +239,7 @@ def _namespace_at(directory: Path) -> Namespace:
         autocast=described.get("autocast"),
         sequences=len(KeyIndex.of(np.concatenate(keys))),
         sequences_per_token=len(KeyIndex.of(np.concatenate(with_tokens))),
-        parts=num_parts,
+        parts=len(parts),
         damaged_parts=sum(bool(_DAMAGED.fullmatch(file.name)) for file in files),
         size_bytes=sum(map(_size, files)),
         last_used=max([newest, *used.values()]),

@@ -54,7 +54,7 @@ class PairRow:
     row: Row
     sequence_index: Tensor | None  # [2 P] int64, chosen and rejected of each pair; None: 0, 1, 2, ...
     token_index: Tensor | None  # [N] int64, scored tokens of those sequences; None: 0, 1, 2, ...
-    token_weights: Tensor | None  # [N] float64, pair by pair: what tokens count in their sums; None: 1
+    token_weights: Tensor | None  # [N] float64, pair by pair: the factor of each token; None: all are 1
     reference: Tensor  # [P, (chosen, rejected)] float64, summed log-probs, nats
     reference_tokens: Tensor | None  # [N] per-token log-probs, pair by pair, for LD-DPO
     pair_weights: Tensor  # [P] float64, the weights in the data
@@ -122,7 +122,7 @@ class RowBuilder:
     share_prompt: bool
     device: torch.device
     merging: PromptMerging | None = None  # merges the pairs of one prompt in a row into one group
-    counts_copies: bool = False  # rows say in how many sequences each token is: a router's loss needs it
+    counts_copies: bool = False  # True: rows get `token_copies`, which the loss of a router needs
 
     def row_tokens(self) -> npt.NDArray[np.int64]:
         """Returns [all pairs of the table] how many tokens each pair takes in a row; plans use these."""

@@ -61,7 +61,7 @@ def check_optimizer(name: str, device: torch.device) -> None:
     """Raises RecipeError when a recipe's `optim.name` does not run on this device."""
     if name == "adamw_8bit" and device.type != "cuda":
         raise RecipeError(
-            f"optim.name: adamw_8bit is bitsandbytes' kernel for CUDA devices, and this is {device.type}; "
+            f"optim.name: adamw_8bit needs a CUDA device, and this run computes on {device.type}; "
             "set optim.name: adamw"
         )
 

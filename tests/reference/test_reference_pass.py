@@ -320,7 +320,7 @@ def test_a_pair_too_large_for_memory_is_named(model_path: Path, tmp_path: Path) 
     cache = ReferenceCache(tmp_path, NAMESPACE)
     scorer = SmallMemory(load_scorer(model_path), most_tokens=30)
     message = one_line(lambda: run_pass(cache, [table], scorer), ModelError)
-    assert "row 2 of its source" in message and "40 tokens" in message and "data.max_length" in message
+    assert "row 2 of its data source" in message and "40 tokens" in message and "data.max_length" in message
 
 
 def test_an_error_that_is_not_about_memory_is_not_taken_for_one(

@@ -281,7 +281,7 @@ def test_a_failed_upload_ends_no_training_and_says_how_to_repeat_it(
     hub.refusal = (403, "No")
     run, last = trained(tmp_path, console)
     assert last.startswith("Warning: the model is not on the hub: ") and "403" in last
-    command = last.partition("To repeat: dpopack ")[2].split()
+    command = last.partition("To repeat the upload: dpopack ")[2].split()
     assert command == ["push", str(run), REPO]
     hub.refusal = None
     assert CliRunner().invoke(app, command).exit_code == 0 and "config.json" in hub.repos[REPO]
