@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
+from dpo_pack.packing.lengths import FloatArray
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.key_index import KeyIndex, Keys
@@ -31,7 +32,6 @@ from dpo_pack.reference.parts import (
     NUM_TOKENS,
     SUM,
     TOKENS,
-    Floats,
     TokenLogps,
     key_column,
     keys_of,
@@ -69,7 +69,7 @@ class _Rows(NamedTuple):
     """The columns of a file that is imported."""
 
     keys: Keys  # [n, 16]
-    sums: Floats  # [n], nats
+    sums: FloatArray  # [n], nats
     num_tokens: npt.NDArray[np.int64]  # [n]
     tokens: TokenLogps | None  # without values for a row whose `token_logps` is null
 

@@ -32,14 +32,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dpo_pack.reference.key_index import IntArray, KeyIndex, Keys
+from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.reference.key_index import KeyIndex, Keys
 from dpo_pack.reference.parts import (
     KEY,
     MAX_PART_SEQUENCES,
     SUM,
     TOKENS,
     DamagedPart,
-    Floats,
     TokenLogps,
     keys_of,
     numbers_of,
@@ -115,7 +115,7 @@ class ReferenceCache:
                 "to a writable directory"
             ) from error
 
-    def lookup(self, keys: Keys) -> Floats:
+    def lookup(self, keys: Keys) -> FloatArray:
         """Maps [n, 16] sequence keys to [n] summed log-probs, NaN where the cache has no value.
 
         It reads one part at a time, so memory grows with the number of keys, not with the size of the cache.
@@ -126,7 +126,7 @@ class ReferenceCache:
             values[places] = numbers_of(table[SUM])[rows]
         return values[index.inverse]
 
-    def lookup_tokens(self, keys: Keys) -> tuple[Floats, TokenLogps]:
+    def lookup_tokens(self, keys: Keys) -> tuple[FloatArray, TokenLogps]:
         """Maps [n, 16] sequence keys to [n] sums and to the log-probs of their tokens.
 
         A sequence gets NaN and no token values if the cache has no token values of it, even if it has a sum.
@@ -134,7 +134,7 @@ class ReferenceCache:
         index = KeyIndex.of(keys)
         which = np.full(len(index), -1)  # [U] position among the found sequences; -1 if not found
         found: list[TokenLogps] = []
-        sums: list[Floats] = []
+        sums: list[FloatArray] = []
         num_found = 0
         for table, rows, places in self._matches(index, (KEY, SUM, TOKENS)):
             if TOKENS in table.column_names:

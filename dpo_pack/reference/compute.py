@@ -204,8 +204,8 @@ def _halved(budget: int, members: IntArray, plan: PassPlan) -> int:
 def _cannot_split(budget: int) -> ModelError:
     """Returns the error for a sharded model: a split would give this rank more rows than other ranks have."""
     return ModelError(
-        "reference.token_budget: the reference pass ran out of memory, and rows of a sharded model are not "
-        f"split while it runs; set reference.token_budget: {budget}"
+        "reference.token_budget: the reference pass ran out of memory, and it cannot split the rows of a "
+        f"sharded model; set reference.token_budget: {budget}"
     )
 
 

@@ -39,11 +39,11 @@ _Memo = dict[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSearch:
-    """How a budget is searched: the file that remembers results, and a test if a budget's rows are exact."""
+    """The settings of a search for the largest token budget."""
 
-    memo_path: Path
-    key: str  # names model, device and the kind of rows
-    is_exact: Callable[[int], bool]
+    memo_path: Path  # the file that holds the results of earlier searches
+    key: str  # of a result in this file; a hash of model, device and kind of rows
+    is_exact: Callable[[int], bool]  # whether the model computes rows of this many tokens exactly
 
 
 def fill_cache(

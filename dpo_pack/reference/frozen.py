@@ -16,14 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.packing.lengths import IntArray
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.key_index import KeyIndex, Keys
 from dpo_pack.reference.parts import (
     KEY,
     SUM,
     TOKENS,
-    Floats,
     TokenLogps,
     key_column,
     keys_of,
@@ -41,7 +40,7 @@ from dpo_pack.system.files import written_aside
 class PairReference:
     """Reference log-probs of a table's pairs."""
 
-    sums: Floats  # [P, (chosen, rejected)] sums over tokens, in nats; weighted sums where tokens have weights
+    sums: FloatArray  # [P, (chosen, rejected)] sums over tokens, in nats; weighted, if tokens have weights
     # Per-token values, if the loss or weights of tokens need them. Those of pair p are at `places[p, 0]`
     # (chosen) and `places[p, 1]`.
     tokens: TokenLogps | None = None
@@ -63,7 +62,7 @@ class FrozenReference:
     the shared cache cannot change the run, even after a resume."""
 
     keys: Keys  # [U, 16], each key once, in ascending order
-    sums: Floats  # [U]
+    sums: FloatArray  # [U]
     tokens: TokenLogps | None = None  # per-token values of the U sequences; of some none, see `take`
 
     @staticmethod
@@ -119,7 +118,7 @@ class FrozenReference:
         return FrozenReference(keys=keys, sums=self.sums[places], tokens=tokens)
 
     def joined(self, other: FrozenReference) -> FrozenReference:
-        """Adds the values that only `other` has."""
+        """Returns the values of both references. If both have a sequence, this reference's value is used."""
         keys = np.concatenate([self.keys, other.keys])
         first = KeyIndex.of(keys).first  # if both have a key, the first position is in `self`
         tokens = None

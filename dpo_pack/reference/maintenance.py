@@ -107,8 +107,8 @@ def choose_namespaces(cache_dir: Path, prefixes: Sequence[str]) -> list[Namespac
         if len(matches) != 1:
             names = ", ".join(matches) or "none; `dpopack cache list` shows what there is"
             raise CacheError(
-                f"exactly one namespace in {reference_directory(cache_dir)} must begin with {prefix!r}; "
-                f"those that do: {names}"
+                f"{prefix!r} must be the beginning of exactly one namespace in "
+                f"{reference_directory(cache_dir)}; namespaces that begin so: {names}"
             )
     return [n for n in found if not prefixes or n.name.startswith(tuple(prefixes))]
 

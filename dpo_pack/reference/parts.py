@@ -24,11 +24,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dpo_pack.reference.key_index import IntArray, Keys
+from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.reference.key_index import Keys
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import written_aside
-
-Floats = npt.NDArray[np.float64]
 
 KEY, SUM, NUM_TOKENS, TOKENS = "key", "logps_sum", "num_tokens", "token_logps"
 # A part must be small, because the check of its sha256 reads the whole part into memory.
@@ -84,7 +83,7 @@ class DamagedPart(CacheError):
 
 
 def sequence_table(
-    keys: Keys, sums: Floats, num_tokens: npt.NDArray[np.integer], tokens: TokenLogps | None = None
+    keys: Keys, sums: FloatArray, num_tokens: npt.NDArray[np.integer], tokens: TokenLogps | None = None
 ) -> pa.Table:
     """Makes a table with the columns of a part: [n, 16] keys, [n] sums in nats, [n] tokens of completions."""
     columns = {

@@ -79,7 +79,10 @@ class GlobalBatch:
 
     @property
     def mean_chosen_tokens(self) -> float:
-        """The mean over pairs of the chosen tokens. `sft` divides by it to get a mean over tokens."""
+        """The number of chosen tokens of a pair, as a mean over pairs.
+
+        `sft` divides by this number, so that its mean over pairs becomes a mean over tokens.
+        """
         return self.num_chosen_tokens / self.num_pairs
 
     @property

@@ -23,11 +23,12 @@ import torch
 from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
+from dpo_pack.packing.lengths import FloatArray
 from dpo_pack.system import ranks
 from dpo_pack.system.files import written_aside
 from dpo_pack.system.ranks import gather_over_ranks
 from dpo_pack.training.batches import PairRow, RowBuilder, by_pair, score_pairs
-from dpo_pack.training.intervals import Floats, mean_intervals
+from dpo_pack.training.intervals import mean_intervals
 from dpo_pack.training.metrics import PairValues, averages, pair_metrics, pair_values
 
 Positions = npt.NDArray[np.int64]  # of pairs in the set's table
@@ -60,7 +61,7 @@ class HeldOutResult:
 
     name: str
     pair_keys: list[bytes]  # [P] names of the pairs' token ids
-    metrics: dict[str, Floats]  # METRICS_WITH_INTERVALS, [P] each in the order of the set's table
+    metrics: dict[str, FloatArray]  # METRICS_WITH_INTERVALS, [P] each in the order of the set's table
     traits: PairTraits
     record: dict[str, Any]  # averages, intervals, groups: the line of metrics.jsonl
 
@@ -183,7 +184,7 @@ def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> d
 # ------------------------------------------------------------------------------- means, intervals, groups
 
 
-def means_by_group(metrics: Mapping[str, Floats], traits: PairTraits, *, seed: int) -> dict[str, Any]:
+def means_by_group(metrics: Mapping[str, FloatArray], traits: PairTraits, *, seed: int) -> dict[str, Any]:
     """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_length`, and `by_source` if
     the pairs have several sources."""
     everything = _means(metrics, np.arange(len(traits.chosen_tokens)), seed=seed)
@@ -208,7 +209,7 @@ def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str,
     return {name: pairs for name, pairs in groups.items() if len(pairs)}
 
 
-def _means(metrics: Mapping[str, Floats], pairs: Positions, *, seed: int) -> dict[str, Any]:
+def _means(metrics: Mapping[str, FloatArray], pairs: Positions, *, seed: int) -> dict[str, Any]:
     """Returns the number of `pairs`, the mean of each metric over these pairs, and its interval."""
     values = np.stack([column[pairs] for column in metrics.values()], axis=1)
     intervals = mean_intervals(values, seed=seed).tolist()
@@ -216,7 +217,7 @@ def _means(metrics: Mapping[str, Floats], pairs: Positions, *, seed: int) -> dic
     return {"pairs": len(pairs), **means, "intervals": dict(zip(metrics, intervals, strict=True))}
 
 
-def length_preference(accuracies: Floats, traits: PairTraits) -> dict[str, float]:
+def length_preference(accuracies: FloatArray, traits: PairTraits) -> dict[str, float]:
     """Measures whether data and policy prefer the longer completion of a pair. Pairs whose completions have
     the same length are left out.
 
