@@ -85,7 +85,7 @@ def plan_pass(
     rows, idle_rows = plan_rows(
         lengths.row_tokens(work.sides, share_prompt=shares, is_padded=not is_packed),
         flops,
-        missing.any(axis=1),
+        missing,
         token_budget=settings.token_budget,
         is_packed=is_packed,
         rank=settings.rank,

@@ -41,10 +41,11 @@ class GroupLengths:
 
         With `is_padded`, a group counts as two sequences that are padded to its longest True side.
         """
-        lengths: IntArray = (self.prompt[:, None] + self.completions) * sides
-        if is_padded:
-            return 2 * lengths.max(axis=1)
-        return lengths.sum(axis=1) - self.shared * (sides.all(axis=1) & share_prompt)
+        lengths = (self.prompt[:, None] + self.completions) * sides
+        tokens: IntArray = 2 * lengths.max(axis=1) if is_padded else lengths.sum(axis=1)
+        if share_prompt and not is_padded:
+            tokens -= self.shared * sides.all(axis=1)
+        return tokens
 
     def flops(self, sides: Bools, *, share_prompt: bool, shape: ModelShape) -> FloatArray:
         """Returns [G]: estimated FLOPs of a forward pass over the sides that are True in `sides` [G, 2]."""
@@ -171,7 +172,7 @@ def weighted_keys(tables: Sequence[PairTable]) -> Keys:
 def plan_rows(
     tokens: IntArray,
     flops: FloatArray,
-    is_open: Bools,
+    missing: Bools,
     *,
     token_budget: int,
     is_packed: bool,
@@ -183,7 +184,7 @@ def plan_rows(
     of memory shows at once.
 
     tokens: [G] of *all* sequences of each group, as `token_budget` counts them. flops: [G] of the missing
-    sequences. is_open: [G] True if the group has a missing sequence.
+    sequences. missing: [G, 2].
 
     All groups are packed into rows, then groups without a missing sequence are removed. So a row depends
     neither on which other rows are finished nor on the number of ranks. Rows are divided over ranks by their
@@ -191,6 +192,7 @@ def plan_rows(
     less also computes an idle row, the cheapest of all rows; its results are not used.
     """
     planned = (pack_sequences_longest_first if is_packed else padded_rows)(tokens, token_budget)
+    is_open = np.asarray(missing.any(axis=1))
     rows = [row[is_open[row]] for row in planned]
     rows = [row for row in rows if len(row)]
     costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)

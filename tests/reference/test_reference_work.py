@@ -100,7 +100,7 @@ def plan(
     rows, idle_rows = plan_rows(
         lengths.row_tokens(np.ones_like(missing), share_prompt=True, is_padded=not is_packed),
         lengths.flops(missing, share_prompt=is_packed, shape=SHAPE),
-        missing.any(axis=1),
+        missing,
         token_budget=token_budget,
         is_packed=is_packed,
         rank=rank,
@@ -188,7 +188,7 @@ def test_ranks_in_lockstep_have_as_many_rows_and_compute_each_once(
         return plan_rows(
             lengths.row_tokens(missing, share_prompt=True),
             lengths.flops(missing, share_prompt=True, shape=SHAPE),
-            missing.any(axis=1),
+            missing,
             token_budget=100,
             is_packed=True,
             rank=rank,
