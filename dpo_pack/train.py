@@ -413,5 +413,5 @@ def push_model(recipe: Recipe, run: RunDir, console: Console, interruption: Inte
         reason = str(error).removeprefix("push: ")
         console.print(f"Warning: the model is not on the hub: {reason}. To repeat the upload: {again}")
     except Interrupted as stopped:
-        stopped.next_step = f"the run is finished and its model is saved; to upload it: {again}"
+        stopped.next_step = f"the run is finished and its model is saved; to upload the model: {again}"
         raise

@@ -81,8 +81,8 @@ def length_desensitized_sums(token_logps: Tensor, num_tokens: Tensor, alpha: flo
     upto = torch.nn.functional.pad(token_logps.double().cumsum(0), (1, 0))  # [N + 1]
     ends = num_tokens.flatten().cumsum(0).view(-1, 2)
     starts = ends - num_tokens
-    turns = starts + num_tokens.amin(dim=1, keepdim=True)
-    return upto[turns] - upto[starts] + alpha * (upto[ends] - upto[turns])
+    limits = starts + num_tokens.amin(dim=1, keepdim=True)  # tokens from here on have factor alpha
+    return upto[limits] - upto[starts] + alpha * (upto[ends] - upto[limits])
 
 
 def length_desensitized_weights(token_weights: Tensor, lengths: Tensor, alpha: float) -> Tensor:
@@ -97,6 +97,6 @@ def length_desensitized_weights(token_weights: Tensor, lengths: Tensor, alpha: f
     before = upto[ends - lengths]  # [2 P] the sum of all weights before each completion
     shorter = (upto[ends] - before).view(-1, 2).amin(dim=1).repeat_interleave(2)
     num_tokens = len(token_weights)
-    turns = (before + shorter).repeat_interleave(lengths, output_size=num_tokens)
-    beyond = (upto[1:] - turns).clamp(min=0).minimum(token_weights)
+    limits = (before + shorter).repeat_interleave(lengths, output_size=num_tokens)
+    beyond = (upto[1:] - limits).clamp(min=0).minimum(token_weights)
     return token_weights - (1 - alpha) * beyond

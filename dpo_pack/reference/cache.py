@@ -191,5 +191,5 @@ def _read_or_set_aside(part: Path, columns: Sequence[str]) -> pa.Table | None:
         aside = part.with_suffix(".damaged")
         with contextlib.suppress(OSError):  # another job has renamed it, or we may only read here
             part.rename(aside)
-        logger.warning("%s is damaged; set aside as %s, its log-probs are computed again", part, aside.name)
+        logger.warning("%s is damaged and now called %s; its log-probs are computed again", part, aside.name)
         return None

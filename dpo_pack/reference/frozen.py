@@ -138,7 +138,7 @@ class FrozenReference:
         sums = self.sums[places]  # [P, (chosen, rejected)]
         for pair in np.flatnonzero(table.has_token_weights).tolist():
             for side, weights in enumerate(table.token_weights(pair)):
-                assert self.tokens is not None, "`covers` says so"
+                assert self.tokens is not None, "`covers` has checked this"
                 is_scored = weights > 0
                 logps = self.tokens.of(places[pair, side])[is_scored].astype(np.float64)
                 sums[pair, side] = (logps * weights[is_scored]).sum()

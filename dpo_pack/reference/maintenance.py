@@ -130,9 +130,10 @@ def find_damage(namespace: Namespace) -> Iterator[tuple[Path, str]]:
 def export_namespace(namespace: Namespace, target: Path) -> int:
     """Writes all log-probs of a namespace into one Parquet file, each sequence once.
 
-    If several parts (files) have a sequence, the last one by name that has its token values is used, as in a
-    run. If none has token values, they are null, and the last part by name gives the sum. Returns the number
-    of sequences. Raises CacheError if even one part is damaged, because an export must be complete.
+    A sequence can be in several parts (files). Its values then come from the last part by name that has token
+    values, as in a run. If no part has token values, the sum comes from the last part by name, and the token
+    values are null. Returns the number of sequences. Raises CacheError if even one part is damaged, because
+    an export must be complete.
     """
     tables: list[Any] = []
     for part in part_paths(namespace.directory):

@@ -117,7 +117,7 @@ class ReferenceWork:
         return needed
 
     def row_number(self, number: int) -> int:
-        """Returns the row number of a group's pair in its source, counted from 1."""
+        """Returns the number of the row, counted from 1, that a group's pair has in its data source."""
         table, pair = self._pair(number)
         return int(table.row_numbers[pair])
 

@@ -108,7 +108,7 @@ class BatchSource(Protocol):
     def __iter__(self) -> Iterator[GlobalBatch]: ...
 
     def prepare_next(self) -> None:
-        """Makes the next batch while the device computes the step, unless the batch depends on its result."""
+        """Makes the next batch while the device computes a step, unless the batch needs that result."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -85,7 +85,7 @@ class OfflineSource:
     def plan(self, epoch: int) -> PackingPlan:
         """Returns the plan of an epoch: the pairs of each step, rank and row. The first epoch is 0.
 
-        It changes nothing and is fast, so a resumed run computes the plan again.
+        This changes nothing and is fast, so a resumed run computes the plan again.
         """
         return self.settings.plan(
             self.builder.row_tokens(),

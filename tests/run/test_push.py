@@ -330,7 +330,7 @@ def stopped_at_the_end(directory: Path, console: Console) -> Path:
     ending = ending_of(stopped.value)
     assert (ending.exit_status, ending.message) == (
         130,
-        "stopped by SIGINT; the run is finished and its model is saved; to upload it: "
+        "stopped by SIGINT; the run is finished and its model is saved; to upload the model: "
         f"dpopack push {run} {REPO}",
     )
     return run
