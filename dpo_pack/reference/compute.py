@@ -1,7 +1,9 @@
 """The pass that fills the reference cache: it computes the log-probs that the cache lacks, without gradients.
 
-A row is what one forward pass computes. The costliest row is first. Legend: G groups (pairs, or one side of a
-pair) that rows consist of.
+A plan says which sequences share a row (what one forward pass computes), and which rank computes the row. It
+depends only on lengths, on the keys in the cache and on settings. The cache gets whole rows.
+
+Legend: G groups (pairs, or one side of a pair) that rows consist of.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import torch
 
 from dpo_pack.model.layout import layout_row, packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
+from dpo_pack.packing.balance import split_over_ranks
+from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.parts import TokenLogps, sequence_table
-from dpo_pack.reference.work import ReferenceWork, plan_rows, split_row
+from dpo_pack.reference.work import ReferenceWork
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.memory import HostCopies, release_memory
 
@@ -75,31 +79,41 @@ class PassPlan:
         return self.amount(np.concatenate([np.zeros(0, dtype=np.int64), *self.rows]))
 
 
-def plan_pass(
-    work: ReferenceWork, scorer: CompletionLogps, shape: ModelShape, settings: PassSettings
-) -> PassPlan:
-    """Plans the rows of this rank. Their FLOPs are estimated from the `shape` of the model."""
-    lengths, missing, is_packed = work.lengths, work.missing, scorer.backend is not None
+def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *, is_packed: bool) -> PassPlan:
+    """Plans the rows of this rank. The costliest row is first, so that a lack of memory shows at once.
+
+    Rows are planned over *all* sequences of the tables (`work.sides`), as if the cache were empty; then
+    groups without a missing sequence are removed. So a row depends neither on which other rows are finished
+    nor on the number of ranks, and a pass that is started again after a kill computes the same rows.
+
+    Rows are divided over ranks by their FLOPs, which are estimated from the `shape` of the model. Ranks in
+    lockstep must compute the same number of rows: a rank with one row less also computes an idle row, the
+    cheapest of all rows.
+    """
+    lengths, missing, is_padded = work.lengths, work.missing, not is_packed
     shares = settings.share_prompt and is_packed
     flops = lengths.flops(missing, share_prompt=shares, shape=shape)
-    rows, idle_rows = plan_rows(
-        lengths.row_tokens(work.sides, share_prompt=shares, is_padded=not is_packed),
-        flops,
-        missing,
-        token_budget=settings.token_budget,
-        is_packed=is_packed,
-        rank=settings.rank,
-        num_ranks=settings.num_ranks,
-        in_lockstep=settings.in_lockstep,
-    )
+    build_rows = pack_sequences_longest_first if is_packed else padded_rows
+    is_open = np.asarray(missing.any(axis=1))
+    whole = lengths.row_tokens(work.sides, share_prompt=shares, is_padded=is_padded)
+    rows = [row[is_open[row]] for row in build_rows(whole, settings.token_budget)]
+    rows = [row for row in rows if len(row)]
+    costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
+    mine = split_over_ranks(costs, settings.num_ranks, equal_counts=settings.in_lockstep)[settings.rank]
+    num_idle = -(-len(rows) // settings.num_ranks) - len(mine) if settings.in_lockstep else 0
     return PassPlan(
         work=work,
-        rows=rows,
-        idle_rows=idle_rows,
-        row_tokens=lengths.row_tokens(missing, share_prompt=shares, is_padded=not is_packed),
+        rows=[rows[number] for number in mine[np.argsort(-costs[mine], kind="stable")]],
+        idle_rows=[rows[int(costs.argmin())]] * num_idle if num_idle else [],
+        row_tokens=lengths.row_tokens(missing, share_prompt=shares, is_padded=is_padded),
         tokens=lengths.row_tokens(missing, share_prompt=shares),
         flops=flops,
     )
+
+
+def split_row(row: IntArray, tokens: IntArray, token_budget: int) -> list[IntArray]:
+    """Splits a row, in order, into rows within `token_budget`. `tokens` [G] has the tokens of all groups."""
+    return [row[positions] for positions in next_fit(tokens[row], token_budget)]
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def fill_cache(
         smallest = -largest_over_ranks(torch.tensor([-found], device=settings.device))
         settings = replace(settings, token_budget=int(smallest))
         console.print(f"  rows of up to {settings.token_budget:,} tokens")
-    plan = plan_pass(work, scorer, shape, settings)
+    plan = plan_pass(work, shape, settings, is_packed=scorer.backend is not None)
     with pass_progress(console, plan.total) as progress:
         fitted = compute_missing(cache, plan, scorer, settings, progress=progress)
     if fitted < settings.token_budget:
@@ -90,7 +90,8 @@ def _found_budget(
     if known is not None:
         return known
     # No row can be longer than a row with all missing sequences.
-    whole = plan_pass(work, scorer, shape, replace(settings, rank=0, num_ranks=1))
+    alone = replace(settings, rank=0, num_ranks=1)
+    whole = plan_pass(work, shape, alone, is_packed=scorer.backend is not None)
     everything = int(whole.row_tokens[work.missing.any(axis=1)].sum())
     most = min(everything, LARGEST_TOKEN_BUDGET)
 

@@ -1,9 +1,4 @@
-"""Plans the reference pass: which sequences share a row (one forward pass), and which process computes it.
-
-A plan depends only on lengths, on the keys in the cache and on settings. Rows are planned over *all*
-sequences of the tables, as if the cache were empty; then only the missing sequences of each row are computed.
-The cache gets whole rows. So a pass that is started again after a kill computes the same rows, even with
-another number of processes.
+"""Finds the work of the reference pass: the sequences whose log-probs the cache lacks, in groups.
 
 Legend: G groups; a group is a pair or one side of a pair.
 """
@@ -18,8 +13,6 @@ import numpy.typing as npt
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.model.layout import Group
-from dpo_pack.packing.balance import split_over_ranks
-from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.flops import ModelShape, causal_area, sequence_flops
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray
 from dpo_pack.reference.cache import ReferenceCache
@@ -167,41 +160,3 @@ def weighted_keys(tables: Sequence[PairTable]) -> Keys:
         side[table.has_token_weights] for table in tables for side in (table.chosen_keys, table.rejected_keys)
     ]
     return np.concatenate(sides)
-
-
-def plan_rows(
-    tokens: IntArray,
-    flops: FloatArray,
-    missing: Bools,
-    *,
-    token_budget: int,
-    is_packed: bool,
-    rank: int = 0,
-    num_ranks: int = 1,
-    in_lockstep: bool = False,
-) -> tuple[list[IntArray], list[IntArray]]:
-    """Returns (rows of this rank, idle rows) as arrays of groups. The costliest row is first, so that a lack
-    of memory shows at once.
-
-    tokens: [G] of *all* sequences of each group, as `token_budget` counts them. flops: [G] of the missing
-    sequences. missing: [G, 2].
-
-    All groups are packed into rows, then groups without a missing sequence are removed. So a row depends
-    neither on which other rows are finished nor on the number of ranks. Rows are divided over ranks by their
-    FLOPs. Ranks `in_lockstep` (a sharded model) must compute the same number of rows: a rank with one row
-    less also computes an idle row, the cheapest of all rows; its results are not used.
-    """
-    planned = (pack_sequences_longest_first if is_packed else padded_rows)(tokens, token_budget)
-    is_open = np.asarray(missing.any(axis=1))
-    rows = [row[is_open[row]] for row in planned]
-    rows = [row for row in rows if len(row)]
-    costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
-    mine = split_over_ranks(costs, num_ranks, equal_counts=in_lockstep)[rank]
-    num_idle = -(-len(rows) // num_ranks) - len(mine) if in_lockstep else 0
-    idle = [rows[int(costs.argmin())]] * num_idle if num_idle else []
-    return [rows[number] for number in mine[np.argsort(-costs[mine], kind="stable")]], idle
-
-
-def split_row(row: IntArray, tokens: AnyIntArray, token_budget: int) -> list[IntArray]:
-    """Splits a row, in order, into rows within `token_budget`. `tokens` [G] has the tokens of all groups."""
-    return [row[positions] for positions in next_fit(np.asarray(tokens[row], dtype=np.int64), token_budget)]

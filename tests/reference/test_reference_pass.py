@@ -188,7 +188,10 @@ def test_a_pass_that_was_killed_and_goes_on_ends_bitwise_as_an_uninterrupted_one
     for rank in range(num_ranks):
         settings = replace(SETTINGS, rank=rank, num_ranks=num_ranks)
         compute_missing(
-            killed, plan_pass(work, scorer, model_shape(scorer.model), settings), scorer, settings
+            killed,
+            plan_pass(work, model_shape(scorer.model), settings, is_packed=scorer.backend is not None),
+            scorer,
+            settings,
         )
     sums = all_sums(killed, tables)
     assert np.isfinite(sums).all() and sums.tobytes() == all_sums(straight, tables).tobytes()
@@ -339,7 +342,7 @@ def test_an_error_that_is_not_about_memory_is_not_taken_for_one(
 def test_a_probe_says_whether_a_row_of_the_longest_pairs_fits(model_path: Path, tmp_path: Path) -> None:
     work = find_work(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(20))])
     scorer = SmallMemory(load_scorer(model_path), most_tokens=100)
-    plan = plan_pass(work, scorer, model_shape(scorer.model), SETTINGS)
+    plan = plan_pass(work, model_shape(scorer.model), SETTINGS, is_packed=scorer.backend is not None)
     assert probe_row(plan, scorer, SETTINGS, 100)
     assert not probe_row(plan, scorer, SETTINGS, 160)
     assert 60 < scorer.rows[0] <= 100 < scorer.rows[1] <= 160

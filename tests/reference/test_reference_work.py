@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.reference_pairs import NAMESPACE, Pair, make_table
 
 from dpo_pack.packing.flops import AttentionKind, ModelShape
 from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.compute import PassSettings, plan_pass, split_row
 from dpo_pack.reference.parts import TokenLogps, sequence_table
-from dpo_pack.reference.work import GroupLengths, find_work, plan_rows, split_row
+from dpo_pack.reference.work import GroupLengths, ReferenceWork, find_work
 
+CPU = torch.device("cpu")
 # b's first pair is a's first with the sides exchanged, its second has a's first prompt and a new chosen.
 TABLE_A: list[Pair] = [((5, 6, 7), (8, 9), (8, 10, 11)), ((5,), (6, 7), (6,))]
 TABLE_B: list[Pair] = [((5, 6, 7), (8, 10, 11), (8, 9)), ((5, 6, 7), (12,), (8, 9))]
@@ -88,6 +92,19 @@ def random_lengths(num_groups: int, seed: int = 0) -> GroupLengths:
     return GroupLengths(prompt=prompt, completions=completions, shared=shared)
 
 
+def work_of(lengths: GroupLengths, missing: npt.NDArray[np.bool_]) -> ReferenceWork:
+    """Work of which only lengths and missing sequences are known; no sequence of it is in another group."""
+    numbers = np.arange(len(missing))
+    return ReferenceWork(
+        tables=(),
+        table_indices=numbers,
+        pair_indices=numbers,
+        sides=np.ones_like(missing),
+        missing=missing,
+        lengths=lengths,
+    )
+
+
 def plan(
     lengths: GroupLengths,
     missing: npt.NDArray[np.bool_],
@@ -97,17 +114,12 @@ def plan(
     token_budget: int = 100,
     is_packed: bool = True,
 ) -> list[npt.NDArray[np.int64]]:
-    rows, idle_rows = plan_rows(
-        lengths.row_tokens(np.ones_like(missing), share_prompt=True, is_padded=not is_packed),
-        lengths.flops(missing, share_prompt=is_packed, shape=SHAPE),
-        missing,
-        token_budget=token_budget,
-        is_packed=is_packed,
-        rank=rank,
-        num_ranks=num_ranks,
+    settings = PassSettings(
+        token_budget=token_budget, share_prompt=True, device=CPU, rank=rank, num_ranks=num_ranks
     )
-    assert not idle_rows
-    return rows
+    planned = plan_pass(work_of(lengths, missing), SHAPE, settings, is_packed=is_packed)
+    assert not planned.idle_rows
+    return list(planned.rows)
 
 
 def as_sets(rows: list[npt.NDArray[np.int64]]) -> set[tuple[int, ...]]:
@@ -175,7 +187,7 @@ def test_a_split_row_keeps_its_order_and_fits_where_it_can() -> None:
     assert [part.tolist() for part in split_row(row, tokens, 60)] == [[5], [0], [1], [2, 3]]
 
 
-Rows = list[npt.NDArray[np.int64]]
+Rows = Sequence[npt.NDArray[np.int64]]
 
 
 @given(seed=st.integers(0, 1000), num_groups=st.integers(1, 40), num_ranks=st.integers(1, 4))
@@ -185,16 +197,16 @@ def test_ranks_in_lockstep_have_as_many_rows_and_compute_each_once(
     lengths, missing = random_lengths(num_groups, seed), np.ones((num_groups, 2), dtype=np.bool_)
 
     def rows_of(rank: int, *, in_lockstep: bool) -> tuple[Rows, Rows]:
-        return plan_rows(
-            lengths.row_tokens(missing, share_prompt=True),
-            lengths.flops(missing, share_prompt=True, shape=SHAPE),
-            missing,
+        settings = PassSettings(
             token_budget=100,
-            is_packed=True,
+            share_prompt=True,
+            device=CPU,
             rank=rank,
             num_ranks=num_ranks,
             in_lockstep=in_lockstep,
         )
+        planned = plan_pass(work_of(lengths, missing), SHAPE, settings, is_packed=True)
+        return planned.rows, planned.idle_rows
 
     shares = [rows_of(rank, in_lockstep=True) for rank in range(num_ranks)]
     assert len({len(own) + len(idle) for own, idle in shares}) == 1
