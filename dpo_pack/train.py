@@ -163,9 +163,7 @@ def take_steps(session: Session, after_step: AfterStep | None) -> None:
         is_last = state.step == state.source.num_steps
         # The evaluation resets `owes_evaluation`. If the run is stopped before, it evaluates when it resumes.
         state.owes_evaluation = is_last or is_multiple(state.step, session.evaluator.every_steps)
-        if (
-            is_logged or state.owes_evaluation or session.saver.is_multiple
-        ):  # these wait for the device anyway
+        if is_logged or state.owes_evaluation or session.saver.is_multiple:  # these wait for the device
             recorder.report_nonfinite()  # raises RunError if the recipe stops at such a step
         # `step_record` comes first: it waits for the device, and `end_step` must count that waiting time.
         record = step_record(learner, batch, outcome) if is_logged else None
