@@ -94,22 +94,17 @@ def train(
     Raises a DpoPackError for an error that the user can correct, Interrupted after Ctrl-C or SIGTERM.
     """
     check_environment(recipe)
-    with contextlib.nullcontext() if dry_run else only_run(recipe.output_dir, console.print):
-        _train(recipe, console, overwrite=overwrite, dry_run=dry_run, after_step=after_step)
-
-
-def _train(
-    recipe: Recipe, console: Console, *, overwrite: bool, dry_run: bool, after_step: AfterStep | None
-) -> None:
-    """Does the work of `train`. The caller holds the lock on `output_dir`, except for a dry run."""
-    run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
-    if run.is_finished:
-        console.print(f"This run is finished and {run.model} holds its model; nothing to do")
-        return
-    obstacle = why_no_upload() if recipe.export.push_to_hub is not None else None
-    if obstacle is not None:  # no error: the recipe may be trained without network, and pushed later
-        console.print(f"Warning: export.push_to_hub: {obstacle}. The run trains all the same")
-    with interruptible() as interruption:
+    with contextlib.ExitStack() as stack:
+        if not dry_run:
+            stack.enter_context(only_run(recipe.output_dir, console.print))
+        run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
+        if run.is_finished:
+            console.print(f"This run is finished and {run.model} holds its model; nothing to do")
+            return
+        obstacle = why_no_upload() if recipe.export.push_to_hub is not None else None
+        if obstacle is not None:  # no error: the recipe may be trained without network, and pushed later
+            console.print(f"Warning: export.push_to_hub: {obstacle}. The run trains all the same")
+        interruption = stack.enter_context(interruptible())
         session = start_session(recipe, run, console, interruption, is_dry=dry_run)
         if dry_run:
             console.print("Dry run: everything up to the first step is in order")
@@ -168,7 +163,7 @@ def take_steps(session: Session, after_step: AfterStep | None) -> None:
         is_last = state.step == state.source.num_steps
         # The evaluation resets `owes_evaluation`. If the run is stopped before, it evaluates when it resumes.
         state.owes_evaluation = is_last or is_multiple(state.step, session.evaluator.every_steps)
-        if is_logged or state.owes_evaluation or session.saver.is_multiple:  # these wait in any case
+        if is_logged or state.owes_evaluation or session.saver.is_multiple:  # these wait for the device
             recorder.report_nonfinite()  # raises RunError if the recipe stops at such a step
         # `step_record` comes first: it waits for the device, and `end_step` must count that waiting time.
         record = step_record(learner, batch, outcome) if is_logged else None
@@ -186,7 +181,7 @@ def next_batch(session: Session, batches: Iterator[GlobalBatch]) -> GlobalBatch 
     if session.evaluator.ends_run(learner.state):
         return None
     learner.interruption.poll()
-    with learner.interruption.lifted():  # no step has begun, so a signal can end it at once
+    with learner.interruption.lifted():  # no step has begun, so a signal ends the run at once
         batch = next(batches, None)
     seed_step(learner.seed, step=learner.state.step, rank=ranks.rank())
     learner.clock.lap("data")
@@ -307,9 +302,9 @@ def coupled_tangents(
 
 
 def count_experts_ahead(learner: Learner, batch: GlobalBatch, balance: StepBalance) -> None:
-    """Counts which experts the tokens of this rank's rows choose, except of its first row.
+    """Counts the experts that the tokens of this rank's rows choose; leaves out the rank's first row.
 
-    It runs a forward pass without gradients on each of these rows. See training/balancing.py.
+    This needs a forward pass without gradients on each of these rows. See training/balancing.py.
     """
     scorer = learner.state.policy
     rows = [*(pair_row.row for pair_row in batch.rows), *batch.idle_rows]
@@ -378,9 +373,9 @@ def finish(session: Session) -> None:
 
 
 def write_page(session: Session) -> bool:
-    """Writes the page of the finished run and returns whether it is there. Only rank 0 writes.
+    """Writes the page of the finished run. Returns True if this rank has written it; only rank 0 writes.
 
-    The model is on the disk. So whatever is wrong with the page, the run does not end in an error.
+    The model is already on the disk, so an error of the page is only a warning.
     """
     run = session.run
     if not ranks.is_first():
@@ -389,15 +384,15 @@ def write_page(session: Session) -> bool:
         write_run_page([run.root], run.page)
     except Exception as error:
         session.recorder.console.print(
-            f"Warning: the run has no page ({first_line(error)}); 'dpopack report {run.root}' writes it"
+            f"Warning: the run has no page ({first_line(error)}); 'dpopack report {run.root}' writes one"
         )
         return False
     return True
 
 
 def push_model(recipe: Recipe, run: RunDir, console: Console, interruption: Interruption) -> None:
-    """Uploads the model of the finished run, if the recipe says so; prints its URL, or how to repeat. Only
-    rank 0 uploads; the other ranks end when it ends.
+    """Uploads the model of the finished run, if the recipe says so. Prints its URL, or the command that
+    repeats the upload. Only rank 0 uploads; the other ranks end when rank 0 ends.
 
     Raises Interrupted, also for a signal that came while the model was written: the user does not want to
     wait for an upload.
@@ -414,7 +409,7 @@ def push_model(recipe: Recipe, run: RunDir, console: Console, interruption: Inte
                 console.print(line)
     except RunError as error:
         reason = str(error).removeprefix("push: ")
-        console.print(f"Warning: the model is not on the hub: {reason}. To repeat: {again}")
+        console.print(f"Warning: the model is not on the hub: {reason}. To repeat the upload: {again}")
     except Interrupted as stopped:
-        stopped.next_step = f"the run is finished and its model is saved; to upload it: {again}"
+        stopped.next_step = f"the run is finished and its model is saved; to upload the model: {again}"
         raise

@@ -188,8 +188,7 @@ def run_dpo_pack(contender: Contender, setting: Setting, scratch: Path) -> tuple
     begun = time.perf_counter()
     filled = prepare_reference(prepared, policy)
     seconds = time.perf_counter() - begun
-    reference = filled.values().of(prepared.data.train)
-    return seconds, np.stack((reference.chosen, reference.rejected), axis=1)
+    return seconds, filled.values().of(prepared.data.train).sums
 
 
 def run_trl(contender: Contender, setting: Setting, scratch: Path) -> tuple[float, Values]:

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +22,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
+from dpo_pack.packing.lengths import FloatArray
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.key_index import KeyIndex
+from dpo_pack.reference.key_index import KeyIndex, Keys
 from dpo_pack.reference.maintenance import write_export
 from dpo_pack.reference.parts import (
     KEY,
     NUM_TOKENS,
     SUM,
     TOKENS,
-    SequenceLogps,
+    TokenLogps,
     key_column,
     keys_of,
     numbers_of,
+    sequence_table,
     token_column,
     tokens_of,
 )
@@ -61,6 +63,17 @@ _COLUMNS: dict[str, tuple[Callable[[pa.DataType], bool], str, pa.DataType]] = {
         pa.large_list(pa.float32()),
     ),
 }
+
+
+class _Rows(NamedTuple):
+    """The columns of a file that is imported."""
+
+    keys: Keys  # [n, 16]
+    sums: FloatArray  # [n], nats
+    num_tokens: npt.NDArray[np.int64]  # [n]
+    tokens: TokenLogps | None  # without values for a row whose `token_logps` is null
+
+
 # [n] whether each row is wrong; and a function that describes the error in a row, given its index.
 _Problem = tuple[npt.NDArray[np.bool_], Callable[[int], str]]
 
@@ -106,13 +119,13 @@ def import_into(recipe: Recipe, file: Path, console: Console) -> None:
     _check_same_model(file, table, namespace)
     cache = ReferenceCache(prepared.reference_facts.cache_dir, namespace)
     work = find_work(cache, prepared.tables)
-    logps = SequenceLogps(
+    logps = _Rows(
         keys=keys_of(table),
         sums=numbers_of(table[SUM]),
         num_tokens=numbers_of(table[NUM_TOKENS]),
         tokens=tokens_of(table) if TOKENS in table.column_names else None,
     )
-    only_sum = np.ones(len(logps), dtype=np.bool_) if logps.tokens is None else _is_null(table[TOKENS])
+    only_sum = np.ones(len(table), dtype=np.bool_) if logps.tokens is None else _is_null(table[TOKENS])
     index = KeyIndex.of(logps.keys)
     for is_wrong, describe in _problems(logps, only_sum, index, work):
         if is_wrong.any():
@@ -122,14 +135,15 @@ def import_into(recipe: Recipe, file: Path, console: Console) -> None:
     for per_token in (True, False):  # rows with token values come first, because they also give the sum
         rows = np.flatnonzero(only_sum != per_token)
         rows = rows[KeyIndex.of(logps.keys[rows]).first]
-        added = logps.take(rows[~cache.contains(logps.keys[rows], per_token=per_token)])
-        metadata, tokens = {"origin": f"imported from {file.name}"}, added.tokens if per_token else None
-        cache.append(added.keys, added.sums, added.num_tokens, tokens, metadata=metadata)
+        rows = rows[~cache.contains(logps.keys[rows], per_token=per_token)]
+        tokens = logps.tokens.take(rows) if logps.tokens is not None and per_token else None
+        added = sequence_table(logps.keys[rows], logps.sums[rows], logps.num_tokens[rows], tokens)
+        cache.append(added, {"origin": f"imported from {file.name}"})
         num_added += len(added)
     cache.note_use(prepared.reference_facts.label)
     after = find_work(cache, prepared.tables)
     console.print(
-        f"{file}: {len(logps):,} rows, {num_added:,} sequences added, {len(index) - num_added:,} were "
+        f"{file}: {len(table):,} rows, {num_added:,} sequences added, {len(index) - num_added:,} were "
         f"there; the cache now has {after.num_cached:,} of the recipe's {after.num_unique:,} sequences"
     )
 
@@ -186,7 +200,7 @@ def _check_same_model(file: Path, table: pa.Table, namespace: Mapping[str, Any])
 
 
 def _problems(
-    logps: SequenceLogps, only_sum: npt.NDArray[np.bool_], index: KeyIndex, work: ReferenceWork
+    logps: _Rows, only_sum: npt.NDArray[np.bool_], index: KeyIndex, work: ReferenceWork
 ) -> Iterator[_Problem]:
     """Yields tests of all rows. Each test is only valid if the tests before it found no wrong row."""
     sums, num_tokens, tokens = logps.sums, logps.num_tokens, logps.tokens
@@ -202,13 +216,13 @@ def _problems(
             ~only_sum & (lengths != num_tokens),
             lambda row: f"{TOKENS} has {lengths[row]} values for a completion of {num_tokens[row]} tokens",
         )
-        row_of_value = np.repeat(np.arange(len(logps)), lengths)
+        row_of_value = np.repeat(np.arange(len(sums)), lengths)
         is_wrong = ~(np.isfinite(tokens.values) & (tokens.values <= _LARGEST_LOGP))
         yield (
-            np.bincount(row_of_value, weights=is_wrong, minlength=len(logps)) > 0,
+            np.bincount(row_of_value, weights=is_wrong, minlength=len(sums)) > 0,
             lambda row: f"{TOKENS} has a value that is not finite or above 0",
         )
-        added = np.bincount(row_of_value, weights=tokens.values, minlength=len(logps))
+        added = np.bincount(row_of_value, weights=tokens.values, minlength=len(sums))
         yield (
             ~only_sum & (np.abs(added - sums) > _SUM_TOLERANCE + _RELATIVE_SUM_TOLERANCE * np.abs(sums)),
             lambda row: f"{SUM} is {sums[row]:g}, and {TOKENS} add up to {added[row]:g}",

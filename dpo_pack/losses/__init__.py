@@ -2,19 +2,23 @@
 
 To add a loss: declare it in LOSS_DECLARATIONS of recipe/loss.py, write its function, and add the function to
 the dict at the end of the function's file. A new option is a key of `LossRecipe` in recipe/loss.py, and a
-field of `LossOptions`. `contrastive.py` has the losses that compare a pair with the
-reference, `reference_free.py` the losses without a reference, `transport.py` the losses in which the value of
-a pair depends on the other pairs of the step. `custom.py` imports a loss that the user wrote.
+field of `LossOptions`.
+
+`contrastive.py` has the losses that compare a pair with the reference, `reference_free.py` the losses without
+a reference, `transport.py` the losses in which the value of a pair depends on the other pairs of the step.
+`custom.py` imports a loss that the user wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from dpo_pack.losses.contrastive import CONTRASTIVE
 from dpo_pack.losses.custom import load_custom_loss
-from dpo_pack.losses.interface import CoupledLoss, Loss, LossOptions, PairLogps
+from dpo_pack.losses.interface import Loss, LossOptions, PairLogps
 from dpo_pack.losses.objective import (
     Objective,
     ScoredPairs,
@@ -28,26 +32,22 @@ from dpo_pack.losses.transport import COUPLED
 from dpo_pack.recipe.loss import LOSS_DECLARATIONS
 
 __all__ = [
-    "LOSSES", "CoupledLoss", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs",
-    "length_desensitized_sums", "length_desensitized_weights", "load_loss", "make_objective",
-    "weighted_losses", "wpo_weights",
+    "LOSSES", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs", "length_desensitized_sums",
+    "length_desensitized_weights", "make_objective", "weighted_losses", "wpo_weights",
 ]  # fmt: skip
 
-_BY_PAIR = {**CONTRASTIVE, **REFERENCE_FREE}
-_WITHOUT_FUNCTION = LOSS_DECLARATIONS.keys() - {*_BY_PAIR, *COUPLED}
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {**CONTRASTIVE, **REFERENCE_FREE, **COUPLED}
+_WITHOUT_FUNCTION = LOSS_DECLARATIONS.keys() - _FUNCTIONS.keys()
 assert not _WITHOUT_FUNCTION, f"no function is named at the end of its file for {_WITHOUT_FUNCTION}"
-LOSSES: dict[str, Loss | CoupledLoss] = {
-    name: CoupledLoss(function=COUPLED[name], needs_reference=declared.needs_reference)
-    if declared.couples_pairs
-    else Loss(function=_BY_PAIR[name], needs_reference=declared.needs_reference)
+LOSSES: dict[str, Loss] = {
+    name: Loss(
+        function=_FUNCTIONS[name],
+        needs_reference=declared.needs_reference,
+        couples_pairs=declared.couples_pairs,
+    )
     for name, declared in LOSS_DECLARATIONS.items()
 }
-assert LOSSES.keys() == {*_BY_PAIR, *COUPLED}, "a loss has a function and no entry in LOSS_DECLARATIONS"
-
-
-def load_loss(name: str, options: LossOptions) -> Loss | CoupledLoss:
-    """Returns the loss with a name in LOSSES or of `module:function`. Raises RecipeError if unusable."""
-    return load_custom_loss(name, options) if ":" in name else LOSSES[name]
+assert LOSSES.keys() == _FUNCTIONS.keys(), "a loss has a function and no entry in LOSS_DECLARATIONS"
 
 
 def make_objective(
@@ -62,5 +62,8 @@ def make_objective(
     Raises RecipeError if a loss that the user wrote cannot be used.
     """
     loss_options = LossOptions(**options)
-    loaded = tuple((load_loss(name, loss_options), factor) for name, factor in terms)
+    loaded = tuple(
+        (load_custom_loss(name, loss_options) if ":" in name else LOSSES[name], factor)
+        for name, factor in terms
+    )
     return Objective(terms=loaded, options=loss_options, weighting=weighting, ld_alpha=ld_alpha)

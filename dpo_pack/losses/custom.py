@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dpo_pack.losses.interface import Loss, LossOptions, PairLogps
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.errors import RecipeError, first_line
 from dpo_pack.system.imports import load_function
 
 
@@ -29,10 +29,9 @@ def load_custom_loss(name: str, options: LossOptions) -> Loss:
     try:
         required = _unmet_requirement(function, options)
     except Exception as error:
-        what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise RecipeError(
-            f"loss.type: {name} failed on made-up pairs: {what}; it is called as "
-            "function(policy, reference, options), see docs/losses.md"
+            f"loss.type: {name} failed on made-up pairs: {type(error).__name__}: {first_line(error)}; "
+            "dpo-pack calls it as function(policy, reference, options), see docs/losses.md"
         ) from error
     if required is not None:
         raise RecipeError(f"loss.type: {name} must return {required}")

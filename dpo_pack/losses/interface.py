@@ -6,10 +6,9 @@ Legend: P pairs of one row or of a whole step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -24,16 +23,6 @@ class PairLogps:
     rejected: Tensor  # [P] float64, nats
     chosen_tokens: Tensor  # [P] float64, above 0
     rejected_tokens: Tensor  # [P] float64, above 0
-
-    @staticmethod
-    def join(parts: Sequence[PairLogps]) -> PairLogps:
-        """Joins the pairs of several rows, in the order of the rows."""
-        return PairLogps(
-            chosen=torch.cat([part.chosen for part in parts]),
-            rejected=torch.cat([part.rejected for part in parts]),
-            chosen_tokens=torch.cat([part.chosen_tokens for part in parts]),
-            rejected_tokens=torch.cat([part.rejected_tokens for part in parts]),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +47,13 @@ class LossOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A loss of single pairs: (policy, reference, options) -> [P], a value that depends on its pair only."""
+    """A loss function: (policy, reference, options) -> [P], one value for each pair.
 
-    function: Callable[[PairLogps, PairLogps, LossOptions], Tensor]
-    needs_reference: bool  # False: the reference log-probs are zeros, and no model computes them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoupledLoss:
-    """A loss in which pairs depend on each other: (policy, reference, options, pair_weights) -> [P].
-
-    One call gets all pairs of the global step, of all rows and ranks. It also gets the [P] weights of pairs,
-    because here a pair's weight changes the values of other pairs too. It returns weighted values.
+    A function that couples pairs takes a fourth argument, the [P] weights of pairs, because a pair's weight
+    changes the values of other pairs too. It returns weighted values. One call gets all pairs of the global
+    step, of all rows and ranks.
     """
 
-    function: Callable[[PairLogps, PairLogps, LossOptions, Tensor], Tensor]
-    needs_reference: bool
+    function: Callable[..., Tensor]
+    needs_reference: bool  # False: the reference log-probs are zeros, and no model computes them
+    couples_pairs: bool = False  # True: the value of a pair depends on the other pairs

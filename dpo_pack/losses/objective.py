@@ -5,20 +5,19 @@ Legend: P pairs of one row or of a whole step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dpo_pack.losses.interface import CoupledLoss, Loss, LossOptions, PairLogps
+from dpo_pack.losses.interface import Loss, LossOptions, PairLogps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """The loss of a run: terms, the factor of each term, and the options of all terms."""
 
-    terms: tuple[tuple[Loss | CoupledLoss, float], ...]
+    terms: tuple[tuple[Loss, float], ...]
     options: LossOptions
     weighting: str | None = None  # "wpo": `wpo_weights` multiply the pair weights of the data
     ld_alpha: float | None = None  # the alpha of `length_desensitized_sums` (LD-DPO); None: off
@@ -30,7 +29,7 @@ class Objective:
     @property
     def couples_pairs(self) -> bool:
         """Whether a pair's value depends on the other pairs of the global step."""
-        return any(isinstance(loss, CoupledLoss) for loss, _ in self.terms)
+        return any(loss.couples_pairs for loss, _ in self.terms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +43,6 @@ class ScoredPairs:
     def __len__(self) -> int:
         return len(self.pair_weights)
 
-    @staticmethod
-    def join(parts: Sequence[ScoredPairs]) -> ScoredPairs:
-        """Joins the pairs of several rows, in the order of the rows."""
-        return ScoredPairs(
-            policy=PairLogps.join([part.policy for part in parts]),
-            reference=PairLogps.join([part.reference for part in parts]),
-            pair_weights=torch.cat([part.pair_weights for part in parts]),
-        )
-
 
 def weighted_losses(objective: Objective, pairs: ScoredPairs, *, mean_chosen_tokens: float) -> Tensor:
     """Returns the weighted value of each pair, [P]. The loss of a step is the mean of its pairs' values.
@@ -63,11 +53,10 @@ def weighted_losses(objective: Objective, pairs: ScoredPairs, *, mean_chosen_tok
     options = replace(objective.options, mean_chosen_tokens=mean_chosen_tokens)
     total = torch.zeros_like(pairs.pair_weights)
     for loss, factor in objective.terms:
-        match loss:
-            case Loss():
-                values = loss.function(pairs.policy, pairs.reference, options) * pairs.pair_weights
-            case CoupledLoss():
-                values = loss.function(pairs.policy, pairs.reference, options, pairs.pair_weights)
+        if loss.couples_pairs:
+            values = loss.function(pairs.policy, pairs.reference, options, pairs.pair_weights)
+        else:
+            values = loss.function(pairs.policy, pairs.reference, options) * pairs.pair_weights
         total = total + factor * values
     return total
 
@@ -92,8 +81,8 @@ def length_desensitized_sums(token_logps: Tensor, num_tokens: Tensor, alpha: flo
     upto = torch.nn.functional.pad(token_logps.double().cumsum(0), (1, 0))  # [N + 1]
     ends = num_tokens.flatten().cumsum(0).view(-1, 2)
     starts = ends - num_tokens
-    turns = starts + num_tokens.amin(dim=1, keepdim=True)
-    return upto[turns] - upto[starts] + alpha * (upto[ends] - upto[turns])
+    limits = starts + num_tokens.amin(dim=1, keepdim=True)  # tokens from here on have factor alpha
+    return upto[limits] - upto[starts] + alpha * (upto[ends] - upto[limits])
 
 
 def length_desensitized_weights(token_weights: Tensor, lengths: Tensor, alpha: float) -> Tensor:
@@ -108,6 +97,6 @@ def length_desensitized_weights(token_weights: Tensor, lengths: Tensor, alpha: f
     before = upto[ends - lengths]  # [2 P] the sum of all weights before each completion
     shorter = (upto[ends] - before).view(-1, 2).amin(dim=1).repeat_interleave(2)
     num_tokens = len(token_weights)
-    turns = (before + shorter).repeat_interleave(lengths, output_size=num_tokens)
-    beyond = (upto[1:] - turns).clamp(min=0).minimum(token_weights)
+    limits = (before + shorter).repeat_interleave(lengths, output_size=num_tokens)
+    beyond = (upto[1:] - limits).clamp(min=0).minimum(token_weights)
     return token_weights - (1 - alpha) * beyond

@@ -40,10 +40,9 @@ def check_start(
     row = builder.build(pairs)
     output = by_pair(policy(row.row), row)
     sums = output.sums.view(-1, 2)  # [P, (chosen, rejected)]
-    reference = torch.stack((row.reference_chosen, row.reference_rejected), dim=1)
     noise = ALLOWED_ROUNDING * rounding(sums, output.num_tokens.view(-1, 2), dtype)
     # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
-    if not any_rank(_worst_excess(sums - reference, noise) is not None):
+    if not any_rank(_worst_excess(sums - row.reference, noise) is not None):
         return
 
     again = by_pair(policy(row.row), row).sums.view(-1, 2)
@@ -56,7 +55,7 @@ def check_start(
             "is on: set it to zero in the model's config.json"
         )
     noise = torch.maximum(noise, 10 * (turned - sums).abs().max())
-    if worst := _worst_excess(sums - reference, noise):
+    if worst := _worst_excess(sums - row.reference, noise):
         raise RunError(
             f"the policy at step 0 is not its cached reference: a log-prob differs by {worst[0]:.3g} nats, "
             f"and rounding explains only {worst[1]:.2g}; likely causes: the model or its adapter "

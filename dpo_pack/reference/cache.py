@@ -32,15 +32,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dpo_pack.reference.key_index import IntArray, KeyIndex, Keys
+from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.reference.key_index import KeyIndex, Keys
 from dpo_pack.reference.parts import (
     KEY,
     MAX_PART_SEQUENCES,
     SUM,
     TOKENS,
     DamagedPart,
-    Floats,
-    SequenceLogps,
     TokenLogps,
     keys_of,
     numbers_of,
@@ -116,7 +115,7 @@ class ReferenceCache:
                 "to a writable directory"
             ) from error
 
-    def lookup(self, keys: Keys) -> Floats:
+    def lookup(self, keys: Keys) -> FloatArray:
         """Maps [n, 16] sequence keys to [n] summed log-probs, NaN where the cache has no value.
 
         It reads one part at a time, so memory grows with the number of keys, not with the size of the cache.
@@ -127,7 +126,7 @@ class ReferenceCache:
             values[places] = numbers_of(table[SUM])[rows]
         return values[index.inverse]
 
-    def lookup_tokens(self, keys: Keys) -> tuple[Floats, TokenLogps]:
+    def lookup_tokens(self, keys: Keys) -> tuple[FloatArray, TokenLogps]:
         """Maps [n, 16] sequence keys to [n] sums and to the log-probs of their tokens.
 
         A sequence gets NaN and no token values if the cache has no token values of it, even if it has a sum.
@@ -135,7 +134,7 @@ class ReferenceCache:
         index = KeyIndex.of(keys)
         which = np.full(len(index), -1)  # [U] position among the found sequences; -1 if not found
         found: list[TokenLogps] = []
-        sums: list[Floats] = []
+        sums: list[FloatArray] = []
         num_found = 0
         for table, rows, places in self._matches(index, (KEY, SUM, TOKENS)):
             if TOKENS in table.column_names:
@@ -158,21 +157,11 @@ class ReferenceCache:
                 is_there[places] = True
         return is_there[index.inverse]
 
-    def append(
-        self,
-        keys: Keys,
-        sums: Floats,
-        num_tokens: npt.NDArray[np.integer],
-        tokens: TokenLogps | None = None,
-        *,
-        metadata: Mapping[str, str] | None = None,
-    ) -> list[Path]:
-        """Adds [n, 16] keys, [n] sums and [n] token counts in parts of bounded size. Raises CacheError."""
-        logps = SequenceLogps(keys=keys, sums=sums, num_tokens=num_tokens, tokens=tokens)
-        parts = []
-        for begin in range(0, len(logps), MAX_PART_SEQUENCES):
-            some = np.arange(begin, min(begin + MAX_PART_SEQUENCES, len(logps)))
-            parts.append(write_part(self.directory, logps.take(some), metadata or {}))
+    def append(self, table: pa.Table, metadata: Mapping[str, str] | None = None) -> list[Path]:
+        """Adds the sequences of a `sequence_table`, in parts of bounded size. Raises CacheError."""
+        whole, parts = table.combine_chunks(), []
+        for begin in range(0, len(whole), MAX_PART_SEQUENCES):
+            parts.append(write_part(self.directory, whole.slice(begin, MAX_PART_SEQUENCES), metadata or {}))
             self.named_parts.add(parts[-1].name)
         return parts
 
@@ -202,5 +191,5 @@ def _read_or_set_aside(part: Path, columns: Sequence[str]) -> pa.Table | None:
         aside = part.with_suffix(".damaged")
         with contextlib.suppress(OSError):  # another job has renamed it, or we may only read here
             part.rename(aside)
-        logger.warning("%s is damaged; set aside as %s, its log-probs are computed again", part, aside.name)
+        logger.warning("%s is damaged and now called %s; its log-probs are computed again", part, aside.name)
         return None

@@ -1,7 +1,9 @@
 """The pass that fills the reference cache: it computes the log-probs that the cache lacks, without gradients.
 
-A row is what one forward pass computes. The costliest row is first. Legend: G groups (pairs, or one side of a
-pair) that rows consist of.
+A plan says which sequences share a row (what one forward pass computes), and which rank computes the row. It
+depends only on lengths, on the keys in the cache and on settings. The cache gets whole rows.
+
+Legend: G groups (pairs, or one side of a pair) that rows consist of.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import layout_row, packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
+from dpo_pack.packing.balance import split_over_ranks
+from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import SequenceLogps, TokenLogps
-from dpo_pack.reference.work import ReferenceWork, plan_rows, split_row
+from dpo_pack.reference.parts import TokenLogps, sequence_table
+from dpo_pack.reference.work import ReferenceWork
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.memory import HostCopies, release_memory
 
@@ -74,33 +79,41 @@ class PassPlan:
         return self.amount(np.concatenate([np.zeros(0, dtype=np.int64), *self.rows]))
 
 
-def plan_pass(
-    work: ReferenceWork, scorer: CompletionLogps, shape: ModelShape, settings: PassSettings
-) -> PassPlan:
-    """Plans the rows of this rank. Their FLOPs are estimated from the `shape` of the model."""
-    is_packed = scorer.backend is not None
+def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *, is_packed: bool) -> PassPlan:
+    """Plans the rows of this rank. The costliest row is first, so that a lack of memory shows at once.
+
+    Rows are planned over *all* sequences of the tables (`work.sides`), as if the cache were empty; then
+    groups without a missing sequence are removed. So a row depends neither on which other rows are finished
+    nor on the number of ranks, and a pass that is started again after a kill computes the same rows.
+
+    Rows are divided over ranks by their FLOPs, which are estimated from the `shape` of the model. Ranks in
+    lockstep must compute the same number of rows: a rank with one row less also computes an idle row, the
+    cheapest of all rows.
+    """
+    lengths, missing, is_padded = work.lengths, work.missing, not is_packed
     shares = settings.share_prompt and is_packed
-    rows, idle_rows = plan_rows(
-        work.lengths,
-        work.sides,
-        work.missing,
-        token_budget=settings.token_budget,
-        is_packed=is_packed,
-        share_prompt=shares,
-        shape=shape,
-        rank=settings.rank,
-        num_ranks=settings.num_ranks,
-        in_lockstep=settings.in_lockstep,
-    )
-    tokens = work.lengths.row_tokens(work.missing, share_prompt=shares)
+    flops = lengths.flops(missing, share_prompt=shares, shape=shape)
+    build_rows = pack_sequences_longest_first if is_packed else padded_rows
+    is_open = np.asarray(missing.any(axis=1))
+    whole = lengths.row_tokens(work.sides, share_prompt=shares, is_padded=is_padded)
+    rows = [row[is_open[row]] for row in build_rows(whole, settings.token_budget)]
+    rows = [row for row in rows if len(row)]
+    costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
+    mine = split_over_ranks(costs, settings.num_ranks, equal_counts=settings.in_lockstep)[settings.rank]
+    num_idle = -(-len(rows) // settings.num_ranks) - len(mine) if settings.in_lockstep else 0
     return PassPlan(
         work=work,
-        rows=rows,
-        idle_rows=idle_rows,
-        row_tokens=tokens if is_packed else work.lengths.padded_tokens(work.missing),
-        tokens=tokens,
-        flops=work.lengths.flops(work.missing, share_prompt=shares, shape=shape),
+        rows=[rows[number] for number in mine[np.argsort(-costs[mine], kind="stable")]],
+        idle_rows=[rows[int(costs.argmin())]] * num_idle if num_idle else [],
+        row_tokens=lengths.row_tokens(missing, share_prompt=shares, is_padded=is_padded),
+        tokens=lengths.row_tokens(missing, share_prompt=shares),
+        flops=flops,
     )
+
+
+def split_row(row: IntArray, tokens: IntArray, token_budget: int) -> list[IntArray]:
+    """Splits a row, in order, into rows within `token_budget`. `tokens` [G] has the tokens of all groups."""
+    return [row[positions] for positions in next_fit(tokens[row], token_budget)]
 
 
 @torch.no_grad()
@@ -123,7 +136,7 @@ def compute_missing(
     budget = settings.token_budget
     rows = deque(plan.rows)
     computed: deque[tuple[IntArray, HostCopies]] = deque()  # the groups of a row, and their results
-    finished: list[SequenceLogps] = []
+    finished: list[pa.Table] = []
     written = time.monotonic()
 
     def finish_row() -> None:
@@ -133,7 +146,7 @@ def compute_missing(
         finished.append(_finished_row(plan.work, members, results))
         progress(plan.amount(members))
         if time.monotonic() - written > settings.write_every_seconds:
-            _write(cache, finished, settings)
+            cache.append(pa.concat_tables(finished), settings.metadata)
             finished, written = [], time.monotonic()
 
     try:
@@ -158,7 +171,7 @@ def compute_missing(
                 raise _cannot_split(_halved(budget, members, plan))
     finally:
         if finished:
-            _write(cache, finished, settings)
+            cache.append(pa.concat_tables(finished), settings.metadata)
     return budget
 
 
@@ -176,7 +189,11 @@ def _try_row(
     """Returns the log-probs of the groups' missing sequences, or None if the row does not fit in memory."""
     groups = [work.group(int(member)) for member in members]
     try:
-        result: RowLogps = scorer(_row(groups, scorer.backend is not None, settings))
+        if scorer.backend is None:
+            row = padded_row(groups, device=settings.device)
+        else:
+            row = packed_row(layout_row(groups, share_prompt=settings.share_prompt), settings.device)
+        result: RowLogps = scorer(row)
         return result
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -191,8 +208,9 @@ def _halved(budget: int, members: IntArray, plan: PassPlan) -> int:
     tokens = int(plan.row_tokens[members].sum())
     if len(members) == 1:
         raise ModelError(
-            f"the reference pass ran out of memory on row {plan.work.row_number(int(members[0]))} of its "
-            f"source alone ({tokens:,} tokens); lower data.max_length, or free memory"
+            f"the reference pass ran out of memory on a single pair ({tokens:,} tokens, row "
+            f"{plan.work.row_number(int(members[0]))} of its data source); lower data.max_length, or free "
+            "memory"
         )
     return max(1, min(budget, tokens) // 2)
 
@@ -200,13 +218,13 @@ def _halved(budget: int, members: IntArray, plan: PassPlan) -> int:
 def _cannot_split(budget: int) -> ModelError:
     """Returns the error for a sharded model: a split would give this rank more rows than other ranks have."""
     return ModelError(
-        "reference.token_budget: the reference pass ran out of memory, and rows of a sharded model are not "
-        f"split while it runs; set reference.token_budget: {budget}"
+        "reference.token_budget: the reference pass ran out of memory, and it cannot split the rows of a "
+        f"sharded model; set reference.token_budget: {budget}"
     )
 
 
 def _num_rows_behind(device: torch.device) -> int:
-    """Returns how many later rows are queued before a row's results are read, so the device never waits."""
+    """Returns how many later rows the device has in its queue when the host reads a row's results."""
     return 1 if device.type == "cuda" else 0
 
 
@@ -215,26 +233,17 @@ def _copies(result: RowLogps, settings: PassSettings) -> HostCopies:
     return HostCopies.begin([*tensors, result.token_logps.float()] if settings.per_token else tensors)
 
 
-def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -> SequenceLogps:
+def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -> pa.Table:
+    """Returns the `sequence_table` of a row's groups. Raises ModelError if a log-prob is not finite."""
     keys = [work.keys(int(member)) for member in members]
     sums, num_tokens, *token_logps = results.read()
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):
         group = int(np.repeat(members, [len(of_group) for of_group in keys])[wrong[0]])
         raise ModelError(
-            f"the reference model gives row {work.row_number(group)} of its source a log-prob of "
-            f"{sums[wrong[0]]}; check its weights, or give it more range with model.dtype: float32"
+            f"the reference model computes a log-prob of {sums[wrong[0]]} for the pair in row "
+            f"{work.row_number(group)} of its data source; check the model's weights, or set model.dtype: "
+            "float32, whose numbers have a larger range"
         )
     tokens = TokenLogps.of_lengths(token_logps[0], num_tokens) if token_logps else None
-    return SequenceLogps(keys=np.concatenate(keys), sums=sums, num_tokens=num_tokens, tokens=tokens)
-
-
-def _write(cache: ReferenceCache, finished: Sequence[SequenceLogps], settings: PassSettings) -> None:
-    logps = SequenceLogps.join(finished)
-    cache.append(logps.keys, logps.sums, logps.num_tokens, logps.tokens, metadata=settings.metadata)
-
-
-def _row(groups: Sequence[Group], is_packed: bool, settings: PassSettings) -> Row:
-    if is_packed:
-        return packed_row(layout_row(groups, share_prompt=settings.share_prompt), settings.device)
-    return padded_row(groups, device=settings.device)
+    return sequence_table(np.concatenate(keys), sums, num_tokens, tokens)

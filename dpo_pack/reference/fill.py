@@ -39,11 +39,11 @@ _Memo = dict[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSearch:
-    """How a budget is searched: the file that remembers results, and a test if a budget's rows are exact."""
+    """The settings of a search for the largest token budget."""
 
-    memo_path: Path
-    key: str  # names model, device and the kind of rows
-    is_exact: Callable[[int], bool]
+    memo_path: Path  # the file that holds the results of earlier searches
+    key: str  # of a result in this file; a hash of model, device and kind of rows
+    is_exact: Callable[[int], bool]  # whether the model computes rows of this many tokens exactly
 
 
 def fill_cache(
@@ -67,13 +67,13 @@ def fill_cache(
         smallest = -largest_over_ranks(torch.tensor([-found], device=settings.device))
         settings = replace(settings, token_budget=int(smallest))
         console.print(f"  rows of up to {settings.token_budget:,} tokens")
-    plan = plan_pass(work, scorer, shape, settings)
+    plan = plan_pass(work, shape, settings, is_packed=scorer.backend is not None)
     with pass_progress(console, plan.total) as progress:
         fitted = compute_missing(cache, plan, scorer, settings, progress=progress)
     if fitted < settings.token_budget:
         console.print(
-            f"  memory ran out; rows of up to {fitted:,} tokens fitted, so reference.token_budget={fitted} "
-            "is what this machine takes"
+            f"  memory ran out; rows of up to {fitted:,} tokens fit. To begin with such rows, set "
+            f"reference.token_budget={fitted}"
         )
         if search is not None:
             remember_budget(search.memo_path, search.key, fitted)
@@ -90,7 +90,8 @@ def _found_budget(
     if known is not None:
         return known
     # No row can be longer than a row with all missing sequences.
-    whole = plan_pass(work, scorer, shape, replace(settings, rank=0, num_ranks=1))
+    alone = replace(settings, rank=0, num_ranks=1)
+    whole = plan_pass(work, shape, alone, is_packed=scorer.backend is not None)
     everything = int(whole.row_tokens[work.missing.any(axis=1)].sum())
     most = min(everything, LARGEST_TOKEN_BUDGET)
 
@@ -131,63 +132,45 @@ def remember_budget(memo_path: Path, key: str, budget: int) -> None:
     add_to_json(memo_path, _Memo, {key: budget})
 
 
-class PassMeter:
-    """Adds up finished rows. Estimates the remaining time by FLOPs, because later rows are shorter."""
-
-    def __init__(self, total: Amount, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total = total
-        self.clock = clock
-        self.begun = clock()
-        self.num_pairs = 0
-        self.num_tokens = 0
-        self.flops = 0.0
-
-    def add(self, row: Amount) -> None:
-        self.num_pairs += row.num_pairs
-        self.num_tokens += row.num_tokens
-        self.flops += row.flops
-
-    @property
-    def seconds(self) -> float:
-        return self.clock() - self.begun
-
-    @property
-    def seconds_left(self) -> float:
-        return self.seconds * (self.total.flops - self.flops) / max(self.flops, 1e-9)
-
-    def line(self) -> Line:
-        """Returns the line that shows how far the pass is."""
-        seconds = max(self.seconds, 1e-9)
-        return Line(
-            label="Reference pass",
-            fraction=self.flops / max(self.total.flops, 1e-9),
-            facts=(
-                f"{format_seconds(self.seconds_left)} left",
-                f"{self.num_pairs:,} of {self.total.num_pairs:,} pairs",
-                f"{self.num_pairs / seconds:,.1f} pairs/s",
-                f"{format_count(self.num_tokens)} of {format_count(self.total.num_tokens)} tokens",
-                f"{format_count(int(self.num_tokens / seconds))} tokens/s",
-            ),
-        )
-
-
 @contextmanager
 def pass_progress(
     console: Console, total: Amount, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Amount], None]]:
-    """Yields a function that must be called with each finished row.
+    """Yields a function that must be called with each finished row. Shows how far the pass is.
 
-    A few seconds after the start, a line with the estimated remaining time is printed once.
+    The remaining time is estimated by FLOPs, because later rows are shorter. A few seconds after the start, a
+    line with this time is printed once.
     """
-    meter, has_estimated = PassMeter(total, clock), False
-    with live(console, meter.line, clock) as tell:
+    begun, has_estimated = clock(), False
+    num_pairs, num_tokens, flops = 0, 0, 0.0  # of all finished rows
+
+    def time_left() -> str:
+        return format_seconds((clock() - begun) * (total.flops - flops) / max(flops, 1e-9))
+
+    def line() -> Line:
+        seconds = max(clock() - begun, 1e-9)
+        return Line(
+            label="Reference pass",
+            fraction=flops / max(total.flops, 1e-9),
+            facts=(
+                f"{time_left()} left",
+                f"{num_pairs:,} of {total.num_pairs:,} pairs",
+                f"{num_pairs / seconds:,.1f} pairs/s",
+                f"{format_count(num_tokens)} of {format_count(total.num_tokens)} tokens",
+                f"{format_count(int(num_tokens / seconds))} tokens/s",
+            ),
+        )
+
+    with live(console, line, clock) as tell:
 
         def finish_row(row: Amount) -> None:
-            nonlocal has_estimated
-            meter.add(row)
-            if not has_estimated and meter.flops < total.flops and meter.seconds > ESTIMATE_AFTER_SECONDS:
+            nonlocal has_estimated, num_pairs, num_tokens, flops
+            num_pairs += row.num_pairs
+            num_tokens += row.num_tokens
+            flops += row.flops
+            if not has_estimated and flops < total.flops and clock() - begun > ESTIMATE_AFTER_SECONDS:
                 has_estimated = True
-                console.print(f"  the rest will take about {format_seconds(meter.seconds_left)}")
+                console.print(f"  the rest will take about {time_left()}")
             tell()
 
         yield finish_row

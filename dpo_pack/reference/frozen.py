@@ -16,14 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.packing.lengths import IntArray
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.key_index import KeyIndex, Keys
 from dpo_pack.reference.parts import (
     KEY,
     SUM,
     TOKENS,
-    Floats,
     TokenLogps,
     key_column,
     keys_of,
@@ -39,24 +38,21 @@ from dpo_pack.system.files import written_aside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairReference:
-    """Reference log-probs of a table's pairs: `chosen` and `rejected` are sums over tokens, in nats, [P].
+    """Reference log-probs of a table's pairs."""
 
-    Where tokens have weights, they are weighted sums.
-    """
-
-    chosen: Floats
-    rejected: Floats
+    sums: FloatArray  # [P, (chosen, rejected)] sums over tokens, in nats; weighted, if tokens have weights
     # Per-token values, if the loss or weights of tokens need them. Those of pair p are at `places[p, 0]`
     # (chosen) and `places[p, 1]`.
     tokens: TokenLogps | None = None
     places: IntArray | None = None  # [P, (chosen, rejected)]
 
-    def token_logps(self, pairs: IntArray) -> npt.NDArray[np.float32]:
+    def token_logps(self, pairs: IntArray) -> npt.NDArray[np.float32] | None:
         """Returns [N] per-token log-probs of these pairs: for each pair, first chosen and then rejected.
 
-        The reference must have per-token values. The tokens are in the order in which a row has them.
+        The tokens are in the order in which a row has them. Returns None if there are no per-token values.
         """
-        assert self.tokens is not None and self.places is not None, "frozen without per-token values"
+        if self.tokens is None or self.places is None:
+            return None
         return self.tokens.take(self.places[pairs].ravel()).values
 
 
@@ -65,8 +61,8 @@ class FrozenReference:
     """The reference log-probs that one run uses. They are a file of its output directory, so later changes of
     the shared cache cannot change the run, even after a resume."""
 
-    keys: Keys  # [U, 16], ascending
-    sums: Floats  # [U]
+    keys: Keys  # [U, 16], each key once, in ascending order
+    sums: FloatArray  # [U]
     tokens: TokenLogps | None = None  # per-token values of the U sequences; of some none, see `take`
 
     @staticmethod
@@ -92,8 +88,8 @@ class FrozenReference:
             sums = cache.lookup(keys)
         if np.isnan(sums).any():
             raise CacheError(
-                f"{int(np.isnan(sums).sum())} reference log-probs are no longer in {cache.directory} since "
-                "they were computed; run the command again"
+                f"{int(np.isnan(sums).sum())} reference log-probs are no longer in {cache.directory}, "
+                "although they were computed; run the command again"
             )
         return FrozenReference(keys=keys, sums=sums, tokens=tokens)
 
@@ -108,22 +104,21 @@ class FrozenReference:
 
     def covers(self, table: PairTable) -> bool:
         """Returns True if this reference has the values of all sequences of the table."""
-        index, weighted = KeyIndex.of(self.keys), weighted_keys([table])
+        index = KeyIndex.of(self.keys)
         if (index.find(unique_keys([table])) < 0).any():
             return False
-        places = index.first[index.find(weighted)]
-        return not len(weighted) or (self.tokens is not None and bool(self.tokens.lengths[places].all()))
+        places = index.find(weighted_keys([table]))
+        return not len(places) or (self.tokens is not None and bool(self.tokens.lengths[places].all()))
 
     def only(self, table: PairTable) -> FrozenReference:
         """Returns the values of the table's sequences only. This reference must have all of them."""
         keys = unique_keys([table])
-        index = KeyIndex.of(self.keys)
-        places = index.first[index.find(keys)]
+        places = KeyIndex.of(self.keys).find(keys)
         tokens = None if self.tokens is None else self.tokens.take(places)
         return FrozenReference(keys=keys, sums=self.sums[places], tokens=tokens)
 
     def joined(self, other: FrozenReference) -> FrozenReference:
-        """Adds the values that only `other` has."""
+        """Returns the values of both references. If both have a sequence, this reference's value is used."""
         keys = np.concatenate([self.keys, other.keys])
         first = KeyIndex.of(keys).first  # if both have a key, the first position is in `self`
         tokens = None
@@ -140,20 +135,14 @@ class FrozenReference:
         places = np.stack([index.find(keys) for keys in (table.chosen_keys, table.rejected_keys)], axis=1)
         if (places < 0).any() or not self.covers(table):
             raise CacheError("this run's reference.parquet belongs to other data; use another output_dir")
-        places = index.first[places]
         sums = self.sums[places]  # [P, (chosen, rejected)]
         for pair in np.flatnonzero(table.has_token_weights).tolist():
             for side, weights in enumerate(table.token_weights(pair)):
-                assert self.tokens is not None, "`covers` says so"
+                assert self.tokens is not None, "`covers` has checked this"
                 is_scored = weights > 0
                 logps = self.tokens.of(places[pair, side])[is_scored].astype(np.float64)
                 sums[pair, side] = (logps * weights[is_scored]).sum()
-        return PairReference(
-            chosen=sums[:, 0],
-            rejected=sums[:, 1],
-            tokens=self.tokens,
-            places=None if self.tokens is None else places,
-        )
+        return PairReference(sums=sums, tokens=self.tokens, places=None if self.tokens is None else places)
 
     def save(self, path: Path) -> None:
         columns = {KEY: key_column(self.keys), SUM: number_column(self.sums)}

@@ -107,8 +107,8 @@ def choose_namespaces(cache_dir: Path, prefixes: Sequence[str]) -> list[Namespac
         if len(matches) != 1:
             names = ", ".join(matches) or "none; `dpopack cache list` shows what there is"
             raise CacheError(
-                f"exactly one namespace in {reference_directory(cache_dir)} must begin with {prefix!r}; "
-                f"those that do: {names}"
+                f"{prefix!r} must be the beginning of exactly one namespace in "
+                f"{reference_directory(cache_dir)}; namespaces that begin so: {names}"
             )
     return [n for n in found if not prefixes or n.name.startswith(tuple(prefixes))]
 
@@ -130,9 +130,10 @@ def find_damage(namespace: Namespace) -> Iterator[tuple[Path, str]]:
 def export_namespace(namespace: Namespace, target: Path) -> int:
     """Writes all log-probs of a namespace into one Parquet file, each sequence once.
 
-    If several parts (files) have a sequence, the last one by name that has its token values is used, as in a
-    run. If none has token values, they are null, and the last part by name gives the sum. Returns the number
-    of sequences. Raises CacheError if even one part is damaged, because an export must be complete.
+    A sequence can be in several parts (files). Its values then come from the last part by name that has token
+    values, as in a run. If no part has token values, the sum comes from the last part by name, and the token
+    values are null. Returns the number of sequences. Raises CacheError if even one part is damaged, because
+    an export must be complete.
     """
     tables: list[Any] = []
     for part in part_paths(namespace.directory):
@@ -165,20 +166,21 @@ def find_leftovers(cache_dir: Path) -> list[Path]:
 
 
 def plan_prune(cache_dir: Path, *, older_than_seconds: float | None, most_bytes: int | None) -> list[Removal]:
-    """Chooses files to delete: temporary files of killed processes; namespaces not used for
-    `older_than_seconds`; then the longest unused until the rest has at most `most_bytes`; damaged parts."""
+    """Chooses files to delete: temporary files of killed processes; namespaces that no run has used for
+    `older_than_seconds`; then namespaces, the longest unused first, until the rest has at most `most_bytes`;
+    and damaged parts of the namespaces that stay."""
     leftovers, reason = tuple(find_leftovers(cache_dir)), "leftovers of killed runs"
     removals = [Removal(directory=cache_dir, name=str(cache_dir), files=leftovers, reason=reason)]
     namespaces = find_namespaces(cache_dir)
     kept_bytes = sum(namespace.size_bytes for namespace in namespaces)
     for namespace in sorted(namespaces, key=lambda n: n.last_used):
         age = time.time() - namespace.last_used
-        files = tuple(filter(_is_ours, _files(namespace.directory)))
+        files = tuple(file for file in _files(namespace.directory) if _KNOWN.fullmatch(file.name))
         is_whole = True
         if older_than_seconds is not None and age > older_than_seconds:
             reason = f"not used for {age / 86400:.0f} days"
         elif most_bytes is not None and kept_bytes > most_bytes:
-            reason = "the longest unused, and all together are too large"
+            reason = "unused for the longest time, and the cache is larger than the limit"
         else:
             reason, is_whole = "damaged parts", False
             files = tuple(file for file in files if _DAMAGED.fullmatch(file.name))
@@ -219,9 +221,9 @@ def _namespace_at(directory: Path) -> Namespace:
     described = read_json(directory / NAMESPACE_FILE) or {}
     times = read_json(directory / USED_FILE, UsedTimes) or {}
     used = {model: seconds for model, seconds in times.items() if 0 <= seconds <= time.time()}
-    keys, with_tokens, num_parts = [np.zeros((0, 16), dtype=np.uint8)], [np.zeros((0, 16), dtype=np.uint8)], 0
-    for part in part_paths(directory):
-        num_parts += 1
+    parts = part_paths(directory)
+    keys, with_tokens = [np.zeros((0, 16), dtype=np.uint8)], [np.zeros((0, 16), dtype=np.uint8)]
+    for part in parts:
         try:
             table = pq.read_table(part, columns=[KEY])
             has_tokens = TOKENS in pq.read_schema(part).names
@@ -238,7 +240,7 @@ def _namespace_at(directory: Path) -> Namespace:
         autocast=described.get("autocast"),
         sequences=len(KeyIndex.of(np.concatenate(keys))),
         sequences_per_token=len(KeyIndex.of(np.concatenate(with_tokens))),
-        parts=num_parts,
+        parts=len(parts),
         damaged_parts=sum(bool(_DAMAGED.fullmatch(file.name)) for file in files),
         size_bytes=sum(map(_size, files)),
         last_used=max([newest, *used.values()]),
@@ -247,10 +249,6 @@ def _namespace_at(directory: Path) -> Namespace:
 
 def _files(directory: Path) -> list[Path]:
     return [Path(entry.path) for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False)]
-
-
-def _is_ours(file: Path) -> bool:
-    return bool(_KNOWN.fullmatch(file.name))
 
 
 def _is_abandoned(temporary: Path) -> bool:

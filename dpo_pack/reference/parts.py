@@ -24,11 +24,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dpo_pack.reference.key_index import IntArray, Keys
+from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.reference.key_index import Keys
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import written_aside
-
-Floats = npt.NDArray[np.float64]
 
 KEY, SUM, NUM_TOKENS, TOKENS = "key", "logps_sum", "num_tokens", "token_logps"
 # A part must be small, because the check of its sha256 reads the whole part into memory.
@@ -79,59 +78,32 @@ class TokenLogps:
         return TokenLogps(values=values.astype(np.float32, copy=False), offsets=_ends(lengths))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SequenceLogps:
-    """The log-probs of n sequences under one model."""
-
-    keys: Keys  # [n, 16]
-    sums: Floats  # [n], nats
-    num_tokens: npt.NDArray[np.integer]  # [n] tokens of each completion
-    tokens: TokenLogps | None = None  # per-token values, only if a loss needs them
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def take(self, sequences: IntArray) -> SequenceLogps:
-        """Returns the sequences at these positions."""
-        return SequenceLogps(
-            keys=self.keys[sequences],
-            sums=self.sums[sequences],
-            num_tokens=self.num_tokens[sequences],
-            tokens=None if self.tokens is None else self.tokens.take(sequences),
-        )
-
-    @staticmethod
-    def join(parts: Sequence[SequenceLogps]) -> SequenceLogps:
-        """Joins the sequences of one or more parts. Either all parts have per-token values, or none has."""
-        tokens = [part.tokens for part in parts if part.tokens is not None]
-        assert len(tokens) in (0, len(parts))
-        return SequenceLogps(
-            keys=np.concatenate([part.keys for part in parts]),
-            sums=np.concatenate([part.sums for part in parts]),
-            num_tokens=np.concatenate([part.num_tokens for part in parts]),
-            tokens=TokenLogps.join(tokens) if tokens else None,
-        )
-
-
 class DamagedPart(CacheError):
     """The bytes of a part have changed since it was written."""
 
 
-def write_part(directory: Path, logps: SequenceLogps, metadata: Mapping[str, str]) -> Path:
+def sequence_table(
+    keys: Keys, sums: FloatArray, num_tokens: npt.NDArray[np.integer], tokens: TokenLogps | None = None
+) -> pa.Table:
+    """Makes a table with the columns of a part: [n, 16] keys, [n] sums in nats, [n] tokens of completions."""
+    columns = {
+        KEY: key_column(keys),
+        SUM: number_column(sums.astype(np.float64, copy=False)),
+        NUM_TOKENS: number_column(num_tokens.astype(np.int32)),
+    }
+    if tokens is not None:
+        columns[TOKENS] = token_column(tokens)
+    return pa.table(columns)
+
+
+def write_part(directory: Path, table: pa.Table, metadata: Mapping[str, str]) -> Path:
     """Adds a part to a namespace's directory. `metadata` records where the values come from.
 
     Raises CacheError if the disk refuses the file.
     """
-    columns = {
-        KEY: key_column(logps.keys),
-        SUM: number_column(logps.sums.astype(np.float64, copy=False)),
-        NUM_TOKENS: number_column(logps.num_tokens.astype(np.int32)),
-    }
-    if logps.tokens is not None:
-        columns[TOKENS] = token_column(logps.tokens)
-    table = pa.table(columns).replace_schema_metadata({f"dpo_pack.{k}": v for k, v in metadata.items()})
     buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer, use_dictionary=False)
+    described = table.replace_schema_metadata({f"dpo_pack.{k}": v for k, v in metadata.items()})
+    pq.write_table(described, buffer, use_dictionary=False)
     content = buffer.getvalue().to_pybytes()
     path = directory / f"part-{hashlib.sha256(content).hexdigest()}.parquet"
     with written_aside(path) as temporary:
@@ -183,31 +155,17 @@ def number_column(values: npt.NDArray[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
 
 
-# Arrow and numpy have different names for these number types.
-_NUMPY_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
-
-
 def numbers_of(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
-    """Returns the [n] numbers of an Arrow column without nulls. `to_numpy` would import pandas, and so would
-    `to_pandas_dtype` in older releases."""
-    name = str(column.type)
-    dtype = np.dtype(_NUMPY_NAMES.get(name, name))
-    chunks = [column] if isinstance(column, pa.Array) else column.chunks
-    values = [np.zeros(0, dtype=dtype)]
-    for chunk in chunks:
-        assert chunk.null_count == 0
-        if len(chunk):
-            values.append(np.frombuffer(chunk.buffers()[1], dtype=dtype)[chunk.offset :][: len(chunk)])
-    return values[1] if len(values) == 2 else np.concatenate(values)
+    """Returns the [n] numbers of an Arrow column without nulls. `to_numpy` would import pandas."""
+    whole = column if isinstance(column, pa.Array) else column.combine_chunks()
+    return np.from_dlpack(whole)
 
 
 def keys_of(table: pa.Table) -> Keys:
     """Returns the [n, 16] keys in a table's column `key`."""
-    chunks = [np.zeros((0, 16), dtype=np.uint8)]
-    for chunk in table[KEY].chunks:
-        data = np.frombuffer(chunk.buffers()[1], dtype=np.uint8)
-        chunks.append(data[16 * chunk.offset : 16 * (chunk.offset + len(chunk))].reshape(-1, 16))
-    return np.concatenate(chunks)
+    column = table[KEY].combine_chunks()
+    keys = np.frombuffer(column.buffers()[1], dtype=np.uint8).reshape(-1, 16)
+    return keys[column.offset :][: len(column)]
 
 
 def token_column(tokens: TokenLogps, is_null: npt.NDArray[np.bool_] | None = None) -> pa.Array:
@@ -220,11 +178,9 @@ def token_column(tokens: TokenLogps, is_null: npt.NDArray[np.bool_] | None = Non
 
 def tokens_of(table: pa.Table) -> TokenLogps:
     """Returns the values of a table's column `token_logps`; a null becomes a sequence without values."""
-    parts = []
-    for chunk in table[TOKENS].chunks:
-        lengths = numbers_of(chunk.value_lengths().fill_null(0))
-        parts.append(TokenLogps.of_lengths(numbers_of(chunk.flatten()), lengths))
-    return TokenLogps.join(parts)
+    column = table[TOKENS].combine_chunks()
+    lengths = numbers_of(column.value_lengths().fill_null(0))
+    return TokenLogps.of_lengths(numbers_of(column.flatten()), lengths)
 
 
 def _ends(lengths: npt.NDArray[np.integer]) -> IntArray:

@@ -1,9 +1,4 @@
-"""Plans the reference pass: which sequences share a row (one forward pass), and which process computes it.
-
-A plan depends only on lengths, on the keys in the cache and on settings. Rows are planned over *all*
-sequences of the tables, as if the cache were empty; then only the missing sequences of each row are computed.
-The cache gets whole rows. So a pass that is started again after a kill computes the same rows, even with
-another number of processes.
+"""Finds the work of the reference pass: the sequences whose log-probs the cache lacks, in groups.
 
 Legend: G groups; a group is a pair or one side of a pair.
 """
@@ -18,8 +13,6 @@ import numpy.typing as npt
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.model.layout import Group
-from dpo_pack.packing.balance import split_over_ranks
-from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.flops import ModelShape, causal_area, sequence_flops
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray
 from dpo_pack.reference.cache import ReferenceCache
@@ -36,17 +29,16 @@ class GroupLengths:
     completions: IntArray  # [G, (chosen, rejected)]
     shared: AnyIntArray  # [G] common prefix of the pair's two sequences, at least the prompt
 
-    def row_tokens(self, sides: Bools, *, share_prompt: bool) -> IntArray:
-        """Returns [G]: the tokens, in a packed row, of each group's sides that are True in `sides` [G, 2]."""
-        tokens: IntArray = ((self.prompt[:, None] + self.completions) * sides).sum(axis=1)
-        if share_prompt:
+    def row_tokens(self, sides: Bools, *, share_prompt: bool, is_padded: bool = False) -> IntArray:
+        """Returns [G]: the tokens, in a row, of each group's sides that are True in `sides` [G, 2].
+
+        With `is_padded`, a group counts as two sequences that are padded to its longest True side.
+        """
+        lengths = (self.prompt[:, None] + self.completions) * sides
+        tokens: IntArray = 2 * lengths.max(axis=1) if is_padded else lengths.sum(axis=1)
+        if share_prompt and not is_padded:
             tokens -= self.shared * sides.all(axis=1)
         return tokens
-
-    def padded_tokens(self, sides: Bools) -> IntArray:
-        """Returns [G]: tokens of two sequences that are padded to the longest True side in `sides` [G, 2]."""
-        longest: IntArray = ((self.prompt[:, None] + self.completions) * sides).max(axis=1)
-        return 2 * longest
 
     def flops(self, sides: Bools, *, share_prompt: bool, shape: ModelShape) -> FloatArray:
         """Returns [G]: estimated FLOPs of a forward pass over the sides that are True in `sides` [G, 2]."""
@@ -118,7 +110,7 @@ class ReferenceWork:
         return needed
 
     def row_number(self, number: int) -> int:
-        """Returns the row number of a group's pair in its source, counted from 1."""
+        """Returns the number of the row, counted from 1, that a group's pair has in its data source."""
         table, pair = self._pair(number)
         return int(table.row_numbers[pair])
 
@@ -134,10 +126,11 @@ def find_work(
     Sequences in pairs whose tokens have weights need per-token values in any case.
     """
     keys = np.concatenate([np.stack((t.chosen_keys, t.rejected_keys), axis=1) for t in tables])
-    first = KeyIndex.of(keys.reshape(-1, 16)).first
-    is_first, is_missing = np.zeros((2, 2 * len(keys)), dtype=np.bool_)
+    keys = keys.reshape(-1, 16)  # chosen, rejected, chosen, ...
+    first = KeyIndex.of(keys).first
+    is_first, is_missing = np.zeros((2, len(keys)), dtype=np.bool_)
     is_first[first] = True
-    unique = keys.reshape(-1, 16)[first]
+    unique = keys[first]
     needs_tokens = np.full(len(unique), per_token) | (KeyIndex.of(weighted_keys(tables)).find(unique) >= 0)
     is_missing[first[needs_tokens]] = ~cache.contains(unique[needs_tokens], per_token=True)
     is_missing[first[~needs_tokens]] = ~cache.contains(unique[~needs_tokens], per_token=False)
@@ -167,45 +160,3 @@ def weighted_keys(tables: Sequence[PairTable]) -> Keys:
         side[table.has_token_weights] for table in tables for side in (table.chosen_keys, table.rejected_keys)
     ]
     return np.concatenate(sides)
-
-
-def plan_rows(
-    lengths: GroupLengths,
-    sides: Bools,
-    missing: Bools,
-    *,
-    token_budget: int,
-    is_packed: bool,
-    share_prompt: bool,
-    shape: ModelShape,
-    rank: int = 0,
-    num_ranks: int = 1,
-    in_lockstep: bool = False,
-) -> tuple[list[IntArray], list[IntArray]]:
-    """Returns (rows of this rank, idle rows) as arrays of groups. The costliest row is first, so that a lack
-    of memory shows at once.
-
-    *All* sequences (`sides`) are packed into rows, then groups without a missing sequence are removed. So a
-    row depends neither on which other rows are finished nor on the number of ranks. Rows are divided over
-    ranks by estimated FLOPs. Ranks `in_lockstep` (a sharded model) must compute the same number of rows: a
-    rank with one row less also computes an idle row, the cheapest of all rows; its results are not used.
-    """
-    if is_packed:
-        whole = lengths.row_tokens(sides, share_prompt=share_prompt)
-        planned = pack_sequences_longest_first(whole, token_budget)
-    else:
-        planned = padded_rows(lengths.padded_tokens(sides), token_budget)
-    flops = lengths.flops(missing, share_prompt=share_prompt and is_packed, shape=shape)
-    is_open = np.asarray(missing.any(axis=1))
-    rows = [row[is_open[row]] for row in planned]
-    rows = [row for row in rows if len(row)]
-    costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
-    mine = split_over_ranks(costs, num_ranks, equal_counts=in_lockstep)[rank]
-    num_idle = -(-len(rows) // num_ranks) - len(mine) if in_lockstep else 0
-    idle = [rows[int(costs.argmin())]] * num_idle if num_idle else []
-    return [rows[number] for number in mine[np.argsort(-costs[mine], kind="stable")]], idle
-
-
-def split_row(row: IntArray, tokens: AnyIntArray, token_budget: int) -> list[IntArray]:
-    """Splits a row, in order, into rows within `token_budget`. `tokens` [G] has the tokens of all groups."""
-    return [row[positions] for positions in next_fit(np.asarray(tokens[row], dtype=np.int64), token_budget)]

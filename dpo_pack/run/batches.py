@@ -73,7 +73,7 @@ def offline_source(
         counts_copies=counts_copies,
     )
     return OfflineSource(
-        builder,
+        builder=builder,
         settings=plan_settings(recipe),
         row_costs=row_costs,
         source_weights=data.source_weights,

@@ -72,8 +72,6 @@ def evaluate_sets(
                 builder,
                 objective,
                 token_budget=prepared.reference_token_budget,
-                rank=ranks.rank(),
-                num_ranks=ranks.num_ranks(),
                 score=reference.score,
                 progress=bar,
                 between_rows=between_rows,

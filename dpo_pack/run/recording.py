@@ -60,7 +60,8 @@ class Recorder:
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Opens metrics.jsonl for the `with` block, and first removes its lines after `offset` bytes."""
-        with MetricsLog(self.run.metrics, offset=self.offset) as self.log, self.lines.moving():
+        log = MetricsLog(self.run.metrics, offset=self.offset)
+        with contextlib.closing(log) as self.log, self.lines.moving():
             yield
 
     @property

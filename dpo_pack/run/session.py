@@ -323,7 +323,7 @@ def _recorder(
         every_steps=recipe.logging.every_steps,
         lines=TrainingLines(prepared.console, num_steps=num_steps),
         clock=learner.clock,
-        meter=Meter(device=prepared.device, sizes=beginning.sizes, peak_flops=beginning.peak_flops),
+        meter=Meter(sizes=beginning.sizes, peak_flops=beginning.peak_flops),
         facts=RunFacts(
             num_steps=num_steps,
             beta=recipe.loss.beta,

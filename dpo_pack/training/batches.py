@@ -54,9 +54,8 @@ class PairRow:
     row: Row
     sequence_index: Tensor | None  # [2 P] int64, chosen and rejected of each pair; None: 0, 1, 2, ...
     token_index: Tensor | None  # [N] int64, scored tokens of those sequences; None: 0, 1, 2, ...
-    token_weights: Tensor | None  # [N] float64, pair by pair: what tokens count in their sums; None: 1
-    reference_chosen: Tensor  # [P] float64, summed log-probs, nats
-    reference_rejected: Tensor  # [P] float64
+    token_weights: Tensor | None  # [N] float64, pair by pair: the factor of each token; None: all are 1
+    reference: Tensor  # [P, (chosen, rejected)] float64, summed log-probs, nats
     reference_tokens: Tensor | None  # [N] per-token log-probs, pair by pair, for LD-DPO
     pair_weights: Tensor  # [P] float64, the weights in the data
     pair_indices: npt.NDArray[np.int64]  # [P] positions in the source's table
@@ -80,7 +79,10 @@ class GlobalBatch:
 
     @property
     def mean_chosen_tokens(self) -> float:
-        """The mean over pairs of the chosen tokens. `sft` divides by it to get a mean over tokens."""
+        """The number of chosen tokens of a pair, as a mean over pairs.
+
+        `sft` divides by this number, so that its mean over pairs becomes a mean over tokens.
+        """
         return self.num_chosen_tokens / self.num_pairs
 
     @property
@@ -106,7 +108,7 @@ class BatchSource(Protocol):
     def __iter__(self) -> Iterator[GlobalBatch]: ...
 
     def prepare_next(self) -> None:
-        """Makes the next batch while the device computes the step, unless the batch depends on its result."""
+        """Makes the next batch while the device computes a step, unless the batch needs that result."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -123,7 +125,7 @@ class RowBuilder:
     share_prompt: bool
     device: torch.device
     merging: PromptMerging | None = None  # merges the pairs of one prompt in a row into one group
-    counts_copies: bool = False  # rows say in how many sequences each token is: a router's loss needs it
+    counts_copies: bool = False  # True: rows get `token_copies`, which the loss of a router needs
 
     def row_tokens(self) -> npt.NDArray[np.int64]:
         """Returns [all pairs of the table] how many tokens each pair takes in a row; plans use these."""
@@ -142,20 +144,16 @@ class RowBuilder:
         if self.counts_copies:
             copies = token_copies(groups, sequences, is_packed=self.is_packed, share_prompt=self.share_prompt)
             row = replace(row, token_copies=on_device(copies, self.device))
-        zeros = np.zeros(len(pairs))
-        chosen = zeros if self.reference is None else self.reference.chosen[pairs]
-        rejected = zeros if self.reference is None else self.reference.rejected[pairs]
-        tokens = None
-        if self.reference is not None and self.reference.tokens is not None:
-            tokens = self.reference.token_logps(pairs)
+        sums, tokens = np.zeros((len(pairs), 2)), None
+        if self.reference is not None:
+            sums, tokens = self.reference.sums[pairs], self.reference.token_logps(pairs)
         is_as_it_lies = np.array_equal(sequences, np.arange(2 * len(pairs)))
         return PairRow(
             row=row,
             sequence_index=None if is_as_it_lies else on_device(sequences, self.device),
             token_index=None if is_as_it_lies else on_device(_token_index(groups, sequences), self.device),
             token_weights=self._token_weights(pairs),
-            reference_chosen=self._put(chosen),
-            reference_rejected=self._put(rejected),
+            reference=self._put(sums),
             reference_tokens=None if tokens is None else self._put(tokens),
             pair_weights=self._put(self.table.weights[pairs]),
             pair_indices=pairs,
@@ -205,19 +203,18 @@ def token_copies(
     [T] of a packed row, in the order of `layout_row`; [B * L] of a padded batch. A completion that belongs to
     several pairs counts for each of them, as if each pair was computed alone.
     """
-    copies = np.bincount(sequences)
-    numbers = iter(range(len(copies)))
+    copies = iter(np.bincount(sequences).tolist())
+    whole = [[np.concatenate((group.context, c)) for c in group.completions] for group in groups]
+    longest = max(len(sequence) for of_group in whole for sequence in of_group)
     parts: list[tuple[int, int]] = []  # tokens, copies of each
-    lengths = [len(group.context) + len(c) for group in groups for c in group.completions]
-    for group in groups:
-        own = [int(copies[next(numbers)]) for _ in group.completions]
-        whole = [np.concatenate((group.context, completion)) for completion in group.completions]
-        shared = common_prefix_length(whole) if is_packed and share_prompt and len(own) > 1 else 0
+    for of_group in whole:
+        own = [next(copies) for _ in of_group]
+        shared = common_prefix_length(of_group) if is_packed and share_prompt and len(own) > 1 else 0
         parts.append((shared, sum(own)))
-        for sequence, count in zip(whole, own, strict=True):
+        for sequence, count in zip(of_group, own, strict=True):
             parts.append((len(sequence) - shared, count))
             if not is_packed:
-                parts.append((max(lengths) - len(sequence), 0))
+                parts.append((longest - len(sequence), 0))
     tokens, values = np.asarray(parts, dtype=np.int64).T
     return np.repeat(values, tokens).astype(np.float32)
 
@@ -273,8 +270,7 @@ def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredP
     """
     assert len(output.sums) == 2 * len(row.pair_indices), "sequences of a merged row: use by_pair"
     num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
-    policy = output.sums.view(-1, 2)
-    reference = torch.stack((row.reference_chosen, row.reference_rejected), dim=1)
+    policy, reference = output.sums.view(-1, 2), row.reference
     pair_weights = row.pair_weights
     if objective.weighting == "wpo":
         pair_weights = pair_weights * wpo_weights(policy - output.log_square_sums.view(-1, 2), num_tokens)

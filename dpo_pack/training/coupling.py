@@ -55,7 +55,7 @@ def row_tangents(
 def _gather_pairs(rows: Sequence[ScoredPairs], device: torch.device) -> tuple[ScoredPairs, slice]:
     """Returns the A pairs of all ranks, and the slice of this rank's pairs."""
     none = torch.zeros((0, 7), dtype=torch.float64, device=device)
-    gathered, own = gather_and_place(_columns(ScoredPairs.join(rows)) if rows else none)
+    gathered, own = gather_and_place(torch.cat([none, *map(_columns, rows)]))
     policy_chosen, policy_rejected, chosen_tokens, rejected_tokens, *others = gathered.unbind(dim=1)
     reference_chosen, reference_rejected, pair_weights = others
     tokens = {"chosen_tokens": chosen_tokens, "rejected_tokens": rejected_tokens}

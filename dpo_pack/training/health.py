@@ -76,8 +76,8 @@ def examine(health: Health, record: Mapping[str, Any], run: RunFacts) -> tuple[H
     health = _after(health, record)
     due = {name: rule(health, record, run) for name, rule in RULES.items() if name not in health.warned}
     warnings = {name: warning for name, warning in due.items() if warning is not None}
-    told = tuple(f"after step {record['step']}: {warning}" for warning in warnings.values())
-    health = replace(health, warned=(*health.warned, *warnings), warnings=(*health.warnings, *told))
+    dated = tuple(f"after step {record['step']}: {warning}" for warning in warnings.values())
+    health = replace(health, warned=(*health.warned, *warnings), warnings=(*health.warnings, *dated))
     return health, tuple(warnings.values())
 
 

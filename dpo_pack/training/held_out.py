@@ -23,10 +23,12 @@ import torch
 from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
+from dpo_pack.packing.lengths import FloatArray
+from dpo_pack.system import ranks
 from dpo_pack.system.files import written_aside
 from dpo_pack.system.ranks import gather_over_ranks
 from dpo_pack.training.batches import PairRow, RowBuilder, by_pair, score_pairs
-from dpo_pack.training.intervals import Floats, mean_intervals
+from dpo_pack.training.intervals import mean_intervals
 from dpo_pack.training.metrics import PairValues, averages, pair_metrics, pair_values
 
 Positions = npt.NDArray[np.int64]  # of pairs in the set's table
@@ -59,7 +61,7 @@ class HeldOutResult:
 
     name: str
     pair_keys: list[bytes]  # [P] names of the pairs' token ids
-    metrics: dict[str, Floats]  # METRICS_WITH_INTERVALS, [P] each in the order of the set's table
+    metrics: dict[str, FloatArray]  # METRICS_WITH_INTERVALS, [P] each in the order of the set's table
     traits: PairTraits
     record: dict[str, Any]  # averages, intervals, groups: the line of metrics.jsonl
 
@@ -71,8 +73,6 @@ def evaluate_pairs(
     objective: Objective,
     *,
     token_budget: int,
-    rank: int = 0,
-    num_ranks: int = 1,
     score: Callable[[PairRow], PairRow] = lambda row: row,
     progress: Callable[[int], None] = lambda num_pairs: None,
     between_rows: Callable[[], None] = lambda: None,
@@ -88,7 +88,7 @@ def evaluate_pairs(
     values = [PairValues.none(builder.device)]
     positions = [np.zeros(0, dtype=np.int64)]
     rows = build_rows(builder.row_tokens(), token_budget)
-    for pairs, counts in rank_share(rows, rank=rank, num_ranks=num_ranks):
+    for pairs, counts in rank_share(rows, rank=ranks.rank(), num_ranks=ranks.num_ranks()):
         between_rows()
         row = score(builder.build(pairs))
         output = by_pair(policy(row.row), row)
@@ -102,7 +102,7 @@ def evaluate_pairs(
     assert torch.equal(everywhere[order].cpu(), torch.arange(builder.table.num_pairs)), "each pair once"
     joined = PairValues.join(values).over_ranks().select(order)
     scored = ScoredPairs(
-        policy=joined.policy_logps(), reference=joined.reference_logps(), pair_weights=joined.losses
+        policy=joined.logps("policy"), reference=joined.logps("reference"), pair_weights=joined.losses
     )
     mean_chosen_tokens = float(builder.table.chosen_scored.mean())
     return joined.with_losses(weighted_losses(objective, scored, mean_chosen_tokens=mean_chosen_tokens))
@@ -116,7 +116,7 @@ def rank_share(rows: Sequence[Positions], *, rank: int, num_ranks: int) -> list[
     have similar sizes and go to different ranks.
     """
     num_rounds = -(-len(rows) // num_ranks)
-    numbers = [turn * num_ranks + rank for turn in range(num_rounds)]
+    numbers = [number_of_round * num_ranks + rank for number_of_round in range(num_rounds)]
     return [(rows[min(number, len(rows) - 1)], number < len(rows)) for number in numbers]
 
 
@@ -184,7 +184,7 @@ def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> d
 # ------------------------------------------------------------------------------- means, intervals, groups
 
 
-def means_by_group(metrics: Mapping[str, Floats], traits: PairTraits, *, seed: int) -> dict[str, Any]:
+def means_by_group(metrics: Mapping[str, FloatArray], traits: PairTraits, *, seed: int) -> dict[str, Any]:
     """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_length`, and `by_source` if
     the pairs have several sources."""
     everything = _means(metrics, np.arange(len(traits.chosen_tokens)), seed=seed)
@@ -209,7 +209,7 @@ def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str,
     return {name: pairs for name, pairs in groups.items() if len(pairs)}
 
 
-def _means(metrics: Mapping[str, Floats], pairs: Positions, *, seed: int) -> dict[str, Any]:
+def _means(metrics: Mapping[str, FloatArray], pairs: Positions, *, seed: int) -> dict[str, Any]:
     """Returns the number of `pairs`, the mean of each metric over these pairs, and its interval."""
     values = np.stack([column[pairs] for column in metrics.values()], axis=1)
     intervals = mean_intervals(values, seed=seed).tolist()
@@ -217,7 +217,7 @@ def _means(metrics: Mapping[str, Floats], pairs: Positions, *, seed: int) -> dic
     return {"pairs": len(pairs), **means, "intervals": dict(zip(metrics, intervals, strict=True))}
 
 
-def length_preference(accuracies: Floats, traits: PairTraits) -> dict[str, float]:
+def length_preference(accuracies: FloatArray, traits: PairTraits) -> dict[str, float]:
     """Measures whether data and policy prefer the longer completion of a pair. Pairs whose completions have
     the same length are left out.
 

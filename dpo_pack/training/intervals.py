@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from dpo_pack.packing.lengths import FloatArray
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 1000
@@ -16,7 +15,7 @@ _MIN_RESAMPLES = 200
 _VALUES_AT_A_TIME = 4_000_000  # 32 MB of float64
 
 
-def mean_intervals(values: Floats, *, seed: int, num_resamples: int = NUM_RESAMPLES) -> Floats:
+def mean_intervals(values: FloatArray, *, seed: int, num_resamples: int = NUM_RESAMPLES) -> FloatArray:
     """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound.
 
     This is the bootstrap's percentile interval (Efron & Tibshirani 1993, An Introduction to the Bootstrap,
@@ -33,5 +32,5 @@ def mean_intervals(values: Floats, *, seed: int, num_resamples: int = NUM_RESAMP
         drawn = rng.integers(0, num_pairs, (stop - start, num_pairs))
         means[start:stop] = values[drawn].mean(axis=1)
     tail = (1 - CONFIDENCE) / 2
-    bounds: Floats = np.quantile(means, (tail, 1 - tail), axis=0).T
+    bounds: FloatArray = np.quantile(means, (tail, 1 - tail), axis=0).T
     return bounds

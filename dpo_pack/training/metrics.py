@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ SATURATED_MARGIN = math.log(1 / SATURATED_SLOPE - 1)  # 4.595
 # The rounding of one token's log-prob, in nats, if the log-prob is about 1 nat, by the dtype of the matrix
 # products. Two computations of one token in other rows differ by about this much, see docs/numerics.md.
 ROUNDING_PER_TOKEN = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+# Metric -> level; torch interpolates a quantile linearly between the two nearest pairs.
 MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rewards/margins_p90": 0.9}
 
 
@@ -78,13 +79,7 @@ class PairValues:
         """[P] loss x weight of each pair."""
         return self.column("loss")
 
-    def policy_logps(self) -> PairLogps:
-        return self._logps("policy")
-
-    def reference_logps(self) -> PairLogps:
-        return self._logps("reference")
-
-    def _logps(self, model: str) -> PairLogps:
+    def logps(self, model: Literal["policy", "reference"]) -> PairLogps:
         return PairLogps(
             chosen=self.column(f"{model}_chosen"),
             rejected=self.column(f"{model}_rejected"),
@@ -151,7 +146,7 @@ def pair_metrics(values: PairValues, *, beta: float, dtype: torch.dtype) -> dict
 
     `dtype` is that of the policy's matrix products.
     """
-    policy, reference = values.policy_logps(), values.reference_logps()
+    policy, reference = values.logps("policy"), values.logps("reference")
     chosen_logratios = policy.chosen - reference.chosen
     rejected_logratios = policy.rejected - reference.rejected
     chosen_rewards, rejected_rewards = beta * chosen_logratios, beta * rejected_logratios
@@ -187,18 +182,14 @@ def averages(
     """
     columns = pair_metrics(values, beta=beta, dtype=dtype)
     metrics = {name: column.mean() for name, column in columns.items()}
-    metrics |= _margin_quantiles(columns["rewards/margins"])
+    margins = columns["rewards/margins"]
+    levels = torch.tensor(list(MARGIN_QUANTILES.values()), dtype=margins.dtype, device=margins.device)
+    metrics |= zip(MARGIN_QUANTILES, torch.quantile(margins, levels).unbind(), strict=True)
     metrics |= _token_metrics(values)
     if not has_reference:
         metrics = {name: value for name, value in metrics.items() if not name.startswith("kl/")}
     numbers = torch.stack(list(metrics.values())).tolist()
     return dict(zip(metrics, numbers, strict=True))
-
-
-def _margin_quantiles(margins: Tensor) -> Mapping[str, Tensor]:
-    """Returns quantiles of [P] margins, interpolated linearly between the two nearest pairs."""
-    levels = torch.tensor(list(MARGIN_QUANTILES.values()), dtype=margins.dtype, device=margins.device)
-    return dict(zip(MARGIN_QUANTILES, torch.quantile(margins, levels).unbind(), strict=True))
 
 
 def _token_metrics(values: PairValues) -> Mapping[str, Tensor]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.packing.epoch_order import epoch_order
@@ -22,6 +21,7 @@ from dpo_pack.reference.frozen import PairReference
 from dpo_pack.training.batches import GlobalBatch, RowBuilder, global_batch
 
 
+@dataclass(kw_only=True, eq=False)
 class OfflineSource:
     """Hands out global batches of a table, epoch after epoch. Its state: how many batches it has handed out.
 
@@ -29,54 +29,41 @@ class OfflineSource:
     be faster: the layout of rows holds Python's lock (GIL), and the launch of kernels needs this lock too.
     """
 
-    def __init__(
-        self,
-        builder: RowBuilder,
-        *,
-        settings: PlanSettings,
-        row_costs: FloatArray | None,
-        source_weights: npt.NDArray[np.float64],
-        epochs: int,
-        max_steps: int | None,
-        shuffle: bool,
-        seed: int,
-        rank: int,
-        num_ranks: int,
-        equal_rows: bool = False,
-    ) -> None:
-        """`row_costs`: [all pairs] FLOPs or tokens, which the plan balances over ranks. `equal_rows`:
-        all ranks get equally many rows. In a step with too few pairs for this, ranks with fewer rows also
-        compute idle rows, whose gradient is zero.
-        """
-        self.builder = builder
-        self.settings = settings
-        self.row_costs = row_costs
-        self.source_weights = source_weights
-        self.shuffle = shuffle
-        self.seed = seed
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.equal_rows = equal_rows
-        shares = builder.is_packed and builder.share_prompt
-        self.real_tokens = pair_lengths(builder.table).row_tokens(share_prompt=shares)  # [all pairs]
+    builder: RowBuilder
+    settings: PlanSettings
+    row_costs: FloatArray | None  # [all pairs] FLOPs or tokens, which the plan balances over ranks
+    source_weights: FloatArray  # [sources]
+    epochs: int
+    max_steps: int | None
+    shuffle: bool
+    seed: int
+    rank: int
+    num_ranks: int
+    # Whether all ranks get equally many rows. In a step with too few pairs for this, ranks with fewer rows
+    # also compute idle rows, whose gradient is zero.
+    equal_rows: bool = False
+
+    def __post_init__(self) -> None:
+        shares = self.builder.is_packed and self.builder.share_prompt
+        self.real_tokens = pair_lengths(self.builder.table).row_tokens(share_prompt=shares)  # [all pairs]
         self.first_plan = self.plan(0)
         self._planned = (0, self.first_plan)  # the newest epoch and its plan
         self._ahead: tuple[int, GlobalBatch] | None = None  # a step and its batch, not handed out yet
-        self._epoch_ends = self._count_steps(epochs, max_steps)
+        self._epoch_ends = self._count_steps()
         self.next_step = 0
 
-    def _count_steps(self, epochs: int, max_steps: int | None) -> list[int]:
+    def _count_steps(self) -> list[int]:
         """Returns the number of steps until the end of each epoch; the final entry counts all steps.
 
         With `packing.scope: step`, all epochs have equally many steps, because each epoch draws equally many
         pairs. With `packing.scope: epoch`, the new order of an epoch's pairs can need one row more.
         """
         ends = [0]
-        for epoch in range(epochs):
+        for epoch in range(self.epochs):
             is_as_long = epoch == 0 or self.settings.rows_per_step is None
             ends.append(ends[-1] + len(self.first_plan if is_as_long else self.plan(epoch)))
-            if max_steps is not None and ends[-1] >= max_steps:
-                return [*ends[1:-1], max_steps]
+            if self.max_steps is not None and ends[-1] >= self.max_steps:
+                return [*ends[1:-1], self.max_steps]
         return ends[1:]
 
     @property
@@ -98,7 +85,7 @@ class OfflineSource:
     def plan(self, epoch: int) -> PackingPlan:
         """Returns the plan of an epoch: the pairs of each step, rank and row. The first epoch is 0.
 
-        It changes nothing and is fast, so a resumed run computes the plan again.
+        This changes nothing and is fast, so a resumed run computes the plan again.
         """
         return self.settings.plan(
             self.builder.row_tokens(),
@@ -131,10 +118,8 @@ class OfflineSource:
         step = self.next_step - (self._epoch_ends[epoch - 1] if epoch else 0)
         if self._planned[0] != epoch:
             self._planned = (epoch, self.plan(epoch))
-        self._ahead = (self.next_step, self._batch(self._planned[1], step, epoch))
-
-    def _batch(self, plan: PackingPlan, step: int, epoch: int) -> GlobalBatch:
-        return global_batch(
+        _, plan = self._planned
+        batch = global_batch(
             self.builder,
             plan,
             step,
@@ -142,6 +127,7 @@ class OfflineSource:
             real_tokens=self.real_tokens,
             epoch=epoch + (step + 1) / len(plan),
         )
+        self._ahead = (self.next_step, batch)
 
     @property
     def steps_fingerprint(self) -> str:

@@ -32,16 +32,21 @@ def build_optimizer(
 ) -> Optimizer:
     """Builds the optimizer that a recipe's `optim.name` names, for the parameters that are trained.
 
-    adamw: see `adamw`. adamw_8bit: AdamW whose moments have 8 bits each (Dettmers et al. 2021, arXiv
-    2110.02861). adafactor (Shazeer & Stern 2018, arXiv 1804.04235) has no first moments, and only row and
-    column means of second moments; its update is `lr` times the tensor's root mean square, at least `lr` x
-    1e-3; it ignores `betas` and `eps`. Raises RecipeError if adamw_8bit or adafactor would train bfloat16
-    parameters.
+    adamw (Loshchilov & Hutter 2017, arXiv 1711.05101) computes in fp32 for any dtype. adamw_8bit is AdamW
+    whose moments have 8 bits each (Dettmers et al. 2021, arXiv 2110.02861). adafactor (Shazeer & Stern 2018,
+    arXiv 1804.04235) has no first moments, and only row and column means of second moments; its update is
+    `lr` times the tensor's root mean square, at least `lr` x 1e-3; it ignores `betas` and `eps`. Raises
+    RecipeError if adamw_8bit or adafactor would train bfloat16 parameters.
     """
-    if name == "adamw":
-        return adamw(model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     groups = _groups(model, weight_decay)
-    if _trains_bfloat16(groups):
+    trains_bfloat16 = any(
+        parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"]
+    )
+    if name == "adamw":
+        if trains_bfloat16:
+            return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    if trains_bfloat16:
         raise RecipeError(f"optim.name: {name} {NO_MASTER_WEIGHTS}")
     if name == "adafactor":
         return Adafactor(groups, lr=lr, weight_decay=weight_decay)
@@ -56,23 +61,9 @@ def check_optimizer(name: str, device: torch.device) -> None:
     """Raises RecipeError when a recipe's `optim.name` does not run on this device."""
     if name == "adamw_8bit" and device.type != "cuda":
         raise RecipeError(
-            f"optim.name: adamw_8bit is bitsandbytes' kernel for CUDA devices, and this is {device.type}; "
+            f"optim.name: adamw_8bit needs a CUDA device, and this run computes on {device.type}; "
             "set optim.name: adamw"
         )
-
-
-def adamw(
-    model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> AdamW | SplitAdamW:
-    """Builds AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101); it computes in fp32 for any dtype."""
-    groups = _groups(model, weight_decay)
-    if _trains_bfloat16(groups):
-        return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-
-
-def _trains_bfloat16(groups: list[dict[str, Any]]) -> bool:
-    return any(parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"])
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

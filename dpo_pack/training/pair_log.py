@@ -51,7 +51,8 @@ class PairLog:
     source_names: Sequence[str]
     beta: float
     has_reference: bool
-    _waiting: list[tuple[int, float, npt.NDArray[np.int64], Tensor]] = field(default_factory=list)
+    # Of each step in memory: [P, 3] step, epoch and pair of each line, and [P, numbers kept] their values.
+    _waiting: list[tuple[npt.NDArray[np.float64], Tensor]] = field(default_factory=list)
     _num_waiting: int = 0
 
     def cut_after(self, step: int) -> None:
@@ -79,7 +80,8 @@ class PairLog:
 
         Every rank must call this: when enough pairs are in memory, it writes them with `flush`.
         """
-        self._waiting.append((step, epoch, pairs, values.table))
+        facts = np.column_stack((np.full(len(pairs), step), np.full(len(pairs), epoch), pairs))
+        self._waiting.append((facts, values.table))
         self._num_waiting += num_pairs
         if self._num_waiting >= _MOST_WAITING:
             self.flush()
@@ -92,17 +94,9 @@ class PairLog:
         waiting, self._waiting, self._num_waiting = self._waiting, [], 0
         if not waiting:
             return
-        numbers = torch.cat([values for _, _, _, values in waiting])
-        counts = [len(pairs) for _, _, pairs, _ in waiting]
-        facts = np.stack(
-            [
-                np.repeat([step for step, *_ in waiting], counts).astype(np.float64),
-                np.repeat([epoch for _, epoch, *_ in waiting], counts),
-                np.concatenate([pairs for _, _, pairs, _ in waiting]),
-            ],
-            axis=1,
-        )
-        together = torch.cat([torch.from_numpy(facts).to(numbers.device), numbers], dim=1)  # float64: exact
+        facts = torch.from_numpy(np.concatenate([facts for facts, _ in waiting]))
+        numbers = torch.cat([values for _, values in waiting])
+        together = torch.cat([facts.to(numbers.device), numbers], dim=1)  # float64: exact
         every = gather_over_ranks(together).cpu()
         if ranks.is_first():
             self._write(self._lines(every[:, :3].numpy(), PairValues(table=every[:, 3:])))

@@ -105,10 +105,7 @@ class LiveReference:
     def score(self, row: PairRow) -> PairRow:
         with self.model.as_reference():
             output = by_pair(self.model.scorer(row.row), row)
-        chosen, rejected = output.sums.view(-1, 2).unbind(dim=1)  # [P] each
-        return replace(
-            row, reference_chosen=chosen, reference_rejected=rejected, reference_tokens=output.token_logps
-        )
+        return replace(row, reference=output.sums.view(-1, 2), reference_tokens=output.token_logps)
 
     @torch.no_grad()
     def score_batch(self, batch: GlobalBatch) -> GlobalBatch:

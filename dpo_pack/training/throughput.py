@@ -46,9 +46,8 @@ class PhaseClock:
         """Returns `seconds/<phase>` of the step. Waits for the device."""
         totals = dict.fromkeys(PHASES, 0.0)
         for (_, begun, start), (phase, ended, end) in itertools.pairwise(self._laps):
-            if (
-                start is None or end is None or phase == "data"
-            ):  # the host makes rows, the device does the rest
+            # The host makes rows, the device does the rest.
+            if start is None or end is None or phase == "data":
                 totals[phase] += ended - begun
             else:
                 end.synchronize()
@@ -60,7 +59,6 @@ class PhaseClock:
 class Meter:
     """Adds up the steps since the newest logged line; time of evaluations and checkpoints is left out."""
 
-    device: torch.device
     sizes: PairSizes  # of the pairs that are trained on; `costs` are FLOPs
     peak_flops: float | None  # FLOPs a second that this device can do; None: no `mfu`
     steps: int = 0
@@ -74,7 +72,7 @@ class Meter:
 
         Returns the step's FLOPs on one device, as a mean over devices.
         """
-        flops = rows_flops(self.sizes, rows) / num_ranks()
+        flops = sum(map(self.sizes.cost_of, rows)) / num_ranks()
         self.steps += 1
         self.pairs += pairs
         self.tokens += tokens
@@ -94,11 +92,6 @@ class Meter:
             rates["mfu"] = self.flops / seconds / self.peak_flops
         self.steps, self.pairs, self.tokens, self.flops, self.seconds = 0, 0, 0, 0.0, 0.0
         return rates
-
-
-def rows_flops(sizes: PairSizes, rows: Iterable[IntArray]) -> float:
-    """Returns the FLOPs of training on rows of pairs; tokens that merged pairs share count once."""
-    return sum(sizes.cost_of(row) for row in rows)
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -11,7 +11,6 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
@@ -54,14 +53,9 @@ class MetricsLog:
         self.offset += len(line.encode())
         self.crc32 = zlib.crc32(line.encode(), self.crc32)
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._file is not None:
-            with writing(self.path):  # it writes what is still in memory
+            with writing(self.path):  # `close` writes what is still in memory
                 self._file.close()
 
 
@@ -115,8 +109,8 @@ def start_trackers(
         accelerator.init_trackers(name, config=None if goes_on else config)
     except Exception as error:  # each tracker raises its own errors: no login, no server
         raise RunError(
-            f"logging.trackers: {', '.join(trackers)} cannot be started ({first_line(error)}); log in, "
-            "or leave it out"
+            f"logging.trackers: {', '.join(trackers)} cannot be started ({first_line(error)}); log in to the "
+            "tracker, or remove it from logging.trackers"
         ) from error
     begun = {tracker.name: tracker.tracker for tracker in accelerator.trackers} if ranks.is_first() else {}
     if "comet_ml" in begun:
@@ -140,9 +134,10 @@ def end_trackers(accelerator: Accelerator) -> None:
 
 
 def tracked_prefix(record: Mapping[str, Any], held_out_names: Sequence[str]) -> str:
-    """Returns the prefix of a line's metric names in trackers: the prefix that transformers' Trainer uses.
+    """Returns the prefix of a line's metric names in trackers.
 
-    So one chart of a tracker can show a run of TRL and a run of dpo-pack.
+    transformers' Trainer uses the same prefixes, so one chart of a tracker can show a run of TRL and a run of
+    dpo-pack.
     """
     if record["split"] == "train":
         return "train/"
@@ -152,8 +147,8 @@ def tracked_prefix(record: Mapping[str, Any], held_out_names: Sequence[str]) -> 
 def track(accelerator: Accelerator, record: dict[str, Any], *, prefix: str, breakdowns: bool = False) -> None:
     """Sends the numbers of a metrics line to the trackers, under names that begin with `prefix`.
 
-    Numbers by source and by length go there only with `breakdowns`. A tracker's error does not end training,
-    because metrics.jsonl has every line.
+    Trackers get numbers by source and by length only with `breakdowns`. A tracker's error does not end
+    training, because metrics.jsonl has every line.
     """
     numbers = {  # not intervals: these are lists
         prefix + name: value
@@ -170,4 +165,7 @@ def track(accelerator: Accelerator, record: dict[str, Any], *, prefix: str, brea
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    logger.warning("logging.trackers: one failed (%s); training goes on, and metrics.jsonl is whole", reason)
+    logger.warning(
+        "logging.trackers: a tracker failed (%s); training continues, and metrics.jsonl has all metrics",
+        reason,
+    )

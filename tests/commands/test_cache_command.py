@@ -22,7 +22,7 @@ from dpo_pack.commands.cache import cache_app
 from dpo_pack.data.keys import sequence_key
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import KEY, NUM_TOKENS, SUM, TokenLogps, part_paths
+from dpo_pack.reference.parts import KEY, NUM_TOKENS, SUM, TokenLogps, part_paths, sequence_table
 from dpo_pack.run.prepare import Prepared, prepare
 from dpo_pack.run.reference_stage import ReferencePass, prepare_reference
 from dpo_pack.system import files
@@ -51,7 +51,7 @@ def refusal(*arguments: str | Path) -> str:
 def fill(directory: Path, namespace: dict[str, str], *, num: int = 3, seed: int = 0) -> ReferenceCache:
     filled = ReferenceCache(directory, namespace)
     keys = random_keys(num, seed=seed)
-    filled.append(keys, -np.arange(1.0, num + 1), np.ones(num, dtype=np.int64))
+    filled.append(sequence_table(keys, -np.arange(1.0, num + 1), np.ones(num, dtype=np.int64)))
     return filled
 
 
@@ -68,9 +68,11 @@ def test_list_says_whose_log_probs_there_are(tmp_path: Path) -> None:
     assert "0 namespaces" in cache("list", "--cache-dir", tmp_path)
     first = fill(tmp_path, NAMESPACE)
     first.note_use("org/model")
-    first.append(random_keys(3), np.full(3, -1.0), np.ones(3, dtype=np.int64))  # the same sequences again
+    first.append(
+        sequence_table(random_keys(3), np.full(3, -1.0), np.ones(3, dtype=np.int64))
+    )  # the same sequences again
     tokens = TokenLogps.of_lengths(np.full(2, -1.0, dtype=np.float32), np.ones(2, dtype=np.int64))
-    first.append(random_keys(2, seed=1), np.full(2, -1.0), np.ones(2, dtype=np.int64), tokens)
+    first.append(sequence_table(random_keys(2, seed=1), np.full(2, -1.0), np.ones(2, dtype=np.int64), tokens))
     age(fill(tmp_path, {"parameters": "bfloat16", "autocast": "bfloat16"}), 3)
     found = json.loads(cache("list", "--json", "--cache-dir", tmp_path))
     assert [entry["parameters"] for entry in found] == ["float32", "bfloat16"]  # the latest used first
@@ -285,9 +287,9 @@ def test_sequences_with_per_token_values_and_without_are_exported_together_and_i
     table = prepared_of(recipe).data.train
     keys, num_tokens = table.chosen_keys, table.chosen_lengths.astype(np.int64)
     values = TokenLogps.of_lengths(np.full(num_tokens.sum(), -1.0, dtype=np.float32), num_tokens)
-    filled.cache.append(keys, -num_tokens.astype(np.float64), num_tokens, values)
+    filled.cache.append(sequence_table(keys, -num_tokens.astype(np.float64), num_tokens, values))
     for more in count():  # until the last part by name has only sums
-        part = filled.cache.append(keys, np.array([-0.5 - more] * len(keys)), num_tokens)[0]
+        part = filled.cache.append(sequence_table(keys, np.array([-0.5 - more] * len(keys)), num_tokens))[0]
         if part == part_paths(part.parent)[-1]:
             break
     source = ("--recipe", recipe) if by_recipe else ("--cache-dir", recipe.parent / "cache")
@@ -488,7 +490,7 @@ def test_a_damaged_part_is_not_left_out_of_an_export_silently(tmp_path: Path) ->
 def test_an_export_holds_of_each_sequence_the_value_a_run_would_read(tmp_path: Path) -> None:
     filled, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(2)
     for value in (-1.0, -2.0, -3.0):
-        filled.append(keys, np.full(2, value), np.ones(2, dtype=np.int64))
+        filled.append(sequence_table(keys, np.full(2, value), np.ones(2, dtype=np.int64)))
     cache("export", tmp_path / "x.parquet", "--cache-dir", tmp_path)
     table = pq.read_table(tmp_path / "x.parquet")
     assert table["logps_sum"].to_pylist() == filled.lookup(keys).tolist()

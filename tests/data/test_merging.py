@@ -236,7 +236,7 @@ def test_under_an_adapter_merged_groups_cost_two_passes_as_single_pairs_do(
     flops = []
     for adapter in (False, True):
         sizes = trained_pair_sizes(prepared, source, trains_adapter=adapter)
-        meter = Meter(device=torch.device("cpu"), sizes=sizes, peak_flops=None)
+        meter = Meter(sizes=sizes, peak_flops=None)
         flops.append([meter.add([row], pairs=len(row), tokens=1, seconds=1.0) for row in rows])
     assert np.array(flops[1]) / flops[0] == pytest.approx(2 / 3)
 

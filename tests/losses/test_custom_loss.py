@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.loss_options import loss_options
 
-from dpo_pack.losses import Loss, PairLogps, load_loss
+from dpo_pack.losses import PairLogps
+from dpo_pack.losses.custom import load_custom_loss
 from dpo_pack.system.errors import RecipeError
 
 OPTIONS = loss_options(beta=0.5)
@@ -57,16 +58,16 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["losses_of_mine:good", "package_of_mine.losses:good"])
 def test_a_function_of_the_working_directory_becomes_a_loss(name: str) -> None:
     path = list(sys.path)
-    loss = load_loss(name, OPTIONS)
-    assert isinstance(loss, Loss) and loss.needs_reference and sys.path == path
+    loss = load_custom_loss(name, OPTIONS)
+    assert loss.needs_reference and sys.path == path
     one = torch.ones(1, dtype=torch.float64)
     pair = PairLogps(chosen=-one, rejected=-2 * one, chosen_tokens=one.long(), rejected_tokens=one.long())
     assert loss.function(pair, pair, OPTIONS).tolist() == pytest.approx([0.6931471805599453])
 
 
 def test_a_function_of_an_installed_module_becomes_a_loss() -> None:
-    loss = load_loss("dpo_pack.losses.contrastive:sigmoid", OPTIONS)
-    assert isinstance(loss, Loss) and loss.function.__name__ == "sigmoid"
+    loss = load_custom_loss("dpo_pack.losses.contrastive:sigmoid", OPTIONS)
+    assert loss.function.__name__ == "sigmoid"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_function_of_an_installed_module_becomes_a_loss() -> None:
 )
 def test_what_cannot_be_used_is_one_line_that_names_the_key(name: str, fragments: list[str]) -> None:
     with pytest.raises(RecipeError) as caught:
-        load_loss(name, OPTIONS)
+        load_custom_loss(name, OPTIONS)
     message = str(caught.value)
     assert message.startswith("loss.type: ") and message.isprintable()
     for fragment in fragments:

@@ -11,11 +11,11 @@ import torch
 from support.loss_options import loss_options
 from torch import Tensor
 
-from dpo_pack.losses import LOSSES, Loss, LossOptions, PairLogps, make_objective
+from dpo_pack.losses import LOSSES, LossOptions, PairLogps, make_objective
 from dpo_pack.losses.contrastive import DIVERGENCES, mixed_logistic
 from dpo_pack.recipe.loss import LOSS_DECLARATIONS, LossRecipe
 
-CONTRASTIVE = {name: loss for name, loss in LOSSES.items() if isinstance(loss, Loss) and loss.needs_reference}
+CONTRASTIVE = {name: loss for name, loss in LOSSES.items() if loss.needs_reference and not loss.couples_pairs}
 NAMES = tuple(CONTRASTIVE)
 
 
@@ -240,13 +240,13 @@ def test_a_loss_declares_all_that_its_function_reads(name: str) -> None:
     divergence = "alpha_divergence" if declared.takes_divergences else "reverse_kl"
     options: Any = Watched(loss_options(beta=0.5, label_smoothing=0.1, f_divergence=divergence))
     reference: Any = Watched(REFERENCE)
-    weights = () if isinstance(loss, Loss) else (torch.ones(1, dtype=torch.float64),)
+    weights = (torch.ones(1, dtype=torch.float64),) if loss.couples_pairs else ()
     loss.function(POLICY, reference, options, *weights)
     is_measured = declared.takes_divergences and declared.needs_reference
     divergence_options = {"f_divergence", "f_alpha"} if is_measured else set()
     assert options.read - {"beta", "mean_chosen_tokens"} == {*declared.options, *divergence_options}
     assert bool(reference.read) == declared.needs_reference == loss.needs_reference
-    assert isinstance(loss, Loss) != declared.couples_pairs
+    assert loss.couples_pairs == declared.couples_pairs
 
 
 def test_an_option_that_recipe_or_functions_lack_is_an_error_and_no_silent_default() -> None:

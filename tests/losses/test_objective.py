@@ -106,11 +106,3 @@ def test_length_desensitized_sums_are_plain_sums_at_one_and_common_lengths_at_ze
     lengths, values = torch.tensor([[3, 2], [1, 4]]), torch.arange(1.0, 11.0)
     assert length_desensitized_sums(values, lengths, 1.0).tolist() == [[6, 9], [6, 34]]
     assert length_desensitized_sums(values, lengths, 0.0).tolist() == [[3, 9], [6, 7]]
-
-
-def test_pairs_of_rows_are_put_together_in_order() -> None:
-    both = ScoredPairs.join([scored(1, 2), scored(3, 4)])
-    assert both.pair_weights.tolist() == [1, 2, 3, 4] and len(both) == 4
-    assert both.policy.chosen.tolist() == [-10, -3, -10, -3]
-    assert both.reference.rejected.tolist() == [-7, -9, -7, -9]
-    assert both.policy.rejected_tokens.tolist() == [2] * 4

@@ -11,7 +11,7 @@ import torch
 from support.loss_options import loss_options
 from torch import Tensor
 
-from dpo_pack.losses import LOSSES, Loss, PairLogps
+from dpo_pack.losses import LOSSES, PairLogps
 
 NAMES = ("sft", "simpo", "orpo", "cpo")
 OPTIONS = loss_options(beta=0.4, simpo_gamma=0.3, cpo_alpha=0.7, mean_chosen_tokens=2.5)
@@ -21,9 +21,7 @@ REJECTED, REJECTED_TOKENS = [-9.0, -8.0, -40.0], [3, 5, 4]
 
 
 def function(name: str) -> Callable[..., Tensor]:
-    loss = LOSSES[name]
-    assert isinstance(loss, Loss)
-    return loss.function
+    return LOSSES[name].function
 
 
 def pairs(chosen: Tensor | list[float], rejected: Tensor | list[float]) -> PairLogps:

@@ -10,14 +10,14 @@ import torch
 from support.loss_options import loss_options
 from torch import Tensor
 
-from dpo_pack.losses import LOSSES, CoupledLoss, PairLogps
+from dpo_pack.losses import LOSSES, PairLogps
 
 NAMES = ("aot", "aot_unpaired")
 
 
 def function(name: str) -> Callable[..., Tensor]:
     loss = LOSSES[name]
-    assert isinstance(loss, CoupledLoss)
+    assert loss.couples_pairs
     return loss.function
 
 

@@ -37,7 +37,7 @@ from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.training.coupling import row_tangents
 from dpo_pack.training.metrics import PairValues
 from dpo_pack.training.nonfinite import NonfiniteGuard, skip_update_if
-from dpo_pack.training.optim import adamw, clip_gradients
+from dpo_pack.training.optim import build_optimizer, clip_gradients
 
 # peft reads an attribute that transformers has renamed.
 pytestmark = [
@@ -192,7 +192,7 @@ def compare(
 
 def num_decayed(policy: CompletionLogps) -> list[int]:
     """How many parameters each group of the optimizer has: those that decay, and those that do not."""
-    optimizer = adamw(policy, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer("adamw", policy, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
@@ -522,7 +522,9 @@ def _take_steps_that_are_not_finite(directory: Path, fsdp2: dict[str, Any] | Non
     recipe, strategy = recipe_of(directory / "llama", {}), strategy_of(fsdp2)
     models = [loaded_policy(recipe, FLOAT32, strategy=of) for of in (strategy, ALONE)]
     scorers = [loaded.scorer for loaded in models]
-    optimizers = [adamw(s, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1) for s in scorers]
+    optimizers = [
+        build_optimizer("adamw", s, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1) for s in scorers
+    ]
     guard = NonfiniteGuard(stops=False, device=CPU)
     row, values = make_rows()[0], PairValues.none(CPU)
     pairs = np.zeros(0, dtype=np.int64)

@@ -169,7 +169,7 @@ def batches_of(recipe: Recipe, rank: int, *, equal_rows: bool) -> list[GlobalBat
     prepared = prepare(recipe, Console(quiet=True))
     table = prepared.data.train
     source = OfflineSource(
-        row_builder(prepared, table),
+        builder=row_builder(prepared, table),
         settings=plan_settings(recipe),
         row_costs=pair_flops(prepared.policy_facts.shape, pair_lengths(table), share_prompt=True),
         source_weights=prepared.data.source_weights,

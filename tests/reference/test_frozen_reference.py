@@ -12,7 +12,7 @@ from support.reference_pairs import NAMESPACE, make_table, one_line, random_pair
 from dpo_pack.data.store import PairTable
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.reference.parts import TokenLogps
+from dpo_pack.reference.parts import TokenLogps, sequence_table
 from dpo_pack.system.errors import CacheError
 
 
@@ -21,7 +21,7 @@ def frozen_table(tmp_path: Path) -> Iterator[tuple[FrozenReference, PairTable]]:
     table = make_table(random_pairs(6))
     cache = ReferenceCache(tmp_path / "cache", NAMESPACE)
     for keys, factor in ((table.chosen_keys, 1.0), (table.rejected_keys, 10.0)):
-        cache.append(keys, -factor * np.arange(1.0, 7.0), np.ones(6, dtype=np.int64))
+        cache.append(sequence_table(keys, -factor * np.arange(1.0, 7.0), np.ones(6, dtype=np.int64)))
     yield FrozenReference.take(cache, [table, table]), table
 
 
@@ -34,8 +34,7 @@ def test_frozen_values_are_those_of_each_pair_s_sides_before_and_after_a_round_t
     assert again.fingerprint == frozen.fingerprint and len(again.keys) == 12
     for reference in (frozen, again):
         values = reference.of(table.select(np.array([4, 0, 0])))
-        assert values.chosen.tolist() == [-5.0, -1.0, -1.0]
-        assert values.rejected.tolist() == [-50.0, -10.0, -10.0]
+        assert values.sums.tolist() == [[-5.0, -50.0], [-1.0, -10.0], [-1.0, -10.0]]
 
 
 def test_what_is_frozen_is_joined_and_taken_apart_again(tmp_path: Path) -> None:
@@ -49,7 +48,7 @@ def test_what_is_frozen_is_joined_and_taken_apart_again(tmp_path: Path) -> None:
             ramp = np.arange(lengths.sum(), dtype=np.float32) + number
             tokens = TokenLogps.of_lengths(ramp, lengths)
             sums = np.array([tokens.of(n).sum() for n in range(len(tokens))], dtype=np.float64)
-            cache.append(keys, sums, lengths, tokens)
+            cache.append(sequence_table(keys, sums, lengths, tokens))
     for per_token in (False, True):
         first, second = (FrozenReference.take(cache, [table], per_token=per_token) for table in tables)
         assert first.covers(tables[0]) and not first.covers(tables[1])
@@ -79,7 +78,7 @@ def test_the_fingerprint_changes_with_the_last_bit_of_one_value(
 
 def test_values_that_vanished_from_the_cache_are_a_one_line_error(tmp_path: Path) -> None:
     cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(random_pairs(2))
-    cache.append(table.chosen_keys, np.array([-1.0, -2.0]), np.array([1, 1]))
+    cache.append(sequence_table(table.chosen_keys, np.array([-1.0, -2.0]), np.array([1, 1])))
     message = one_line(lambda: FrozenReference.take(cache, [table]))
     assert message.startswith("2 reference log-probs are no longer in") and str(cache.directory) in message
 
@@ -115,23 +114,23 @@ def test_per_token_values_come_in_the_order_of_a_row_and_survive_a_round_trip(tm
         ramp = (-sign * np.arange(1.0, lengths.sum() + 1)).astype(np.float32)
         tokens = TokenLogps.of_lengths(ramp, lengths)
         sums = np.array([tokens.of(sequence).sum() for sequence in range(len(tokens))], dtype=np.float64)
-        cache.append(keys, sums, lengths, tokens)
+        cache.append(sequence_table(keys, sums, lengths, tokens))
     frozen = FrozenReference.take(cache, [table], per_token=True)
     frozen.save(tmp_path / "reference.parquet")
     again = FrozenReference.load(tmp_path / "reference.parquet", per_token=True)
     assert again.fingerprint == frozen.fingerprint != FrozenReference.take(cache, [table]).fingerprint
     for reference in (frozen, again):
         values = reference.of(table).token_logps(np.array([2, 0]))
-        assert values.tolist() == [-5.0, -300.0, -400.0, -500.0, -1.0, -2.0, -100.0]
+        assert values is not None and values.tolist() == [-5.0, -300.0, -400.0, -500.0, -1.0, -2.0, -100.0]
         of_pairs = reference.of(table)
-        assert of_pairs.chosen[0] == -3.0 and of_pairs.chosen[1] == -7.0
+        assert of_pairs.sums[0, 0] == -3.0 and of_pairs.sums[1, 0] == -7.0
 
 
 def test_values_frozen_without_tokens_cannot_serve_a_loss_that_needs_them(tmp_path: Path) -> None:
     table = make_table(random_pairs(2))
     cache = ReferenceCache(tmp_path, NAMESPACE)
     for keys in (table.chosen_keys, table.rejected_keys):
-        cache.append(keys, np.array([-1.0, -2.0]), np.array([1, 1]))
+        cache.append(sequence_table(keys, np.array([-1.0, -2.0]), np.array([1, 1])))
     FrozenReference.take(cache, [table]).save(tmp_path / "reference.parquet")
     one_line(lambda: FrozenReference.load(tmp_path / "reference.parquet", per_token=True))
     message = one_line(lambda: FrozenReference.take(cache, [table], per_token=True))

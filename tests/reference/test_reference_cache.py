@@ -19,7 +19,7 @@ import pytest
 from support.reference_pairs import NAMESPACE, one_line, random_keys
 
 from dpo_pack.reference.cache import ReferenceCache, default_cache_directory, namespace_digest
-from dpo_pack.reference.parts import TokenLogps
+from dpo_pack.reference.parts import TokenLogps, sequence_table
 
 
 def test_a_part_that_no_listing_has_yet_is_read_by_its_name(
@@ -28,7 +28,7 @@ def test_a_part_that_no_listing_has_yet_is_read_by_its_name(
     """A network file system lists a directory as it was a while ago: another node's part is not there yet."""
     there, here = ReferenceCache(tmp_path, NAMESPACE), ReferenceCache(tmp_path, NAMESPACE)
     keys = random_keys(2)
-    [part] = there.append(keys, np.array([-1.0, -2.0]), np.array([3, 4]))
+    [part] = there.append(sequence_table(keys, np.array([-1.0, -2.0]), np.array([3, 4])))
     monkeypatch.setattr("dpo_pack.reference.cache.part_paths", lambda directory: [])
     assert np.isnan(here.lookup(keys)).all()
     here.named_parts |= there.named_parts
@@ -42,8 +42,8 @@ def test_lookup_finds_what_was_appended_in_any_order_and_nan_for_the_rest(tmp_pa
     keys = random_keys(5)
     sums = np.array([-1.5, -2.0, 0.0, -1e-12, -4e3])
     assert np.isnan(cache.lookup(keys)).all()
-    cache.append(keys[:3], sums[:3], np.array([3, 4, 5]))
-    cache.append(keys[3:], sums[3:], np.array([6, 7]))
+    cache.append(sequence_table(keys[:3], sums[:3], np.array([3, 4, 5])))
+    cache.append(sequence_table(keys[3:], sums[3:], np.array([6, 7])))
     wanted = np.concatenate((keys[[4, 1]], random_keys(1, seed=1), keys[[1, 0, 2, 3]]))
     np.testing.assert_array_equal(cache.lookup(wanted), [-4e3, -2.0, np.nan, -2.0, -1.5, 0.0, -1e-12])
     assert cache.lookup(keys[:0]).shape == (0,)
@@ -54,7 +54,7 @@ def test_keys_that_differ_in_zero_bytes_only_are_different_keys(tmp_path: Path) 
     keys = np.zeros((4, 16), dtype=np.uint8)
     keys[1, 0] = keys[2, 14] = keys[3, 15] = 7
     cache = ReferenceCache(tmp_path, NAMESPACE)
-    cache.append(keys, np.array([-1.0, -2.0, -3.0, -4.0]), np.ones(4, dtype=np.int64))
+    cache.append(sequence_table(keys, np.array([-1.0, -2.0, -3.0, -4.0]), np.ones(4, dtype=np.int64)))
     assert cache.lookup(keys[::-1]).tolist() == [-4.0, -3.0, -2.0, -1.0]
     missing = keys[:1].copy()
     missing[0, 8] = 7
@@ -69,7 +69,9 @@ def test_of_a_sequence_that_many_jobs_computed_the_last_part_by_name_counts(
     values = {}
     for value in range(-20, 0):
         tokens = token_logps(*[[float(value)]] * 3)
-        [part] = ReferenceCache(tmp_path, NAMESPACE).append(keys, np.full(3, float(value)), ones, tokens)
+        [part] = ReferenceCache(tmp_path, NAMESPACE).append(
+            sequence_table(keys, np.full(3, float(value)), ones, tokens)
+        )
         values[part.name] = float(value)
     listing = Path.glob
     for backwards in (False, True):
@@ -83,7 +85,7 @@ def test_of_a_sequence_that_many_jobs_computed_the_last_part_by_name_counts(
 
 def test_each_namespace_has_values_of_its_own(tmp_path: Path) -> None:
     keys = random_keys(2)
-    ReferenceCache(tmp_path, NAMESPACE).append(keys, np.array([-1.0, -2.0]), np.array([1, 1]))
+    ReferenceCache(tmp_path, NAMESPACE).append(sequence_table(keys, np.array([-1.0, -2.0]), np.array([1, 1])))
     other = ReferenceCache(tmp_path, {**NAMESPACE, "parameters": "bfloat16"})
     assert np.isnan(other.lookup(keys)).all()
     assert ReferenceCache(tmp_path, dict(reversed(NAMESPACE.items()))).lookup(keys).tolist() == [-1.0, -2.0]
@@ -92,7 +94,7 @@ def test_each_namespace_has_values_of_its_own(tmp_path: Path) -> None:
 def test_pandas_reads_a_part(tmp_path: Path) -> None:
     keys = random_keys(3)
     [part] = ReferenceCache(tmp_path, NAMESPACE).append(
-        keys, np.array([-1.0, -2.5, -3.0]), np.array([4, 5, 6])
+        sequence_table(keys, np.array([-1.0, -2.5, -3.0]), np.array([4, 5, 6]))
     )
     frame = pytest.importorskip("pandas").read_parquet(part)
     assert frame["key"].tolist() == [key.tobytes() for key in keys]
@@ -106,8 +108,8 @@ def test_a_damaged_part_is_set_aside_with_a_warning_and_the_others_still_count(
 ) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
     keys, ones = random_keys(4), np.ones(2, dtype=np.int64)
-    [part] = cache.append(keys[:2], np.array([-1.0, -2.0]), ones)
-    cache.append(keys[2:], np.array([-3.0, -4.0]), ones)
+    [part] = cache.append(sequence_table(keys[:2], np.array([-1.0, -2.0]), ones))
+    cache.append(sequence_table(keys[2:], np.array([-3.0, -4.0]), ones))
     content = bytearray(part.read_bytes())
     content[len(content) // 3] ^= 1
     damaged: dict[str, bytes | bytearray] = {
@@ -120,7 +122,7 @@ def test_a_damaged_part_is_set_aside_with_a_warning_and_the_others_still_count(
         np.testing.assert_array_equal(cache.lookup(keys), [np.nan, np.nan, -3.0, -4.0])
     assert len(caplog.records) == 1 and part.name in caplog.text and "damaged" in caplog.text
     assert not part.exists() and part.with_suffix(".damaged").exists()
-    cache.append(keys[:2], np.array([-1.0, -2.0]), ones)
+    cache.append(sequence_table(keys[:2], np.array([-1.0, -2.0]), ones))
     assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0, -4.0]
     assert len(caplog.records) == 1
 
@@ -130,7 +132,7 @@ def test_a_damaged_part_that_another_job_sets_aside_first_stops_nobody(
 ) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
     keys = random_keys(1)
-    [part] = cache.append(keys, np.array([-1.0]), np.array([1]))
+    [part] = cache.append(sequence_table(keys, np.array([-1.0]), np.array([1])))
     part.write_bytes(b"damaged")
     rename = Path.rename
 
@@ -148,7 +150,7 @@ def test_a_part_that_vanishes_between_listing_and_reading_is_only_missing(
 ) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
     keys = random_keys(1)
-    gone = cache.append(keys, np.array([-1.0]), np.array([1]))[0].with_stem("part-gone")
+    gone = cache.append(sequence_table(keys, np.array([-1.0]), np.array([1])))[0].with_stem("part-gone")
     listing = Path.glob
     monkeypatch.setattr(Path, "glob", lambda path, pattern: [gone, *listing(path, pattern)])
     assert cache.lookup(keys).tolist() == [-1.0]
@@ -170,7 +172,9 @@ def test_a_directory_that_cannot_be_written_is_a_one_line_error(tmp_path: Path) 
         path.unlink()
     cache.directory.rmdir()
     cache.directory.write_text("in the way")
-    message = one_line(lambda: cache.append(random_keys(1), np.zeros(1), np.ones(1, dtype=np.int64)))
+    message = one_line(
+        lambda: cache.append(sequence_table(random_keys(1), np.zeros(1), np.ones(1, dtype=np.int64)))
+    )
     assert str(cache.directory) in message
 
 
@@ -182,7 +186,9 @@ def test_several_caches_write_to_one_directory_at_once_without_losing_anything(t
     def write(writer: int) -> None:
         cache = ReferenceCache(tmp_path, NAMESPACE)
         for part in range(num_parts):
-            cache.append(keys[writer, part], np.full(3, -float(writer)), np.ones(3, dtype=np.int64))
+            cache.append(
+                sequence_table(keys[writer, part], np.full(3, -float(writer)), np.ones(3, dtype=np.int64))
+            )
             seen.append(int(np.isfinite(cache.lookup(keys[writer].reshape(-1, 16))).sum()) - 3 * (part + 1))
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(num_writers)]
@@ -214,8 +220,8 @@ def token_logps(*sequences: list[float]) -> TokenLogps:
 def test_per_token_values_come_back_with_the_sums_they_belong_to(tmp_path: Path) -> None:
     cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(4)
     first = token_logps([-1.0, -0.5], [-2.0])
-    cache.append(keys[:2], np.array([-1.5, -2.0]), np.array([2, 1]), first)
-    cache.append(keys[2:3], np.array([-3.0]), np.array([3]), token_logps([-1.0, -1.0, -1.0]))
+    cache.append(sequence_table(keys[:2], np.array([-1.5, -2.0]), np.array([2, 1]), first))
+    cache.append(sequence_table(keys[2:3], np.array([-3.0]), np.array([3]), token_logps([-1.0, -1.0, -1.0])))
     sums, tokens = cache.lookup_tokens(keys[[2, 3, 0, 1, 2]])
     np.testing.assert_array_equal(sums, [-3.0, np.nan, -1.5, -2.0, -3.0])
     found = [tokens.of(sequence).tolist() for sequence in range(len(tokens))]
@@ -226,10 +232,10 @@ def test_per_token_values_come_back_with_the_sums_they_belong_to(tmp_path: Path)
 
 def test_a_sequence_without_per_token_values_is_a_miss_for_who_needs_them(tmp_path: Path) -> None:
     cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(2)
-    cache.append(keys, np.array([-1.5, -2.0]), np.array([2, 1]))
+    cache.append(sequence_table(keys, np.array([-1.5, -2.0]), np.array([2, 1])))
     assert cache.contains(keys, per_token=False).tolist() == [True, True]
     assert cache.contains(keys, per_token=True).tolist() == [False, False]
-    cache.append(keys[:1], np.array([-1.75]), np.array([2]), token_logps([-1.0, -0.75]))
+    cache.append(sequence_table(keys[:1], np.array([-1.75]), np.array([2]), token_logps([-1.0, -0.75])))
     assert cache.contains(keys, per_token=True).tolist() == [True, False]
     sums, tokens = cache.lookup_tokens(keys)
     assert sums[0] == -1.75 and tokens.lengths.tolist() == [2, 0] and np.isnan(sums[1])
@@ -242,7 +248,7 @@ def test_many_sequences_are_written_in_parts_of_bounded_size(
     cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(5)
     tokens = token_logps([-1.0], [-2.0, -2.0], [-3.0], [-4.0], [-5.0, -1.0])
     sums = np.array([-1.0, -4.0, -3.0, -4.0, -6.0])
-    cache.append(keys, sums, np.array([1, 2, 1, 1, 2]), tokens, metadata={"origin": "test"})
+    cache.append(sequence_table(keys, sums, np.array([1, 2, 1, 1, 2]), tokens), {"origin": "test"})
     parts = list(cache.directory.glob("part-*.parquet"))
     assert sorted(pq.read_metadata(part).num_rows for part in parts) == [1, 2, 2]
     assert pq.read_schema(parts[0]).metadata[b"dpo_pack.origin"] == b"test"
@@ -268,10 +274,12 @@ def test_a_part_the_disk_has_no_room_for_is_a_one_line_error_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(100)
-    cache.append(keys[:1], np.array([-1.0]), np.array([1]))
+    cache.append(sequence_table(keys[:1], np.array([-1.0]), np.array([1])))
     before = sorted(path.name for path in cache.directory.iterdir())
     with files_of_at_most_512_bytes():
-        message = one_line(lambda: cache.append(keys, np.zeros(100), np.ones(100, dtype=np.int64)))
+        message = one_line(
+            lambda: cache.append(sequence_table(keys, np.zeros(100), np.ones(100, dtype=np.int64)))
+        )
     assert str(cache.directory) in message and "File too large" in message and "free space" in message
     assert sorted(path.name for path in cache.directory.iterdir()) == before
     assert cache.lookup(keys[:1]).tolist() == [-1.0]
@@ -301,7 +309,7 @@ def test_a_cache_that_may_only_be_read_can_still_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = random_keys(1)
-    ReferenceCache(tmp_path, NAMESPACE).append(keys, np.array([-1.0]), np.array([1]))
+    ReferenceCache(tmp_path, NAMESPACE).append(sequence_table(keys, np.array([-1.0]), np.array([1])))
 
     def refuse(path: Path, *_: object, **__: object) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
@@ -318,9 +326,10 @@ def test_writing_and_reading_parts_does_not_import_pandas(tmp_path: Path) -> Non
         "import sys, numpy as np\n"
         "from pathlib import Path\n"
         "from dpo_pack.reference.cache import ReferenceCache\n"
+        "from dpo_pack.reference.parts import sequence_table\n"
         f"cache = ReferenceCache(Path({str(tmp_path)!r}), {{'model': 'one'}})\n"
         "keys = np.arange(48, dtype=np.uint8).reshape(3, 16)\n"
-        "cache.append(keys, np.array([-1.0, -2.0, -3.0]), np.array([1, 2, 3]))\n"
+        "cache.append(sequence_table(keys, np.array([-1.0, -2.0, -3.0]), np.array([1, 2, 3])))\n"
         "assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0]\n"
         "assert 'pandas' not in sys.modules, 'pandas was imported'\n"
     )

@@ -16,7 +16,7 @@ from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import Amount
-from dpo_pack.reference.fill import BudgetSearch, PassMeter, fill_cache, pass_progress, remembered_budget
+from dpo_pack.reference.fill import BudgetSearch, fill_cache, pass_progress, remembered_budget
 from dpo_pack.reference.work import find_work
 
 
@@ -99,17 +99,17 @@ def test_memory_that_runs_out_later_is_told_and_remembered(
 # ---- What is told
 
 
-def test_the_remaining_time_follows_estimated_flops() -> None:
+def test_the_remaining_time_follows_estimated_flops(console: Console) -> None:
     now = 0.0
     total = Amount(num_sequences=40, num_pairs=20, num_tokens=4000, flops=100.0)
-    meter = PassMeter(total, clock=lambda: now)
-    now = 6.0
-    # The longest pairs come first: a tenth of the pairs, but three tenths of the work.
-    meter.add(Amount(num_sequences=4, num_pairs=2, num_tokens=1000, flops=30.0))
-    assert meter.seconds_left == pytest.approx(14.0)
-    assert meter.line().plain() == (
-        "Reference pass: 14 s left, 2 of 20 pairs, 0.3 pairs/s, 1.0K of 4.0K tokens, 166 tokens/s"
-    )
+    with pass_progress(console, total, clock=lambda: now) as progress:
+        now = 12.0
+        # The longest pairs come first: a tenth of the pairs, but three tenths of the work.
+        progress(Amount(num_sequences=4, num_pairs=2, num_tokens=1000, flops=30.0))
+    assert text_of(console).splitlines() == [
+        "  the rest will take about 28 s",
+        "Reference pass: 28 s left, 2 of 20 pairs, 0.2 pairs/s, 1.0K of 4.0K tokens, 83 tokens/s",
+    ]
 
 
 def test_the_time_the_rest_takes_is_told_once_after_the_first_rows(

@@ -30,6 +30,7 @@ from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import Amount, compute_missing, plan_pass, probe_row
 from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.parts import sequence_table
 from dpo_pack.reference.work import find_work
 from dpo_pack.system.errors import CacheError, ModelError
 
@@ -40,7 +41,7 @@ def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: P
     tables = [make_table(pairs[:8]), make_table([*pairs[6:], (pairs[0][0], pairs[0][2], (7, 7))])]
     cache = ReferenceCache(tmp_path, NAMESPACE)
     # One side of a pair is there already: a group of one sequence among groups of two.
-    cache.append(tables[0].chosen_keys[3:4], np.array([-123.0]), np.array([1]))
+    cache.append(sequence_table(tables[0].chosen_keys[3:4], np.array([-123.0]), np.array([1])))
     done: list[int] = []
     run_pass(
         cache,
@@ -55,8 +56,8 @@ def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: P
     for table in tables:
         values = FrozenReference.take(cache, [table]).of(table)
         for keys, completion, ours in (
-            (table.chosen_keys, table.chosen, values.chosen),
-            (table.rejected_keys, table.rejected, values.rejected),
+            (table.chosen_keys, table.chosen, values.sums[:, 0]),
+            (table.rejected_keys, table.rejected, values.sums[:, 1]),
         ):
             sequences = [(table.prompt(i).tolist(), completion(i).tolist()) for i in range(table.num_pairs)]
             with torch.no_grad():
@@ -173,7 +174,7 @@ def test_a_pass_that_was_killed_and_goes_on_ends_bitwise_as_an_uninterrupted_one
     tables = [make_table(random_pairs(20)), make_table(random_pairs(8, seed=1))]
     straight, killed = ReferenceCache(tmp_path / "a", NAMESPACE), ReferenceCache(tmp_path / "b", NAMESPACE)
     for cache in (straight, killed):  # something was there before
-        cache.append(tables[0].chosen_keys[::3], np.full(7, -5.0), np.ones(7, dtype=np.int64))
+        cache.append(sequence_table(tables[0].chosen_keys[::3], np.full(7, -5.0), np.ones(7, dtype=np.int64)))
     run_pass(straight, tables, scorer)
 
     def stop(row: Amount) -> None:
@@ -187,7 +188,10 @@ def test_a_pass_that_was_killed_and_goes_on_ends_bitwise_as_an_uninterrupted_one
     for rank in range(num_ranks):
         settings = replace(SETTINGS, rank=rank, num_ranks=num_ranks)
         compute_missing(
-            killed, plan_pass(work, scorer, model_shape(scorer.model), settings), scorer, settings
+            killed,
+            plan_pass(work, model_shape(scorer.model), settings, is_packed=scorer.backend is not None),
+            scorer,
+            settings,
         )
     sums = all_sums(killed, tables)
     assert np.isfinite(sums).all() and sums.tobytes() == all_sums(straight, tables).tobytes()
@@ -319,7 +323,7 @@ def test_a_pair_too_large_for_memory_is_named(model_path: Path, tmp_path: Path) 
     cache = ReferenceCache(tmp_path, NAMESPACE)
     scorer = SmallMemory(load_scorer(model_path), most_tokens=30)
     message = one_line(lambda: run_pass(cache, [table], scorer), ModelError)
-    assert "row 2 of its source" in message and "40 tokens" in message and "data.max_length" in message
+    assert "row 2 of its data source" in message and "40 tokens" in message and "data.max_length" in message
 
 
 def test_an_error_that_is_not_about_memory_is_not_taken_for_one(
@@ -338,7 +342,7 @@ def test_an_error_that_is_not_about_memory_is_not_taken_for_one(
 def test_a_probe_says_whether_a_row_of_the_longest_pairs_fits(model_path: Path, tmp_path: Path) -> None:
     work = find_work(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(20))])
     scorer = SmallMemory(load_scorer(model_path), most_tokens=100)
-    plan = plan_pass(work, scorer, model_shape(scorer.model), SETTINGS)
+    plan = plan_pass(work, model_shape(scorer.model), SETTINGS, is_packed=scorer.backend is not None)
     assert probe_row(plan, scorer, SETTINGS, 100)
     assert not probe_row(plan, scorer, SETTINGS, 160)
     assert 60 < scorer.rows[0] <= 100 < scorer.rows[1] <= 160

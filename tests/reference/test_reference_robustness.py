@@ -22,6 +22,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.parts import sequence_table
 from dpo_pack.run.prepare import prepare
 from dpo_pack.run.reference_stage import prepare_reference
 from dpo_pack.system.console import make_console
@@ -195,7 +196,9 @@ def test_a_run_of_a_million_pairs_reads_its_values_in_seconds_and_in_its_own_mem
     cache = ReferenceCache(tmp_path, NAMESPACE)
     for part in range(num_parts):
         keys = random_keys(per_part, seed=part)
-        cache.append(keys, -np.arange(1.0, per_part + 1) - part, np.ones(per_part, dtype=np.int64))
+        cache.append(
+            sequence_table(keys, -np.arange(1.0, per_part + 1) - part, np.ones(per_part, dtype=np.int64))
+        )
     wanted = np.concatenate([random_keys(per_part, seed=part) for part in range(0, num_parts, 2)])
     wanted = wanted[np.random.default_rng(0).permutation(len(wanted))]
     begun = time.process_time()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.reference_pairs import NAMESPACE, Pair, make_table
 
 from dpo_pack.packing.flops import AttentionKind, ModelShape
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import TokenLogps
-from dpo_pack.reference.work import GroupLengths, find_work, plan_rows, split_row
+from dpo_pack.reference.compute import PassSettings, plan_pass, split_row
+from dpo_pack.reference.parts import TokenLogps, sequence_table
+from dpo_pack.reference.work import GroupLengths, ReferenceWork, find_work
 
+CPU = torch.device("cpu")
 # b's first pair is a's first with the sides exchanged, its second has a's first prompt and a new chosen.
 TABLE_A: list[Pair] = [((5, 6, 7), (8, 9), (8, 10, 11)), ((5,), (6, 7), (6,))]
 TABLE_B: list[Pair] = [((5, 6, 7), (8, 10, 11), (8, 9)), ((5, 6, 7), (12,), (8, 9))]
@@ -45,7 +49,7 @@ def test_the_same_tokens_with_another_boundary_are_another_sequence(tmp_path: Pa
 def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
     cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
     cached = np.stack((table.rejected_keys[0], table.chosen_keys[1]))
-    cache.append(cached, np.array([-1.0, -2.0]), np.array([3, 2]))
+    cache.append(sequence_table(cached, np.array([-1.0, -2.0]), np.array([3, 2])))
     work = find_work(cache, [table])
     assert (work.num_unique, work.num_cached, work.num_missing) == (4, 2, 2)
     assert work.missing.tolist() == [[True, False], [False, True]]
@@ -58,7 +62,7 @@ def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
 def test_nothing_is_missing_once_everything_is_cached(tmp_path: Path) -> None:
     cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
     keys = np.concatenate((table.chosen_keys, table.rejected_keys))
-    cache.append(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64))
+    cache.append(sequence_table(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64)))
     work = find_work(cache, [table, make_table(TABLE_B[:1])])
     assert (work.num_missing, work.num_cached) == (0, 4) and not work.missing.any()
 
@@ -66,10 +70,10 @@ def test_nothing_is_missing_once_everything_is_cached(tmp_path: Path) -> None:
 def test_sums_alone_are_not_enough_for_who_needs_tokens(tmp_path: Path) -> None:
     cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
     keys = np.concatenate((table.chosen_keys, table.rejected_keys))
-    cache.append(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64))
+    cache.append(sequence_table(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64)))
     assert find_work(cache, [table], per_token=True).num_missing == 4
     tokens = TokenLogps.of_lengths(np.full(1, -1.0, dtype=np.float32), np.ones(1, dtype=np.int64))
-    cache.append(keys[:1], np.full(1, -1.0), np.ones(1, dtype=np.int64), tokens)
+    cache.append(sequence_table(keys[:1], np.full(1, -1.0), np.ones(1, dtype=np.int64), tokens))
     assert find_work(cache, [table], per_token=True).num_missing == 3
 
 
@@ -88,6 +92,19 @@ def random_lengths(num_groups: int, seed: int = 0) -> GroupLengths:
     return GroupLengths(prompt=prompt, completions=completions, shared=shared)
 
 
+def work_of(lengths: GroupLengths, missing: npt.NDArray[np.bool_]) -> ReferenceWork:
+    """Work of which only lengths and missing sequences are known; no sequence of it is in another group."""
+    numbers = np.arange(len(missing))
+    return ReferenceWork(
+        tables=(),
+        table_indices=numbers,
+        pair_indices=numbers,
+        sides=np.ones_like(missing),
+        missing=missing,
+        lengths=lengths,
+    )
+
+
 def plan(
     lengths: GroupLengths,
     missing: npt.NDArray[np.bool_],
@@ -97,19 +114,12 @@ def plan(
     token_budget: int = 100,
     is_packed: bool = True,
 ) -> list[npt.NDArray[np.int64]]:
-    rows, idle_rows = plan_rows(
-        lengths,
-        np.ones_like(missing),
-        missing,
-        token_budget=token_budget,
-        is_packed=is_packed,
-        share_prompt=True,
-        shape=SHAPE,
-        rank=rank,
-        num_ranks=num_ranks,
+    settings = PassSettings(
+        token_budget=token_budget, share_prompt=True, device=CPU, rank=rank, num_ranks=num_ranks
     )
-    assert not idle_rows
-    return rows
+    planned = plan_pass(work_of(lengths, missing), SHAPE, settings, is_packed=is_packed)
+    assert not planned.idle_rows
+    return list(planned.rows)
 
 
 def as_sets(rows: list[npt.NDArray[np.int64]]) -> set[tuple[int, ...]]:
@@ -143,9 +153,8 @@ def test_rows_stay_within_the_budget_and_hold_every_missing_group_once() -> None
     assert sorted(np.concatenate(rows).tolist()) == list(range(200))
     assert max(tokens[row].sum() for row in rows) <= 100
     for row in plan(lengths, missing, is_packed=False):
-        assert len(row) * lengths.padded_tokens(missing)[row].max() <= max(
-            100, lengths.padded_tokens(missing)[row].max()
-        )
+        longest = lengths.row_tokens(missing, share_prompt=False, is_padded=True)[row].max()
+        assert len(row) * longest <= max(100, longest)
 
 
 def test_the_costliest_row_comes_first_on_every_rank_and_ranks_are_even() -> None:
@@ -178,7 +187,7 @@ def test_a_split_row_keeps_its_order_and_fits_where_it_can() -> None:
     assert [part.tolist() for part in split_row(row, tokens, 60)] == [[5], [0], [1], [2, 3]]
 
 
-Rows = list[npt.NDArray[np.int64]]
+Rows = Sequence[npt.NDArray[np.int64]]
 
 
 @given(seed=st.integers(0, 1000), num_groups=st.integers(1, 40), num_ranks=st.integers(1, 4))
@@ -188,18 +197,16 @@ def test_ranks_in_lockstep_have_as_many_rows_and_compute_each_once(
     lengths, missing = random_lengths(num_groups, seed), np.ones((num_groups, 2), dtype=np.bool_)
 
     def rows_of(rank: int, *, in_lockstep: bool) -> tuple[Rows, Rows]:
-        return plan_rows(
-            lengths,
-            missing,
-            missing,
+        settings = PassSettings(
             token_budget=100,
-            is_packed=True,
             share_prompt=True,
-            shape=SHAPE,
+            device=CPU,
             rank=rank,
             num_ranks=num_ranks,
             in_lockstep=in_lockstep,
         )
+        planned = plan_pass(work_of(lengths, missing), SHAPE, settings, is_packed=True)
+        return planned.rows, planned.idle_rows
 
     shares = [rows_of(rank, in_lockstep=True) for rank in range(num_ranks)]
     assert len({len(own) + len(idle) for own, idle in shares}) == 1

@@ -42,7 +42,7 @@ from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.seeding import seed_everything, seed_step
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.health import Health
-from dpo_pack.training.optim import adamw, learning_rate_schedule
+from dpo_pack.training.optim import build_optimizer, learning_rate_schedule
 from dpo_pack.training.split_adamw import SplitAdamW
 
 IDENTITY = Identity(
@@ -89,7 +89,7 @@ def new_state(
     if name == "adafactor":
         optimizer: torch.optim.Optimizer = Adafactor(policy.parameters(), lr=1e-2)
     elif dtype == torch.float32:
-        optimizer = adamw(policy, **settings)
+        optimizer = build_optimizer("adamw", policy, **settings)
     else:
         optimizer = SplitAdamW(policy.parameters(), **settings)
     scheduler = learning_rate_schedule(optimizer, "cosine", num_steps=10, warmup_steps=2, min_lr_ratio=0.0)
@@ -291,7 +291,9 @@ def test_frozen_weights_are_not_saved_and_tied_ones_once(tmp_path: Path) -> None
     for name, parameter in state.policy.named_parameters():
         parameter.requires_grad_(name.endswith("norm.weight"))  # the tied weights are frozen
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
-    state.optimizer = adamw(state.policy, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    state.optimizer = build_optimizer(
+        "adamw", state.policy, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
     state.optimizer.step()
     names = FileSystemReader(save(tmp_path, state) / "tensors").read_metadata().state_dict_metadata
     assert names and all("norm.weight" in name for name in names)

@@ -282,7 +282,7 @@ def test_a_failed_upload_ends_no_training_and_says_how_to_repeat_it(
     hub.refusal = (403, "No")
     run, last = trained(tmp_path, console)
     assert last.startswith("Warning: the model is not on the hub: ") and "403" in last
-    command = last.partition("To repeat: dpopack ")[2].split()
+    command = last.partition("To repeat the upload: dpopack ")[2].split()
     assert command == ["push", str(run), REPO]
     hub.refusal = None
     assert CliRunner().invoke(app, command).exit_code == 0 and "config.json" in hub.repos[REPO]
@@ -331,7 +331,7 @@ def stopped_at_the_end(directory: Path, console: Console) -> Path:
     ending = ending_of(stopped.value)
     assert (ending.exit_status, ending.message) == (
         130,
-        "stopped by SIGINT; the run is finished and its model is saved; to upload it: "
+        "stopped by SIGINT; the run is finished and its model is saved; to upload the model: "
         f"dpopack push {run} {REPO}",
     )
     return run

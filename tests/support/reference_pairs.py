@@ -94,7 +94,7 @@ def run_pass(
     work = find_work(cache, tables, per_token=settings.per_token)
     return compute_missing(
         cache,
-        plan_pass(work, scorer, model_shape(scorer.model), settings),
+        plan_pass(work, model_shape(scorer.model), settings, is_packed=scorer.backend is not None),
         scorer,
         settings,
         progress=progress,

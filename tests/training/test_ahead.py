@@ -40,6 +40,7 @@ from dpo_pack.run.models import load_weights, resolve_policy
 from dpo_pack.system.errors import ModelError
 from dpo_pack.system.memory import HostCopies
 from dpo_pack.train import train
+from dpo_pack.training import offline
 from dpo_pack.training.batches import GlobalBatch, RowBuilder
 from dpo_pack.training.offline import OfflineSource
 
@@ -56,7 +57,7 @@ def make_source(*, num_pairs: int = 14, epochs: int = 2) -> OfflineSource:
         device=CPU,
     )
     return OfflineSource(
-        builder,
+        builder=builder,
         settings=PlanSettings(token_budget=64, pairs_per_step=4, algorithm="best_fit_decreasing"),
         row_costs=None,
         source_weights=np.ones(1),
@@ -133,18 +134,18 @@ def test_the_next_batch_is_made_before_the_host_waits_for_the_step(
     def note(owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
-        def noted(*arguments: Any) -> Any:
+        def noted(*arguments: Any, **named: Any) -> Any:
             events.append(name)
-            return function(*arguments)
+            return function(*arguments, **named)
 
         monkeypatch.setattr(owner, name, noted)
 
     note(train_module, "accumulate_gradients")
     note(train_module, "step_record")
-    note(OfflineSource, "_batch")
+    note(offline, "global_batch")
     train(load_recipe(tiny_run(tmp_path), ["train.epochs=2"]), console)
-    one_step = ["accumulate_gradients", "_batch", "step_record"]
-    assert events == ["_batch", *3 * one_step, "accumulate_gradients", "step_record"]
+    one_step = ["accumulate_gradients", "global_batch", "step_record"]
+    assert events == ["global_batch", *3 * one_step, "accumulate_gradients", "step_record"]
 
 
 def test_on_the_cpu_an_array_becomes_a_tensor_as_it_is() -> None:

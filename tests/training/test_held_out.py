@@ -19,7 +19,6 @@ from dpo_pack.losses import LOSSES, Objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first
 from dpo_pack.reference.frozen import PairReference
-from dpo_pack.system import ranks
 from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.held_out import (
     METRICS_WITH_INTERVALS,
@@ -50,9 +49,7 @@ def make_builder(*, packed: bool = True) -> RowBuilder:
     random = np.random.default_rng(1)
     return RowBuilder(
         table=make_table(random_pairs(NUM_PAIRS)),
-        reference=PairReference(
-            chosen=random.uniform(-60, -20, NUM_PAIRS), rejected=random.uniform(-60, -20, NUM_PAIRS)
-        ),
+        reference=PairReference(sums=random.uniform(-60, -20, (NUM_PAIRS, 2))),
         is_packed=packed,
         share_prompt=packed,
         device=torch.device("cpu"),
@@ -77,7 +74,7 @@ def test_values_are_in_the_table_s_order_and_do_not_depend_on_rows(
         alone = policy(builder.build(np.array([pair])).row).sums
         assert values[pair, 1:3].tolist() == pytest.approx(alone.tolist(), abs=1e-4)
     assert builder.reference is not None
-    assert values[:, 3].tolist() == builder.reference.chosen.tolist()
+    assert values[:, 3:5].tolist() == builder.reference.sums.tolist()
     assert torch.allclose(evaluate(policy, token_budget=1), values, atol=1e-4)
     assert torch.allclose(evaluate(policy, token_budget=10_000), values, atol=1e-4)
     padded = evaluate(load_scorer(model_path, packed=False), packed=False)
@@ -91,21 +88,19 @@ def test_two_ranks_count_each_pair_once_and_agree_with_one(policy: CompletionLog
     single = evaluate(policy, token_budget=budget)
 
     def on_a_rank() -> int:
-        told: list[int] = []
+        counted: list[int] = []
         values = evaluate_pairs(
             policy,
             make_builder(),
             OBJECTIVE,
             token_budget=budget,
-            rank=ranks.rank(),
-            num_ranks=2,
-            progress=told.append,
+            progress=counted.append,
         )
         assert torch.allclose(values.table, single, atol=1e-9)  # the same rows, so the same products
-        return sum(told)
+        return sum(counted)
 
-    told = run_on_ranks(on_a_rank)
-    assert min(told) > 0 and sum(told) == NUM_PAIRS
+    counts = run_on_ranks(on_a_rank)
+    assert min(counts) > 0 and sum(counts) == NUM_PAIRS
 
 
 def result(policy: CompletionLogps, objective: Objective = OBJECTIVE) -> HeldOutResult:
@@ -153,10 +148,10 @@ def moved_result(policy: CompletionLogps, reference: CompletionLogps) -> HeldOut
         evaluate_pairs(scorer, make_builder(packed=scorer.backend is not None), OBJECTIVE, token_budget=64)
         for scorer in (policy, reference)
     ]
-    scores = values[1].policy_logps()
+    scores = values[1].logps("policy")
     builder = dataclasses.replace(
         make_builder(packed=policy.backend is not None),
-        reference=PairReference(chosen=scores.chosen.numpy(), rejected=scores.rejected.numpy()),
+        reference=PairReference(sums=torch.stack((scores.chosen, scores.rejected), dim=1).numpy()),
     )
     compared = evaluate_pairs(policy, builder, OBJECTIVE, token_budget=64)
     return held_out_result(

@@ -16,7 +16,7 @@ from dpo_pack.data.store import PairTable, join_pairs, open_store, write_store
 from dpo_pack.data.truncation import PairIds
 from dpo_pack.training.metrics import PairValues
 from dpo_pack.training.nonfinite import NonfiniteGuard, skip_update_if
-from dpo_pack.training.optim import adamw, build_optimizer, clip_gradients
+from dpo_pack.training.optim import build_optimizer, clip_gradients
 
 CPU = torch.device("cpu")
 PAIRS = np.array([4, 7])
@@ -25,7 +25,7 @@ PAIRS = np.array([4, 7])
 def new_guard(*, stops: bool, device: torch.device = CPU) -> tuple[nn.Module, Optimizer, NonfiniteGuard]:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).to(device)
-    optimizer = adamw(network, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer("adamw", network, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     return network, optimizer, NonfiniteGuard(stops=stops, device=device)
 
 

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.optim import (
-    adamw,
     build_optimizer,
     check_optimizer,
     clip_gradients,
@@ -37,7 +36,7 @@ def tiny_network() -> nn.Sequential:
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     network = tiny_network()
-    optimizer = adamw(network, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer("adamw", network, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -50,13 +49,15 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 def test_frozen_parameters_are_not_the_optimizer_s() -> None:
     network = tiny_network()
-    optimizer = adamw(network, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer("adamw", network, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     assert held == {id(parameter) for parameter in network.parameters() if parameter.requires_grad}
 
 
 def test_a_network_without_vectors_has_one_group() -> None:
-    optimizer = adamw(nn.Linear(2, 2, bias=False), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer(
+        "adamw", nn.Linear(2, 2, bias=False), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
+    )
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1]
 
 
@@ -64,7 +65,7 @@ def test_the_first_step_moves_each_weight_by_the_learning_rate() -> None:
     """AdamW's first step is lr * g / (|g| + eps), whatever the size of the gradient (and the betas)."""
     layer = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(layer.weight)
-    optimizer = adamw(layer, lr=LR, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = build_optimizer("adamw", layer, lr=LR, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0)
     layer.weight.grad = torch.tensor([[300.0, -0.02]])
     optimizer.step()
     assert layer.weight.flatten().tolist() == pytest.approx([-LR, LR], rel=1e-5)
@@ -74,7 +75,7 @@ def test_the_first_step_moves_each_weight_by_the_learning_rate() -> None:
 def rates(name: str, *, num_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> list[float]:
     """The learning rate each step is taken with, as a part of the peak; one more than there are steps."""
     layer = nn.Linear(1, 1)
-    optimizer = adamw(layer, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer = build_optimizer("adamw", layer, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     scheduler = learning_rate_schedule(
         optimizer, name, num_steps=num_steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio
     )

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import dpo_pack.training.split_adamw as split_adamw
-from dpo_pack.training.optim import adamw, clip_gradients
+from dpo_pack.training.optim import build_optimizer, clip_gradients
 from dpo_pack.training.split_adamw import SplitAdamW, join_master, split_master
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -193,7 +193,7 @@ def test_it_keeps_ten_bytes_of_state_a_parameter() -> None:
 def test_fp32_parameters_beside_bfloat16_ones_are_updated_in_place() -> None:
     mixed = nn.ModuleList([nn.Linear(8, 8, bias=False).bfloat16(), nn.Linear(8, 8, bias=False)])
     alone = copy.deepcopy(mixed[1])
-    optimizer = adamw(mixed, **SETTINGS)
+    optimizer = build_optimizer("adamw", mixed, **SETTINGS)
     reference = AdamW(alone.parameters(), fused=True, **SETTINGS)
     assert isinstance(optimizer, SplitAdamW)
     put_gradients(mixed, 0)

@@ -8,7 +8,7 @@ import torch
 
 import dpo_pack.training.throughput as throughput
 from dpo_pack.packing.lengths import CutGroup, GroupSize, IntArray, PairSizes, PromptMerging
-from dpo_pack.training.throughput import PHASES, Meter, PhaseClock, device_peak, gpu_peak, rows_flops
+from dpo_pack.training.throughput import PHASES, Meter, PhaseClock, device_peak, gpu_peak
 
 CPU = torch.device("cpu")
 
@@ -68,7 +68,7 @@ def test_on_cuda_phases_are_what_the_device_took() -> None:
 def meter(peak: float | None, merging: PromptMerging | None = None) -> Meter:
     costs = np.array([10.0, 20.0, 30.0, 40.0])
     sizes = PairSizes(tokens=np.ones(4, dtype=np.int64), costs=costs, merging=merging)
-    return Meter(device=CPU, sizes=sizes, peak_flops=peak)
+    return Meter(sizes=sizes, peak_flops=peak)
 
 
 def test_rates_are_of_all_steps_since_the_last_logged_one() -> None:
@@ -108,7 +108,8 @@ class Merging:
 
 def test_merged_pairs_cost_what_their_group_costs() -> None:
     # Pairs 0 and 1 are one group of 14; pairs 2 and 3 are alone.
-    assert rows_flops(meter(None, Merging()).sizes, [np.array([0, 1, 2]), np.array([3])]) == 14 + 30 + 40
+    rows = [np.array([0, 1, 2]), np.array([3])]
+    assert meter(None, Merging()).add(rows, pairs=4, tokens=4, seconds=1.0) == 14 + 30 + 40
 
 
 @pytest.mark.parametrize(

@@ -244,9 +244,9 @@ def test_a_bare_sum_in_the_cache_is_computed_once_more_and_then_no_mask_needs_an
     assert again.fingerprint == frozen.fingerprint and again.covers(masked)
     assert not FrozenReference.take(cache, [plain]).covers(masked)
     tokens = cache.lookup_tokens(masked.chosen_keys[:1])[1].of(0)
-    assert again.of(masked).chosen[0] == pytest.approx(float(tokens[[0, 1, 4]].sum()))
-    assert again.of(other).chosen[0] == pytest.approx(float(3 * tokens[-1]))
-    assert again.of(plain).chosen[0] == cache.lookup(masked.chosen_keys[:1])[0]
+    assert again.of(masked).sums[0, 0] == pytest.approx(float(tokens[[0, 1, 4]].sum()))
+    assert again.of(other).sums[0, 0] == pytest.approx(float(3 * tokens[-1]))
+    assert again.of(plain).sums[0, 0] == cache.lookup(masked.chosen_keys[:1])[0]
 
 
 def test_weights_change_the_fingerprint_of_pairs_and_weights_of_one_are_no_weights() -> None:
