@@ -78,12 +78,18 @@ def part_of(key: str, remark: str = "") -> Rule:
 
 
 def choice(key: str, values: Mapping[Any, Any], otherwise: str) -> Rule:
+    """Makes the rule of a key with few values. values: theirs -> ours. otherwise: what becomes of another."""
+
     def ours(value: Any, settings: Settings) -> Any:
-        found = values.get(value.lower() if isinstance(value, str) else value, Absent(otherwise))
-        return found
+        return values.get(value.lower() if isinstance(value, str) else value, Absent(otherwise))
 
     named = ", ".join(f"{theirs}: {ours}" for theirs, ours in values.items() if theirs != ours)
-    return to(key, ours, remark=named)
+    return to(key, ours, remark=named.lower())  # true and false as in YAML
+
+
+def if_on(ours: Any) -> Convert:
+    """Makes a function that returns `ours` if an option is on, else Unneeded."""
+    return lambda value, settings: ours if value else Unneeded("it is off")
 
 
 def unneeded(why: str) -> Rule:
@@ -214,10 +220,6 @@ def _warmup_ratio(value: Any, settings: Settings) -> Any:
     return value
 
 
-def _recompute(value: Any, settings: Settings) -> Outcome:
-    return Known({"model.gradient_checkpointing": bool(value)}, "it changes memory and speed only")
-
-
 def _trackers(value: Any, settings: Settings) -> Any:
     names = [value] if isinstance(value, str) else list(value or ())
     names = [name for name in names if name != "none"]
@@ -258,16 +260,6 @@ def _strategy(key: str, steps: str) -> Rule:
     return to(key, convert, remark=f"with {steps}")
 
 
-def _metric(value: Any, settings: Settings) -> Any:
-    return {"loss": "loss"}.get(str(value).removeprefix("eval_"), str(value).removeprefix("eval_"))
-
-
-def _load_best(value: Any, settings: Settings) -> Any:
-    if not value:
-        return Unneeded("it is off")
-    return Known({"checkpoint.load_best": True, "checkpoint.keep_best": 1})
-
-
 def _autocast(value: Any, settings: Settings) -> Any:
     if value == "auto":
         return Unneeded("model.autocast auto computes in bfloat16 on CUDA")
@@ -302,9 +294,13 @@ def _hub(value: Any, settings: Settings) -> Any:
     return Known({"export.push_to_hub": {"repo": repo, "private": bool(settings.get("hub_private_repo"))}})
 
 
-def no_dropout(value: Any, settings: Settings) -> Any:
-    what = "dpo-pack trains without the model's own dropout"
-    return Unneeded(what) if value else Absent(what)
+def held_out(value: Any, settings: Settings) -> Any:
+    """Translates a part or a number of the training pairs that is held out to `data.eval`."""
+    if not value:
+        return Unneeded("nothing is held out")
+    if value >= 1:
+        return Absent("set data.eval to a fraction of the training pairs, e.g. {fraction: 0.02}")
+    return {"fraction": value}
 
 
 def source(path: str, **options: Any) -> dict[str, Any]:
@@ -358,10 +354,6 @@ def lora(value: Any, settings: Settings) -> Any:
 
 def listed(value: Any) -> Any:
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-
-
-def quantize(bits: str) -> Convert:
-    return lambda value, settings: bits if value else Unneeded("it is off")
 
 
 QUANTIZE = "nf4: scales are quantised as well; int8: inputs are not rounded"
@@ -432,14 +424,15 @@ TRANSFORMERS: Table = {
     "bf16": to("model.autocast", _autocast, "true: bfloat16, false: none"),
     "fp16": to(
         "model.autocast",
-        lambda value, s: (
-            Known({"model.autocast": "bfloat16"}, "bfloat16 in place of fp16, which needs loss scaling")
-            if value
-            else Unneeded("it is off")
-        ),
+        if_on(Known({"model.autocast": "bfloat16"}, "bfloat16 in place of fp16, which needs loss scaling")),
         "bfloat16 in its place",
     ),
-    "gradient_checkpointing": to("model.gradient_checkpointing", _recompute),
+    "gradient_checkpointing": to(
+        "model.gradient_checkpointing",
+        lambda value, s: Known(
+            {"model.gradient_checkpointing": bool(value)}, "it changes memory and speed only"
+        ),
+    ),
     "activation_checkpointing": to("model.gradient_checkpointing", lambda value, s: bool(value)),
     "torch_compile": to("model.compile"),
     "use_liger_kernel": to("model.kernels", lambda value, s: "liger" if value else "none", "true: liger"),
@@ -455,16 +448,19 @@ TRANSFORMERS: Table = {
     "save_strategy": _strategy("checkpoint.every_steps", "save_steps"),
     "save_steps": to("checkpoint.every_steps", _steps_of("save_strategy", "checkpoint.every_steps")),
     "save_total_limit": to("checkpoint.keep"),
-    "load_best_model_at_end": to("checkpoint.load_best checkpoint.keep_best", _load_best),
-    "metric_for_best_model": to("checkpoint.metric", _metric, "without eval_"),
+    "load_best_model_at_end": to(
+        "checkpoint.load_best checkpoint.keep_best",
+        if_on(Known({"checkpoint.load_best": True, "checkpoint.keep_best": 1})),
+    ),
+    "metric_for_best_model": to(
+        "checkpoint.metric", lambda value, s: str(value).removeprefix("eval_"), "without eval_"
+    ),
     "early_stopping_patience": to("train.early_stopping", lambda value, s: {"patience": value}),
     "seed": to("seed"),
-    "train_sampling_strategy": to(
+    "train_sampling_strategy": choice(
         "data.shuffle",
-        lambda value, s: {"random": True, "sequential": False}.get(
-            value, Absent("pairs are packed by length already; their order is random")
-        ),
-        "random: true, sequential: false",
+        {"random": True, "sequential": False},
+        "pairs are packed by length already; their order is random",
     ),
     "push_to_hub": to("export.push_to_hub", _hub, "with hub_model_id"),
     "hub_model_id": part_of("export.push_to_hub"),
