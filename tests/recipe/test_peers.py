@@ -255,6 +255,17 @@ def test_a_script_of_an_older_release_holds_out_what_it_held_out(tmp_path: Path)
     assert "evaluation_strategy: steps" in text and "**: more" in text
 
 
+def test_options_of_a_model_that_only_the_running_script_knows_are_listed(tmp_path: Path) -> None:
+    script = """
+model = AutoModelForCausalLM.from_pretrained("org/model", quantization_config=bits, **more)
+DPOTrainer(model, args=DPOConfig(model_init_kwargs=options))
+"""
+    text, recipe = translated(tmp_path, "trl", script, "train.py")
+    assert recipe.model.path == "org/model"
+    for hidden in ("quantization_config: bits", "**: more", "model_init_kwargs: options"):
+        assert f"# - {hidden} - only running the script gives the value" in text
+
+
 def test_what_a_file_does_not_say_is_to_be_filled_in(tmp_path: Path) -> None:
     text, recipe = translated(tmp_path, "trl", {"beta": 0.3})
     assert "# Fill in: model.path, data.train." in text and recipe.model.path == "FILL-IN/model"
