@@ -48,9 +48,9 @@ class _Commands(TyperGroup):
 
 
 def _complete_template(incomplete: str) -> list[str]:
-    from dpo_pack.recipe.templates import template_names
+    from dpo_pack.recipe.templates import TEMPLATES
 
-    return [name for name in template_names() if name.startswith(incomplete)]
+    return [name for name in TEMPLATES if name.startswith(incomplete)]
 
 
 def _complete_key(incomplete: str) -> list[str]:
@@ -492,7 +492,7 @@ def recipe_command(
     with its dataset_info.json. The recipe says what became of each key.
     """
     from dpo_pack.recipe.load import recipe_defaults, recipe_schema
-    from dpo_pack.recipe.templates import BEGINNING, recipe_template, template_names
+    from dpo_pack.recipe.templates import BEGINNING, TEMPLATES, recipe_template
 
     if sum((defaults, schema, check is not None, template is not None, peer is not None)) != 1:
         raise RecipeError(
@@ -501,7 +501,7 @@ def recipe_command(
     if every_key and not defaults:
         raise RecipeError("recipe: --all is an option of --defaults; give both")
     if template == "list":
-        for name in template_names():
+        for name in TEMPLATES:
             say(name)
     elif template is not None:
         print(recipe_template(template), end="")

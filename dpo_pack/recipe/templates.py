@@ -142,6 +142,12 @@ SETUPS: dict[str, Setup] = {
     "full-2nodes": Setup("all parameters, on two machines with eight GPUs each", False, 16, 2),
     "full-4nodes": Setup("all parameters, on four machines with eight GPUs each", False, 32, 4),
 }
+# Each template by its name: the model, and the set-up for it.
+TEMPLATES: dict[str, tuple[Shape, Setup]] = {
+    f"{name}-{setup}": (shape, SETUPS[setup])
+    for name, shape in SHAPES.items()
+    for setup in shape.setups.split()
+}
 _ONE_NODE = "#     dpopack train RECIPE                # a process on each visible GPU"
 _NODES = """\
 #     torchrun --nnodes {nodes} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
@@ -188,39 +194,26 @@ checkpoint:
 {distributed}"""
 
 
-def template_names() -> list[str]:
-    """Returns the names of all templates."""
-    return [f"{name}-{setup}" for name, shape in SHAPES.items() for setup in shape.setups.split()]
-
-
 def recipe_template(name: str) -> str:
     """Returns the recipe of a template. Raises RecipeError, which lists the names, for an unknown one."""
-    names = template_names()
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
+    if name not in TEMPLATES:
+        near = difflib.get_close_matches(name, TEMPLATES, n=1)
         guess = f"did you mean {near[0]}? " if near else ""
-        raise RecipeError(f"--template {name}: no such template; {guess}There are {', '.join(names)}")
-    shape_name = max((each for each in SHAPES if name.startswith(f"{each}-")), key=len)
-    shape, setup = SHAPES[shape_name], SETUPS[name.removeprefix(f"{shape_name}-")]
+        raise RecipeError(f"--template {name}: no such template; {guess}There are {', '.join(TEMPLATES)}")
+    shape, setup = TEMPLATES[name]
     is_large = shape.parameters > 20e9  # fp32 weights and 16-bit casts would not leave room for a row
     number_bytes = 2 if setup.is_lora else 14 if is_large else 16
     total = shape.parameters * number_bytes / 1e9
-    if (
-        setup.is_quantised
-    ):  # 4 bits and a scale of 8 bits for 64 weights; embeddings and head stay in bfloat16
+    if setup.is_quantised:  # 4 bits, and 8 bits for each 64 weights; embeddings and head stay in bfloat16
         config = shape.config
         tables = config["vocab_size"] * config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
         total = (2 * tables + (4 + 8 / 64) / 8 * (shape.parameters - tables)) / 1e9
     model = "  gradient_checkpointing: true             # less memory, a third more time\n"
-    if setup.is_lora or is_large:
-        weights = (
-            "the frozen weights; the adapter is in fp32"
-            if setup.is_lora
-            else "AdamW keeps fp32 master weights"
-        )
-        model = f"  dtype: bfloat16                          # {weights}\n{model}"
+    dtype = "  dtype: bfloat16                          #"
     if setup.is_lora:
-        model += "  lora: {r: 16, alpha: 32}\n"
+        model = f"{dtype} the frozen weights; the adapter is in fp32\n{model}  lora: {{r: 16, alpha: 32}}\n"
+    elif is_large:
+        model = f"{dtype} AdamW keeps fp32 master weights\n{model}"
     if setup.is_quantised:
         model += "  quantize: nf4                            # QLoRA: needs pip install bitsandbytes\n"
     is_sharded = setup.gpus > 1 and total > 50  # else each GPU has a copy

@@ -13,7 +13,7 @@ import yaml
 
 from dpo_pack.recipe.errors import all_keys
 from dpo_pack.recipe.load import Recipe, load_recipe, parse_recipe
-from dpo_pack.recipe.peers.tables import TABLES, find_rule
+from dpo_pack.recipe.peers import TABLES, find_rule
 from dpo_pack.recipe.peers.translate import translate
 from dpo_pack.system.errors import RecipeError
 

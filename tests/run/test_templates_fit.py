@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from dpo_pack.model.quantize import bits_per_weight, quantization_settings
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.recipe.templates import SETUPS, SHAPES, recipe_template, template_names
+from dpo_pack.recipe.templates import SHAPES, TEMPLATES, recipe_template
 from dpo_pack.run.memory.estimate import GIB, MemoryFacts, MemoryShape, RowSize, estimate_memory, memory_shape
 
 FREE_BYTES = 70 * GIB  # of an 80 GB device, which has 79 GiB; the estimate may be too low
@@ -31,10 +31,10 @@ def test_a_committed_shape_has_the_parameters_of_the_model(name: str) -> None:
     assert shape_of(name).num_parameters == SHAPES[name].parameters
 
 
-@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_the_run_of_a_template_fits_on_its_devices(name: str) -> None:
     recipe = parse_recipe(yaml.safe_load(recipe_template(name)))
-    setup = next(setup for key, setup in SETUPS.items() if name.endswith(f"-{key}"))
+    setup = TEMPLATES[name][1]
     shape = shape_of(next(key for key in SHAPES if name.startswith(f"{key}-")))
     tokens = recipe.packing.token_budget
     facts = MemoryFacts(

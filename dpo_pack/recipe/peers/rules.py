@@ -10,9 +10,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from dpo_pack.recipe.loss import LOSS_DECLARATIONS
+from dpo_pack.recipe.schema import Tracker
 from dpo_pack.system.errors import RecipeError
 
 Settings = Mapping[str, Any]  # the values of a peer's keys, defaults included
@@ -131,7 +132,6 @@ SCHEDULES = {
     for name in ("linear", "cosine", "polynomial", "inverse_sqrt", "constant", "constant_with_warmup")
 } | {"cosine_with_min_lr": "cosine"}
 TRUNCATIONS = {"keep_start": "completion_right", "keep_end": "prompt_left"}
-TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
 # Values that users know from other projects: recipe key -> their value -> our value.
 VALUES: dict[str, dict[str, str]] = {
     "loss.type": {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "kto_pair": "bco_pair", "slic": "hinge"},
@@ -223,9 +223,9 @@ def _warmup_ratio(value: Any, settings: Settings) -> Any:
 def _trackers(value: Any, settings: Settings) -> Any:
     names = [value] if isinstance(value, str) else list(value or ())
     names = [name for name in names if name != "none"]
-    known = [name for name in names if name in TRACKERS]
+    known = [name for name in names if name in get_args(Tracker)]
     if names and not known:
-        return Absent(f"name the trackers in logging.trackers: {', '.join(TRACKERS)}")
+        return Absent(f"name the trackers in logging.trackers: {', '.join(get_args(Tracker))}")
     return known
 
 

@@ -10,9 +10,9 @@ from pydantic import BaseModel
 
 from dpo_pack.recipe.errors import all_keys, show
 from dpo_pack.recipe.load import default_in_yaml, parse_recipe
+from dpo_pack.recipe.peers import NAMES, RELEASES, TABLES, find_rule
 from dpo_pack.recipe.peers.files import PeerFile, read_peer_file
 from dpo_pack.recipe.peers.rules import Absent, Known, Rule, Table, Unneeded
-from dpo_pack.recipe.peers.tables import NAMES, RELEASES, TABLES, find_rule
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import to_yaml
 from dpo_pack.system.errors import RecipeError
