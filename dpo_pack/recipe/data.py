@@ -170,8 +170,12 @@ class DataRecipe(Section):
     num_workers: Literal["auto"] | CountOrZero = "auto"
     """Processes that tokenise; 0 and auto: the main process, with the threads of the tokenizer."""
 
+    @property
+    def eval_sources(self) -> tuple[SourceRecipe, ...]:
+        """The sources of held-out pairs; none if `eval` is a fraction."""
+        return () if isinstance(self.eval, EvalFraction) else self.eval
+
     def broken_rules(self) -> Iterator[Problem]:
-        eval_sources = () if isinstance(self.eval, EvalFraction) else self.eval
         if self.max_prompt_length and self.max_prompt_length >= self.max_length:
             limit = f"data.max_length ({self.max_length}), to leave room for a completion"
             yield "max_prompt_length", f"must be below {limit}, not {self.max_prompt_length}"
@@ -183,13 +187,13 @@ class DataRecipe(Section):
                 "system_prompt",
                 "only conversations have one, and no source of data.train is conversational",
             )
-        for part, sources in (("train", self.train), ("eval", eval_sources)):
+        for part, sources in (("train", self.train), ("eval", self.eval_sources)):
             names = [source.name for source in sources]
             for index, name in enumerate(names):
                 if name and name in names[:index]:
                     other = f"data.{part}.{names.index(name)}"
                     yield f"{part}.{index}.name", f"'{name}' is already the name of {other}"
-        for index, source in enumerate(eval_sources):
+        for index, source in enumerate(self.eval_sources):
             if source.weight != 1.0:
                 yield f"eval.{index}.weight", "only training sources are mixed by weight; leave it out"
 

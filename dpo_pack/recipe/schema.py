@@ -28,6 +28,7 @@ from dpo_pack.recipe.types import (
     Problem,
     Section,
     TokenCount,
+    is_changed,
 )
 from dpo_pack.system.hub import repo_fault
 
@@ -202,13 +203,8 @@ class DistributedRecipe(Section):
     messages, but the memory of a whole gradient. false: they exchange them after every row."""
 
     def broken_rules(self) -> Iterator[Problem]:
-        for key, value in (
-            ("hybrid", self.hybrid),
-            ("cpu_offload", self.cpu_offload),
-            ("gather_dtype", self.gather_dtype),
-            ("accumulate_unsharded", self.accumulate_unsharded),
-        ):
-            if value and self.strategy != "fsdp2":
+        for key in ("hybrid", "cpu_offload", "gather_dtype", "accumulate_unsharded"):
+            if is_changed(self, key) and self.strategy != "fsdp2":
                 yield key, "needs distributed.strategy: fsdp2"
 
 
@@ -256,8 +252,8 @@ class Recipe(Section):
                 "compiled layers do not show torch their products; set model.gradient_checkpointing: true",
             )
         reference, types = self.reference, ", ".join(name for name, _ in self.loss.terms)
-        for key, is_set in (("path", reference.path is not None), ("sync", reference.sync is not None)):
-            if is_set and not self.loss.needs_reference:
+        for key in ("path", "sync"):
+            if is_changed(reference, key) and not self.loss.needs_reference:
                 yield f"reference.{key}", f"no reference is used by loss.type {types}; leave it out"
         if self.model.lora is not None and self.model.lora.dropout > 0.0:
             if coupling := self.loss.terms_that(lambda loss: loss.couples_pairs):
@@ -284,22 +280,17 @@ class Recipe(Section):
         if samples is not None and samples.every_evals is not None and every_steps is None:
             remedy = "set train.eval_every_steps, or leave it out"
             yield "logging.samples.every_evals", f"there are no evaluations on the way; {remedy}"
-        comparing = {  # keys that need several evaluations, and whether each key is set
-            "checkpoint.keep_best": checkpoint.keep_best > 0,
-            "checkpoint.load_best": checkpoint.load_best,
-            "train.early_stopping": self.train.early_stopping is not None,
-        }
-        naming = {  # keys that decide how evaluations are compared
-            "checkpoint.metric": checkpoint.metric is not None,
-            "checkpoint.eval_set": checkpoint.eval_set is not None,
-        }
-        for key in (name for name, is_set in {**comparing, **naming}.items() if is_set):
+        # Keys of this recipe that need several evaluations, and keys that say how to compare evaluations.
+        comparing = [f"checkpoint.{key}" for key in ("keep_best", "load_best") if is_changed(checkpoint, key)]
+        comparing += ["train.early_stopping"] if self.train.early_stopping is not None else []
+        naming = [f"checkpoint.{key}" for key in ("metric", "eval_set") if is_changed(checkpoint, key)]
+        for key in comparing + naming:
             if not self.data.eval:
                 remedy = "name a source or a fraction"
                 yield key, f"compares evaluations, and data.eval holds nothing out; {remedy}"
             elif every_steps is None and key in comparing:
                 yield key, "compares evaluations, and there is only one; set train.eval_every_steps"
-            elif key in naming and not any(comparing.values()):
+            elif not comparing:
                 either = "checkpoint.keep_best or train.early_stopping"
                 yield key, f"nothing compares evaluations; set {either}, or leave it out"
         is_online, metric = self.online is not None, checkpoint.metric
@@ -346,7 +337,7 @@ class Recipe(Section):
 
 def why_not_sharded(recipe: Recipe) -> str | None:
     """Returns why an online run needs a whole model in each process; None if a sharded model will do."""
-    online, held_out = recipe.online, recipe.data.eval
+    online = recipe.online
     if online is None:
         return None
     every_token = "and gathering shards for every token would take far too long"
@@ -354,7 +345,7 @@ def why_not_sharded(recipe: Recipe) -> str | None:
         return f"the policy answers the prompts itself, {every_token}"
     if online.generator.type == "vllm":
         return "online.generator.type vllm takes a whole model's weights in one process"
-    if not isinstance(held_out, tuple) or held_out:
+    if recipe.data.eval:
         return f"the policy answers the prompts of data.eval itself, {every_token}"
     if online.offload_reference:
         return "online.offload_reference moves a whole model"
