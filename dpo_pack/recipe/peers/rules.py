@@ -156,10 +156,8 @@ def _epochs(value: Any, settings: Settings) -> Any:
     if settings.get("max_steps", -1) and settings.get("max_steps", -1) > 0:
         return Unneeded("max_steps decides")
     if isinstance(value, float) and not value.is_integer():
-        end = (
-            f"set train.max_steps to {value:g} x the steps of an epoch, which dpopack inspect-packing prints"
-        )
-        return Known({"train.epochs": math.ceil(value)}, f"only whole epochs: {end}")
+        steps = f"{value:g} x the steps of an epoch, which dpopack inspect-packing prints"
+        return Known({"train.epochs": math.ceil(value)}, f"only whole epochs: set train.max_steps to {steps}")
     return whole(value, settings)
 
 
@@ -177,10 +175,8 @@ def _pairs_per_step(value: Any, settings: Settings) -> Any:
     if not all(isinstance(factor, int) for factor in (*factors, devices or 1)):
         return Absent("set packing.pairs_per_step: pairs in a step, of all devices together")
     text = " x ".join(map(str, factors))
-    if devices is None:
-        remark = f"{text} x 1 device, an assumption: multiply by your number of devices"
-    else:
-        remark = f"{text} x {devices} devices"
+    assumed = "1 device, an assumption: multiply by your number of devices"
+    remark = f"{text} x {assumed if devices is None else f'{devices} devices'}"
     return Known({"packing.pairs_per_step": math.prod(factors) * (devices or 1)}, remark)
 
 
@@ -234,10 +230,8 @@ def _steps_of(strategy: str, key: str) -> Convert:
 
     def convert(value: Any, settings: Settings) -> Any:
         how = settings.get(strategy, "no" if strategy == "eval_strategy" else "steps")
-        if how in ("no", False, None):
-            return Unneeded(f"{strategy} is no")
         if how not in ("steps", True):
-            return Unneeded(f"{strategy} is {how}")
+            return Unneeded(f"{strategy} is {how or 'no'}")
         if not isinstance(value, int) or value < 1:
             advice = f"set {key} to a number of steps; dpopack inspect-packing prints the steps of an epoch"
             return Absent(f"a part of all steps: {advice}")
@@ -375,7 +369,7 @@ def loss_terms(settings: Settings) -> list[tuple[str, float]]:
     """Returns (type, weight) of each loss in the settings. Raises RecipeError for one that dpo-pack lacks."""
     types = settings.get("loss_type", settings.get("dpo_loss_type", "sigmoid"))
     types = [types] if isinstance(types, str) else list(types)
-    types = [VALUES["loss.type"].get(name, name) if name == "kto_pair" else name for name in types]
+    types = ["bco_pair" if name == "kto_pair" else name for name in types]
     weights = settings.get("loss_weights", settings.get("dpo_loss_weights")) or [1.0] * len(types)
     for name in types:
         if name not in LOSS_DECLARATIONS:
