@@ -104,9 +104,9 @@ def main() -> None:
     except BaseException as error:
         place = _place_among_ranks()
         if place is not None:
-            from dpo_pack.commands.launch import tell_among_ranks
+            from dpo_pack.commands.launch import report_failure
 
-            sys.exit(tell_among_ranks(error, place))
+            sys.exit(report_failure(error, place))
         ending = ending_of(error)
         if ending.message is None:
             raise

@@ -146,8 +146,8 @@ def _check_tokenizer(sampled: _Sampled, tokenizer: PreTrainedTokenizerBase, reci
     own = prepare_tokenizer(parse_recipe(tree))
     if own.get_vocab() != tokenizer.get_vocab():
         raise ModelError(
-            f"sample: {path} has another tokenizer than {recipe.tokenizer.path or recipe.model.path}; give "
-            "them in two commands"
+            f"sample: {path} has another tokenizer than {recipe.tokenizer.path or recipe.model.path}; sample "
+            "them with two commands"
         )
 
 

@@ -185,7 +185,7 @@ class DataRecipe(Section):
         ):
             yield (
                 "system_prompt",
-                "only conversations have one, and no source of data.train is conversational",
+                "only conversations have one, and no source of data.train has conversations; leave it out",
             )
         for part, sources in (("train", self.train), ("eval", self.eval_sources)):
             names = [source.name for source in sources]
@@ -228,7 +228,7 @@ class PackingRecipe(Section):
             yield "merge_prompts", "needs packing.share_prompt: true"
         if self.scope == "step":
             if self.rows_per_step is not None:
-                reason = "in scope step, pairs_per_step is the step"
+                reason = "in scope step, pairs_per_step sets the size of a step"
                 yield "rows_per_step", f"needs packing.scope: epoch; {reason}"
             if is_changed(self, "window_pairs"):
                 yield "window_pairs", "needs packing.scope: epoch"
@@ -236,7 +236,8 @@ class PackingRecipe(Section):
         if self.rows_per_step is None:
             yield "rows_per_step", "packing.scope epoch needs it: the number of rows in a step"
         if is_changed(self, "pairs_per_step"):
-            yield "pairs_per_step", "needs packing.scope: step; in scope epoch, rows_per_step is the step"
+            reason = "in scope epoch, rows_per_step sets the size of a step"
+            yield "pairs_per_step", f"needs packing.scope: step; {reason}"
         if self.mode == "padded":
             yield "scope", "epoch needs packing.mode: packed"
 

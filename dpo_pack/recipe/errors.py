@@ -149,7 +149,7 @@ def _column_problem(key: str, error: ErrorDetails) -> Problem:
     """Describes a wrong field (pydantic's location ends in "[key]") or column name in data.*.columns."""
     if error["loc"][-1] == "[key]":
         name = str(error["loc"][-2])
-        return f"{key}.{name}", f"no field of a pair; {_nearest(name, get_args(RowField))}"
+        return f"{key}.{name}", f"not a field of a pair; {_nearest(name, get_args(RowField))}"
     return f"{key}.{error['loc'][-1]}", f"must be the name of a column, not {show(error['input'])}"
 
 

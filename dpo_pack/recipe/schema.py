@@ -249,21 +249,22 @@ class Recipe(Section):
         if self.model.compile is True and self.model.gradient_checkpointing == "selective":
             yield (
                 "model.compile",
-                "compiled layers do not show torch their products; set model.gradient_checkpointing: true",
+                "torch does not see the matrix products of compiled layers, which gradient_checkpointing: "
+                "selective must keep; set model.gradient_checkpointing: true",
             )
         reference, types = self.reference, ", ".join(name for name, _ in self.loss.terms)
         for key in ("path", "sync"):
             if is_changed(reference, key) and not self.loss.needs_reference:
-                yield f"reference.{key}", f"no reference is used by loss.type {types}; leave it out"
+                yield f"reference.{key}", f"loss.type {types} uses no reference; leave it out"
         if self.model.lora is not None and self.model.lora.dropout > 0.0:
             if coupling := self.loss.terms_that(lambda loss: loss.couples_pairs):
-                what = f"loss.type {coupling} computes each row twice, which dropout would change"
-                yield "model.lora.dropout", f"must be 0: {what}"
+                what = f"loss.type {coupling} computes each row twice, with other dropout each time"
+                yield "model.lora.dropout", f"must be 0, because {what}"
             if self.packing.merge_prompts:
                 what = "packing.merge_prompts, which computes a prompt once"
                 yield "model.lora.dropout", f"must be 0 for {what}"
         if self.model.quantize is not None and self.distributed.strategy == "fsdp2":
-            yield "distributed.strategy", "quantised weights are not sharded (model.quantize); set ddp"
+            yield "distributed.strategy", "fsdp2 cannot shard quantised weights (model.quantize); set ddp"
         if self.model.quantize is not None and reference.sync is not None:
             yield (
                 "reference.sync",
@@ -279,15 +280,15 @@ class Recipe(Section):
         samples = self.logging.samples
         if samples is not None and samples.every_evals is not None and every_steps is None:
             remedy = "set train.eval_every_steps, or leave it out"
-            yield "logging.samples.every_evals", f"there are no evaluations on the way; {remedy}"
+            yield "logging.samples.every_evals", f"there are no evaluations during training; {remedy}"
         # Keys of this recipe that need several evaluations, and keys that say how to compare evaluations.
         comparing = [f"checkpoint.{key}" for key in ("keep_best", "load_best") if is_changed(checkpoint, key)]
         comparing += ["train.early_stopping"] if self.train.early_stopping is not None else []
         naming = [f"checkpoint.{key}" for key in ("metric", "eval_set") if is_changed(checkpoint, key)]
         for key in comparing + naming:
             if not self.data.eval:
-                remedy = "name a source or a fraction"
-                yield key, f"compares evaluations, and data.eval holds nothing out; {remedy}"
+                remedy = "set data.eval to a source or a fraction"
+                yield key, f"compares evaluations, and no pairs are held out; {remedy}"
             elif every_steps is None and key in comparing:
                 yield key, "compares evaluations, and there is only one; set train.eval_every_steps"
             elif not comparing:
@@ -305,13 +306,14 @@ class Recipe(Section):
     def _broken_online_rules(self, online: OnlineRecipe) -> Iterator[Problem]:
         generator, max_steps, stale = online.generator.type, self.train.max_steps, online.max_staleness_steps
         if max_steps is None:
-            yield "train.max_steps", "an online run needs it: its pairs do not exist before it"
+            yield "train.max_steps", "an online run needs it, because the number of its pairs is unknown"
         if self.train.epochs != 1:
-            yield "train.epochs", "an online run is as long as train.max_steps says; leave it out"
+            yield "train.epochs", "train.max_steps alone sets the length of an online run; leave it out"
         if self.packing.scope == "epoch":
             yield "packing.scope", "epoch needs pairs that exist beforehand; with online use step"
         if self.data.truncation == "completion_right":
-            yield "data.truncation", "completions are yet to be written; with online use drop or prompt_left"
+            remedy = "with online use drop or prompt_left"
+            yield "data.truncation", f"the data of an online run has no completions to cut; {remedy}"
         if online.max_new_tokens >= self.data.max_length:
             limit = f"data.max_length ({self.data.max_length}), to leave room for a prompt"
             yield "online.max_new_tokens", f"must be below {limit}, not {online.max_new_tokens}"

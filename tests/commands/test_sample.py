@@ -93,7 +93,7 @@ def test_wrong_arguments_are_refused_in_one_line(
             ModelError,
             [model, other],
             ("ask",),
-            f"{other} has another tokenizer than {model}; give them in two",
+            f"{other} has another tokenizer than {model}; sample them with two",
         ),
         (ModelError, _no_model(run, tmp_path), (), "has no model yet; finish the run"),
     ]

@@ -201,7 +201,7 @@ AXOLOTL: Table = {
     "chat_template": Rule(
         remark=_TEMPLATE,
         convert=lambda value, s: (
-            Unneeded("so it is here") if value == "tokenizer_default" else Absent(_TEMPLATE)
+            Unneeded("dpo-pack uses this template too") if value == "tokenizer_default" else Absent(_TEMPLATE)
         ),
     ),
     "chat_template_jinja": Rule(remark=_TEMPLATE, convert=lambda value, s: Absent(_TEMPLATE)),
@@ -253,7 +253,7 @@ AXOLOTL: Table = {
             gpu_memory_limit device_map low_cpu_mem_usage experimental_* gc_steps gc_collect_steps
             eval_batch_size""",
             "train.stop_on_nonfinite and warnings watch the loss": "loss_watchdog_*",
-            "dpo-pack has its own start": "strict debug device ddp world_size vllm generate_samples",
+            "dpo-pack starts its own processes": "strict debug device ddp world_size vllm generate_samples",
         }
     ),
     **as_absent(
@@ -261,7 +261,7 @@ AXOLOTL: Table = {
             "to train an adapter further, name its directory in model.path": "lora_model_dir",
             "only adapters are trained": "lora_modules_to_save",
             "plain LoRA is trained": "peft_use_dora peft_* lora_target_parameters loraplus_* relora* lisa_*",
-            "model.dtype and model.autocast say it": "bfloat16 float16 float32 fp32_norms",
+            "set model.dtype and model.autocast": "bfloat16 float16 float32 fp32_norms",
             "model.kernels: liger uses Liger's kernels, on CUDA": "liger_* dpo_use_liger_kernel",
             "set it in the tracker's own environment variables": """
             wandb_* mlflow_* comet_* trackio_* swanlab_* hf_mlflow_log_artifacts""",

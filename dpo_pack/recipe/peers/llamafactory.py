@@ -150,7 +150,7 @@ LLAMAFACTORY: Table = {
     "simpo_gamma": to("loss.simpo_gamma", reads("simpo_gamma")),
     "ld_alpha": to(
         "loss.ld_alpha",
-        lambda value, s: Known({"loss.ld_alpha": value}, "weights the reference's log-probs too"),
+        lambda value, s: Known({"loss.ld_alpha": value}, "it multiplies the reference's log-probs too"),
     ),
     "ref_model": to("reference.path"),
     "dataset": to("data.train", partial(_sources, "data.train"), "as dataset_info.json describes it"),
@@ -174,7 +174,7 @@ LLAMAFACTORY: Table = {
     **as_unneeded(
         {
             "model.attention auto takes the first backend that is exact": "flash_attn",
-            "options of what dpo-pack does not have": "galore_* apollo_* badam_* freeze_* oft_*",
+            "options of methods that dpo-pack does not have": "galore_* apollo_* badam_* freeze_* oft_*",
             "pairs are tokenised once and cached, and only completions are scored": """
             overwrite_cache preprocessing_* streaming buffer_size cache_dir media_dir
             data_shared_file_system train_on_prompt mask_history eval_on_each_dataset""",
@@ -198,7 +198,7 @@ LLAMAFACTORY: Table = {
             "name a merged model in reference.path": "ref_model_adapters ref_model_quantization_bit",
             _TEMPLATE: """
             template tool_format enable_thinking preserve_thinking""",
-            "all sources are trained on once; data.train.N.weight mixes them": "mix_strategy",
+            "an epoch has each source once; data.train.N.weight changes this": "mix_strategy",
             "data.train.N.weight says how often an epoch has a source's pairs": "interleave_probs",
             "pairs are tokenised once and cached; or give rows of format tokenized": "tokenized_path",
             "dpo-pack has nothing like it": """

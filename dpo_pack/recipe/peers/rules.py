@@ -164,7 +164,7 @@ def _epochs(value: Any, settings: Settings) -> Any:
 def _max_steps(value: Any, settings: Settings) -> Any:
     if value is None or value <= 0:
         return Unneeded("no limit")
-    remark = "many epochs, so that max_steps alone decides, as there"
+    remark = "so many epochs that max_steps alone decides when training ends"
     return Known({"train.max_steps": value, "train.epochs": 1000}, remark)
 
 
@@ -462,7 +462,7 @@ TRANSFORMERS: Table = {
     **as_unneeded(
         {
             "DPO has no such loss; loss.label_smoothing smooths preferences": "label_smoothing_factor",
-            "the same command again goes on with an unfinished run": "resume_from_checkpoint",
+            "the same command again resumes an unfinished run": "resume_from_checkpoint",
             "metrics.jsonl has a line every logging.every_steps steps": "logging_strategy",
             "packing.token_budget bounds memory; distributed.strategy auto shards where needed": """
             auto_find_batch_size gradient_checkpointing_kwargs activation_checkpointing_kwargs
@@ -481,7 +481,7 @@ TRANSFORMERS: Table = {
             accelerate_config config_file""",
             "pairs are tokenised once and cached": """
             dataloader_* remove_unused_columns label_names length_column_name ignore_data_skip""",
-            "a speed of fp32 products, which autocast replaces": "tf32",
+            "it makes fp32 products faster, and autocast computes them in bfloat16": "tf32",
             "it changes what is printed or written, not what is trained": """
             logging_* log_level* disable_tqdm include_* skip_memory_metrics debug prediction_loss_only
             batch_eval_metrics eval_* bf16_full_eval fp16_full_eval save_only_model save_safetensors
@@ -494,7 +494,7 @@ TRANSFORMERS: Table = {
             "dpo-pack's optimizers have the options of section optim only": "optim_args",
             "dpo-pack has no such optimizers": "optim_target_modules",
             "seed decides the order of the pairs too": "data_seed",
-            "the last step of an epoch has the remaining pairs, as there without it": "dataloader_drop_last",
+            "the last step of an epoch has the pairs that remain; none is dropped": "dataloader_drop_last",
             "set it in the tracker's or the hub's own environment variables": "hub_* trackio_* project",
         }
     ),

@@ -40,12 +40,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _OLD_NAMES = {"evaluation_strategy": "eval_strategy", "torch_dtype": "dtype"}  # of transformers
 SEED = (
-    "The same seed draws other random numbers: the order of the pairs, and the pairs that a fraction holds "
-    "out, are others. To compare step by step, keep the order of the files in both programs (here "
+    "The same seed gives other random numbers here: the order of the pairs differs, and so do the pairs that "
+    "a fraction holds out. To compare step by step, keep the order of the files in both programs (here "
     "data.shuffle: false)."
 )
 LOGGED = (
-    "A logged line has the loss and rewards of one step; there they are means over logging_steps steps. "
+    "A logged line has the loss and rewards of one step here, and means over logging_steps steps there. "
     "A pair whose margin is 0 counts half in the accuracy here."
 )
 _PLACEHOLDERS = {"model.path": "FILL-IN/model", "data.train": "FILL-IN.jsonl"}
@@ -146,7 +146,7 @@ class _Written:
         for key, value in _PLACEHOLDERS.items():
             if not self.values.get(key):
                 self.values[key] = value
-                self.comments[key].append("fill this in: the file does not say it")
+                self.comments[key].append("fill this in: the file does not give it")
         for _ in range(2 * len(self.values)):
             try:
                 parse_recipe(_tree(self.values))
@@ -204,7 +204,7 @@ class _Written:
         for key in (key for key in self.comments if key not in self.values):
             self.unneeded += [f"{comment} - {key} is not set" for comment in self.comments[key]]
         if self.empty:
-            self.unneeded.append(f"left empty there: {', '.join(self.empty)}")
+            self.unneeded.append(f"without a value in the file: {', '.join(self.empty)}")
         if self.unneeded:
             lines += ["", "# Not needed here:", *_items(self.unneeded)]
         return "\n".join([*lines, ""])

@@ -115,7 +115,7 @@ TRL: Table = {
     "dataset_splits": part_of("data.train"),
     "max_length": to(
         "data.max_length",
-        lambda value, s: Known({"data.max_length": 131072}, "no limit there") if value is None else value,
+        lambda value, s: Known({"data.max_length": 131072}, "no limit in TRL") if value is None else value,
         takes_null=True,
     ),
     "truncation_mode": choice("data.truncation", TRUNCATIONS, "completions are cut at their end"),
