@@ -97,7 +97,9 @@ def export(
     ] = None,
     recipe: Annotated[
         Path | None,
-        typer.Option(help="Export the sequences of this recipe's data, with their places and texts' hashes."),
+        typer.Option(
+            help="Export the sequences of this recipe's data, with their rows and hashes of their texts."
+        ),
     ] = None,
     cache_dir: CacheDir = None,
 ) -> None:

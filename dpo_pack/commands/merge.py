@@ -54,8 +54,9 @@ def merge_adapter(
 
 
 def _card(adapter: SavedAdapter, example: str) -> str:
-    """Returns the adapter's card, changed into that of the merged model; a short card if it has none of ours.
+    """Returns the adapter's card, changed into that of the merged model.
 
+    If dpo-pack did not write the adapter's card, or the user has changed it, returns a short card.
     `example` is the section of the card that says how to use the merged model.
     """
     name = adapter.directory.resolve()

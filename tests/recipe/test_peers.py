@@ -442,7 +442,7 @@ def test_a_mixture_s_test_split_is_a_fraction_and_a_number_of_pairs_is_said_to_b
     }  # fmt: skip
     text, recipe = translated(tmp_path, "trl", content)
     assert value_at(recipe, "data.eval.fraction") == fraction
-    assert ("pairs are held out there" in text) is (size >= 1)
+    assert ("TRL holds out" in text) is (size >= 1)
 
 
 def test_formats_of_axolotl_that_add_text_are_said_not_to_be_applied(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def _loss(value: Any, settings: Settings) -> Any:
     terms = [(name, weight) for name, weight in terms if weight]
     if len(terms) == 1:
         return value
-    remark = "sft is a mean over the tokens of the step, there a mean over pairs" if ftx else ""
+    remark = "sft: a mean over the tokens of the step; in LLaMA-Factory over its pairs" if ftx else ""
     return Known({"loss.type": [{"type": name, "weight": weight} for name, weight in terms]}, remark)
 
 
@@ -148,10 +148,7 @@ LLAMAFACTORY: Table = {
     "pref_beta": to("loss.beta"),
     "dpo_label_smoothing": to("loss.label_smoothing", reads("label_smoothing")),
     "simpo_gamma": to("loss.simpo_gamma", reads("simpo_gamma")),
-    "ld_alpha": to(
-        "loss.ld_alpha",
-        lambda value, s: Known({"loss.ld_alpha": value}, "it multiplies the reference's log-probs too"),
-    ),
+    "ld_alpha": to("loss.ld_alpha", comment="it multiplies the reference's log-probs too"),
     "ref_model": to("reference.path"),
     "dataset": to("data.train", partial(_sources, "data.train"), "as dataset_info.json describes it"),
     "eval_dataset": to("data.eval", partial(_sources, "data.eval"), "as dataset_info.json describes it"),

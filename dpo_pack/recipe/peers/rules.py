@@ -60,15 +60,25 @@ Table = dict[str, Rule]
 Convert = Callable[[Any, Settings], Any]  # (value, all settings) -> our value, or an Outcome
 
 
-def to(keys: str, convert: Convert | None = None, remark: str = "", *, takes_null: bool = False) -> Rule:
-    """Makes the rule that a key sets recipe keys `keys`; a value that `convert` returns goes to the first."""
+def to(
+    keys: str,
+    convert: Convert | None = None,
+    remark: str = "",
+    *,
+    comment: str = "",
+    takes_null: bool = False,
+) -> Rule:
+    """Makes the rule that a key sets recipe keys `keys`; a value that `convert` returns goes to the first.
+
+    remark: what docs and errors say of the rule. comment: what the translated recipe says beside the value.
+    """
     names = tuple(keys.split())
 
     def outcome(value: Any, settings: Settings) -> Outcome:
         ours = value if convert is None else convert(value, settings)
         if isinstance(ours, (Known, Unneeded, Absent)):
             return ours
-        return Known({names[0]: ours})
+        return Known({names[0]: ours}, comment)
 
     return Rule(keys=names, remark=remark, takes_null=takes_null, convert=outcome)
 
@@ -183,9 +193,8 @@ def _pairs_per_step(value: Any, settings: Settings) -> Any:
 def _schedule(value: Any, settings: Settings) -> Any:
     options = settings.get("lr_scheduler_kwargs") or {}
     if value not in SCHEDULES:
-        return Absent(
-            f"no such schedule, so linear is used; there are {', '.join(sorted(set(SCHEDULES.values())))}"
-        )
+        known = ", ".join(sorted(set(SCHEDULES.values())))
+        return Absent(f"dpo-pack has no such schedule, so linear is used; it has {known}")
     ours: dict[str, Any] = {"optim.schedule": SCHEDULES[value]}
     if value == "cosine_with_min_lr":
         rate = options.get("min_lr_rate")
@@ -408,7 +417,7 @@ TRANSFORMERS: Table = {
     "optim": choice(
         "optim.name",
         OPTIMIZERS,
-        "no such optimizer, so adamw is used; look at optim.lr, which suits another one",
+        "dpo-pack has no such optimizer, so adamw is used; set an optim.lr that suits adamw",
     ),
     "weight_decay": to("optim.weight_decay"),
     "adam_beta1": to("optim.betas", lambda value, s: [value, s.get("adam_beta2", 0.999)]),
@@ -423,9 +432,8 @@ TRANSFORMERS: Table = {
     ),
     "gradient_checkpointing": to(
         "model.gradient_checkpointing",
-        lambda value, s: Known(
-            {"model.gradient_checkpointing": bool(value)}, "it changes memory and speed only"
-        ),
+        lambda value, s: bool(value),
+        comment="it changes memory and speed only",
     ),
     "activation_checkpointing": to("model.gradient_checkpointing", lambda value, s: bool(value)),
     "torch_compile": to("model.compile"),

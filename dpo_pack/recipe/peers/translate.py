@@ -187,7 +187,7 @@ class _Written:
             )
         lines += [
             "#",
-            "# Different here, because it has no counterpart:",
+            "# Keys that have no counterpart here, and other differences:",
             *_items([*self.absent, *([SEED] if self.values.get("data.shuffle", True) else []), LOGGED]),
             "",
         ]

@@ -63,7 +63,7 @@ def _trl_mixture(value: Any, settings: Settings) -> Any:
     ours: dict[str, Any] = {"data.train": sources}
     if size and settings.get("eval_strategy", "no") != "no":
         if size >= 1:
-            text = f"test_split_size {size} pairs are held out there; here set data.eval to a fraction"
+            text = f"TRL holds out {size} pairs (test_split_size); set data.eval to a fraction"
             return Known({**ours, "data.eval": {"fraction": 0.02}}, text)
         ours["data.eval"] = {"fraction": size}
     is_weighted = any("weight" in source for source in sources)
@@ -121,10 +121,7 @@ TRL: Table = {
     "truncation_mode": choice("data.truncation", TRUNCATIONS, "completions are cut at their end"),
     "max_prompt_length": to(
         "data.max_prompt_length",
-        lambda value, s: Known(
-            {"data.max_prompt_length": value},
-            "pairs with a longer prompt are dropped; older releases of TRL cut the prompt",
-        ),
+        comment="pairs with a longer prompt are dropped; older releases of TRL cut the prompt",
     ),
     "beta": to("loss.beta"),
     "loss_type": to("loss.type", lambda value, s: loss_type(s)),
