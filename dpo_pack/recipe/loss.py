@@ -149,8 +149,8 @@ class LossRecipe(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether a loss in `type` uses the reference. Losses that the user wrote are assumed to use it."""
-        free = (name for name, loss in LOSS_DECLARATIONS.items() if not loss.needs_reference)
-        return not {name for name, _ in self.terms}.issubset(free)
+        free = {name for name, loss in LOSS_DECLARATIONS.items() if not loss.needs_reference}
+        return any(name not in free for name, _ in self.terms)
 
     def broken_rules(self) -> Iterator[Problem]:
         names = [name for name, _ in self.terms]

@@ -21,7 +21,6 @@ from dpo_pack.recipe.types import (
     Count,
     LocalPath,
     Name,
-    OptionalLocalPath,
     PartBelowOne,
     PathText,
     PositiveNumber,
@@ -94,7 +93,7 @@ class TokenizerRecipe(Section):
 
     path: PathText | None = None
     """Hub id or local directory; null: model.path."""
-    chat_template: OptionalLocalPath = None
+    chat_template: LocalPath | None = None
     """A Jinja file; null: the tokenizer's own template."""
 
 
@@ -115,7 +114,7 @@ class ReferenceRecipe(Section):
     sync: SyncRecipe | None = None
     """Update the reference towards the policy, e.g. {every_steps: 512, mixup: 0.6}: then a second model
     computes in every step, and nothing is cached. null: the reference does not change."""
-    cache_dir: OptionalLocalPath = None
+    cache_dir: LocalPath | None = None
     """Where log-probs are kept; null: $DPO_PACK_CACHE, else ~/.cache/dpo_pack."""
     token_budget: Literal["auto"] | TokenCount = "auto"
     """Most tokens of a row in the pass that computes log-probs before training; auto: on CUDA what fits in
