@@ -35,7 +35,10 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Recipe keys with their values, and a remark. If empty, the key only adds a comment to `Rule.keys`."""
+    """The outcome for a peer's key that recipe keys replace: their values, and a remark.
+
+    If `values` is empty, the peer's key is only named in the comment of the first key in `Rule.keys`.
+    """
 
     values: dict[str, Any]
     remark: str = ""
@@ -43,6 +46,7 @@ class Known:
 
 
 Outcome = Known | Unneeded | Absent
+Convert = Callable[[Any, Settings], Any]  # (value, all settings) -> value for the recipe, or an Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +57,10 @@ class Rule:
     remark: str = ""
     is_needed: bool = True  # read only if `keys` is (); False: dpo-pack does not need the key
     takes_null: bool = False  # False: null in the file means the peer's default
-    convert: Callable[[Any, Settings], Any]
+    convert: Convert
 
 
 Table = dict[str, Rule]
-Convert = Callable[[Any, Settings], Any]  # (value, all settings) -> our value, or an Outcome
 
 
 def to(
@@ -84,7 +87,7 @@ def to(
 
 
 def part_of(key: str, remark: str = "") -> Rule:
-    """Makes the rule of a peer's key that sets nothing alone: the rule that sets our `key` reads it."""
+    """Makes the rule of a peer's key that sets nothing: another rule reads it to set the recipe key `key`."""
     return Rule(keys=(key,), remark=remark, convert=lambda value, settings: Known({}))
 
 
