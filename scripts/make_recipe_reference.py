@@ -9,8 +9,8 @@ from dpo_pack.recipe.data import EvalFraction, SourceRecipe
 from dpo_pack.recipe.load import default_in_yaml
 from dpo_pack.recipe.loss import LossTerm
 from dpo_pack.recipe.online import EndpointRecipe, GeneratorRecipe, JudgeRecipe, OnlineRecipe, PairingRecipe
+from dpo_pack.recipe.peers import NAMES, TABLES
 from dpo_pack.recipe.peers.rules import TRANSFORMERS, Rule
-from dpo_pack.recipe.peers.tables import NAMES, TABLES
 from dpo_pack.recipe.schema import LoraRecipe, PushRecipe, Recipe, SamplesRecipe, SyncRecipe
 from dpo_pack.recipe.training import EarlyStoppingRecipe
 from dpo_pack.recipe.types import allowed_values

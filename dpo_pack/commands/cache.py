@@ -78,7 +78,7 @@ def verify(namespaces: Namespaces = None, cache_dir: CacheDir = None) -> None:
         found = list(find_damage(namespace))
         num_parts += namespace.parts
         damage += found
-        state = f"{len(found)} bad" if found else "all as written"
+        state = f"{len(found)} bad" if found else "none damaged"
         say(f"{namespace.name}: {_count(namespace.parts, 'part')}, {state}")
         for part, reason in found:
             say(f"  {part}: {reason}")
@@ -97,7 +97,9 @@ def export(
     ] = None,
     recipe: Annotated[
         Path | None,
-        typer.Option(help="Export the sequences of this recipe's data, with their places and texts' hashes."),
+        typer.Option(
+            help="Export the sequences of this recipe's data, with their rows and hashes of their texts."
+        ),
     ] = None,
     cache_dir: CacheDir = None,
 ) -> None:
@@ -132,8 +134,8 @@ def export(
 
 @cache_app.command("import")
 def import_file(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A Parquet file, see docs.")],
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Whose reference model computed them.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Parquet, see docs/reference-cache.md.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe of their reference model.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Recipe keys to set.")
     ] = None,
@@ -184,7 +186,7 @@ def prune(
         )
         left = [] if dry_run else remove(removal)
         if left:
-            say(f"  left in {removal.directory}, as it is not ours: {', '.join(left)}")
+            say(f"  kept in {removal.directory}, because dpo-pack did not write it: {', '.join(left)}")
     if dry_run:
         total = _format_bytes(sum(removal.size_bytes for removal in removals))
         say(f"{total} in all; nothing was removed")

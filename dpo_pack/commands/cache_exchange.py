@@ -143,8 +143,8 @@ def import_into(recipe: Recipe, file: Path, console: Console) -> None:
     cache.note_use(prepared.reference_facts.label)
     after = find_work(cache, prepared.tables)
     console.print(
-        f"{file}: {len(table):,} rows, {num_added:,} sequences added, {len(index) - num_added:,} were "
-        f"there; the cache now has {after.num_cached:,} of the recipe's {after.num_unique:,} sequences"
+        f"{file}: {len(table):,} rows, {num_added:,} sequences added, {len(index) - num_added:,} were in the "
+        f"cache before; it now has {after.num_cached:,} of the recipe's {after.num_unique:,} sequences"
     )
 
 

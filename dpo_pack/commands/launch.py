@@ -83,7 +83,7 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False, verbose: bool = False)
         ranks.leave()
 
 
-def tell_among_ranks(error: BaseException, place: Placement) -> int:
+def report_failure(error: BaseException, place: Placement) -> int:
     """Prints why this rank ended. If one cause ended several ranks, only one of them prints it.
 
     Returns the exit status. The process must exit after this; `end_soon` makes sure that it does.
@@ -106,20 +106,20 @@ def wanted_processes(recipe: Recipe, place: Placement | None) -> int:
         if wanted == "auto" and is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ:
             raise RecipeError(
                 "distributed.num_processes: accelerate's configuration asks for several processes on CPUs, "
-                "but accelerate launch starts one; set distributed.num_processes to their number, then "
-                "dpo-pack starts them"
+                "but accelerate launch starts only one; set distributed.num_processes to the number that you "
+                "want, and dpo-pack starts them"
             )
         number = max(1, num_devices) if wanted == "auto" else wanted
         if num_devices and number > num_devices:
             raise RecipeError(
                 f"distributed.num_processes: {number} processes need as many GPUs, and {num_devices} are "
-                "visible; lower it, or see what CUDA_VISIBLE_DEVICES says"
+                "visible; lower the number, or correct CUDA_VISIBLE_DEVICES"
             )
         return number
     if wanted not in ("auto", place.num_ranks):
         raise RecipeError(
-            f"distributed.num_processes: {wanted} are asked for, but the launcher has started "
-            f"{place.num_ranks} (WORLD_SIZE, or SLURM_STEP_NUM_TASKS); leave it at auto, or start that many"
+            f"distributed.num_processes: the recipe asks for {wanted}, but the launcher has started "
+            f"{place.num_ranks} (WORLD_SIZE, or SLURM_STEP_NUM_TASKS); set it to auto, or start {wanted}"
         )
     if 1 < num_devices < place.num_local_ranks:  # if one GPU is visible, each rank may see a different GPU
         raise RecipeError(
@@ -138,8 +138,8 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
         except dist.DistError as error:
             raise RunError(
                 f"distributed.num_processes: the {place.num_ranks} ranks did not meet at {place.address}:"
-                f"{place.port} ({first_line(error)}); see whether all were started, and can "
-                "reach that host and port"
+                f"{place.port} ({first_line(error)}); check that all ranks were started and can reach this "
+                "host and port"
             ) from error
         # When torchrun restarts ranks, its store still holds the addresses of the ranks that failed.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -248,8 +248,8 @@ def _require_own_device(device: torch.device, place: Placement, store: Store) ->
     sharing = [rank for rank, identity in enumerate(identities) if identity == identities[place.rank]]
     if len(sharing) > 1:
         raise RecipeError(
-            f"distributed.num_processes: ranks {', '.join(map(str, sharing))} were given the same GPU; start "
-            "one process for each GPU"
+            f"distributed.num_processes: ranks {', '.join(map(str, sharing))} have the same GPU; start one "
+            "process for each GPU"
         )
 
 

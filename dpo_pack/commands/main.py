@@ -27,6 +27,10 @@ from dpo_pack.system.output import complain, guard_output, say
 from dpo_pack.system.placement import Placement, placement
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
     from dpo_pack.recipe.load import Recipe
 
 
@@ -48,9 +52,9 @@ class _Commands(TyperGroup):
 
 
 def _complete_template(incomplete: str) -> list[str]:
-    from dpo_pack.recipe.templates import template_names
+    from dpo_pack.recipe.templates import TEMPLATES
 
-    return [name for name in template_names() if name.startswith(incomplete)]
+    return [name for name in TEMPLATES if name.startswith(incomplete)]
 
 
 def _complete_key(incomplete: str) -> list[str]:
@@ -100,9 +104,9 @@ def main() -> None:
     except BaseException as error:
         place = _place_among_ranks()
         if place is not None:
-            from dpo_pack.commands.launch import tell_among_ranks
+            from dpo_pack.commands.launch import report_failure
 
-            sys.exit(tell_among_ranks(error, place))
+            sys.exit(report_failure(error, place))
         ending = ending_of(error)
         if ending.message is None:
             raise
@@ -213,21 +217,28 @@ def inspect_packing(
     budget_numbers = parse_numbers(budgets, option="--budgets", instance="4096,8192")
     with many_imports():
         from dpo_pack.packing.report import to_json
+        from dpo_pack.reports.pages import packing_page
         from dpo_pack.run.batches import inspect_recipe
         from dpo_pack.system.console import make_console
-        from dpo_pack.system.files import write_text_atomically
 
     console = make_console(quiet=json_file == Path("-"))
     report = inspect_recipe(loaded, console, num_ranks=rank_numbers, budgets=budget_numbers)
     render_packing(report, console)
-    if json_file == Path("-"):
-        print(to_json(report), end="")
-    elif json_file is not None:
-        write_text_atomically(json_file, to_json(report))
-    if html_file is not None:
-        from dpo_pack.reports.pages import packing_page
+    _write_files(json_file, to_json(report), html_file, lambda: packing_page(report), console)
 
-        write_text_atomically(html_file, packing_page(report))
+
+def _write_files(
+    json_file: Path | None, text: str, html_file: Path | None, page: Callable[[], str], console: Console
+) -> None:
+    """Writes a report as JSON into the file of --json (`-`: prints it), and as a page into that of --html."""
+    from dpo_pack.system.files import write_text_atomically
+
+    if json_file == Path("-"):
+        print(text, end="")
+    elif json_file is not None:
+        write_text_atomically(json_file, text)
+    if html_file is not None:
+        write_text_atomically(html_file, page())
         console.print(f"Page: {html_file}")
 
 
@@ -257,30 +268,19 @@ def show(
 
     # In `--pair 3 8`, typer takes 8 for an override.
     more = [text for text in overrides or () if pair and text.isdecimal()]
-    asked = {
-        number
-        for text in (*(pair or ()), *more)
-        for number in parse_numbers(text, option="--pair", instance="3,8")
-    }
+    numbers = [*(pair or ()), *more]
+    rows = {row for text in numbers for row in parse_numbers(text, option="--pair", instance="3,8")}
     loaded = _load(recipe, [text for text in overrides or () if text not in more])
     with many_imports():
+        from dpo_pack.reports.pages import pairs_page
         from dpo_pack.reports.pair_views import render_pairs
         from dpo_pack.run.show import show_recipe, to_json
         from dpo_pack.system.console import make_console
-        from dpo_pack.system.files import write_text_atomically
 
     console = make_console(quiet=json_file == Path("-"))
-    shown = show_recipe(loaded, console, asked_rows=asked, reads_all=dropped)
+    shown = show_recipe(loaded, console, asked_rows=rows, reads_all=dropped)
     render_pairs(shown, console, lists_dropped=dropped)
-    if json_file == Path("-"):
-        print(to_json(shown), end="")
-    elif json_file is not None:
-        write_text_atomically(json_file, to_json(shown))
-    if html_file is not None:
-        from dpo_pack.reports.pages import pairs_page
-
-        write_text_atomically(html_file, pairs_page(shown))
-        console.print(f"Page: {html_file}")
+    _write_files(json_file, to_json(shown), html_file, lambda: pairs_page(shown), console)
 
 
 @app.command()
@@ -492,7 +492,7 @@ def recipe_command(
     with its dataset_info.json. The recipe says what became of each key.
     """
     from dpo_pack.recipe.load import recipe_defaults, recipe_schema
-    from dpo_pack.recipe.templates import BEGINNING, recipe_template, template_names
+    from dpo_pack.recipe.templates import BEGINNING, TEMPLATES, recipe_template
 
     if sum((defaults, schema, check is not None, template is not None, peer is not None)) != 1:
         raise RecipeError(
@@ -501,7 +501,7 @@ def recipe_command(
     if every_key and not defaults:
         raise RecipeError("recipe: --all is an option of --defaults; give both")
     if template == "list":
-        for name in template_names():
+        for name in TEMPLATES:
             say(name)
     elif template is not None:
         print(recipe_template(template), end="")

@@ -37,7 +37,7 @@ def merge_adapter(
     adapter = find_adapter(source)
     require_peft("dpopack merge")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise RunError(f"{target} exists already; give a path that does not")
+        raise RunError(f"{target} exists already; give a path that does not exist")
     if base is not None:
         adapter = replace(adapter, base=base, base_revision=None)
     tokenizer = _tokenizer(adapter, trust_remote_code)
@@ -54,14 +54,15 @@ def merge_adapter(
 
 
 def _card(adapter: SavedAdapter, example: str) -> str:
-    """Returns the adapter's card, changed into that of the merged model; a short card if it has none of ours.
+    """Returns the adapter's card, changed into that of the merged model.
 
+    If dpo-pack did not write the adapter's card, or the user has changed it, returns a short card.
     `example` is the section of the card that says how to use the merged model.
     """
     name = adapter.directory.resolve()
     name = name.parent if name.name == "model" else name
     base = name_for_others(adapter.base)
-    told = f"The LoRA adapter {name.name}, merged into {base} by dpo-pack {dpo_pack.__version__}."
+    origin = f"The LoRA adapter {name.name}, merged into {base} by dpo-pack {dpo_pack.__version__}."
     file = adapter.directory / "README.md"
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # users may edit it
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -71,10 +72,10 @@ def _card(adapter: SavedAdapter, example: str) -> str:
             card.data["library_name"] = "transformers"
             card.data["tags"] = [tag for tag in card.data.get("tags") or () if tag != "lora"]
             rest = after.partition("\n```\n\n")[2]
-            return f"{str(card).rstrip()}\n\n{told}\n\n{example}\n{rest}"
+            return f"{str(card).rstrip()}\n\n{origin}\n\n{example}\n{rest}"
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [dpo-pack]\n---\n\n"
-        f"# {name.name}\n\n{told}\n\n{example}"
+        f"# {name.name}\n\n{origin}\n\n{example}"
     )
 
 
@@ -86,7 +87,7 @@ def find_adapter(source: Path) -> SavedAdapter:
         if (directory / "config.json").is_file():
             raise ModelError(f"{directory} is a full model; there is nothing to merge")
     raise ModelError(
-        f"{source}: no adapter there (no adapter_config.json, nor in its model/); give the directory of an "
+        f"{source}: no adapter_config.json in this directory or in its model/; give the directory of an "
         "adapter, or of a finished run with model.lora"
     )
 

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpo_pack.commands.main import let_segments_grow
-from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe, load_recipe, parse_recipe
-from dpo_pack.recipe.text import read_yaml
+from dpo_pack.recipe.load import Recipe, check_environment, load_recipe, parse_recipe
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.imports import many_imports
 from dpo_pack.system.interrupts import Interrupted
@@ -163,7 +162,7 @@ def load(recipe: AnyRecipe, overrides: Mapping[str, Any]) -> Recipe:
     elif isinstance(recipe, Mapping):
         loaded = parse_recipe(_as_yaml(recipe, "recipe"), texts)
     else:
-        loaded = parse_recipe(read_yaml(dump_recipe(recipe), where="recipe"), texts)
+        loaded = parse_recipe(recipe.model_dump(mode="json"), texts)
     if placement(os.environ) is not None:
         return loaded
     if loaded.distributed.num_processes not in ("auto", 1):
@@ -171,7 +170,7 @@ def load(recipe: AnyRecipe, overrides: Mapping[str, Any]) -> Recipe:
             "distributed.num_processes: a call from Python trains in its own process; leave it at auto, or "
             "start the script with torchrun, or use 'dpopack train'"
         )
-    return parse_recipe(read_yaml(dump_recipe(loaded), where="recipe"), ["distributed.num_processes=1"])
+    return parse_recipe(loaded.model_dump(mode="json"), ["distributed.num_processes=1"])
 
 
 def _as_yaml(value: Any, key: str) -> Any:
@@ -187,17 +186,8 @@ def _as_yaml(value: Any, key: str) -> Any:
         if getattr(sys.modules.get(module), name, None) is not value:
             raise RecipeError(f"{key}: {value} has no name in its module; define it there with def")
         return f"{module}:{name}"
-    if _is_dataset(value):
-        return str(_copy_of(value))
-    return value
-
-
-def _is_dataset(value: Any) -> bool:
-    if "datasets" not in sys.modules:  # without this import, no Dataset can exist
-        return False
-    from datasets import Dataset
-
-    return isinstance(value, Dataset)
+    datasets = sys.modules.get("datasets")  # None: not imported, so no Dataset can exist
+    return str(_copy_of(value)) if datasets and isinstance(value, datasets.Dataset) else value
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from dpo_pack.system.memory import release_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Sampled:
     """A model to sample from. `path` is a directory or a hub id; None: the starting policy of `recipe`."""
 
     recipe: Recipe
@@ -58,22 +58,23 @@ def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[st
     One of `models` may be a recipe file. The prompts are `texts`; if there are none, `num` held-out prompts
     of the recipe file, or else of the first run. Raises RecipeError, ModelError, DataError.
     """
-    asked, recipe = _asked_models(models)
+    sampled, recipe = _sampled_models(models)
     if recipe is None:
         if not texts:
+            label = sampled[0].label
             raise RecipeError(
-                f"sample: {asked[0].label} is no run, so there are no prompts; give --prompt TEXT or a recipe"
+                f"sample: {label} is not a run, so it has no prompts; give --prompt TEXT or a recipe"
             )
-        recipe = asked[0].recipe
+        recipe = sampled[0].recipe
     check_environment(recipe, trains=False)
     settings = recipe.logging.samples or SamplesRecipe()
     device = Accelerator(cpu=not ranks.uses_cuda()).device
-    facts = [one.facts(device) for one in asked]
-    for one, known in zip(asked, facts, strict=True):
-        check_model(one.recipe, known, device)
+    facts = [model.facts(device) for model in sampled]
+    for model, known in zip(sampled, facts, strict=True):
+        check_model(model.recipe, known, device)
     tokenizer = prepare_tokenizer(recipe)
-    for one in asked:
-        _check_tokenizer(one, tokenizer, recipe)
+    for model in sampled:
+        _check_tokenizer(model, tokenizer, recipe)
     room = min(most_prompt_tokens(known.config, settings.max_new_tokens) for known in facts)
     if texts:
         prompts = [_prompt(text, tokenizer, most_tokens=room) for text in texts]
@@ -87,9 +88,9 @@ def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[st
             "--prompt TEXT"
         )
     completions = {}
-    for one, known in zip(asked, facts, strict=True):
+    for model, known in zip(sampled, facts, strict=True):
         release_memory()
-        loaded = load_weights(one.recipe, known, device=device)
+        loaded = load_weights(model.recipe, known, device=device)
         generator = greedy_generator(
             loaded.scorer,
             tokenizer,
@@ -99,56 +100,54 @@ def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[st
             console=console,
         )
         try:
-            completions[one.label] = complete(generator, prompts)
+            completions[model.label] = complete(generator, prompts)
         except DpoPackError:
             raise
         except Exception as error:  # the model's code may raise any error
-            raise ModelError(f"sample: {one.label} cannot generate ({first_line(error)})") from error
+            raise ModelError(f"sample: {model.label} cannot generate ({first_line(error)})") from error
         del loaded, generator
     render_completions([(one.source, one.prompt.text) for one in prompts], completions, console)
     if num is not None and len(prompts) < num and not texts:
         console.print(f"There are only {len(prompts)} different prompts that leave room for a completion")
 
 
-def _asked_models(names: Sequence[str]) -> tuple[list[_Asked], Recipe | None]:
+def _sampled_models(names: Sequence[str]) -> tuple[list[_Sampled], Recipe | None]:
     """Returns the models, and the recipe whose prompts they get (None: neither recipe nor run is given)."""
     files = [name for name in names if name.endswith((".yaml", ".yml")) or Path(name).is_file()]
     if len(files) > 1 or len(files) == len(names):
         raise RecipeError("sample: give one or several runs or models, and at most one recipe")
     recipe = load_recipe(Path(files[0])) if files else None
-    asked: list[_Asked] = []
-    for name in names:
-        if name in files:
-            continue
+    sampled: list[_Sampled] = []
+    for name in (name for name in names if name not in files):
         run = Path(name)
         if not (run / RECIPE_FILE).is_file():
             plain = {"output_dir": "unused", "model": {"path": name}, "data": {"train": "unused"}}
             own = recipe or parse_recipe(plain, ["packing.mode=padded"])
-            asked.append(_Asked(recipe=own, path=name))
+            sampled.append(_Sampled(recipe=own, path=name))
             continue
         own = load_recipe(run / RECIPE_FILE)
         if not (run / "model").is_dir():
             raise ModelError(f"sample: {run} has no model yet; finish the run, or give a model")
-        asked += [_Asked(recipe=own, path=None), _Asked(recipe=own, path=str(run / "model"))]
+        sampled += [_Sampled(recipe=own, path=None), _Sampled(recipe=own, path=str(run / "model"))]
         recipe = recipe or own
-    return list({one.label: one for one in asked}.values()), recipe
+    return list({model.label: model for model in sampled}.values()), recipe
 
 
-def _check_tokenizer(asked: _Asked, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+def _check_tokenizer(sampled: _Sampled, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
     """Raises ModelError if the model has another tokenizer, because the same ids then mean other texts."""
-    path = asked.path
+    path = sampled.path
     if path is None or path == recipe.model.path:
         return
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
         return  # the directory has no tokenizer
-    tree = asked.recipe.model_dump(mode="json")
+    tree = sampled.recipe.model_dump(mode="json")
     tree["model"] |= {"path": path, "revision": None}
     tree["tokenizer"] |= {"path": None}
     own = prepare_tokenizer(parse_recipe(tree))
     if own.get_vocab() != tokenizer.get_vocab():
         raise ModelError(
-            f"sample: {path} has another tokenizer than {recipe.tokenizer.path or recipe.model.path}; give "
-            "them in two commands"
+            f"sample: {path} has another tokenizer than {recipe.tokenizer.path or recipe.model.path}; sample "
+            "them with two commands"
         )
 
 

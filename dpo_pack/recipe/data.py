@@ -170,8 +170,12 @@ class DataRecipe(Section):
     num_workers: Literal["auto"] | CountOrZero = "auto"
     """Processes that tokenise; 0 and auto: the main process, with the threads of the tokenizer."""
 
+    @property
+    def eval_sources(self) -> tuple[SourceRecipe, ...]:
+        """The sources of held-out pairs; none if `eval` is a fraction."""
+        return () if isinstance(self.eval, EvalFraction) else self.eval
+
     def broken_rules(self) -> Iterator[Problem]:
-        eval_sources = () if isinstance(self.eval, EvalFraction) else self.eval
         if self.max_prompt_length and self.max_prompt_length >= self.max_length:
             limit = f"data.max_length ({self.max_length}), to leave room for a completion"
             yield "max_prompt_length", f"must be below {limit}, not {self.max_prompt_length}"
@@ -181,15 +185,15 @@ class DataRecipe(Section):
         ):
             yield (
                 "system_prompt",
-                "only conversations have one, and no source of data.train is conversational",
+                "only conversations have one, and no source of data.train has conversations; leave it out",
             )
-        for part, sources in (("train", self.train), ("eval", eval_sources)):
+        for part, sources in (("train", self.train), ("eval", self.eval_sources)):
             names = [source.name for source in sources]
             for index, name in enumerate(names):
                 if name and name in names[:index]:
                     other = f"data.{part}.{names.index(name)}"
                     yield f"{part}.{index}.name", f"'{name}' is already the name of {other}"
-        for index, source in enumerate(eval_sources):
+        for index, source in enumerate(self.eval_sources):
             if source.weight != 1.0:
                 yield f"eval.{index}.weight", "only training sources are mixed by weight; leave it out"
 
@@ -224,7 +228,7 @@ class PackingRecipe(Section):
             yield "merge_prompts", "needs packing.share_prompt: true"
         if self.scope == "step":
             if self.rows_per_step is not None:
-                reason = "in scope step, pairs_per_step is the step"
+                reason = "in scope step, pairs_per_step sets the size of a step"
                 yield "rows_per_step", f"needs packing.scope: epoch; {reason}"
             if is_changed(self, "window_pairs"):
                 yield "window_pairs", "needs packing.scope: epoch"
@@ -232,7 +236,8 @@ class PackingRecipe(Section):
         if self.rows_per_step is None:
             yield "rows_per_step", "packing.scope epoch needs it: the number of rows in a step"
         if is_changed(self, "pairs_per_step"):
-            yield "pairs_per_step", "needs packing.scope: step; in scope epoch, rows_per_step is the step"
+            reason = "in scope epoch, rows_per_step sets the size of a step"
+            yield "pairs_per_step", f"needs packing.scope: step; {reason}"
         if self.mode == "padded":
             yield "scope", "epoch needs packing.mode: packed"
 

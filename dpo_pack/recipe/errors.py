@@ -149,7 +149,7 @@ def _column_problem(key: str, error: ErrorDetails) -> Problem:
     """Describes a wrong field (pydantic's location ends in "[key]") or column name in data.*.columns."""
     if error["loc"][-1] == "[key]":
         name = str(error["loc"][-2])
-        return f"{key}.{name}", f"no field of a pair; {_nearest(name, get_args(RowField))}"
+        return f"{key}.{name}", f"not a field of a pair; {_nearest(name, get_args(RowField))}"
     return f"{key}.{error['loc'][-1]}", f"must be the name of a column, not {show(error['input'])}"
 
 
@@ -161,7 +161,7 @@ def _nearest_key(place: _Place) -> str:
     elsewhere = [key for key in known if key.rsplit(".", 1)[-1] == name]
     beside = [".".join([*section, key]) for key in difflib.get_close_matches(name, place.siblings, n=1)]
     similar = difflib.get_close_matches(".".join(place.parts), known, n=1, cutoff=0.7)
-    from dpo_pack.recipe.peers.tables import our_word
+    from dpo_pack.recipe.peers import our_word
 
     if not elsewhere and (word := our_word(name)):
         return word
@@ -177,7 +177,7 @@ def advice_on_option(name: str) -> str | None:
     keys = [key for key in all_keys(Recipe) if name in (key, key.rsplit(".", 1)[-1])]
     if keys:
         return f"write {keys[0]}=VALUE after the recipe"
-    from dpo_pack.recipe.peers.tables import our_word
+    from dpo_pack.recipe.peers import our_word
 
     word = our_word(name)
     return f"{word}; set keys after the recipe, as in optim.lr=1e-6" if word else None

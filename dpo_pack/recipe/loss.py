@@ -137,7 +137,7 @@ class LossRecipe(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The values of the keys that loss functions read. Those in `around` are applied outside of them."""
+        """The values of the keys that loss functions read. Other code reads the keys in `around`."""
         around = ("type", "ld_alpha", "weighting", "router_aux_coef")
         return {name: value for name, value in self if name not in around}
 
@@ -149,8 +149,8 @@ class LossRecipe(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether a loss in `type` uses the reference. Losses that the user wrote are assumed to use it."""
-        free = (name for name, loss in LOSS_DECLARATIONS.items() if not loss.needs_reference)
-        return not {name for name, _ in self.terms}.issubset(free)
+        free = {name for name, loss in LOSS_DECLARATIONS.items() if not loss.needs_reference}
+        return any(name not in free for name, _ in self.terms)
 
     def broken_rules(self) -> Iterator[Problem]:
         names = [name for name, _ in self.terms]
@@ -169,14 +169,17 @@ class LossRecipe(Section):
             yield "f_alpha", "only used by loss.f_divergence: alpha_divergence"
         if self.f_divergence != "reverse_kl":
             if refusing := self.terms_that(lambda loss: not loss.takes_divergences):
-                yield "f_divergence", f"loss.type {refusing} is defined for reverse_kl only"
+                yield "f_divergence", f"loss.type {refusing} is defined for reverse_kl only; leave it out"
             elif not self.needs_reference:
-                yield "f_divergence", f"loss.type {types} compares with no reference"
+                yield "f_divergence", f"loss.type {types} uses no reference; leave it out"
         if self.weighting and (sorting := self.terms_that(lambda loss: loss.couples_pairs)):
-            yield "weighting", f"loss.type {sorting} sorts over pairs, so pairs have no weights"
+            yield (
+                "weighting",
+                f"loss.type {sorting} sorts over pairs, so pairs have no weights; leave it out",
+            )
         if self.weighting and (likelihoods := self.terms_that(lambda loss: loss.has_likelihood)):
-            what = f"loss.type {likelihoods}, which is a likelihood as well"
-            yield "weighting", f"wpo weights preferences; it is not defined for {what}"
+            what = f"loss.type {likelihoods}, which has a likelihood as a term"
+            yield "weighting", f"wpo weights preferences; it is not defined for {what}; leave it out"
         if self.ld_alpha is not None and (free := self.terms_that(lambda loss: not loss.needs_reference)):
-            what = f"loss.type {free} takes whole completions"
-            yield "ld_alpha", f"changes log-ratios to the reference; {what}"
+            what = f"loss.type {free} uses no reference"
+            yield "ld_alpha", f"changes log-ratios to the reference, and {what}; leave it out"

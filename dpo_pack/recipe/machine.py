@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, EvalFraction
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
 from dpo_pack.recipe.errors import fail_if_any, show
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.types import Problem
@@ -49,8 +49,8 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
         yield "tokenizer.chat_template", f"no such file: {show(str(recipe.tokenizer.chat_template))}"
     if recipe.reference.path:
         yield from _model_problems("reference.path", recipe.reference.path)
-    for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
-        for index, source in enumerate(() if isinstance(sources, EvalFraction) else sources):
+    for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
+        for index, source in enumerate(sources):
             yield from _data_path_problems(f"data.{part}.{index}.path", source.path)
     for number, judge in enumerate(recipe.online.judges if recipe.online else ()):
         if judge.path is not None:

@@ -100,14 +100,10 @@ class JudgeRecipe(Section):
     """function: how often a call that raises is repeated; a prompt for which it still raises is left out."""
 
     def broken_rules(self) -> Iterator[Problem]:
-        for judge_type, key, value in (
-            ("function", "function", self.function),
-            ("reward_model", "path", self.path),
-            ("llm", "endpoint", self.endpoint),
-        ):
-            if self.type == judge_type and value is None:
+        for judge_type, key in (("function", "function"), ("reward_model", "path"), ("llm", "endpoint")):
+            if self.type == judge_type and not is_changed(self, key):
                 yield key, f"type {judge_type} needs it"
-            elif self.type != judge_type and value is not None:
+            elif self.type != judge_type and is_changed(self, key):
                 yield key, f"not used by type {self.type}, only by {judge_type}"
         if self.type != "llm" and self.instructions is not None:
             yield "instructions", f"not used by type {self.type}, only by llm"

@@ -21,13 +21,13 @@ from dpo_pack.recipe.types import (
     Count,
     LocalPath,
     Name,
-    OptionalLocalPath,
     PartBelowOne,
     PathText,
     PositiveNumber,
     Problem,
     Section,
     TokenCount,
+    is_changed,
 )
 from dpo_pack.system.hub import repo_fault
 
@@ -93,7 +93,7 @@ class TokenizerRecipe(Section):
 
     path: PathText | None = None
     """Hub id or local directory; null: model.path."""
-    chat_template: OptionalLocalPath = None
+    chat_template: LocalPath | None = None
     """A Jinja file; null: the tokenizer's own template."""
 
 
@@ -114,7 +114,7 @@ class ReferenceRecipe(Section):
     sync: SyncRecipe | None = None
     """Update the reference towards the policy, e.g. {every_steps: 512, mixup: 0.6}: then a second model
     computes in every step, and nothing is cached. null: the reference does not change."""
-    cache_dir: OptionalLocalPath = None
+    cache_dir: LocalPath | None = None
     """Where log-probs are kept; null: $DPO_PACK_CACHE, else ~/.cache/dpo_pack."""
     token_budget: Literal["auto"] | TokenCount = "auto"
     """Most tokens of a row in the pass that computes log-probs before training; auto: on CUDA what fits in
@@ -202,13 +202,8 @@ class DistributedRecipe(Section):
     messages, but the memory of a whole gradient. false: they exchange them after every row."""
 
     def broken_rules(self) -> Iterator[Problem]:
-        for key, value in (
-            ("hybrid", self.hybrid),
-            ("cpu_offload", self.cpu_offload),
-            ("gather_dtype", self.gather_dtype),
-            ("accumulate_unsharded", self.accumulate_unsharded),
-        ):
-            if value and self.strategy != "fsdp2":
+        for key in ("hybrid", "cpu_offload", "gather_dtype", "accumulate_unsharded"):
+            if is_changed(self, key) and self.strategy != "fsdp2":
                 yield key, "needs distributed.strategy: fsdp2"
 
 
@@ -253,21 +248,22 @@ class Recipe(Section):
         if self.model.compile is True and self.model.gradient_checkpointing == "selective":
             yield (
                 "model.compile",
-                "compiled layers do not show torch their products; set model.gradient_checkpointing: true",
+                "torch does not see the matrix products of compiled layers, which gradient_checkpointing: "
+                "selective must keep; set model.gradient_checkpointing: true",
             )
         reference, types = self.reference, ", ".join(name for name, _ in self.loss.terms)
-        for key, is_set in (("path", reference.path is not None), ("sync", reference.sync is not None)):
-            if is_set and not self.loss.needs_reference:
-                yield f"reference.{key}", f"no reference is used by loss.type {types}; leave it out"
+        for key in ("path", "sync"):
+            if is_changed(reference, key) and not self.loss.needs_reference:
+                yield f"reference.{key}", f"loss.type {types} uses no reference; leave it out"
         if self.model.lora is not None and self.model.lora.dropout > 0.0:
             if coupling := self.loss.terms_that(lambda loss: loss.couples_pairs):
-                what = f"loss.type {coupling} computes each row twice, which dropout would change"
-                yield "model.lora.dropout", f"must be 0: {what}"
+                what = f"loss.type {coupling} computes each row twice, with other dropout each time"
+                yield "model.lora.dropout", f"must be 0, because {what}"
             if self.packing.merge_prompts:
                 what = "packing.merge_prompts, which computes a prompt once"
                 yield "model.lora.dropout", f"must be 0 for {what}"
         if self.model.quantize is not None and self.distributed.strategy == "fsdp2":
-            yield "distributed.strategy", "quantised weights are not sharded (model.quantize); set ddp"
+            yield "distributed.strategy", "fsdp2 cannot shard quantised weights (model.quantize); set ddp"
         if self.model.quantize is not None and reference.sync is not None:
             yield (
                 "reference.sync",
@@ -283,23 +279,18 @@ class Recipe(Section):
         samples = self.logging.samples
         if samples is not None and samples.every_evals is not None and every_steps is None:
             remedy = "set train.eval_every_steps, or leave it out"
-            yield "logging.samples.every_evals", f"there are no evaluations on the way; {remedy}"
-        comparing = {  # keys that need several evaluations, and whether each key is set
-            "checkpoint.keep_best": checkpoint.keep_best > 0,
-            "checkpoint.load_best": checkpoint.load_best,
-            "train.early_stopping": self.train.early_stopping is not None,
-        }
-        naming = {  # keys that decide how evaluations are compared
-            "checkpoint.metric": checkpoint.metric is not None,
-            "checkpoint.eval_set": checkpoint.eval_set is not None,
-        }
-        for key in (name for name, is_set in {**comparing, **naming}.items() if is_set):
+            yield "logging.samples.every_evals", f"there are no evaluations during training; {remedy}"
+        # Keys of this recipe that need several evaluations, and keys that say how to compare evaluations.
+        comparing = [f"checkpoint.{key}" for key in ("keep_best", "load_best") if is_changed(checkpoint, key)]
+        comparing += ["train.early_stopping"] if self.train.early_stopping is not None else []
+        naming = [f"checkpoint.{key}" for key in ("metric", "eval_set") if is_changed(checkpoint, key)]
+        for key in comparing + naming:
             if not self.data.eval:
-                remedy = "name a source or a fraction"
-                yield key, f"compares evaluations, and data.eval holds nothing out; {remedy}"
+                remedy = "set data.eval to a source or a fraction"
+                yield key, f"compares evaluations, and no pairs are held out; {remedy}"
             elif every_steps is None and key in comparing:
                 yield key, "compares evaluations, and there is only one; set train.eval_every_steps"
-            elif key in naming and not any(comparing.values()):
+            elif not comparing:
                 either = "checkpoint.keep_best or train.early_stopping"
                 yield key, f"nothing compares evaluations; set {either}, or leave it out"
         is_online, metric = self.online is not None, checkpoint.metric
@@ -314,13 +305,14 @@ class Recipe(Section):
     def _broken_online_rules(self, online: OnlineRecipe) -> Iterator[Problem]:
         generator, max_steps, stale = online.generator.type, self.train.max_steps, online.max_staleness_steps
         if max_steps is None:
-            yield "train.max_steps", "an online run needs it: its pairs do not exist before it"
+            yield "train.max_steps", "an online run needs it, because the number of its pairs is unknown"
         if self.train.epochs != 1:
-            yield "train.epochs", "an online run is as long as train.max_steps says; leave it out"
+            yield "train.epochs", "train.max_steps alone sets the length of an online run; leave it out"
         if self.packing.scope == "epoch":
             yield "packing.scope", "epoch needs pairs that exist beforehand; with online use step"
         if self.data.truncation == "completion_right":
-            yield "data.truncation", "completions are yet to be written; with online use drop or prompt_left"
+            remedy = "with online use drop or prompt_left"
+            yield "data.truncation", f"the data of an online run has no completions to cut; {remedy}"
         if online.max_new_tokens >= self.data.max_length:
             limit = f"data.max_length ({self.data.max_length}), to leave room for a prompt"
             yield "online.max_new_tokens", f"must be below {limit}, not {online.max_new_tokens}"
@@ -346,7 +338,7 @@ class Recipe(Section):
 
 def why_not_sharded(recipe: Recipe) -> str | None:
     """Returns why an online run needs a whole model in each process; None if a sharded model will do."""
-    online, held_out = recipe.online, recipe.data.eval
+    online = recipe.online
     if online is None:
         return None
     every_token = "and gathering shards for every token would take far too long"
@@ -354,7 +346,7 @@ def why_not_sharded(recipe: Recipe) -> str | None:
         return f"the policy answers the prompts itself, {every_token}"
     if online.generator.type == "vllm":
         return "online.generator.type vllm takes a whole model's weights in one process"
-    if not isinstance(held_out, tuple) or held_out:
+    if recipe.data.eval:
         return f"the policy answers the prompts of data.eval itself, {every_token}"
     if online.offload_reference:
         return "online.offload_reference moves a whole model"

@@ -1,12 +1,10 @@
 """Recipes to begin with: a short one, and one for each known model and set-up (`dpopack recipe --template`).
 
-`SHAPES` has the shapes of the models, so that tests can count their parameters and estimate their memory.
+`TEMPLATES` has the model and the set-up of each template. A test estimates the memory of each of them.
 """
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dpo_pack.system.errors import RecipeError
 
@@ -31,93 +29,76 @@ train: {epochs: 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A model of the hub: what its config says, and how many parameters it has."""
+class KnownModel:
+    """A model of the hub, and the set-ups that can train it. A test compares the numbers with its config."""
 
-    path: str  # hub id of a model that follows instructions, as DPO needs; `config` is from its config.json
+    path: str  # hub id of a model that follows instructions, as DPO needs
     title: str
     parameters: int
-    config: Mapping[str, Any]
-    setups: str
+    embeddings: int  # parameters of the input embeddings and of the output head, unless the two are tied
+    setups: str  # names in SETUPS, with spaces between them
     note: str = ""
 
 
-def _config(family: str, hidden: int, layers: int, ffn: int, heads: int, kv: int, head: int, vocabulary: int,
-            *, tied: bool = False, **others: Any) -> dict[str, Any]:  # fmt: skip
-    return {
-        "model_type": family, "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": ffn,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head, "vocab_size": vocabulary,
-        "tie_word_embeddings": tied, **others,
-    }  # fmt: skip
-
-
 _SMALL, _MIDDLE = "full-1gpu lora-1gpu full-8gpu", "lora-1gpu qlora-1gpu full-8gpu full-2nodes"
-SHAPES: dict[str, Shape] = {
-    "qwen3-0.6b": Shape(
-        path="Qwen/Qwen3-0.6B", title="Qwen3 0.6B", parameters=596_049_920, setups=_SMALL,
-        config=_config("qwen3", 1024, 28, 3072, 16, 8, 128, 151936, tied=True),
+MODELS: dict[str, KnownModel] = {
+    "qwen3-0.6b": KnownModel(
+        path="Qwen/Qwen3-0.6B", title="Qwen3 0.6B", parameters=596_049_920, embeddings=155_582_464,
+        setups=_SMALL,
     ),
-    "qwen3-1.7b": Shape(
-        path="Qwen/Qwen3-1.7B", title="Qwen3 1.7B", parameters=1_720_574_976, setups=_SMALL,
-        config=_config("qwen3", 2048, 28, 6144, 16, 8, 128, 151936, tied=True),
+    "qwen3-1.7b": KnownModel(
+        path="Qwen/Qwen3-1.7B", title="Qwen3 1.7B", parameters=1_720_574_976, embeddings=311_164_928,
+        setups=_SMALL,
     ),
-    "qwen3-4b": Shape(
-        path="Qwen/Qwen3-4B", title="Qwen3 4B", parameters=4_022_468_096, setups=_MIDDLE,
-        config=_config("qwen3", 2560, 36, 9728, 32, 8, 128, 151936, tied=True),
+    "qwen3-4b": KnownModel(
+        path="Qwen/Qwen3-4B", title="Qwen3 4B", parameters=4_022_468_096, embeddings=388_956_160,
+        setups=_MIDDLE,
     ),
-    "qwen3-8b": Shape(
-        path="Qwen/Qwen3-8B", title="Qwen3 8B", parameters=8_190_735_360, setups=_MIDDLE,
-        config=_config("qwen3", 4096, 36, 12288, 32, 8, 128, 151936),
+    "qwen3-8b": KnownModel(
+        path="Qwen/Qwen3-8B", title="Qwen3 8B", parameters=8_190_735_360, embeddings=1_244_659_712,
+        setups=_MIDDLE,
     ),
-    "qwen3-14b": Shape(
-        path="Qwen/Qwen3-14B", title="Qwen3 14B", parameters=14_768_307_200, setups=_MIDDLE,
-        config=_config("qwen3", 5120, 40, 17408, 40, 8, 128, 151936),
+    "qwen3-14b": KnownModel(
+        path="Qwen/Qwen3-14B", title="Qwen3 14B", parameters=14_768_307_200, embeddings=1_555_824_640,
+        setups=_MIDDLE,
     ),
-    "qwen3-32b": Shape(
-        path="Qwen/Qwen3-32B", title="Qwen3 32B", parameters=32_762_123_264,
+    "qwen3-32b": KnownModel(
+        path="Qwen/Qwen3-32B", title="Qwen3 32B", parameters=32_762_123_264, embeddings=1_555_824_640,
         setups="qlora-1gpu lora-8gpu full-2nodes",
-        config=_config("qwen3", 5120, 64, 25600, 64, 8, 128, 151936),
     ),
-    "llama3.2-1b": Shape(
+    "llama3.2-1b": KnownModel(
         path="meta-llama/Llama-3.2-1B-Instruct", title="Llama 3.2 1B", parameters=1_235_814_400,
-        setups=_SMALL,
-        config=_config("llama", 2048, 16, 8192, 32, 8, 64, 128256, tied=True),
+        embeddings=262_668_288, setups=_SMALL,
     ),
-    "llama3.2-3b": Shape(
+    "llama3.2-3b": KnownModel(
         path="meta-llama/Llama-3.2-3B-Instruct", title="Llama 3.2 3B", parameters=3_212_749_824,
-        setups=_SMALL,
-        config=_config("llama", 3072, 28, 8192, 24, 8, 128, 128256, tied=True),
+        embeddings=394_002_432, setups=_SMALL,
     ),
-    "llama3.1-8b": Shape(
+    "llama3.1-8b": KnownModel(
         path="meta-llama/Llama-3.1-8B-Instruct", title="Llama 3.1 8B", parameters=8_030_261_248,
-        setups=_MIDDLE,
-        config=_config("llama", 4096, 32, 14336, 32, 8, 128, 128256),
+        embeddings=1_050_673_152, setups=_MIDDLE,
     ),
-    "llama3.3-70b": Shape(
+    "llama3.3-70b": KnownModel(
         path="meta-llama/Llama-3.3-70B-Instruct", title="Llama 3.3 70B", parameters=70_553_706_496,
-        setups="qlora-1gpu lora-8gpu full-4nodes",
-        config=_config("llama", 8192, 80, 28672, 64, 8, 128, 128256),
+        embeddings=2_101_346_304, setups="qlora-1gpu lora-8gpu full-4nodes",
     ),
-    "gemma3-1b": Shape(
-        path="google/gemma-3-1b-it", title="Gemma 3 1B", parameters=999_885_952, setups=_SMALL,
-        config=_config("gemma3_text", 1152, 26, 6912, 4, 1, 256, 262144, tied=True, sliding_window=512),
+    "gemma3-1b": KnownModel(
+        path="google/gemma-3-1b-it", title="Gemma 3 1B", parameters=999_885_952, embeddings=301_989_888,
+        setups=_SMALL,
     ),
-    "mistral-7b": Shape(
+    "mistral-7b": KnownModel(
         path="mistralai/Mistral-7B-Instruct-v0.3", title="Mistral 7B", parameters=7_248_023_552,
-        setups=_MIDDLE,
-        config=_config("mistral", 4096, 32, 14336, 32, 8, 128, 32768),
+        embeddings=268_435_456, setups=_MIDDLE,
     ),
-    "mistral-small-24b": Shape(
+    "mistral-small-24b": KnownModel(
         path="mistralai/Mistral-Small-24B-Instruct-2501", title="Mistral Small 24B",
-        parameters=23_572_403_200, setups="lora-1gpu qlora-1gpu full-8gpu full-2nodes",
-        config=_config("mistral", 5120, 40, 32768, 32, 8, 128, 131072),
+        parameters=23_572_403_200, embeddings=1_342_177_280,
+        setups="lora-1gpu qlora-1gpu full-8gpu full-2nodes",
     ),
-    "gpt-oss-20b": Shape(
+    "gpt-oss-20b": KnownModel(
         path="unsloth/gpt-oss-20b-BF16", title="gpt-oss 20B", parameters=20_914_757_184,
-        setups="lora-1gpu full-8gpu full-2nodes",
+        embeddings=1_158_266_880, setups="lora-1gpu full-8gpu full-2nodes",
         note="openai/gpt-oss-20b has its experts in 4 bits, which are not trained; this copy has bfloat16",
-        config=_config("gpt_oss", 2880, 24, 2880, 64, 8, 64, 201088, num_local_experts=32,
-                       num_experts_per_tok=4, sliding_window=128, attention_bias=True),
     ),
 }  # fmt: skip
 
@@ -141,6 +122,12 @@ SETUPS: dict[str, Setup] = {
     "lora-8gpu": Setup("a LoRA adapter, on a machine with eight GPUs", True, 8),
     "full-2nodes": Setup("all parameters, on two machines with eight GPUs each", False, 16, 2),
     "full-4nodes": Setup("all parameters, on four machines with eight GPUs each", False, 32, 4),
+}
+# Each template by its name: the model, and the set-up for it.
+TEMPLATES: dict[str, tuple[KnownModel, Setup]] = {
+    f"{name}-{setup}": (model, SETUPS[setup])
+    for name, model in MODELS.items()
+    for setup in model.setups.split()
 }
 _ONE_NODE = "#     dpopack train RECIPE                # a process on each visible GPU"
 _NODES = """\
@@ -188,57 +175,43 @@ checkpoint:
 {distributed}"""
 
 
-def template_names() -> list[str]:
-    """Returns the names of all templates."""
-    return [f"{name}-{setup}" for name, shape in SHAPES.items() for setup in shape.setups.split()]
-
-
 def recipe_template(name: str) -> str:
     """Returns the recipe of a template. Raises RecipeError, which lists the names, for an unknown one."""
-    names = template_names()
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
+    if name not in TEMPLATES:
+        near = difflib.get_close_matches(name, TEMPLATES, n=1)
         guess = f"did you mean {near[0]}? " if near else ""
-        raise RecipeError(f"--template {name}: no such template; {guess}There are {', '.join(names)}")
-    shape_name = max((each for each in SHAPES if name.startswith(f"{each}-")), key=len)
-    shape, setup = SHAPES[shape_name], SETUPS[name.removeprefix(f"{shape_name}-")]
-    is_large = shape.parameters > 20e9  # fp32 weights and 16-bit casts would not leave room for a row
+        raise RecipeError(f"--template {name}: no such template; {guess}There are {', '.join(TEMPLATES)}")
+    model, setup = TEMPLATES[name]
+    is_large = model.parameters > 20e9  # fp32 weights and 16-bit casts would not leave room for a row
     number_bytes = 2 if setup.is_lora else 14 if is_large else 16
-    total = shape.parameters * number_bytes / 1e9
-    if (
-        setup.is_quantised
-    ):  # 4 bits and a scale of 8 bits for 64 weights; embeddings and head stay in bfloat16
-        config = shape.config
-        tables = config["vocab_size"] * config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
-        total = (2 * tables + (4 + 8 / 64) / 8 * (shape.parameters - tables)) / 1e9
-    model = "  gradient_checkpointing: true             # less memory, a third more time\n"
-    if setup.is_lora or is_large:
-        weights = (
-            "the frozen weights; the adapter is in fp32"
-            if setup.is_lora
-            else "AdamW keeps fp32 master weights"
-        )
-        model = f"  dtype: bfloat16                          # {weights}\n{model}"
+    total = model.parameters * number_bytes / 1e9
+    if setup.is_quantised:  # 4 bits, and 8 bits for each 64 weights; embeddings and head stay in bfloat16
+        quantised = model.parameters - model.embeddings
+        total = (2 * model.embeddings + (4 + 8 / 64) / 8 * quantised) / 1e9
+    keys = "  gradient_checkpointing: true             # less memory, a third more time\n"
+    dtype = "  dtype: bfloat16                          #"
     if setup.is_lora:
-        model += "  lora: {r: 16, alpha: 32}\n"
+        keys = f"{dtype} the frozen weights; the adapter is in fp32\n{keys}  lora: {{r: 16, alpha: 32}}\n"
+    elif is_large:
+        keys = f"{dtype} AdamW keeps fp32 master weights\n{keys}"
     if setup.is_quantised:
-        model += "  quantize: nf4                            # QLoRA: needs pip install bitsandbytes\n"
+        keys += "  quantize: nf4                            # QLoRA: needs pip install bitsandbytes\n"
     is_sharded = setup.gpus > 1 and total > 50  # else each GPU has a copy
     part = total / setup.gpus if is_sharded else total
     state = " in bfloat16" if setup.is_lora else ", gradients and AdamW's moments"
     how = "because FSDP2 divides them" if is_sharded else "where each GPU has a copy"
     return _TEMPLATE.format(
         name=name,
-        title=shape.title,
+        title=model.title,
         setup=setup.title,
         command=_ONE_NODE if setup.nodes == 1 else _NODES.format(nodes=setup.nodes),
-        billions=shape.parameters / 1e9,
+        billions=model.parameters / 1e9,
         state=" in 4 bits" if setup.is_quantised else state,
         total=total,
         each=f",\n# {part:.0f} GB on each GPU, {how}." if setup.gpus > 1 else ".",
-        note=f"\n# {shape.note}." if shape.note else "",
-        path=shape.path,
-        model=model,
+        note=f"\n# {model.note}." if model.note else "",
+        path=model.path,
+        model=keys,
         lr=f"5.0e-6{'# ten times that of full training':>66}" if setup.is_lora else "5.0e-7",
         distributed="\ndistributed:\n  strategy: fsdp2\n" if is_sharded else "",
     )  # fmt: skip

@@ -21,7 +21,8 @@ from dpo_pack.recipe.types import (
 )
 
 POLYNOMIAL_LR_END = 1e-7  # transformers' default lr_end
-# Metrics that can decide which evaluation is the best: the highest one is, or for LOWER_IS_BETTER the lowest.
+# Metrics that can decide which evaluation is the best: that with the lowest value for a metric in
+# LOWER_IS_BETTER, that with the highest value for any other metric.
 EvalMetric = Literal[
     "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/chosen",
     "logps/chosen_per_token", "mean_token_accuracy", "online/win_rate", "online/scores", "online/score_gain",
@@ -117,8 +118,8 @@ class CheckpointRecipe(Section):
     """How many checkpoints to keep besides: those with the best metric. Above 0, an evaluation that is
     among the best is saved at once."""
     metric: EvalMetric | None = None
-    """The metric that says which evaluation is best: that with the lowest loss, or with the highest value of
-    another metric; null: loss, in an online run online/win_rate."""
+    """The metric that decides which evaluation is the best. For loss the lowest value is the best, for all
+    other metrics the highest. null: loss, in an online run online/win_rate."""
     eval_set: Name | None = None
     """Name of the held-out set whose metric is compared; null: the first set."""
     load_best: bool = False
@@ -129,8 +130,9 @@ class CheckpointRecipe(Section):
     """Copy the state to CPU memory and write it while training goes on; auto: on CUDA, if the copy takes at
     most half of the free CPU memory."""
     resume: Annotated[str, *IsPath, Allowed("auto, never or a path")] = "auto"
-    """auto: from the newest valid checkpoint in output_dir; never; or a checkpoint's path."""
+    """What a run goes on from. auto: the newest valid checkpoint in output_dir, if there is one; never:
+    nothing, the run starts anew; else the path of a checkpoint."""
 
     def broken_rules(self) -> Iterator[Problem]:
         if self.load_best and not self.keep_best:
-            yield "load_best", "needs checkpoint.keep_best: 1 or more, or the best weights are gone"
+            yield "load_best", "needs checkpoint.keep_best: 1 or more; with 0, the best weights are deleted"

@@ -137,7 +137,6 @@ IsPath = (BeforeValidator(expand_path), WrapSerializer(_dump_path))
 # YAML has no tuples and no paths: `Strict(False)` lets pydantic convert the values of these keys only.
 PathText = Annotated[str, *IsPath, Allowed("a path or a hub id")]
 LocalPath = Annotated[Path, Strict(False), *IsPath, Allowed("a path")]
-OptionalLocalPath = Annotated[Path | None, Strict(False), *IsPath, Allowed("a path or null")]
 Name = Annotated[str, MinLen(1)]
 MODULE_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # a function that the user wrote
 Count = Annotated[int, Ge(1)]

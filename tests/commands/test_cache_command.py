@@ -92,12 +92,12 @@ def test_damaged_notes_of_a_namespace_hide_no_log_probs(content: str, tmp_path: 
     assert "unknown model" in cache("list", "--cache-dir", tmp_path)
     again.note_use("org/other")
     assert "org/other" in cache("list", "--cache-dir", tmp_path)
-    assert "all as written" in cache("verify", "--cache-dir", tmp_path)
+    assert "none damaged" in cache("verify", "--cache-dir", tmp_path)
 
 
 def test_verify_finds_a_changed_byte_names_the_part_and_changes_nothing(tmp_path: Path) -> None:
     filled = fill(tmp_path, NAMESPACE)
-    assert "1 part, all as written" in cache("verify", "--cache-dir", tmp_path)
+    assert "1 part, none damaged" in cache("verify", "--cache-dir", tmp_path)
     part = next(filled.directory.glob("part-*"))
     content = bytearray(part.read_bytes())
     content[40] ^= 1
@@ -107,7 +107,7 @@ def test_verify_finds_a_changed_byte_names_the_part_and_changes_nothing(tmp_path
     assert part.exists()
     fill(tmp_path, {"parameters": "bfloat16"})
     other = ReferenceCache(tmp_path, {"parameters": "bfloat16"}).directory.name
-    assert "all as written" in cache("verify", other[:10], "--cache-dir", tmp_path)
+    assert "none damaged" in cache("verify", other[:10], "--cache-dir", tmp_path)
     assert "exactly one namespace in" in refusal("verify", "nonsense", "--cache-dir", tmp_path)
     assert "nothing to verify" in cache("verify", "--cache-dir", tmp_path / "mistyped")
 
@@ -117,7 +117,7 @@ def test_a_run_writes_a_damaged_description_of_a_namespace_again(tmp_path: Path)
     described.write_text(described.read_text().replace("abc", "abb"))
     assert "nothing to verify" in cache("verify", "--cache-dir", tmp_path)
     ReferenceCache(tmp_path, NAMESPACE)
-    assert "1 part, all as written" in cache("verify", "--cache-dir", tmp_path)
+    assert "1 part, none damaged" in cache("verify", "--cache-dir", tmp_path)
 
 
 def test_prune_by_age_removes_what_was_not_used_and_keeps_the_rest(tmp_path: Path) -> None:
@@ -270,13 +270,14 @@ def test_what_is_exported_imports_elsewhere_bitwise(recipe: Path, tmp_path: Path
     elsewhere = f"reference.cache_dir={tmp_path / 'elsewhere'}"
     # These commands are one process, whatever number of them the recipe trains on.
     told = cache("import", tmp_path / "all.parquet", recipe, elsewhere, "distributed.num_processes=8")
-    assert "44 sequences added, 0 were there" in told and "44 of the recipe's 44" in told
+    assert "44 sequences added, 0 were in the cache before" in told and "44 of the recipe's 44" in told
     imported = fill_by(recipe, elsewhere)
     assert imported.num_computed == 0
     table = prepared_of(recipe).data.train
     keys = np.concatenate((table.chosen_keys, table.rejected_keys))
     assert imported.cache.lookup(keys).tobytes() == filled.cache.lookup(keys).tobytes()
-    assert "0 sequences added, 44 were there" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+    told = cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+    assert "0 sequences added, 44 were in the cache before" in told
 
 
 @pytest.mark.parametrize("by_recipe", [False, True])

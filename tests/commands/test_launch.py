@@ -89,7 +89,7 @@ def test_a_launcher_that_starts_another_number_is_refused_naming_both() -> None:
     assert wanted_processes(load("distributed.num_processes=1"), ALONE) == 1
     for place, number in ((PLACE, 4), (ALONE, 1)):
         message = message_of(lambda place=place: wanted_processes(load(TWO), place))  # type: ignore[misc]
-        assert f"num_processes: 2 are asked for, but the launcher has started {number}" in message
+        assert f"num_processes: the recipe asks for 2, but the launcher has started {number}" in message
 
 
 def test_more_processes_than_devices_on_a_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,7 +330,7 @@ def test_one_process_where_the_launcher_was_asked_for_two_is_refused(
     command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    problem = r"num_processes: 2 are asked for, but the launcher has started 1 "
+    problem = r"num_processes: the recipe asks for 2, but the launcher has started 1 "
     assert_refused(dpopack(command, recipe, "distributed.num_processes=2"), problem)
 
 

@@ -125,7 +125,7 @@ def test_what_cannot_be_merged_is_one_line_and_writes_nothing(
         assert not list(tmp_path.glob("*out*")), "a half-written model"
         return str(caught.value)
 
-    assert "no adapter there" in refusal(tmp_path)
+    assert "no adapter_config.json in this directory" in refusal(tmp_path)
     assert "nothing to merge" in refusal(trained / "model")
     assert "--base" in refusal(trained / "run", base=str(tmp_path / "gone"))
     shutil.copytree(trained / "run" / "model", tmp_path / "adapter")

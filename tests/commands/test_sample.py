@@ -85,7 +85,7 @@ def test_wrong_arguments_are_refused_in_one_line(
     tokenizer.save_pretrained(tmp_path / "other")
     other = str(tmp_path / "other")
     cases: list[tuple[type[DpoPackError], list[str], tuple[str, ...], str]] = [
-        (RecipeError, [model], (), "is no run, so there are no prompts; give --prompt TEXT or a recipe"),
+        (RecipeError, [model], (), "is not a run, so it has no prompts; give --prompt TEXT or a recipe"),
         (RecipeError, [recipe], (), "give one or several runs or models, and at most one recipe"),
         (RecipeError, [model, recipe, recipe], (), "at most one recipe"),
         (RecipeError, [model], ("ask " * 1000,), "--prompt: has .* tokens; give 1 to 192"),
@@ -93,7 +93,7 @@ def test_wrong_arguments_are_refused_in_one_line(
             ModelError,
             [model, other],
             ("ask",),
-            f"{other} has another tokenizer than {model}; give them in two",
+            f"{other} has another tokenizer than {model}; sample them with two",
         ),
         (ModelError, _no_model(run, tmp_path), (), "has no model yet; finish the run"),
     ]

@@ -27,7 +27,7 @@ REFUSED: list[tuple[str, list[str]]] = [
         ["data.train.0.pth: unknown key", "data.train.0.path?", "1 more: data.train.0.path"],
     ),
     ("data.eval={fractoin: 0.1}", ["data.eval.fractoin: unknown key", "data.eval.fraction?"]),
-    ("data.train.0.columns={promt: q}", ["data.train.0.columns.promt: no field of a pair", "prompt?"]),
+    ("data.train.0.columns={promt: q}", ["data.train.0.columns.promt: not a field of a pair", "prompt?"]),
     ("loss.type=[{type: ipo, weigth: 2}]", ["loss.type.0.weigth: unknown key", "loss.type.0.weight?"]),
     ("reference.synch=1", ["reference.synch: unknown key", "reference.sync?"]),
     ("reference.sync=1", ["reference.sync: must be a mapping with keys among every_steps, mixup"]),

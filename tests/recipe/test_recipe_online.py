@@ -28,10 +28,10 @@ def test_one_judge_is_all_it_takes() -> None:
 @pytest.mark.parametrize(
     "override, fragments",
     [
-        ("train.max_steps=null", ["train.max_steps: an online run needs it"]),
-        ("train.epochs=2", ["train.epochs: an online run is as long as train.max_steps says"]),
+        ("train.max_steps=null", ["train.max_steps: an online run needs it, because"]),
+        ("train.epochs=2", ["train.epochs: train.max_steps alone sets the length"]),
         ("packing={scope: epoch, rows_per_step: 2}", ["packing.scope: epoch needs pairs"]),
-        ("data.truncation=completion_right", ["data.truncation: completions are yet to be written"]),
+        ("data.truncation=completion_right", ["data.truncation: the data of an online run has no comp"]),
         ("online.max_new_tokens=2048", ["online.max_new_tokens: must be below data.max_length (2048)"]),
         ("online.completions_per_prompt=1", ["online.completions_per_prompt: must be a whole number >= 2"]),
         ("online.temperature=0", ["online.temperature: must be a number > 0, not 0"]),

@@ -92,7 +92,7 @@ def test_a_file_for_several_processes_on_cpus_needs_their_number_in_the_recipe(
     for name, value in {"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     found = refusal(lambda: wanted_processes(load_recipe(recipe), None), RecipeError)
-    assert "several processes on CPUs, but accelerate launch starts one; set distributed.num_proc" in found
+    assert "several processes on CPUs, but accelerate launch starts only one; set distributed.num" in found
     for number in (1, 2):
         assert wanted_processes(load_recipe(recipe, [f"distributed.num_processes={number}"]), None) == number
 

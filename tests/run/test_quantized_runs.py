@@ -213,7 +213,7 @@ def test_what_cannot_be_quantised_is_refused_in_one_line(
     message = refusal(lambda: check_environment(recipe_in(assets, NF4)), RecipeError)
     assert message.startswith("model.quantize: quantised weights cannot be trained; set model.lora")
     message = refusal(lambda: recipe_in(assets, LORA, NF4, "distributed.strategy=fsdp2"), RecipeError)
-    assert message.startswith("distributed.strategy: quantised weights are not sharded")
+    assert message.startswith("distributed.strategy: fsdp2 cannot shard quantised weights")
     message = refusal(lambda: recipe_in(assets, LORA, NF4, "reference.sync={}"), RecipeError)
     assert message.startswith("reference.sync: a quantised reference")
     with pytest.raises(ModelError, match="model.compile: layers with quantised weights are not compiled"):

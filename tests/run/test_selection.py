@@ -92,9 +92,9 @@ def test_the_recipe_says_what_is_compared() -> None:
     [
         (
             ["checkpoint.keep_best=1"],
-            "checkpoint.keep_best: compares evaluations, and data.eval holds nothing",
+            "checkpoint.keep_best: compares evaluations, and no pairs are held out",
         ),
-        (["train.early_stopping={}"], "train.early_stopping: compares evaluations, and data.eval"),
+        (["train.early_stopping={}"], "train.early_stopping: compares evaluations, and no pairs"),
         ([*JUDGES[:1], "checkpoint.keep_best=1"], "there is only one; set train.eval_every_steps"),
         ([*JUDGES, "checkpoint.load_best=true"], "checkpoint.load_best: needs checkpoint.keep_best"),
         ([*JUDGES, "checkpoint.metric=loss"], "checkpoint.metric: nothing compares evaluations"),

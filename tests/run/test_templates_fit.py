@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,30 +13,66 @@ from transformers import AutoConfig
 from dpo_pack.model.quantize import bits_per_weight, quantization_settings
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.recipe.templates import SETUPS, SHAPES, recipe_template, template_names
+from dpo_pack.recipe.templates import MODELS, TEMPLATES, recipe_template
 from dpo_pack.run.memory.estimate import GIB, MemoryFacts, MemoryShape, RowSize, estimate_memory, memory_shape
 
+
+def _config(family: str, hidden: int, layers: int, ffn: int, heads: int, kv: int, head: int, vocabulary: int,
+            *, tied: bool = False, **others: Any) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": family, "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": ffn,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head, "vocab_size": vocabulary,
+        "tie_word_embeddings": tied, **others,
+    }  # fmt: skip
+
+
+# The shapes of the models, from their config.json on the hub.
+CONFIGS = {
+    "qwen3-0.6b": _config("qwen3", 1024, 28, 3072, 16, 8, 128, 151936, tied=True),
+    "qwen3-1.7b": _config("qwen3", 2048, 28, 6144, 16, 8, 128, 151936, tied=True),
+    "qwen3-4b": _config("qwen3", 2560, 36, 9728, 32, 8, 128, 151936, tied=True),
+    "qwen3-8b": _config("qwen3", 4096, 36, 12288, 32, 8, 128, 151936),
+    "qwen3-14b": _config("qwen3", 5120, 40, 17408, 40, 8, 128, 151936),
+    "qwen3-32b": _config("qwen3", 5120, 64, 25600, 64, 8, 128, 151936),
+    "llama3.2-1b": _config("llama", 2048, 16, 8192, 32, 8, 64, 128256, tied=True),
+    "llama3.2-3b": _config("llama", 3072, 28, 8192, 24, 8, 128, 128256, tied=True),
+    "llama3.1-8b": _config("llama", 4096, 32, 14336, 32, 8, 128, 128256),
+    "llama3.3-70b": _config("llama", 8192, 80, 28672, 64, 8, 128, 128256),
+    "gemma3-1b": _config("gemma3_text", 1152, 26, 6912, 4, 1, 256, 262144, tied=True, sliding_window=512),
+    "mistral-7b": _config("mistral", 4096, 32, 14336, 32, 8, 128, 32768),
+    "mistral-small-24b": _config("mistral", 5120, 40, 32768, 32, 8, 128, 131072),
+    "gpt-oss-20b": _config("gpt_oss", 2880, 24, 2880, 64, 8, 64, 201088, num_local_experts=32,
+                            num_experts_per_tok=4, sliding_window=128, attention_bias=True),
+}  # fmt: skip
 FREE_BYTES = 70 * GIB  # of an 80 GB device, which has 79 GiB; the estimate may be too low
 
 
 @cache
 def shape_of(name: str) -> MemoryShape:
-    values = dict(SHAPES[name].config)
+    values = dict(CONFIGS[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = without_weights(config)
     return memory_shape(config, model_shape(model), num_parameters(model))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_committed_shape_has_the_parameters_of_the_model(name: str) -> None:
-    assert shape_of(name).num_parameters == SHAPES[name].parameters
+    assert shape_of(name).num_parameters == MODELS[name].parameters
+    tables = CONFIGS[name]["vocab_size"] * CONFIGS[name]["hidden_size"]
+    assert MODELS[name].embeddings == tables * (1 if CONFIGS[name]["tie_word_embeddings"] else 2)
 
 
-@pytest.mark.parametrize("name", template_names())
+def test_models_of_five_families_have_templates() -> None:
+    families = {config["model_type"] for config in CONFIGS.values()}
+    assert families == {"qwen3", "llama", "gemma3_text", "mistral", "gpt_oss"}
+    assert CONFIGS.keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_the_run_of_a_template_fits_on_its_devices(name: str) -> None:
     recipe = parse_recipe(yaml.safe_load(recipe_template(name)))
-    setup = next(setup for key, setup in SETUPS.items() if name.endswith(f"-{key}"))
-    shape = shape_of(next(key for key in SHAPES if name.startswith(f"{key}-")))
+    setup = TEMPLATES[name][1]
+    shape = shape_of(next(key for key in MODELS if name.startswith(f"{key}-")))
     tokens = recipe.packing.token_budget
     facts = MemoryFacts(
         shape=shape,

@@ -133,11 +133,11 @@ RULES: list[tuple[Forbidden, str]] = [
     ),
     (
         {"loss": ("sum", *_FREE), "ld_alpha": ("0.25",)},
-        r"^loss\.ld_alpha: changes log-ratios to the reference; loss\.type (sft|simpo|cpo) takes whole",
+        r"^loss\.ld_alpha: changes log-ratios to the reference, and loss\.type (sft|simpo|cpo) uses no",
     ),
     (
         {"loss": _FREE, "reference": _OTHER_REFERENCES},
-        r"^reference\.(path|sync): no reference is used by loss\.type (simpo|cpo)",
+        r"^reference\.(path|sync): loss\.type (simpo|cpo) uses no reference",
     ),
     (
         {"adapter": ("none",), "precision": ("bf16 parameters",), "optimizer": ("adafactor",)},

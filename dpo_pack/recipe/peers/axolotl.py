@@ -16,13 +16,15 @@ from dpo_pack.recipe.peers.rules import (
     Unneeded,
     as_absent,
     as_unneeded,
+    choice,
     each,
     file_or_hub,
+    held_out,
+    if_on,
     listed,
     lora,
     loss_type,
     part_of,
-    quantize,
     reads,
     to,
 )
@@ -73,9 +75,7 @@ def _sources(value: Any, settings: Settings) -> list[dict[str, Any]]:
                 columns[ours] = fields[theirs]
         sources += file_or_hub(
             each_source.get("path"),
-            each_source.get("data_files")
-            if each_source.get("ds_type") or each_source.get("data_files")
-            else None,
+            each_source.get("data_files"),
             split=each_source.get("split"),
             config=each_source.get("name"),
             revision=each_source.get("revision"),
@@ -116,14 +116,6 @@ def _not_applied(kind: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _held_out(value: Any, settings: Settings) -> Any:
-    if not value:
-        return Unneeded("nothing is held out")
-    if value >= 1:
-        return Absent("set data.eval to a fraction of the training pairs, e.g. {fraction: 0.02}")
-    return {"fraction": value}
-
-
 def _precision(value: Any, settings: Settings) -> Any:
     if not value:
         return Known({"model.autocast": "none"})
@@ -154,16 +146,10 @@ def _adapter(value: Any, settings: Settings) -> Any:
 
 def _per_epoch(key: str) -> Rule:
     what = f"set {key} to the steps of an epoch, which dpopack inspect-packing prints, divided by this"
-    return Rule(
-        keys=(key,),
-        remark="divide the steps of an epoch by it",
-        convert=lambda value, s: Absent(what) if value else Unneeded("never"),
-    )
-
-
-def _excess(value: Any, settings: Settings) -> Any:
-    return {"drop": "drop", "truncate": "completion_right", "raise": "error"}.get(
-        value, Absent("pairs are dropped")
+    return to(
+        key,
+        lambda value, s: Absent(what) if value else Unneeded("never"),
+        "divide the steps of an epoch by it",
     )
 
 
@@ -199,21 +185,23 @@ AXOLOTL: Table = {
     "rl_beta": to("loss.beta"),
     "trl.beta": to("loss.beta"),
     "dpo_label_smoothing": to("loss.label_smoothing", reads("label_smoothing")),
-    "dpo_use_weighting": to(
-        "loss.weighting", lambda value, s: "wpo" if value else Unneeded("it is off"), "true: wpo"
-    ),
+    "dpo_use_weighting": to("loss.weighting", if_on("wpo"), "true: wpo"),
     "simpo_gamma": to("loss.simpo_gamma", reads("simpo_gamma")),
     "datasets": to("data.train", _train),
-    "test_datasets": to("data.eval", lambda value, s: _sources(value, s)),
-    "val_set_size": to("data.eval", _held_out, "a fraction"),
+    "test_datasets": to("data.eval", _sources),
+    "val_set_size": to("data.eval", held_out, "a fraction"),
     "sequence_len": to("data.max_length"),
     "max_prompt_len": to("data.max_prompt_length"),
-    "excess_length_strategy": to("data.truncation", _excess, "truncate: completion_right, raise: error"),
+    "excess_length_strategy": choice(
+        "data.truncation",
+        {"drop": "drop", "truncate": "completion_right", "raise": "error"},
+        "pairs are dropped",
+    ),
     "default_system_message": to("data.system_prompt"),
     "chat_template": Rule(
         remark=_TEMPLATE,
         convert=lambda value, s: (
-            Unneeded("so it is here") if value == "tokenizer_default" else Absent(_TEMPLATE)
+            Unneeded("dpo-pack uses this template too") if value == "tokenizer_default" else Absent(_TEMPLATE)
         ),
     ),
     "chat_template_jinja": Rule(remark=_TEMPLATE, convert=lambda value, s: Absent(_TEMPLATE)),
@@ -222,8 +210,8 @@ AXOLOTL: Table = {
         "lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear peft_use_rslora",
         part_of("model.lora", "with adapter"),
     ),
-    "load_in_8bit": to("model.quantize", quantize("int8"), QUANTIZE),
-    "load_in_4bit": to("model.quantize", quantize("nf4"), QUANTIZE),
+    "load_in_8bit": to("model.quantize", if_on("int8"), QUANTIZE),
+    "load_in_4bit": to("model.quantize", if_on("nf4"), QUANTIZE),
     "micro_batch_size": TRANSFORMERS["per_device_train_batch_size"],
     "num_epochs": TRANSFORMERS["num_train_epochs"],
     "optimizer": TRANSFORMERS["optim"],
@@ -265,7 +253,7 @@ AXOLOTL: Table = {
             gpu_memory_limit device_map low_cpu_mem_usage experimental_* gc_steps gc_collect_steps
             eval_batch_size""",
             "train.stop_on_nonfinite and warnings watch the loss": "loss_watchdog_*",
-            "dpo-pack has its own start": "strict debug device ddp world_size vllm generate_samples",
+            "dpo-pack starts its own processes": "strict debug device ddp world_size vllm generate_samples",
         }
     ),
     **as_absent(
@@ -273,7 +261,7 @@ AXOLOTL: Table = {
             "to train an adapter further, name its directory in model.path": "lora_model_dir",
             "only adapters are trained": "lora_modules_to_save",
             "plain LoRA is trained": "peft_use_dora peft_* lora_target_parameters loraplus_* relora* lisa_*",
-            "model.dtype and model.autocast say it": "bfloat16 float16 float32 fp32_norms",
+            "set model.dtype and model.autocast": "bfloat16 float16 float32 fp32_norms",
             "model.kernels: liger uses Liger's kernels, on CUDA": "liger_* dpo_use_liger_kernel",
             "set it in the tracker's own environment variables": """
             wandb_* mlflow_* comet_* trackio_* swanlab_* hf_mlflow_log_artifacts""",

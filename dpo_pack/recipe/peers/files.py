@@ -123,8 +123,7 @@ def _read_command_line(text: str, path: Path) -> PeerFile:
     visible = re.search(r"CUDA_VISIBLE_DEVICES=([\d,]+)", commands[0])
     if visible and "num_processes" not in file.values:
         file.add("num_processes", len(visible[1].split(",")), "CUDA_VISIBLE_DEVICES")
-    for name, values in ((name, config[name]) for name in config.keys() - file.values.keys()):
-        file.add(name, values)
+    file.values = {**config, **file.values}
     if len(commands) > 1:
         file.unread["other commands"] = "only the first command of the file is translated"
     return file
@@ -254,33 +253,28 @@ class _Script:
             raise _Unreadable from None
 
     def _resolve(self, node: ast.expr) -> ast.expr:
-        """Replaces a name by the expression that the last line before it assigned to it."""
+        """Replaces a name by the expression that the last line before it assigned to it, if there is one."""
+        found = node
         for _ in range(20):
-            if not isinstance(node, ast.Name):
+            if not isinstance(found, ast.Name):
                 break
-            before = [value for line, value in self._assigned.get(node.id, ()) if line < node.lineno]
+            before = [value for line, value in self._assigned.get(found.id, ()) if line < found.lineno]
             if not before:
-                raise _Unreadable
-            node = before[-1]
-        return node
+                return node
+            found = before[-1]
+        return found
 
     def _read_model(self, node: ast.expr, key: str) -> None:
         label = "model" if key == "model_name_or_path" else key
-        try:
-            node = self._resolve(node)
-        except _Unreadable:
-            self.file.unread[f"{label}: {ast.unparse(node)}"] = _BY_HAND
-            return
-        if isinstance(node, ast.Call) and _name(node.func) == "from_pretrained" and node.args:
-            self._add(key, node.args[0], label)
-            if key == "model_name_or_path":
-                options = ast.Dict(
-                    [ast.Constant(each.arg) for each in node.keywords], [each.value for each in node.keywords]
-                )
-                self.file.defaults["dtype"] = "auto"
-                self._read_model_options(options)
-        else:
+        node = self._resolve(node)
+        if not isinstance(node, ast.Call) or _name(node.func) != "from_pretrained" or not node.args:
             self._add(key, node, label)
+            return
+        self._add(key, node.args[0], label)
+        if key == "model_name_or_path":
+            self.file.defaults["dtype"] = "auto"
+            for keyword in node.keywords:
+                self._read_model_option(keyword.arg or "**", keyword.value)
 
     def _read_model_options(self, node: ast.expr) -> None:
         options = self._resolve(node)
@@ -288,19 +282,17 @@ class _Script:
             self._add("model_init_kwargs", node)
             return
         for key, value in zip(options.keys, options.values, strict=True):
-            name = str(key.value) if isinstance(key, ast.Constant) else "**"
-            if name == "quantization_config":
-                call = self._resolve(value)
-                if isinstance(call, ast.Call):
-                    self._read_keywords(call, {})
-                    continue
-            self._add({"revision": "model_revision", "torch_dtype": "dtype"}.get(name, name), value, name)
+            self._read_model_option(str(key.value) if isinstance(key, ast.Constant) else "**", value)
+
+    def _read_model_option(self, name: str, node: ast.expr) -> None:
+        call = self._resolve(node)
+        if name == "quantization_config" and isinstance(call, ast.Call):
+            self._read_keywords(call, {})
+        else:
+            self._add({"revision": "model_revision", "torch_dtype": "dtype"}.get(name, name), node, name)
 
     def _read_lora(self, node: ast.expr) -> None:
-        try:
-            call = self._resolve(node)
-        except _Unreadable:
-            call = node
+        call = self._resolve(node)
         if not isinstance(call, ast.Call) or _name(call.func) != "LoraConfig":
             if not (isinstance(call, ast.Constant) and call.value is None):
                 self.file.unread[f"peft_config: {ast.unparse(call)}"] = _BY_HAND
@@ -341,10 +333,7 @@ class _Script:
         """Returns the split and the `load_dataset` call that give `node`; None for what is not found."""
         split: ast.expr | None = None
         for _ in range(20):
-            try:
-                node = self._resolve(node)
-            except _Unreadable:
-                return split, None
+            node = self._resolve(node)
             if isinstance(node, ast.Subscript):
                 split, node = split or node.slice, node.value
             elif isinstance(node, ast.Call) and _name(node.func) == "load_dataset":
@@ -353,7 +342,7 @@ class _Script:
                 self.file.unread[f"{label}, .{node.func.attr}(...)"] = _CHANGED
                 node = node.func.value
             else:
-                return split, None
+                break
         return split, None
 
 

@@ -1,6 +1,7 @@
 """Translates the keys of a LLaMA-Factory config with `stage: dpo` (commit ff6d4d1) to recipe keys."""
 
 import os
+from functools import partial
 from typing import Any
 
 from dpo_pack.recipe.peers.rules import (
@@ -16,6 +17,8 @@ from dpo_pack.recipe.peers.rules import (
     as_unneeded,
     each,
     file_or_hub,
+    held_out,
+    if_on,
     lora,
     part_of,
     reads,
@@ -23,26 +26,13 @@ from dpo_pack.recipe.peers.rules import (
 )
 from dpo_pack.system.errors import RecipeError
 
-_LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+_LOSSES = ("sigmoid", "hinge", "ipo", "orpo", "simpo")
 # "formatting" in dataset_info.json, also the name of our format -> a key of its "columns" -> our name of this
 # field of a pair.
+_SAME = {name: name for name in ("chosen", "rejected", "system", "tools")}
 _COLUMNS = {
-    "sharegpt": {
-        "messages": "conversations",
-        "chosen": "chosen",
-        "rejected": "rejected",
-        "system": "system",
-        "tools": "tools",
-    },
-    "alpaca": {
-        "prompt": "instruction",
-        "query": "input",
-        "history": "history",
-        "chosen": "chosen",
-        "rejected": "rejected",
-        "system": "system",
-        "tools": "tools",
-    },
+    "sharegpt": {"messages": "conversations", **_SAME},
+    "alpaca": {"prompt": "instruction", "query": "input", "history": "history", **_SAME},
 }
 
 
@@ -61,7 +51,7 @@ def _loss(value: Any, settings: Settings) -> Any:
     terms = [(name, weight) for name, weight in terms if weight]
     if len(terms) == 1:
         return value
-    remark = "sft is a mean over the tokens of the step, there a mean over pairs" if ftx else ""
+    remark = "sft: a mean over the tokens of the step; in LLaMA-Factory over its pairs" if ftx else ""
     return Known({"loss.type": [{"type": name, "weight": weight} for name, weight in terms]}, remark)
 
 
@@ -85,10 +75,10 @@ def _finetuning(value: Any, settings: Settings) -> Any:
     )
 
 
-def _sources(value: Any, settings: Settings) -> Any:
-    """Returns the data sources that the names in `dataset` or `eval_dataset` mean in dataset_info.json.
+def _sources(key: str, value: Any, settings: Settings) -> Known:
+    """Translates the names in `dataset` or `eval_dataset` to sources for the recipe key `key`.
 
-    settings: `#info` is the content of that file, `#info_dir` its directory, `#part` the recipe key to set.
+    settings: `#info` is the content of dataset_info.json, `#info_dir` the directory of this file.
     """
     described, sources, remarks = settings["#info"], [], []
     for name in value.split(",") if isinstance(value, str) else value:
@@ -127,23 +117,7 @@ def _sources(value: Any, settings: Settings) -> Any:
             },
         )
     remarks.append("rows get the tokenizer's chat template: look at some with dpopack show")
-    return Known({settings["#part"]: sources}, "; ".join(remarks))
-
-
-def _train(value: Any, settings: Settings) -> Any:
-    return _sources(value, {**settings, "#part": "data.train"})
-
-
-def _eval(value: Any, settings: Settings) -> Any:
-    return _sources(value, {**settings, "#part": "data.eval"})
-
-
-def _held_out(value: Any, settings: Settings) -> Any:
-    if not value:
-        return Unneeded("nothing is held out")
-    if value >= 1:
-        return Absent("set data.eval to a fraction of the training pairs, e.g. {fraction: 0.02}")
-    return {"fraction": value}
+    return Known({key: sources}, "; ".join(remarks))
 
 
 def _quantize(value: Any, settings: Settings) -> Any:
@@ -174,37 +148,30 @@ LLAMAFACTORY: Table = {
     "pref_beta": to("loss.beta"),
     "dpo_label_smoothing": to("loss.label_smoothing", reads("label_smoothing")),
     "simpo_gamma": to("loss.simpo_gamma", reads("simpo_gamma")),
-    "ld_alpha": to(
-        "loss.ld_alpha",
-        lambda value, s: Known({"loss.ld_alpha": value}, "weights the reference's log-probs too"),
-    ),
+    "ld_alpha": to("loss.ld_alpha", comment="it multiplies the reference's log-probs too"),
     "ref_model": to("reference.path"),
-    "dataset": to("data.train", _train, "as dataset_info.json describes it"),
-    "eval_dataset": to("data.eval", _eval, "as dataset_info.json describes it"),
+    "dataset": to("data.train", partial(_sources, "data.train"), "as dataset_info.json describes it"),
+    "eval_dataset": to("data.eval", partial(_sources, "data.eval"), "as dataset_info.json describes it"),
     **each("dataset_dir max_samples", part_of("data.train")),
-    "val_size": to("data.eval", _held_out, "a fraction"),
+    "val_size": to("data.eval", held_out, "a fraction"),
     "cutoff_len": to(
         "data.max_length",
         lambda value, s: Known({"data.max_length": value, "data.truncation": "completion_right"}, _CUT),
     ),
     "default_system": to("data.system_prompt"),
     "disable_shuffling": to("data.shuffle", lambda value, s: not value),
-    "pure_bf16": to(
-        "model.dtype", lambda value, s: "bfloat16" if value else Unneeded("it is off"), "true: bfloat16"
-    ),
+    "pure_bf16": to("model.dtype", if_on("bfloat16"), "true: bfloat16"),
     "disable_gradient_checkpointing": to("model.gradient_checkpointing", lambda value, s: not value),
     "enable_liger_kernel": TRANSFORMERS["use_liger_kernel"],
     "moe_aux_loss_coef": to("loss.router_aux_coef"),
     "quantization_bit": to("model.quantize", _quantize, QUANTIZE),
     "early_stopping_steps": to("train.early_stopping", lambda value, s: {"patience": value}),
-    "use_swanlab": to(
-        "logging.trackers", lambda value, s: ["swanlab"] if value else Unneeded("it is off"), "swanlab"
-    ),
+    "use_swanlab": to("logging.trackers", if_on(["swanlab"]), "swanlab"),
     "swanlab_run_name": to("logging.run_name"),
     **as_unneeded(
         {
             "model.attention auto takes the first backend that is exact": "flash_attn",
-            "options of what dpo-pack does not have": "galore_* apollo_* badam_* freeze_* oft_*",
+            "options of methods that dpo-pack does not have": "galore_* apollo_* badam_* freeze_* oft_*",
             "pairs are tokenised once and cached, and only completions are scored": """
             overwrite_cache preprocessing_* streaming buffer_size cache_dir media_dir
             data_shared_file_system train_on_prompt mask_history eval_on_each_dataset""",
@@ -228,7 +195,7 @@ LLAMAFACTORY: Table = {
             "name a merged model in reference.path": "ref_model_adapters ref_model_quantization_bit",
             _TEMPLATE: """
             template tool_format enable_thinking preserve_thinking""",
-            "all sources are trained on once; data.train.N.weight mixes them": "mix_strategy",
+            "an epoch has each source once; data.train.N.weight changes this": "mix_strategy",
             "data.train.N.weight says how often an epoch has a source's pairs": "interleave_probs",
             "pairs are tokenised once and cached; or give rows of format tokenized": "tokenized_path",
             "dpo-pack has nothing like it": """

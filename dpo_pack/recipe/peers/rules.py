@@ -10,9 +10,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from dpo_pack.recipe.loss import LOSS_DECLARATIONS
+from dpo_pack.recipe.schema import Tracker
 from dpo_pack.system.errors import RecipeError
 
 Settings = Mapping[str, Any]  # the values of a peer's keys, defaults included
@@ -34,7 +35,10 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Recipe keys with their values, and a remark. If empty, the key only adds a comment to `Rule.keys`."""
+    """The outcome for a peer's key that recipe keys replace: their values, and a remark.
+
+    If `values` is empty, the peer's key is only named in the comment of the first key in `Rule.keys`.
+    """
 
     values: dict[str, Any]
     remark: str = ""
@@ -42,6 +46,7 @@ class Known:
 
 
 Outcome = Known | Unneeded | Absent
+Convert = Callable[[Any, Settings], Any]  # (value, all settings) -> value for the recipe, or an Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,38 +57,53 @@ class Rule:
     remark: str = ""
     is_needed: bool = True  # read only if `keys` is (); False: dpo-pack does not need the key
     takes_null: bool = False  # False: null in the file means the peer's default
-    convert: Callable[[Any, Settings], Any]
+    convert: Convert
 
 
 Table = dict[str, Rule]
-Convert = Callable[[Any, Settings], Any]  # (value, all settings) -> our value, or an Outcome
 
 
-def to(keys: str, convert: Convert | None = None, remark: str = "", *, takes_null: bool = False) -> Rule:
-    """Makes the rule that a key sets recipe keys `keys`; a value that `convert` returns goes to the first."""
+def to(
+    keys: str,
+    convert: Convert | None = None,
+    remark: str = "",
+    *,
+    comment: str = "",
+    takes_null: bool = False,
+) -> Rule:
+    """Makes the rule that a key sets recipe keys `keys`; a value that `convert` returns goes to the first.
+
+    remark: what docs and errors say of the rule. comment: what the translated recipe says beside the value.
+    """
     names = tuple(keys.split())
 
     def outcome(value: Any, settings: Settings) -> Outcome:
         ours = value if convert is None else convert(value, settings)
         if isinstance(ours, (Known, Unneeded, Absent)):
             return ours
-        return Known({names[0]: ours})
+        return Known({names[0]: ours}, comment)
 
     return Rule(keys=names, remark=remark, takes_null=takes_null, convert=outcome)
 
 
 def part_of(key: str, remark: str = "") -> Rule:
-    """Makes the rule of a peer's key that sets nothing alone: the rule that sets our `key` reads it."""
+    """Makes the rule of a peer's key that sets nothing: another rule reads it to set the recipe key `key`."""
     return Rule(keys=(key,), remark=remark, convert=lambda value, settings: Known({}))
 
 
 def choice(key: str, values: Mapping[Any, Any], otherwise: str) -> Rule:
+    """Makes the rule of a key with few values. values: theirs -> ours. otherwise: what becomes of another."""
+
     def ours(value: Any, settings: Settings) -> Any:
-        found = values.get(value.lower() if isinstance(value, str) else value, Absent(otherwise))
-        return found
+        return values.get(value.lower() if isinstance(value, str) else value, Absent(otherwise))
 
     named = ", ".join(f"{theirs}: {ours}" for theirs, ours in values.items() if theirs != ours)
-    return to(key, ours, remark=named)
+    return to(key, ours, remark=named.lower())  # true and false as in YAML
+
+
+def if_on(ours: Any) -> Convert:
+    """Makes a function that returns `ours` if an option is on, else Unneeded."""
+    return lambda value, settings: ours if value else Unneeded("it is off")
 
 
 def unneeded(why: str) -> Rule:
@@ -125,7 +145,6 @@ SCHEDULES = {
     for name in ("linear", "cosine", "polynomial", "inverse_sqrt", "constant", "constant_with_warmup")
 } | {"cosine_with_min_lr": "cosine"}
 TRUNCATIONS = {"keep_start": "completion_right", "keep_end": "prompt_left"}
-TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
 # Values that users know from other projects: recipe key -> their value -> our value.
 VALUES: dict[str, dict[str, str]] = {
     "loss.type": {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "kto_pair": "bco_pair", "slic": "hinge"},
@@ -150,17 +169,15 @@ def _epochs(value: Any, settings: Settings) -> Any:
     if settings.get("max_steps", -1) and settings.get("max_steps", -1) > 0:
         return Unneeded("max_steps decides")
     if isinstance(value, float) and not value.is_integer():
-        end = (
-            f"set train.max_steps to {value:g} x the steps of an epoch, which dpopack inspect-packing prints"
-        )
-        return Known({"train.epochs": math.ceil(value)}, f"only whole epochs: {end}")
+        steps = f"{value:g} x the steps of an epoch, which dpopack inspect-packing prints"
+        return Known({"train.epochs": math.ceil(value)}, f"only whole epochs: set train.max_steps to {steps}")
     return whole(value, settings)
 
 
 def _max_steps(value: Any, settings: Settings) -> Any:
     if value is None or value <= 0:
         return Unneeded("no limit")
-    remark = "many epochs, so that max_steps alone decides, as there"
+    remark = "so many epochs that max_steps alone decides when training ends"
     return Known({"train.max_steps": value, "train.epochs": 1000}, remark)
 
 
@@ -171,19 +188,16 @@ def _pairs_per_step(value: Any, settings: Settings) -> Any:
     if not all(isinstance(factor, int) for factor in (*factors, devices or 1)):
         return Absent("set packing.pairs_per_step: pairs in a step, of all devices together")
     text = " x ".join(map(str, factors))
-    if devices is None:
-        remark = f"{text} x 1 device, an assumption: multiply by your number of devices"
-    else:
-        remark = f"{text} x {devices} devices"
+    assumed = "1 device, an assumption: multiply by your number of devices"
+    remark = f"{text} x {assumed if devices is None else f'{devices} devices'}"
     return Known({"packing.pairs_per_step": math.prod(factors) * (devices or 1)}, remark)
 
 
 def _schedule(value: Any, settings: Settings) -> Any:
     options = settings.get("lr_scheduler_kwargs") or {}
     if value not in SCHEDULES:
-        return Absent(
-            f"no such schedule, so linear is used; there are {', '.join(sorted(set(SCHEDULES.values())))}"
-        )
+        known = ", ".join(sorted(set(SCHEDULES.values())))
+        return Absent(f"dpo-pack has no such schedule, so linear is used; it has {known}")
     ours: dict[str, Any] = {"optim.schedule": SCHEDULES[value]}
     if value == "cosine_with_min_lr":
         rate = options.get("min_lr_rate")
@@ -214,16 +228,12 @@ def _warmup_ratio(value: Any, settings: Settings) -> Any:
     return value
 
 
-def _recompute(value: Any, settings: Settings) -> Outcome:
-    return Known({"model.gradient_checkpointing": bool(value)}, "it changes memory and speed only")
-
-
 def _trackers(value: Any, settings: Settings) -> Any:
     names = [value] if isinstance(value, str) else list(value or ())
     names = [name for name in names if name != "none"]
-    known = [name for name in names if name in TRACKERS]
+    known = [name for name in names if name in get_args(Tracker)]
     if names and not known:
-        return Absent(f"name the trackers in logging.trackers: {', '.join(TRACKERS)}")
+        return Absent(f"name the trackers in logging.trackers: {', '.join(get_args(Tracker))}")
     return known
 
 
@@ -232,10 +242,8 @@ def _steps_of(strategy: str, key: str) -> Convert:
 
     def convert(value: Any, settings: Settings) -> Any:
         how = settings.get(strategy, "no" if strategy == "eval_strategy" else "steps")
-        if how in ("no", False, None):
-            return Unneeded(f"{strategy} is no")
         if how not in ("steps", True):
-            return Unneeded(f"{strategy} is {how}")
+            return Unneeded(f"{strategy} is {how or 'no'}")
         if not isinstance(value, int) or value < 1:
             advice = f"set {key} to a number of steps; dpopack inspect-packing prints the steps of an epoch"
             return Absent(f"a part of all steps: {advice}")
@@ -256,16 +264,6 @@ def _strategy(key: str, steps: str) -> Rule:
         )
 
     return to(key, convert, remark=f"with {steps}")
-
-
-def _metric(value: Any, settings: Settings) -> Any:
-    return {"loss": "loss"}.get(str(value).removeprefix("eval_"), str(value).removeprefix("eval_"))
-
-
-def _load_best(value: Any, settings: Settings) -> Any:
-    if not value:
-        return Unneeded("it is off")
-    return Known({"checkpoint.load_best": True, "checkpoint.keep_best": 1})
 
 
 def _autocast(value: Any, settings: Settings) -> Any:
@@ -302,9 +300,13 @@ def _hub(value: Any, settings: Settings) -> Any:
     return Known({"export.push_to_hub": {"repo": repo, "private": bool(settings.get("hub_private_repo"))}})
 
 
-def no_dropout(value: Any, settings: Settings) -> Any:
-    what = "dpo-pack trains without the model's own dropout"
-    return Unneeded(what) if value else Absent(what)
+def held_out(value: Any, settings: Settings) -> Any:
+    """Translates a part or a number of the training pairs that is held out to `data.eval`."""
+    if not value:
+        return Unneeded("nothing is held out")
+    if value >= 1:
+        return Absent("set data.eval to a fraction of the training pairs, e.g. {fraction: 0.02}")
+    return {"fraction": value}
 
 
 def source(path: str, **options: Any) -> dict[str, Any]:
@@ -360,10 +362,6 @@ def listed(value: Any) -> Any:
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
-def quantize(bits: str) -> Convert:
-    return lambda value, settings: bits if value else Unneeded("it is off")
-
-
 QUANTIZE = "nf4: scales are quantised as well; int8: inputs are not rounded"
 
 
@@ -383,7 +381,7 @@ def loss_terms(settings: Settings) -> list[tuple[str, float]]:
     """Returns (type, weight) of each loss in the settings. Raises RecipeError for one that dpo-pack lacks."""
     types = settings.get("loss_type", settings.get("dpo_loss_type", "sigmoid"))
     types = [types] if isinstance(types, str) else list(types)
-    types = [VALUES["loss.type"].get(name, name) if name == "kto_pair" else name for name in types]
+    types = ["bco_pair" if name == "kto_pair" else name for name in types]
     weights = settings.get("loss_weights", settings.get("dpo_loss_weights")) or [1.0] * len(types)
     for name in types:
         if name not in LOSS_DECLARATIONS:
@@ -422,7 +420,7 @@ TRANSFORMERS: Table = {
     "optim": choice(
         "optim.name",
         OPTIMIZERS,
-        "no such optimizer, so adamw is used; look at optim.lr, which suits another one",
+        "dpo-pack has no such optimizer, so adamw is used; set an optim.lr that suits adamw",
     ),
     "weight_decay": to("optim.weight_decay"),
     "adam_beta1": to("optim.betas", lambda value, s: [value, s.get("adam_beta2", 0.999)]),
@@ -432,14 +430,14 @@ TRANSFORMERS: Table = {
     "bf16": to("model.autocast", _autocast, "true: bfloat16, false: none"),
     "fp16": to(
         "model.autocast",
-        lambda value, s: (
-            Known({"model.autocast": "bfloat16"}, "bfloat16 in place of fp16, which needs loss scaling")
-            if value
-            else Unneeded("it is off")
-        ),
+        if_on(Known({"model.autocast": "bfloat16"}, "bfloat16 in place of fp16, which needs loss scaling")),
         "bfloat16 in its place",
     ),
-    "gradient_checkpointing": to("model.gradient_checkpointing", _recompute),
+    "gradient_checkpointing": to(
+        "model.gradient_checkpointing",
+        lambda value, s: bool(value),
+        comment="it changes memory and speed only",
+    ),
     "activation_checkpointing": to("model.gradient_checkpointing", lambda value, s: bool(value)),
     "torch_compile": to("model.compile"),
     "use_liger_kernel": to("model.kernels", lambda value, s: "liger" if value else "none", "true: liger"),
@@ -455,16 +453,19 @@ TRANSFORMERS: Table = {
     "save_strategy": _strategy("checkpoint.every_steps", "save_steps"),
     "save_steps": to("checkpoint.every_steps", _steps_of("save_strategy", "checkpoint.every_steps")),
     "save_total_limit": to("checkpoint.keep"),
-    "load_best_model_at_end": to("checkpoint.load_best checkpoint.keep_best", _load_best),
-    "metric_for_best_model": to("checkpoint.metric", _metric, "without eval_"),
+    "load_best_model_at_end": to(
+        "checkpoint.load_best checkpoint.keep_best",
+        if_on(Known({"checkpoint.load_best": True, "checkpoint.keep_best": 1})),
+    ),
+    "metric_for_best_model": to(
+        "checkpoint.metric", lambda value, s: str(value).removeprefix("eval_"), "without eval_"
+    ),
     "early_stopping_patience": to("train.early_stopping", lambda value, s: {"patience": value}),
     "seed": to("seed"),
-    "train_sampling_strategy": to(
+    "train_sampling_strategy": choice(
         "data.shuffle",
-        lambda value, s: {"random": True, "sequential": False}.get(
-            value, Absent("pairs are packed by length already; their order is random")
-        ),
-        "random: true, sequential: false",
+        {"random": True, "sequential": False},
+        "pairs are packed by length already; their order is random",
     ),
     "push_to_hub": to("export.push_to_hub", _hub, "with hub_model_id"),
     "hub_model_id": part_of("export.push_to_hub"),
@@ -472,7 +473,7 @@ TRANSFORMERS: Table = {
     **as_unneeded(
         {
             "DPO has no such loss; loss.label_smoothing smooths preferences": "label_smoothing_factor",
-            "the same command again goes on with an unfinished run": "resume_from_checkpoint",
+            "the same command again resumes an unfinished run": "resume_from_checkpoint",
             "metrics.jsonl has a line every logging.every_steps steps": "logging_strategy",
             "packing.token_budget bounds memory; distributed.strategy auto shards where needed": """
             auto_find_batch_size gradient_checkpointing_kwargs activation_checkpointing_kwargs
@@ -491,7 +492,7 @@ TRANSFORMERS: Table = {
             accelerate_config config_file""",
             "pairs are tokenised once and cached": """
             dataloader_* remove_unused_columns label_names length_column_name ignore_data_skip""",
-            "a speed of fp32 products, which autocast replaces": "tf32",
+            "it makes fp32 products faster, and autocast computes them in bfloat16": "tf32",
             "it changes what is printed or written, not what is trained": """
             logging_* log_level* disable_tqdm include_* skip_memory_metrics debug prediction_loss_only
             batch_eval_metrics eval_* bf16_full_eval fp16_full_eval save_only_model save_safetensors
@@ -504,7 +505,7 @@ TRANSFORMERS: Table = {
             "dpo-pack's optimizers have the options of section optim only": "optim_args",
             "dpo-pack has no such optimizers": "optim_target_modules",
             "seed decides the order of the pairs too": "data_seed",
-            "the last step of an epoch has the remaining pairs, as there without it": "dataloader_drop_last",
+            "the last step of an epoch has the pairs that remain; none is dropped": "dataloader_drop_last",
             "set it in the tracker's or the hub's own environment variables": "hub_* trackio_* project",
         }
     ),

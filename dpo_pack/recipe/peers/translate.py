@@ -4,16 +4,15 @@ import re
 import textwrap
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
-from dpo_pack.recipe.data import RowField, SourceRecipe
 from dpo_pack.recipe.errors import all_keys, show
 from dpo_pack.recipe.load import default_in_yaml, parse_recipe
+from dpo_pack.recipe.peers import NAMES, RELEASES, TABLES, find_rule
 from dpo_pack.recipe.peers.files import PeerFile, read_peer_file
 from dpo_pack.recipe.peers.rules import Absent, Known, Rule, Table, Unneeded
-from dpo_pack.recipe.peers.tables import NAMES, RELEASES, TABLES, find_rule
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import to_yaml
 from dpo_pack.system.errors import RecipeError
@@ -39,20 +38,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "cutoff_len": 2048,
     },
 }  # fmt: skip
-# Recipe keys set in every translation, because all three peers always train so: (value, comment).
-ALWAYS = {"data.scored_turns": ("all", "{peer} too scores every token after the prompt")}
 _OLD_NAMES = {"evaluation_strategy": "eval_strategy", "torch_dtype": "dtype"}  # of transformers
 SEED = (
-    "The same seed draws other random numbers: the order of the pairs, and the pairs that a fraction holds "
-    "out, are others. To compare step by step, keep the order of the files in both programs (here "
+    "The same seed gives other random numbers here: the order of the pairs differs, and so do the pairs that "
+    "a fraction holds out. To compare step by step, keep the order of the files in both programs (here "
     "data.shuffle: false)."
 )
 LOGGED = (
-    "A logged line has the loss and rewards of one step; there they are means over logging_steps steps. "
+    "A logged line has the loss and rewards of one step here, and means over logging_steps steps there. "
     "A pair whose margin is 0 counts half in the accuracy here."
 )
 _PLACEHOLDERS = {"model.path": "FILL-IN/model", "data.train": "FILL-IN.jsonl"}
-_KEYS = dict.fromkeys(all_keys(Recipe))
 _WIDTH, _COMMENT_COLUMN = 118, 44
 
 
@@ -122,66 +118,35 @@ class _Written:
         except (TypeError, ValueError, AttributeError, KeyError):
             outcome = Absent("a value of another kind than expected; set it by hand")
         match outcome:
-            case Known(values=values, remark=remark, absent=absent) if values or is_given:
-                self.absent += absent
-                self._set(values, rule, label, settings[name], remark, is_given=is_given)
+            case Known() if outcome.values or is_given:
+                self._set(outcome, rule, label, settings[name], is_given=is_given)
             case Unneeded(why=why) if is_given:
                 self.unneeded.append(f"{shown} - {why}")
             case Absent(what=what) if is_given or name in self.file.defaults:
                 self.absent.append(f"{shown if is_given else f'{label}, not given'} - {what}")
 
-    def _set(
-        self, values: dict[str, Any], rule: Rule, label: str, theirs: Any, remark: str, *, is_given: bool
-    ) -> None:
+    def _set(self, outcome: Known, rule: Rule, label: str, theirs: Any, *, is_given: bool) -> None:
         """Stores the recipe values that a peer's key gives, and a comment that names this key."""
-        known = [key for key in values if key in _KEYS]
-        for key in known:
-            self.values[key] = self._known_keys(key, values[key])
-        if len(known) < len(values) and is_given:
-            missing = ", ".join(values.keys() - set(known))
-            what = f"dpo-pack has no key {missing} yet; {rule.remark}"
-            self.absent.append(f"{label}: {_short(theirs)} - {what.removesuffix('; ')}")
-        for key in known or ([] if values else rule.keys[:1]):
-            is_same = bool(values) and (values[key] == theirs or key != known[0])
-            said = label if is_same else f"{label}: {_short(theirs)}"
-            said = said if is_given else f"{NAMES[self.peer]}'s default {said}"
-            is_first = key in (*known[:1], *rule.keys[:1])
-            self.comments[key].append(f"{said} ({remark})" if remark and is_first else said)
-
-    def _known_keys(self, key: str, value: Any) -> Any:
-        """Removes keys that SourceRecipe lacks from the sources in `value`; lists them in `self.absent`."""
-        if key not in ("data.train", "data.eval") or not isinstance(value, list):
-            return value
-        sources = []
-        for source in value:
-            kept = {}
-            for name, each in source.items():
-                if name == "columns":
-                    each = {field: column for field, column in each.items() if field in get_args(RowField)}
-                    lost = {
-                        f"columns.{field}": column
-                        for field, column in source[name].items()
-                        if field not in each
-                    }
-                else:
-                    lost = {} if name in SourceRecipe.model_fields else {name: each}
-                for field, what in lost.items():
-                    self.absent.append(f"{source['path']}: {field} {what} - {key} has no such key yet")
-                if not lost or (name == "columns" and each):
-                    kept[name] = each
-            sources.append(kept)
-        return sources
+        values = outcome.values
+        self.values |= values
+        self.absent += outcome.absent
+        for key in values or rule.keys[:1]:
+            is_first = key in (*list(values)[:1], *rule.keys[:1])
+            is_same = bool(values) and (values[key] == theirs or key != next(iter(values)))
+            comment = label if is_same else f"{label}: {_short(theirs)}"
+            comment = comment if is_given else f"{NAMES[self.peer]}'s default {comment}"
+            remark = f" ({outcome.remark})" if outcome.remark and is_first else ""
+            self.comments[key].append(f"{comment}{remark}")
 
     def make_valid(self) -> None:
         """Fills in missing values; removes each invalid value and adds it with the error to `self.absent`."""
-        for key, (value, why) in ALWAYS.items():
-            if key in _KEYS:
-                self.values[key] = value
-                self.comments[key].append(why.format(peer=NAMES[self.peer]))
+        self.values["data.scored_turns"] = "all"
+        why = f"{NAMES[self.peer]} too scores every token after the prompt"
+        self.comments["data.scored_turns"].append(why)
         for key, value in _PLACEHOLDERS.items():
             if not self.values.get(key):
                 self.values[key] = value
-                self.comments[key].append("fill this in: the file does not say it")
+                self.comments[key].append("fill this in: the file does not give it")
         for _ in range(2 * len(self.values)):
             try:
                 parse_recipe(_tree(self.values))
@@ -222,10 +187,11 @@ class _Written:
             )
         lines += [
             "#",
-            "# Different here, because it has no counterpart:",
+            "# Keys that have no counterpart here, and other differences:",
             *_items([*self.absent, *([SEED] if self.values.get("data.shuffle", True) else []), LOGGED]),
             "",
         ]
+        order = list(all_keys(Recipe))
         for section in Recipe.model_fields:
             keys = [key for key in self.values if key == section or key.startswith(f"{section}.")]
             keys = [key for key in keys if self._is_written(key)]
@@ -233,12 +199,12 @@ class _Written:
                 lines += self._entry(section, "")
             elif keys:
                 lines += ["", f"{section}:"]
-                for key in sorted(keys, key=list(_KEYS).index):
+                for key in sorted(keys, key=order.index):
                     lines += self._entry(key, "  ")
-        for key in self.comments.keys() - self.values.keys():
+        for key in (key for key in self.comments if key not in self.values):
             self.unneeded += [f"{comment} - {key} is not set" for comment in self.comments[key]]
         if self.empty:
-            self.unneeded.append(f"left empty there: {', '.join(self.empty)}")
+            self.unneeded.append(f"without a value in the file: {', '.join(self.empty)}")
         if self.unneeded:
             lines += ["", "# Not needed here:", *_items(self.unneeded)]
         return "\n".join([*lines, ""])
@@ -250,11 +216,9 @@ class _Written:
         field = Recipe.model_fields[section]
         if name and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             field = field.annotation.model_fields[name]
-        return (
-            not both
-            or field.is_required()
-            or default_in_yaml(field) != to_yaml(self.values[key], one_line=True)
-        )
+        if not both or field.is_required():
+            return True
+        return default_in_yaml(field) != to_yaml(self.values[key], one_line=True)
 
     def _entry(self, key: str, indent: str) -> list[str]:
         """Returns the lines of a key. Its comment is on the key's line or, if too long, above it."""

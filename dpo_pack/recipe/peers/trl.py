@@ -6,6 +6,7 @@ from dpo_pack.recipe.peers.rules import (
     QUANTIZE,
     TRANSFORMERS,
     TRUNCATIONS,
+    Absent,
     Known,
     Rule,
     Settings,
@@ -17,11 +18,10 @@ from dpo_pack.recipe.peers.rules import (
     dtype,
     each,
     file_or_hub,
+    if_on,
     lora,
     loss_type,
-    no_dropout,
     part_of,
-    quantize,
     reads,
     source,
     to,
@@ -58,21 +58,16 @@ def _trl_mixture(value: Any, settings: Settings) -> Any:
             data_dir=one.get("data_dir"),
         )
         part = one.get("fraction", one.get("weight"))
-        sources += [
-            each_one | ({"weight": float(part)} if part not in (None, 1) else {}) for each_one in found
-        ]
+        weight = {} if part in (None, 1) else {"weight": float(part)}
+        sources += [{**source, **weight} for source in found]
     ours: dict[str, Any] = {"data.train": sources}
     if size and settings.get("eval_strategy", "no") != "no":
         if size >= 1:
-            text = f"test_split_size {size} pairs are held out there; here set data.eval to a fraction"
+            text = f"TRL holds out {size} pairs (test_split_size); set data.eval to a fraction"
             return Known({**ours, "data.eval": {"fraction": 0.02}}, text)
         ours["data.eval"] = {"fraction": size}
-    return Known(
-        ours,
-        "weight draws a random part of the pairs, anew each epoch"
-        if any("weight" in source for source in sources)
-        else "",
-    )
+    is_weighted = any("weight" in source for source in sources)
+    return Known(ours, "weight draws a random part of the pairs, anew each epoch" if is_weighted else "")
 
 
 def _mixer(value: Any, settings: Settings) -> Any:
@@ -90,13 +85,10 @@ def _mixer(value: Any, settings: Settings) -> Any:
     return Known(ours)
 
 
-def _max_length(value: Any, settings: Settings) -> Any:
-    if value is None:
-        return Known({"data.max_length": 131072}, "no limit there")
-    return value
+def _no_dropout(value: Any, settings: Settings) -> Any:
+    what = "dpo-pack trains without the model's own dropout"
+    return Unneeded(what) if value else Absent(what)
 
-
-_SYNC = "reference.sync"
 
 TRL: Table = {
     **TRANSFORMERS,
@@ -104,16 +96,15 @@ TRL: Table = {
     "model_revision": to(
         "model.revision", lambda value, s: Unneeded("the default") if value == "main" else value
     ),
-    "dtype": to("model.dtype", dtype),
-    "torch_dtype": to("model.dtype", dtype),
+    **each("dtype torch_dtype", to("model.dtype", dtype)),
     "trust_remote_code": to("model.trust_remote_code"),
     "use_peft": to("model.lora", lora),
     **each(
         "lora_r lora_alpha lora_dropout lora_target_modules use_rslora",
         part_of("model.lora", "with use_peft"),
     ),
-    "load_in_8bit": to("model.quantize", quantize("int8"), QUANTIZE),
-    "load_in_4bit": to("model.quantize", quantize("nf4"), QUANTIZE),
+    "load_in_8bit": to("model.quantize", if_on("int8"), QUANTIZE),
+    "load_in_4bit": to("model.quantize", if_on("nf4"), QUANTIZE),
     "dataset_name": to("data.train data.eval", _trl_sources),
     **each("dataset_config dataset_train_split data_dir data_files", part_of("data.train")),
     **each("dataset_test_split eval_dataset_name", part_of("data.eval", "unless eval_strategy is no")),
@@ -122,14 +113,15 @@ TRL: Table = {
     "test_split_size": part_of("data.eval", "a fraction"),
     "dataset_mixer": to("data.train data.eval", _mixer),
     "dataset_splits": part_of("data.train"),
-    "max_length": to("data.max_length", _max_length, takes_null=True),
+    "max_length": to(
+        "data.max_length",
+        lambda value, s: Known({"data.max_length": 131072}, "no limit in TRL") if value is None else value,
+        takes_null=True,
+    ),
     "truncation_mode": choice("data.truncation", TRUNCATIONS, "completions are cut at their end"),
     "max_prompt_length": to(
         "data.max_prompt_length",
-        lambda value, s: Known(
-            {"data.max_prompt_length": value},
-            "pairs with a longer prompt are dropped; older releases of TRL cut the prompt",
-        ),
+        comment="pairs with a longer prompt are dropped; older releases of TRL cut the prompt",
     ),
     "beta": to("loss.beta"),
     "loss_type": to("loss.type", lambda value, s: loss_type(s)),
@@ -145,21 +137,19 @@ TRL: Table = {
     ),
     "ld_alpha": to("loss.ld_alpha"),
     "discopop_tau": to("loss.discopop_tau", reads("discopop_tau")),
-    "use_weighting": to(
-        "loss.weighting", lambda value, s: "wpo" if value else Unneeded("it is off"), "true: wpo"
-    ),
+    "use_weighting": to("loss.weighting", if_on("wpo"), "true: wpo"),
     "router_aux_loss_coef": to("loss.router_aux_coef"),
     "ref_model": to("reference.path"),
     "sync_ref_model": to(
-        _SYNC,
+        "reference.sync",
         lambda value, s: (
             {"every_steps": s.get("ref_model_sync_steps", 512), "mixup": s.get("ref_model_mixup_alpha", 0.6)}
             if value
             else Unneeded("it is off")
         ),
     ),
-    **each("ref_model_sync_steps ref_model_mixup_alpha", part_of(_SYNC)),
-    "disable_dropout": Rule(remark="there is no dropout in training", is_needed=False, convert=no_dropout),
+    **each("ref_model_sync_steps ref_model_mixup_alpha", part_of("reference.sync")),
+    "disable_dropout": Rule(remark="there is no dropout in training", is_needed=False, convert=_no_dropout),
     **as_unneeded(
         {
             "model.attention auto takes the first backend that is exact": "attn_implementation",
