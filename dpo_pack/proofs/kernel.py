@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpo_pack.model.attention import AttentionBackend
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import RowSegments, make_segments
 from dpo_pack.model.config import attention_needs, effective_window, layer_windows
 from dpo_pack.model.layout import Group, Row
 from dpo_pack.model.scorer import CompletionLogps
@@ -140,7 +140,7 @@ def kernel_error(
     largest error of one entry would vary too much between random inputs.) In low precision the bound is twice
     the error of `plain_attention` in the same dtype, as in flash-attn's own tests. In fp32 it is a constant.
     """
-    segments = _segments(device)
+    segments = make_segments(*zip(*_PROOF_SEGMENTS, strict=True), device)
     kv_heads = min(2, call.num_kv_heads)
     heads = kv_heads * (call.num_heads // call.num_kv_heads)
     num_queries, num_keys = sum(segments.query_lengths), sum(segments.key_lengths)
@@ -207,17 +207,3 @@ def plain_attention(
         scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)), dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : len(key)].to(value.dtype)
     return torch.einsum("hqk,khd->qhd", weights, value)
-
-
-def _segments(device: torch.device) -> RowSegments:
-    cu_seqlens = torch.tensor([(0, 0), *_PROOF_SEGMENTS], device=device).cumsum(0).int()
-    query_lengths, key_lengths = zip(*_PROOF_SEGMENTS, strict=True)
-    return RowSegments(
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        cu_seqlens_q=cu_seqlens[:, 0].contiguous(),
-        cu_seqlens_k=cu_seqlens[:, 1].contiguous(),
-        kv_index=None,
-        kv_first=None,
-        kv_repeats=(),
-    )

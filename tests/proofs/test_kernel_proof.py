@@ -12,7 +12,7 @@ from support.family_errors import CPU
 from torch import Tensor
 
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import make_segments
 from dpo_pack.proofs.kernel import SeamCall, kernel_error, plain_attention
 
 LLAMA = SeamCall(
@@ -96,15 +96,7 @@ def test_plain_attention_is_torch_s_where_torch_has_it(num_queries: int) -> None
     torch.manual_seed(0)
     num_keys = 9
     query, key, value = (torch.randn(length, 4, 8) for length in (num_queries, num_keys, num_keys))
-    segments = RowSegments(
-        query_lengths=(num_queries,),
-        key_lengths=(num_keys,),
-        cu_seqlens_q=torch.tensor([0, num_queries]),
-        cu_seqlens_k=torch.tensor([0, num_keys]),
-        kv_index=None,
-        kv_first=None,
-        kv_repeats=(),
-    )
+    segments = make_segments((num_queries,), (num_keys,), torch.device("cpu"))
     ours = plain_attention(query, key, value, segments, scale=0.3, window=None, softcap=None, sinks=None)
     mask = torch.ones(num_queries, num_keys).tril(num_keys - num_queries).bool()
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))

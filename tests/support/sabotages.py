@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import dpo_pack.proofs.rows as proof_rows
 from dpo_pack.model.attention import ATTENTION_NAME, row_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import RowSegments, make_gather
 from dpo_pack.model.layout import Row, RowLayout, layout_row, packed_row
 from dpo_pack.model.logps import HeadTransform
 from dpo_pack.model.recurrence import RecurrentCall, delta, mamba2, pieces
@@ -41,7 +41,7 @@ def no_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """Tails of their own, without the prompt that they share."""
 
     def without_prompt(layout: RowLayout, device: torch.device) -> Row:
-        alone = replace(layout, kv_index=None, kv_first=None, kv_repeats=(), key_lengths=layout.query_lengths)
+        alone = replace(layout, kv_index=None, key_lengths=layout.query_lengths)
         return packed_row(alone, device)
 
     patch.setattr(proof_rows, "packed_row", without_prompt)
@@ -105,8 +105,8 @@ def whole_row(
     query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, *, window: int | None, **options: Any
 ) -> Tensor:
     """Ignores where sequences begin: causal over everything in the row."""
-    if segments.kv_first is not None:
-        key, value = (states.index_select(0, segments.kv_first) for states in (key, value))
+    if segments.kv_gather is not None:
+        key, value = (states.index_select(0, segments.kv_gather.first) for states in (key, value))
     one = replace(segments, query_lengths=(len(query),), key_lengths=(len(key),))
     return sdpa_attention(query, key, value, one, window=None, **options)
 
@@ -238,8 +238,7 @@ def from_nothing(call: RecurrentCall) -> Any:
         segments,
         key_lengths=segments.query_lengths,
         shared_lengths=(0,) * len(segments.query_lengths),
-        pieces={},
-        histories={},
+        kept={},
     )
     return replace(call, options={**call.options, "row_segments": alone}).run()
 
@@ -266,8 +265,8 @@ def change_pieces(change: Callable[[RowPieces], RowPieces]) -> Break:
 def from_another_group(made: RowPieces) -> RowPieces:
     """Each tail starts from the final state of the group before its own."""
     assert made.to_tails is not None
-    roots = made.to_tails.index.numpy()
-    return replace(made, to_tails=pieces.gather((roots - 1) % made.to_tails.size, made.to_tails.size, CPU))
+    roots, num_roots = made.to_tails.index.numpy(), len(made.to_tails.first)
+    return replace(made, to_tails=make_gather((roots - 1) % num_roots, num_roots, CPU))
 
 
 def without_gradient(made: RowPieces) -> RowPieces:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpo_pack.model.attention.segments import RowSegments, as_autocast
+from dpo_pack.model.attention.segments import RowSegments, as_autocast, make_segments, on_device
 from dpo_pack.model.speed import compiler_obstacle
 from dpo_pack.system.errors import first_line
 
@@ -46,12 +46,11 @@ def flex_attention(
         return softcap * torch.tanh(logit / softcap)
 
     query, key, value = as_autocast(query, key, value)
-    if window not in segments.block_masks:
-        segments.block_masks[window] = _block_mask(segments, window, query.device)
+    block_mask = segments.once(("flex", window), lambda: _block_mask(segments, window, query.device))
     out, aux = _kernel(query.device.type)(
         *(states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)),
         score_mod=None if softcap is None else score,
-        block_mask=segments.block_masks[window],
+        block_mask=block_mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
@@ -71,16 +70,7 @@ def flex_obstacle(device: torch.device) -> str | None:
     obstacle = compiler_obstacle(device)
     if obstacle is not None:
         return obstacle
-    lengths = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
-    segments = RowSegments(
-        query_lengths=(3, 5),
-        key_lengths=(3, 5),
-        cu_seqlens_q=lengths,
-        cu_seqlens_k=lengths,
-        kv_index=None,
-        kv_first=None,
-        kv_repeats=(),
-    )
+    segments = make_segments((3, 5), (3, 5), device)
     states = torch.ones(8, 1, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     try:
         with torch.enable_grad():
@@ -108,7 +98,7 @@ def _block_mask(segments: RowSegments, window: int | None, device: torch.device)
 
     first, last = _visible_keys(segments, window)
     touched = _touched_blocks(first, last, num_keys=sum(segments.key_lengths))
-    first_key, last_key = _put(first, device), _put(last, device)
+    first_key, last_key = on_device(first, device), on_device(last, device)
 
     def mask(batch: Tensor, head: Tensor, at: Tensor, key_at: Tensor) -> Tensor:
         return (first_key[at] <= key_at) & (key_at <= last_key[at])
@@ -117,8 +107,8 @@ def _block_mask(segments: RowSegments, window: int | None, device: torch.device)
     order = np.argsort(~touched, axis=1, kind="stable").astype(np.int32)
     counts = touched.sum(axis=1, dtype=np.int32)
     return BlockMask.from_kv_blocks(
-        _put(counts, device)[None, None],
-        _put(order, device)[None, None],
+        on_device(counts, device)[None, None],
+        on_device(order, device)[None, None],
         BLOCK_SIZE=_BLOCK,
         mask_mod=mask,
         seq_lengths=(len(first), sum(segments.key_lengths)),
@@ -149,10 +139,3 @@ def _touched_blocks(
     np.add.at(edges, (block, last // _BLOCK + 1), -1)
     touched: npt.NDArray[np.bool_] = edges.cumsum(axis=1)[:, :-1] > 0
     return touched
-
-
-def _put(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":  # the host does not wait for a copy from pinned memory
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
