@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from dpo_pack.model.attention.segments import RowSegments, make_gather
 from dpo_pack.model.layout import Group, layout_row, packed_row
 from dpo_pack.model.recurrence import RecurrentCall, kept_numbers, wrap_recurrent_layers
-from dpo_pack.model.recurrence.delta import row_delta_rule
+from dpo_pack.model.recurrence.delta import invert_unit_triangular, row_delta_rule
 from dpo_pack.model.recurrence.pieces import row_history, row_pieces
-from dpo_pack.model.recurrence.triangular import invert_unit_triangular
 from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.system.errors import UnsupportedModelError
 

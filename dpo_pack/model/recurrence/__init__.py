@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from dpo_pack.model.attention import SeamCalls
 from dpo_pack.model.recurrence.convolution import row_convolution
-from dpo_pack.model.recurrence.delta import DELTA_CHUNK, KIMI_CHUNK, row_delta_rule, row_kimi_delta_rule
+from dpo_pack.model.recurrence.delta import DELTA_CHUNK, KIMI_CHUNK, row_delta_rule
 from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.recurrence.mamba2 import MAMBA2_CHUNK, no_fused_path, row_mamba2_scan
 
@@ -40,7 +40,7 @@ RowFunction = Callable[..., Any]
 ROW_FUNCTIONS: dict[str, RowFunction] = {
     "causal_conv1d_fn": row_convolution,
     "torch_chunk_gated_delta_rule": row_delta_rule,
-    "chunk_kimi_delta_attention": row_kimi_delta_rule,
+    "chunk_kimi_delta_attention": row_delta_rule,
     "mamba2_chunk_scan": row_mamba2_scan,
     "mamba2_split_conv1d_scan_combined": no_fused_path,
 }

@@ -72,7 +72,7 @@ def by_delta_rule(
     row_segments: RowSegments,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Computes `row_delta_rule` or `row_kimi_delta_rule`, with the same shapes."""
+    """Computes `row_delta_rule`, with the same shapes."""
 
     def run(
         parts: list[Tensor], states: Tensor | None, starts: Tensor | None, wants_states: bool
