@@ -6,7 +6,7 @@ The second proof compares the kernel's results and gradients on random inputs wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ def prove_kernel(scorer: CompletionLogps, calls: Sequence[SeamCall], device: tor
         return []
     kinds = dict.fromkeys(calls)  # in the order of layers: the same random inputs in every process
     measured = [kernel_error(scorer.backend, call, scorer.compute_dtype, device) for call in kinds]
-    error, bound = max(measured, key=lambda pair: pair[0] / pair[1])
+    error, bound = worst(measured)
     return [
         Proof(
             name="kernel",
@@ -163,18 +163,22 @@ def kernel_error(
         return [result.detach().float() for result in (out, *grads)]
 
     reference = run(plain_attention, torch.float32)
-    errors = [relative_error(*both) for both in zip(run(backend, dtype), reference, strict=True)]
+    errors = relative_errors(run(backend, dtype), reference)
     bounds = [_FLOAT32_BOUND] * len(errors)
     if dtype != torch.float32:
-        plain = run(plain_attention, dtype)
-        bounds = [2 * relative_error(*both) for both in zip(plain, reference, strict=True)]
-    return max(zip(errors, bounds, strict=True), key=lambda pair: pair[0] / pair[1])
+        bounds = [2 * error for error in relative_errors(run(plain_attention, dtype), reference)]
+    return worst(zip(errors, bounds, strict=True))
 
 
-def relative_error(result: Tensor, exact: Tensor) -> float:
-    """Returns the norm of the difference divided by the norm of `exact`. NaN counts as infinity."""
-    ratio = float((result - exact).norm() / exact.norm())
-    return math.inf if math.isnan(ratio) else ratio
+def relative_errors(results: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    """Returns, for each result, the norm of its error divided by the norm of `exact`; infinity for NaN."""
+    ratios = [float((ours - right).norm() / right.norm()) for ours, right in zip(results, exact, strict=True)]
+    return [math.inf if math.isnan(ratio) else ratio for ratio in ratios]
+
+
+def worst(measured: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the (error, bound) with the largest ratio of error to bound."""
+    return max(measured, key=lambda pair: pair[0] / pair[1])
 
 
 def plain_attention(
