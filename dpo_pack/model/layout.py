@@ -25,6 +25,7 @@ completion tokens, S sequences, B and L lines and length of a batch (a packed ro
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,10 +152,7 @@ def _concatenate(pieces: Sequence[npt.NDArray[np.integer]]) -> IntArray:
 
 def packed_row(layout: RowLayout, device: torch.device) -> Row:
     """Copies a row's layout to `device`, as tensors."""
-
-    def put(array: IntArray) -> Tensor:
-        return on_device(array, device)
-
+    put = functools.partial(on_device, device=device)
     kv_index = layout.kv_index
     segments = make_segments(
         layout.query_lengths.tolist(),

@@ -34,7 +34,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 # Families in which peft refuses adapters of the projection behind the recurrence (`out_proj`), because
 # kernels of mamba-ssm read its weight directly.
 _MAMBA_FAMILIES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
-_REFUSED_BY_PEFT = ("out_proj",)
 _NAME = "default"  # peft's default; peft saves an adapter of another name in a subfolder
 
 
@@ -208,7 +207,7 @@ def attach_adapter(
 
 def _left_out(model: PreTrainedModel, settings: LoraSettings) -> tuple[str, ...]:
     is_refused = model.config.model_type in _MAMBA_FAMILIES and isinstance(settings.target_modules, str)
-    return _REFUSED_BY_PEFT if is_refused else ()
+    return ("out_proj",) if is_refused else ()
 
 
 def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> PeftModelForCausalLM:

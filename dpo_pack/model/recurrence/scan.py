@@ -53,16 +53,10 @@ def carry_states(
     Returns (the state before each chunk [N, H, K, V], the written values u [N, H, C, V]).
     """
     sizes = [*pieces.root_steps, *pieces.tail_steps]
-    nothing: list[Tensor | None] = [None] * len(sizes)
-    chunks = list(
-        zip(
-            keys.mT.split(sizes),
-            values.split(sizes),
-            nothing if corrections is None else corrections.split(sizes),
-            decays.split(sizes),
-            strict=True,
-        )
-    )
+    corrected: Sequence[Tensor | None] = [None] * len(sizes)
+    if corrections is not None:
+        corrected = corrections.split(sizes)
+    chunks = list(zip(keys.mT.split(sizes), values.split(sizes), corrected, decays.split(sizes), strict=True))
     num_roots, num_steps = pieces.root_steps[0], len(pieces.root_steps)
     zero = keys.new_zeros(num_roots, keys.shape[1], keys.shape[3], values.shape[3])
     before, written, final = _carry(chunks[:num_steps], zero)
