@@ -64,7 +64,7 @@ def packing_obstacle(config: PretrainedConfig) -> str | None:
     release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
     if release < family.since:
         return (
-            f"its layers of transformers {transformers.__version__} do not pass a row's layout on; install "
+            f"in transformers {transformers.__version__} its layers do not pass a row's layout on; install "
             "transformers {}.{} or newer".format(*family.since)
         )
     if family.functions:
@@ -74,9 +74,9 @@ def packing_obstacle(config: PretrainedConfig) -> str | None:
     return None
 
 
-_MAMBA1 = "transformers' scan of Mamba 1 takes no state that a tail could start from"
-_NOT_WRITTEN = "its recurrence is not written for packed rows, and would mix their sequences"
-_OWN_ATTENTION = "it computes attention itself, where a row's layout cannot reach"
+_MAMBA1 = "a shared prompt ends in a state, and transformers' code for Mamba 1 cannot start from one"
+_NOT_WRITTEN = "dpo-pack has no code for its recurrence, which would mix the sequences of a row"
+_OWN_ATTENTION = "its own code computes the attention, and does not take a row's layout"
 _SELECTS = "its attention selects tokens, and its n-grams join tokens, across the sequences of a row"
 _DROPS_ARGUMENTS = "its layers do not pass a row's layout on to their attention"
 

@@ -186,11 +186,11 @@ def weight_files(directory: Path) -> list[Path]:
             shards = [directory / name for name in sorted(set(index.weight_map.values()))]
             for shard in shards:
                 if not shard.is_file():
-                    raise ModelError(f"{shard} is missing, a part of the weights; download the model again")
+                    raise ModelError(f"{shard}, a part of the weights, is missing; download the model again")
             return shards
     raise ModelError(
         f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded; "
-        "point at a complete model directory"
+        "give a complete model directory"
     )
 
 

@@ -184,7 +184,7 @@ def _read_model(path: str, config: PretrainedConfig, *, recipe_key: str, **optio
         missing = sorted(loading["missing_keys"])
         raise ModelError(
             f"{recipe_key}: the weights in {path} lack {len(missing)} of {type(model).__name__}'s tensors "
-            f"(first: {missing[0]}), which would start random; point at complete weights"
+            f"(first: {missing[0]}), which would start with random values; give a model with complete weights"
         )
     return model
 

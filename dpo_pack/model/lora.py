@@ -144,7 +144,7 @@ def read_adapter(directory: Path, key: str) -> SavedAdapter:
     if config.peft_type != "LORA" or config.alora_invocation_tokens:
         kind = "aLoRA" if config.alora_invocation_tokens else config.peft_type
         raise ModelError(
-            f"{key}: {directory} is a {kind} adapter, and only LoRA ones can be used; merge it first"
+            f"{key}: {directory} is a {kind} adapter, and only LoRA adapters can be used; merge it first"
         )
     base = config.base_model_name_or_path
     if not base:
@@ -251,9 +251,10 @@ def _attach_saved(model: PreTrainedModel, directory: Path, *, reads_weights: boo
     device = str(next(model.parameters()).device)
     loading: Any = peft_model.load_adapter(str(directory), _NAME, is_trainable=True, torch_device=device)
     missing = [key for key in loading.missing_keys if _NAME in key.split(".")]
-    if missing or loading.unexpected_keys:
-        odd = "lack" if missing else "have no place for"
-        raise ValueError(f"its weights {odd} {(missing or loading.unexpected_keys)[0]}")
+    if missing:
+        raise ValueError(f"its weights lack {missing[0]}")
+    if loading.unexpected_keys:
+        raise ValueError(f"the model has no layer for its weight {loading.unexpected_keys[0]}")
     return peft_model
 
 

@@ -85,9 +85,9 @@ def prove_wiring(
     num_softcaps = sum(call.softcap is not None for call in calls)
     num_sinks = sum(call.has_sinks for call in calls)
     recurrent = (scorer.seam_calls.recurrent, scorer.num_recurrent_calls)
-    bound = "as many seam calls, and windows as configured, as layers that attend"
-    bound += f"; {recurrent[1]} calls of recurrent functions" * (recurrent[1] > 0)
-    bound += "; softcaps on every layer" * needs.has_softcap + "; sinks" * needs.has_sinks
+    bound = "one call of our attention by each attention layer, with the window of the config"
+    bound += f"; {recurrent[1]} calls of our recurrent functions" * (recurrent[1] > 0)
+    bound += "; a softcap in every layer" * needs.has_softcap + "; sinks" * needs.has_sinks
     proof = Proof(
         name="wiring",
         passed=len(calls) == scorer.num_attention_layers
@@ -96,10 +96,10 @@ def prove_wiring(
         and num_softcaps == (len(calls) if needs.has_softcap else 0)
         and (num_sinks > 0 or not needs.has_sinks),
         numbers={
-            "layers": float(scorer.num_attention_layers),
-            "seam calls": float(len(calls)),
-            "recurrent calls": float(recurrent[0]),
-            "windows as configured": float(sum(a == b for a, b in zip(windows, expected, strict=False))),
+            "attention layers": float(scorer.num_attention_layers),
+            "calls of our attention": float(len(calls)),
+            "calls of our recurrent functions": float(recurrent[0]),
+            "windows as in the config": float(sum(a == b for a, b in zip(windows, expected, strict=False))),
             "softcaps": float(num_softcaps),
             "sinks": float(num_sinks),
         },
@@ -125,7 +125,7 @@ def prove_kernel(scorer: CompletionLogps, calls: Sequence[SeamCall], device: tor
             name="kernel",
             passed=error <= bound,
             numbers={"relative error": error},
-            bound=f"<= {bound:.1e} of outputs and gradients for random inputs",
+            bound=f"relative error of outputs and gradients <= {bound:.1e}, on random inputs",
             remedy="set model.attention: sdpa, and report GPU, torch and kernel versions",
         )
     ]

@@ -62,7 +62,7 @@ def prove_recurrence(
             name="recurrence",
             passed=error <= bound,
             numbers={"relative error": error},
-            bound=f"<= {bound:.1e} of outputs and gradients of recurrent layers",
+            bound=f"relative error of outputs and gradients of recurrent layers <= {bound:.1e}",
             remedy=PADDED_REMEDY,
         )
     ]

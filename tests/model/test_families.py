@@ -206,7 +206,7 @@ def test_a_family_is_refused_with_a_transformers_that_passes_no_layout_on_to_its
 ) -> None:
     monkeypatch.setattr("dpo_pack.model.families.transformers.__version__", "5.21.1")
     assert packing_obstacle(tiny_config("lfm2")) == (
-        "its layers of transformers 5.21.1 do not pass a row's layout on; install transformers 5.22 or newer"
+        "in transformers 5.21.1 its layers do not pass a row's layout on; install transformers 5.22 or newer"
     )
     assert packing_obstacle(tiny_config("mamba2")) is None
 

@@ -82,8 +82,8 @@ def row_attention(
     """
     if row_segments is None or row_backend is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not pass keyword arguments on to its attention, so rows cannot "
-            "be kept apart; use packing.mode: padded"
+            f"{type(module).__name__} does not pass keyword arguments on to its attention, so the sequences "
+            "of a row cannot be kept apart; use packing.mode: padded"
         )
     if getattr(module, "is_causal", True) is False:  # some families have no such attribute
         raise UnsupportedModelError(
@@ -92,8 +92,8 @@ def row_attention(
         )
     if dropout > 0.0:
         raise UnsupportedModelError(
-            f"{type(module).__name__} runs with attention dropout {dropout}; packed rows are exact only "
-            "without dropout"
+            f"{type(module).__name__} runs with attention dropout {dropout}, but packed rows are exact only "
+            "without dropout; set it to 0 in the model's config.json"
         )
     if query.shape[0] != 1 or attention_mask is not None:
         raise UnsupportedModelError(
@@ -103,7 +103,7 @@ def row_attention(
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to {key.shape[2]} keys in a row of {query.shape[2]} tokens; "
-            "it adds keys, and a key that it adds belongs to no sequence of the row; use packing.mode: padded"
+            "it adds keys that belong to no sequence of the row; use packing.mode: padded"
         )
     if seam_calls is not None:
         seam_calls.count += 1
