@@ -120,8 +120,8 @@ def _own_forward(module: nn.Module) -> types.FunctionType:
 def torch_recurrences(model: nn.Module) -> Iterator[None]:
     """Context in which inputs that are no packed rows use transformers' own functions in torch.
 
-    transformers calls flash-linear-attention, causal-conv1d and mamba-ssm wherever they are installed. They
-    refuse fp32 or round more in it, so what a proof takes for the truth must not come from them.
+    transformers calls flash-linear-attention, causal-conv1d and mamba-ssm wherever they are installed. These
+    packages refuse fp32 or round more in it, so a proof must not take their results for the exact ones.
     """
     code = vars(sys.modules[type(model).__module__])
     own = {name: code[name] for name in ROW_FUNCTIONS if name in code}
@@ -133,7 +133,7 @@ def torch_recurrences(model: nn.Module) -> Iterator[None]:
 
 
 def wrap_recurrent_layers(model: nn.Module) -> None:
-    """Changes the model's recurrent layers so that they compute packed rows. Other inputs work as before."""
+    """Makes the model's recurrent layers compute packed rows, in place. Other inputs work as before."""
     for module in model.modules():
         if _row_functions(module):
             on_row = _with_row_functions(_own_forward(module))

@@ -67,8 +67,8 @@ def row_delta_rule(
         inverse = invert_unit_triangular((between @ k_beta[..., None]).squeeze(-1))
     else:
         scores = (q @ k.mT) * between
-        # An entry of the inverse is a sum of products along ways from token to token. All ways from one token
-        # to another decay by the same factor, so the inverse is taken of what has not decayed.
+        # An entry of the inverse is a sum of products along paths from one token to another. All these paths
+        # decay by the same factor. So we invert the matrix without decays and multiply afterwards.
         inverse = invert_unit_triangular(k_beta @ k.mT) * between
     states, written = carry_states(
         pieces,
@@ -111,10 +111,11 @@ def in_row(pieces: RowPieces, states: Tensor) -> Tensor:
 
 
 def _decay_between(total: Tensor) -> Tensor:
-    """Returns the decay to each token from each one up to it, else 0: [N, H, C, ...] -> [N, H, C, C, ...].
+    """Returns the decay to each token from itself and each earlier token, else 0.
 
-    From a token to itself it is 1 without a gradient. With one, each token would add a number to the
-    gradient of its own g and subtract it again, and where heads forget fast only its rounding would be left.
+    [N, H, C, ...] -> [N, H, C, C, ...]. From a token to itself the decay is a constant 1. Computed as a
+    difference it would add a number to the gradient of the token's g and subtract the number again. Where
+    heads forget fast, only the rounding of this number would be left.
     """
     size = total.shape[2]
     apart = total.unsqueeze(3) - total.unsqueeze(2)

@@ -1,11 +1,11 @@
 """CUDA kernels for recurrent layers: flash-linear-attention, causal-conv1d and mamba-ssm, where installed.
 
-A kernel computes what the function of the same place in `ROW_FUNCTIONS` computes, with two calls for a row:
+A kernel computes what the function with the same key in `ROW_FUNCTIONS` computes, with two calls for a row:
 all roots from the zero state, then all tails from their roots' final states (pieces.py explains the words).
-flash-linear-attention takes sequences one after another (`cu_seqlens`) and has gradients into their initial
-states. mamba-ssm has no gradients through the final states of such sequences, so it gets a batch of padded
-sequences, with a step of 0 at the padding, which leaves the state as it is. causal-conv1d takes
-`seq_idx` or initial states, but not both, so it gets neither: each segment has its history in front of it.
+flash-linear-attention takes sequences one after another (`cu_seqlens`) and computes gradients of their
+initial states. mamba-ssm computes no gradients of the final states of such sequences, so it gets a batch of
+padded sequences. A step of 0 at the padding leaves the state as it is. causal-conv1d takes `seq_idx` or
+initial states, but not both, so it gets neither: we put the inputs before a segment in front of the segment.
 
 proofs/recurrence.py compares each kernel with the torch functions before a model uses it.
 """
@@ -182,7 +182,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def import_kernel(kernel: Kernel) -> Callable[..., Any] | str:
-    """Returns the package's function, or the reason why it cannot be used."""
+    """Returns the package's function, or in words the reason why it cannot be used."""
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(kernel.module), kernel.name)
         arguments, options = [None] * kernel.num_positional, dict.fromkeys(kernel.keywords)

@@ -91,7 +91,7 @@ def _find_pieces(
 
 
 def _back_to_row(positions: IntArray, segments: RowSegments) -> Gather:
-    """Returns the gather that undoes one by `positions`, row positions in any order, -1 for none."""
+    """Returns the gather from entries to the row. `positions`: each entry's row position, -1 for padding."""
     places = np.empty(sum(segments.query_lengths), dtype=np.int64)
     places[positions[positions >= 0]] = np.flatnonzero(positions >= 0)
     return make_gather(places, len(positions), segments.cu_seqlens_q.device)
@@ -102,7 +102,7 @@ class PieceBatch:
     """All roots or all tails of a row, for a kernel that moves states through whole pieces."""
 
     take: Gather  # from the row's T tokens to `num_lines` lines
-    num_lines: int  # one line a piece, filled up with zeros; or one line for all pieces, one after another
+    num_lines: int  # a line for each piece, filled up with zeros; or 1: all pieces, one after another
     starts: Tensor | None  # [pieces + 1] int64, where each piece of one line starts, then where the last ends
 
 
@@ -116,7 +116,7 @@ class WholePieces:
 
 
 def whole_pieces(segments: RowSegments, *, padded: bool) -> WholePieces:
-    """Returns the row's pieces, not cut into chunks, in padded or adjacent lines. Computed once."""
+    """Returns the row's whole pieces: padded to one length, or one after another. Computed once."""
     return segments.once(("whole pieces", padded), lambda: _make_whole(segments, padded=padded))
 
 
@@ -142,6 +142,7 @@ def _make_whole(segments: RowSegments, *, padded: bool) -> WholePieces:
 
 
 def _lengths(segments: RowSegments) -> zip[tuple[int, int, int]]:
+    """Yields (number of queries, number of keys, number of shared tokens) of each segment."""
     return zip(segments.query_lengths, segments.key_lengths, segments.shared_lengths, strict=True)
 
 

@@ -37,8 +37,8 @@ def in_float32(recurrence: Callable[..., Any]) -> Callable[..., Any]:
 def decay(logarithm: Tensor) -> Tensor:
     """Returns exp(logarithm), but 0 where less than exp(-30) = 1e-13 of a value would be left.
 
-    The products of several such decays are below 1e-38. With these numbers a CPU computes up to a hundred
-    times slower: gated delta nets, whose heads decay by up to exp(-20) a token, three times in all.
+    Products of several such decays are below 1e-38. A CPU is up to a hundred times slower with such numbers.
+    Gated delta nets, whose heads decay by up to exp(-20) a token, would take three times as long.
     """
     return logarithm.masked_fill(logarithm < -30, -torch.inf).exp()
 
