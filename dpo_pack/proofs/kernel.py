@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpo_pack.model.attention import AttentionBackend
-from dpo_pack.model.attention.segments import RowSegments, make_segments
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_segments
 from dpo_pack.model.config import attention_needs, effective_window, layer_windows
 from dpo_pack.model.layout import Group, Row
 from dpo_pack.model.scorer import CompletionLogps
@@ -60,19 +59,21 @@ def prove_wiring(
     backend = scorer.backend
     assert backend is not None
 
-    def recording(query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, **options: Any) -> Tensor:
+    def recording(
+        query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
+    ) -> Tensor:
         call = SeamCall(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             head_dim=query.shape[2],
             value_head_dim=value.shape[2],
-            scale=options["scale"],
-            window=options["window"],
-            softcap=options["softcap"],
-            has_sinks=options["sinks"] is not None,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            has_sinks=options.sinks is not None,
         )
         calls.append(call)
-        return backend(query, key, value, segments, **options)
+        return backend(query, key, value, segments, options)
 
     remedy = PADDED_REMEDY
     try:
@@ -140,7 +141,8 @@ def kernel_error(
     largest error of one entry would vary too much between random inputs.) In low precision the bound is twice
     the error of `plain_attention` in the same dtype, as in flash-attn's own tests. In fp32 it is a constant.
     """
-    segments = make_segments(*zip(*_PROOF_SEGMENTS, strict=True), device)
+    query_lengths, key_lengths = zip(*_PROOF_SEGMENTS, strict=True)
+    segments = make_segments(query_lengths, key_lengths, device)
     kv_heads = min(2, call.num_kv_heads)
     heads = kv_heads * (call.num_heads // call.num_kv_heads)
     num_queries, num_keys = sum(segments.query_lengths), sum(segments.key_lengths)
@@ -151,14 +153,17 @@ def kernel_error(
     )
     exact = [torch.randn(shape, device=device).to(dtype).float() for shape in shapes]
     weights = torch.randn(num_queries, heads, call.value_head_dim, device=device)
-    window = None if call.window is None else min(call.window, _PROOF_WINDOW)
-    options: dict[str, Any] = {"scale": call.scale, "window": window, "softcap": call.softcap}
-    options["sinks"] = torch.randn(heads, device=device) if call.has_sinks else None
+    options = AttentionOptions(
+        scale=call.scale,
+        window=None if call.window is None else min(call.window, _PROOF_WINDOW),
+        softcap=call.softcap,
+        sinks=torch.randn(heads, device=device) if call.has_sinks else None,
+    )
 
     def run(attention: AttentionBackend, dtype: torch.dtype) -> list[Tensor]:
         inputs = [states.to(dtype).requires_grad_() for states in exact]
         with torch.enable_grad():
-            out = attention(*inputs, segments, **options)
+            out = attention(*inputs, segments, options)
             grads = torch.autograd.grad(out, inputs, weights.to(out.dtype))
         return [result.detach().float() for result in (out, *grads)]
 
@@ -182,15 +187,7 @@ def worst(measured: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: RowSegments,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """Attention by definition, in the dtype of its inputs: scores, caps, the causal window, softmax, values.
 
@@ -198,16 +195,17 @@ def plain_attention(
     """
     device, groups = query.device, query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     # In each segment the last query is at the last key, and a query sees `window` keys up to itself.
     visible = [
-        torch.ones(q, k, device=device).tril(k - q).triu(k - q - (window or k) + 1)
+        torch.ones(q, k, device=device).tril(k - q).triu(k - q - (options.window or k) + 1)
         for q, k in zip(segments.query_lengths, segments.key_lengths, strict=True)
     ]
     scores = scores.masked_fill(torch.block_diag(*visible) == 0, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)), dim=-1)
+    if options.sinks is not None:
+        column = options.sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : len(key)].to(value.dtype)
     return torch.einsum("hqk,khd->qhd", weights, value)

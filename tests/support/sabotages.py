@@ -14,9 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import dpo_pack.proofs.rows as proof_rows
-from dpo_pack.model.attention import ATTENTION_NAME, row_attention
+from dpo_pack.model.attention import ATTENTION_NAME, AttentionBackend, row_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import RowSegments, make_gather
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_gather
 from dpo_pack.model.layout import Row, RowLayout, layout_row, packed_row
 from dpo_pack.model.logps import HeadTransform
 from dpo_pack.model.recurrence import RecurrentCall, delta, mamba2, pieces
@@ -102,40 +102,37 @@ def change_backend(attention: Callable[..., Tensor]) -> Break:
 
 
 def whole_row(
-    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, *, window: int | None, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """Ignores where sequences begin: causal over everything in the row."""
     if segments.kv_gather is not None:
         key, value = (states.index_select(0, segments.kv_gather.first) for states in (key, value))
     one = replace(segments, query_lengths=(len(query),), key_lengths=(len(key),))
-    return sdpa_attention(query, key, value, one, window=None, **options)
+    return sdpa_attention(query, key, value, one, replace(options, window=None))
 
 
-def later_keys(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> Tensor:
+def later_keys(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     """Each token sees the next one too, and the first no longer."""
-    return sdpa_attention(query, key.roll(-1, dims=0), value.roll(-1, dims=0), *inputs, **options)
+    return sdpa_attention(query, key.roll(-1, dims=0), value.roll(-1, dims=0), *inputs)
 
 
-def without_softcap(*inputs: Any, softcap: float | None, **options: Any) -> Tensor:
-    return sdpa_attention(*inputs, softcap=None, **options)
+def change_options(change: Callable[[AttentionOptions], AttentionOptions]) -> AttentionBackend:
+    return lambda *inputs: sdpa_attention(*inputs[:-1], options=change(inputs[-1]))
 
 
-def without_sinks(*inputs: Any, sinks: Tensor | None, **options: Any) -> Tensor:
-    return sdpa_attention(*inputs, sinks=None, **options)
-
-
-def wrong_scale(*inputs: Any, scale: float, **options: Any) -> Tensor:
-    return sdpa_attention(*inputs, scale=scale * 1.01, **options)
+without_softcap = change_options(lambda options: replace(options, softcap=None))
+without_sinks = change_options(lambda options: replace(options, sinks=None))
+wrong_scale = change_options(lambda options: replace(options, scale=options.scale * 1.01))
 
 
 def wrong_backward(factor: float) -> Break:
     """Right forward; the keys' gradient is off by a factor."""
 
-    def wrong(query: Tensor, key: Tensor, *inputs: Any, **options: Any) -> Tensor:
+    def wrong(query: Tensor, key: Tensor, *inputs: Any) -> Tensor:
         if key.requires_grad:
             key = key.clone()
             key.register_hook(lambda grad: factor * grad)
-        return sdpa_attention(query, key, *inputs, **options)
+        return sdpa_attention(query, key, *inputs)
 
     return change_backend(wrong)
 
@@ -208,8 +205,8 @@ def no_number(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
 def leak_by_a_hair(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """A millionth of the row's mean value comes along with every token."""
 
-    def leaky(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> Tensor:
-        return sdpa_attention(query, key, value, *inputs, **options) + 1e-6 * value.mean()
+    def leaky(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
+        return sdpa_attention(query, key, value, *inputs) + 1e-6 * value.mean()
 
     scorer.backend = leaky
 

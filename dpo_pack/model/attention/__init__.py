@@ -24,12 +24,13 @@ from transformers import AttentionInterface
 from dpo_pack.model.attention.flash import flash_attn_attention, torch_varlen_attention
 from dpo_pack.model.attention.flex import flex_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
 from dpo_pack.system.errors import UnsupportedModelError
 
 # Names containing "flash", "sdpa", "flex_attention", "/" or "paged|" have a meaning in transformers.
 ATTENTION_NAME = "dpo_pack_rows"
 
+# (queries [T, H, D], keys [K, H_kv, D], values [K, H_kv, D_v], segments, options) -> [T, H, D_v]
 AttentionBackend = Callable[..., Tensor]
 
 
@@ -115,10 +116,12 @@ def row_attention(
         row_segments.gather(key),
         row_segments.gather(value),
         row_segments,
-        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        AttentionOptions(
+            scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        ),
     )
     return out.unsqueeze(0), None
 

@@ -20,7 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpo_pack.model.attention.segments import RowSegments, as_autocast, make_segments, on_device
+from dpo_pack.model.attention.segments import (
+    AttentionOptions,
+    RowSegments,
+    as_autocast,
+    make_segments,
+    on_device,
+)
 from dpo_pack.model.speed import compiler_obstacle
 from dpo_pack.system.errors import first_line
 
@@ -28,15 +34,7 @@ _BLOCK = 128
 
 
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: RowSegments,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """The backend "flex": queries [T, H, D], keys [K, H_kv, D], values [K, H_kv, D_v] -> [T, H, D_v]."""
     from torch.nn.attention.flex_attention import AuxRequest
@@ -45,21 +43,22 @@ def flex_attention(
         assert softcap is not None
         return softcap * torch.tanh(logit / softcap)
 
+    softcap, window = options.softcap, options.window
     query, key, value = as_autocast(query, key, value)
     block_mask = segments.once(("flex", window), lambda: _block_mask(segments, window, query.device))
     out, aux = _kernel(query.device.type)(
         *(states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)),
         score_mod=None if softcap is None else score,
         block_mask=block_mask,
-        scale=scale,
+        scale=options.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
     )
     out = out.squeeze(0).transpose(0, 1)  # [T, H, D_v]
-    if sinks is not None:
+    if options.sinks is not None:
         # A sink is one more logit of the softmax, without a value. So it multiplies the weights of all keys
         # by Z / (Z + exp(sink)), where Z is the sum of exp(logit) over the keys.
-        share = torch.sigmoid(aux.lse.squeeze(0).transpose(0, 1) - sinks.float())  # [T, H]
+        share = torch.sigmoid(aux.lse.squeeze(0).transpose(0, 1) - options.sinks.float())  # [T, H]
         out = (out.float() * share.unsqueeze(-1)).to(out.dtype)
     return out  # type: ignore[no-any-return]
 
@@ -74,9 +73,8 @@ def flex_obstacle(device: torch.device) -> str | None:
     states = torch.ones(8, 1, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     try:
         with torch.enable_grad():
-            out = flex_attention(
-                *(states, states, states), segments, scale=1.0, window=None, softcap=1.0, sinks=None
-            )
+            options = AttentionOptions(scale=1.0, window=None, softcap=1.0, sinks=None)
+            out = flex_attention(states, states, states, segments, options)
             out.sum().backward()
     except Exception as error:
         return f"FlexAttention does not run on this device ({first_line(error)})"

@@ -83,6 +83,16 @@ class RowSegments:
         return self.once(("bias", num_queries, num_keys, window, dtype), make)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """The other arguments of an attention backend, as transformers passes them to a layer's attention."""
+
+    scale: float  # factor of the products of queries and keys
+    window: int | None  # how many keys a query sees, its own included; None: all
+    softcap: float | None  # limit of the logits: softcap * tanh(logit / softcap); None: none
+    sinks: Tensor | None  # [H] logits, one more term of each head's softmax, without a value; None: none
+
+
 def make_segments(
     query_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device, **others: Any
 ) -> RowSegments:
