@@ -75,7 +75,7 @@ SPECIAL: dict[str, str] = {
     "lfm2_moe": "short convolutions on most layers, mixture of experts",
     "lfm3": "short convolutions on most layers, sliding window on others",
     "llama": "nothing: the plain case",
-    "llama4_text": "mixture of experts, chunked attention, queries scaled by their place in the row",
+    "llama4_text": "mixture of experts, chunked attention, queries scaled by their position in the row",
     "longcat_flash": "mixture of experts, two MLA attentions a block",
     "mamba2": "Mamba 2",
     "minicpm3": "MLA, logit divisor",

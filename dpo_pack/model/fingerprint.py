@@ -1,4 +1,4 @@
-"""Identifies a model by its content. The cache stores the reference's log-probs under it (a *namespace*).
+"""Identifies a model by its content: the result, a *namespace*, is the key of its log-probs in the cache.
 
 Two directories with the same weights are the same model: the names of directories and the division of the
 weights into files do not matter. If one element of one tensor differs, it is another model.
@@ -30,7 +30,7 @@ from dpo_pack.model.scorer import Precision
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import add_to_json, read_json
 
-# We add 1 when a change of our code changes log-probs, so that cached ones are not used any more.
+# We add 1 when a change of our code changes log-probs, so that log-probs in caches are not used any more.
 NUMERICS_VERSION = 1
 
 # Config fields that no log-prob depends on. Every other field, known to us or not, is part of a namespace.

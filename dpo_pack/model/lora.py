@@ -236,7 +236,7 @@ def _check_targets(peft_model: PeftModelForCausalLM, targets: tuple[str, ...]) -
     names: list[str] = vars(peft_model.base_model)["targeted_module_names"]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
-            raise ValueError(f"it has no linear module named {target}, see target_modules")
+            raise ValueError(f"the model has no linear module named {target}; correct target_modules")
 
 
 def _attach_saved(model: PreTrainedModel, directory: Path, *, reads_weights: bool) -> PeftModelForCausalLM:
@@ -271,7 +271,7 @@ def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None
     if changes_any and model.config.get_text_config().tie_word_embeddings:
         raise ModelError(
             f"{key}: the adapter changes the embeddings or the output head, which are one tensor in this "
-            "model, so that it would not be the same once merged; leave embed_tokens and lm_head out"
+            "model, so a merged model would compute something else; leave embed_tokens and lm_head out"
         )
     is_low_rank = (
         isinstance(head, LoraLinear)

@@ -94,7 +94,7 @@ def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
 def _take(
     scorer: CompletionLogps, name: str, calls: Sequence[RecurrentCall], device: torch.device
 ) -> str | None:
-    """Lets the scorer use a kernel if it computes these calls; otherwise returns why it does not."""
+    """Lets the scorer use a kernel if the kernel computes these calls exactly; else returns why not."""
     function = import_kernel(KERNELS[name])
     if isinstance(function, str):
         return function
@@ -222,7 +222,7 @@ def _output(result: Any) -> Tensor:
 
 
 def _proof_groups() -> list[Group]:
-    """Returns groups with the lengths of `_PROOF_GROUPS`; equal ids mark the tokens that are shared."""
+    """Returns groups with the lengths of `_PROOF_GROUPS`. Tokens have equal ids where they are shared."""
     groups = []
     for shared, tails in _PROOF_GROUPS:
         completions = [np.full(tail, number) for number, tail in enumerate(tails, start=2)]

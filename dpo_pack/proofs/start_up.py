@@ -95,6 +95,7 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
 def _distance_of_row(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[dict[str, float], bool]:
+    """Returns (errors of the row against each sequence alone, whether they are small enough)."""
     sequences = [(group.context, completion) for group in groups for completion in group.completions]
     tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
 
@@ -120,7 +121,7 @@ def distance_from_stock(
 
     The mean error per token may be three times the error that rounding causes in the plain computation. In a
     mixture of experts the mean leaves out the worst sequence, because rounding can send it to another expert.
-    In fp32 all is well if no error exceeds `FLOAT32_BOUND`; only otherwise is rounding measured.
+    In fp32 it is enough that no error exceeds `FLOAT32_BOUND`. Only if one does, rounding is measured.
     """
     alone = compute_alone()
     errors = (ours - alone).abs()
