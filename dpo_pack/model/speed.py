@@ -321,7 +321,7 @@ def check_compiler(device: torch.device) -> None:
     """Raises RecipeError if torch.compile cannot be used on `device`."""
     obstacle = compiler_obstacle(device)
     if obstacle is not None:
-        raise RecipeError(f"model.compile: {obstacle}; install it, or set model.compile: false")
+        raise RecipeError(f"model.compile: {obstacle}; install what is missing, or set model.compile: false")
 
 
 def compiles(setting: bool | str, model: PreTrainedModel, device: torch.device) -> bool:
