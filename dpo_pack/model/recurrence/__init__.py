@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from dpo_pack.model.attention import SeamCalls
-from dpo_pack.model.recurrence.convolution import row_convolution
 from dpo_pack.model.recurrence.delta import DELTA_CHUNK, KIMI_CHUNK, row_delta_rule
 from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.recurrence.mamba2 import MAMBA2_CHUNK, no_fused_path, row_mamba2_scan
+from dpo_pack.model.recurrence.pieces import row_convolution
 
 RowFunction = Callable[..., Any]
 

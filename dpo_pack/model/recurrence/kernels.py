@@ -12,6 +12,7 @@ proofs/recurrence.py compares each kernel with the torch functions before a mode
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -144,6 +145,14 @@ def _through_pieces(
         return whole.to_row(torch.cat(outputs))[None]
 
 
+_delta_kernel = functools.partial(
+    Kernel,
+    package="flash-linear-attention",
+    num_positional=5,
+    keywords=("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"),
+    compute=by_delta_rule,
+)
+
 # By the names in `ROW_FUNCTIONS`.
 KERNELS: dict[str, Kernel] = {
     "causal_conv1d_fn": Kernel(
@@ -154,22 +163,10 @@ KERNELS: dict[str, Kernel] = {
         keywords=("activation",),
         compute=by_convolution,
     ),
-    "torch_chunk_gated_delta_rule": Kernel(
-        package="flash-linear-attention",
-        module="fla.ops.gated_delta_rule",
-        name="chunk_gated_delta_rule",
-        num_positional=5,
-        keywords=("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"),
-        compute=by_delta_rule,
+    "torch_chunk_gated_delta_rule": _delta_kernel(
+        module="fla.ops.gated_delta_rule", name="chunk_gated_delta_rule"
     ),
-    "chunk_kimi_delta_attention": Kernel(
-        package="flash-linear-attention",
-        module="fla.ops.kda",
-        name="chunk_kda",
-        num_positional=5,
-        keywords=("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"),
-        compute=by_delta_rule,
-    ),
+    "chunk_kimi_delta_attention": _delta_kernel(module="fla.ops.kda", name="chunk_kda"),
     "mamba2_chunk_scan": Kernel(
         package="mamba-ssm",
         module="mamba_ssm.ops.triton.ssd_combined",

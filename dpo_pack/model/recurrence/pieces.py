@@ -1,4 +1,4 @@
-"""Divides a row into pieces for recurrent layers, and copies tokens from the row to the pieces and back.
+"""Divides a row into pieces for recurrent layers, copies tokens to the pieces and back, and convolves.
 
 A *piece* is a series of consecutive tokens of the row through which one state moves: the shared part of a
 group (the tokens that all its sequences, a pair, begin with), the tail of a sequence (its other tokens), or a
@@ -13,17 +13,20 @@ Each piece is cut into chunks of a fixed number of tokens, the last one filled u
 needs no state is done for all chunks of the row at once. Then the states move: through the first chunks of
 all roots together, then through their second chunks, and so on. After the roots the tails follow.
 
-Legend: T tokens of the row, N chunks, C tokens of a chunk.
+Legend: T tokens of the row, N chunks, C tokens of a chunk, D channels and w tokens of a convolution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from dpo_pack.model.attention.segments import Gather, RowSegments, make_gather
 from dpo_pack.packing.lengths import IntArray
@@ -191,3 +194,31 @@ def _make_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
         make_gather(np.concatenate(inputs), start, device),
         make_gather(np.concatenate(outputs), num_inputs, device),
     )
+
+
+def row_convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    row_segments: RowSegments,
+    **unused: Any,
+) -> Tensor:
+    """Computes the causal convolution of each sequence of a row: [1, D, T], [D, w], [D] or None -> [1, D, T].
+
+    If a sequence shares its first tokens with another, the convolution of its own tokens also covers these.
+    """
+    with_history, to_row = row_history(row_segments, weight.shape[-1])
+    inputs = with_history(hidden_states.squeeze(0).T)  # [E, D]
+    longer = F.conv1d(
+        inputs.T[None].to(weight.dtype),
+        weight[:, None],
+        bias,
+        padding=weight.shape[-1] - 1,
+        groups=len(weight),
+    )
+    out = to_row(longer[0, :, : len(inputs)].T).T[None]
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(hidden_states.dtype)
