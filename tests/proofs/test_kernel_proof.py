@@ -55,12 +55,12 @@ def test_an_honest_kernel_keeps_its_bound_with_room(name: str, dtype: torch.dtyp
     assert max(ratios(sdpa_attention, CALLS[name], dtype)) < 0.7
 
 
-def wrong_scale(*inputs: Any) -> Tensor:
-    return sdpa_attention(*inputs[:-1], options=replace(inputs[-1], scale=1.02 * inputs[-1].scale))
+def wrong_scale(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: Any) -> Tensor:
+    return sdpa_attention(query, key, value, segments, replace(options, scale=1.02 * options.scale))
 
 
-def without_window(*inputs: Any) -> Tensor:
-    return sdpa_attention(*inputs[:-1], options=replace(inputs[-1], window=None))
+def without_window(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: Any) -> Tensor:
+    return sdpa_attention(query, key, value, segments, replace(options, window=None))
 
 
 def one_token_wrong(*inputs: Any) -> Tensor:

@@ -117,7 +117,9 @@ def later_keys(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
 
 
 def change_options(change: Callable[[AttentionOptions], AttentionOptions]) -> AttentionBackend:
-    return lambda *inputs: sdpa_attention(*inputs[:-1], options=change(inputs[-1]))
+    return lambda query, key, value, segments, options: sdpa_attention(
+        query, key, value, segments, change(options)
+    )
 
 
 without_softcap = change_options(lambda options: replace(options, softcap=None))
