@@ -151,7 +151,8 @@ def make_gather(index: IntArray, size: int, device: torch.device) -> Gather:
     entries = np.flatnonzero(index >= 0)
     entries = entries[np.argsort(index[entries], kind="stable")]
     sources = index[entries]
-    copy = np.arange(len(sources)) - np.searchsorted(sources, sources)  # 0: the first copy of its source
+    places, is_first = np.arange(len(sources)), np.diff(sources, prepend=-1) > 0
+    copy = places - np.maximum.accumulate(places * is_first)  # 0: the first copy of its source
     first = np.full(size, len(index))
     first[sources[copy == 0]] = entries[copy == 0]
     return Gather(
