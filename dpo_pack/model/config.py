@@ -74,7 +74,7 @@ _SINK_FAMILIES = frozenset(
 
 
 def _has_custom_scale(values: dict[str, Any]) -> bool:
-    """Returns whether attention scales its scores by another factor than 1 / sqrt(head dimension)."""
+    """Returns whether attention multiplies its scores by a factor other than 1 / sqrt(head dimension)."""
     named = any(values.get(key) is not None for key in ("attention_multiplier", "query_pre_attn_scalar"))
     in_rope = bool((values.get("rope_parameters") or {}).get("mscale_all_dim"))  # DeepSeek with yarn
     in_gpt2 = values.get("scale_attn_weights") is False or values.get("scale_attn_by_inverse_layer_idx")
@@ -103,7 +103,7 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
 
 
 def effective_window(window: int | None, config: PretrainedConfig) -> int | None:
-    """Returns `window`; None if no sequence can be longer than it: Phi 3.5 MoE can then ignore it."""
+    """Returns `window`; None if no sequence can be longer than the window: Phi 3.5 MoE then ignores it."""
     known = config.get_text_config().to_dict().get("max_position_embeddings")
     return None if window is None or (known is not None and window >= int(known)) else window
 
@@ -176,7 +176,7 @@ def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: 
         exact = int(values["floor_scale"]) - 1
         raise UnsupportedModelError(
             f"packing.token_budget: rows may have {longest_row} tokens, but this model scales queries by "
-            f"their place in the row, and packing it is exact only for rows of up to {exact}; set "
+            f"their position in the row, and packing it is exact only for rows of up to {exact}; set "
             f"packing.token_budget and reference.token_budget to at most {exact}, or packing.mode: padded"
         )
 

@@ -1,4 +1,4 @@
-"""Identifies a model by its content. The cache stores the reference's log-probs under it (a *namespace*).
+"""Identifies a model by its content: the result, a *namespace*, is the key of its log-probs in the cache.
 
 Two directories with the same weights are the same model: the names of directories and the division of the
 weights into files do not matter. If one element of one tensor differs, it is another model.
@@ -30,7 +30,7 @@ from dpo_pack.model.scorer import Precision
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import add_to_json, read_json
 
-# We add 1 when a change of our code changes log-probs, so that cached ones are not used any more.
+# We add 1 when a change of our code changes log-probs, so that log-probs in caches are not used any more.
 NUMERICS_VERSION = 1
 
 # Config fields that no log-prob depends on. Every other field, known to us or not, is part of a namespace.
@@ -186,11 +186,11 @@ def weight_files(directory: Path) -> list[Path]:
             shards = [directory / name for name in sorted(set(index.weight_map.values()))]
             for shard in shards:
                 if not shard.is_file():
-                    raise ModelError(f"{shard} is missing, a part of the weights; download the model again")
+                    raise ModelError(f"{shard}, a part of the weights, is missing; download the model again")
             return shards
     raise ModelError(
         f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded; "
-        "point at a complete model directory"
+        "give a complete model directory"
     )
 
 

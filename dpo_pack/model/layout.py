@@ -25,19 +25,18 @@ completion tokens, S sequences, B and L lines and length of a batch (a packed ro
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpo_pack.model.attention.segments import RowSegments
-
-IntArray = npt.NDArray[np.int64]
+from dpo_pack.model.attention.segments import RowSegments, make_gather, make_segments, on_device
+from dpo_pack.packing.lengths import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +61,6 @@ class RowLayout:
     key_lengths: IntArray  # [G]
     shared_lengths: IntArray  # [G], number of a sequence's first tokens that its group shares
     kv_index: IntArray | None  # [K], row position of every gathered key; None if no prefix is shared
-    kv_first: IntArray | None  # [T], the first index of each row position in `kv_index`
-    # ([R] row positions, [R] indices of a further copy of each in `kv_index`); each position once
-    kv_repeats: tuple[tuple[IntArray, IntArray], ...]
     logit_index: IntArray  # [N], row position of the hidden state that predicts the target
     targets: IntArray  # [N]
     completion_lengths: IntArray  # [S], number of scored tokens of each sequence; their sum is N
@@ -102,9 +98,7 @@ def layout_row(groups: Sequence[Group], *, share_prompt: bool) -> RowLayout:
     query_lengths: list[int] = []
     key_lengths: list[int] = []
     shared_lengths: list[int] = []
-    # By index of a sequence in its group: row positions of its prefix, indices of their copies in `kv_index`.
-    repeats: defaultdict[int, list[tuple[IntArray, IntArray]]] = defaultdict(list)
-    num_tokens = num_keys = 0
+    num_tokens = 0
     for group in groups:
         assert len(group.context) >= 1 and all(len(c) >= 1 for c in group.completions)
         sequences = [np.concatenate((group.context, completion)) for completion in group.completions]
@@ -120,31 +114,21 @@ def layout_row(groups: Sequence[Group], *, share_prompt: bool) -> RowLayout:
             pieces["targets"].append(sequence[len(group.context) :])
             if begin == end:
                 continue
-            if begin > 0:
-                prefix = np.arange(shared_start, shared_start + begin)
-                repeats[branch].append((prefix, np.arange(num_keys, num_keys + begin)))
-                pieces["kv_index"].append(prefix)
+            pieces["kv_index"].append(np.arange(shared_start, shared_start + begin))
             pieces["kv_index"].append(np.arange(num_tokens, num_tokens + end - begin))
-            pieces["kv_first"].append(np.arange(num_keys + begin, num_keys + end))
             pieces["input_ids"].append(sequence[begin:])
             pieces["position_ids"].append(np.arange(begin, end))
             query_lengths.append(end - begin)
             key_lengths.append(end)
             shared_lengths.append(shared)
             num_tokens += end - begin
-            num_keys += end
     return RowLayout(
         input_ids=_concatenate(pieces["input_ids"]),
         position_ids=_concatenate(pieces["position_ids"]),
         query_lengths=np.asarray(query_lengths, dtype=np.int64),
         key_lengths=np.asarray(key_lengths, dtype=np.int64),
         shared_lengths=np.asarray(shared_lengths, dtype=np.int64),
-        kv_index=_concatenate(pieces["kv_index"]) if repeats else None,
-        kv_first=_concatenate(pieces["kv_first"]) if repeats else None,
-        kv_repeats=tuple(
-            (_concatenate([tokens for tokens, _ in copies]), _concatenate([places for _, places in copies]))
-            for _, copies in sorted(repeats.items())
-        ),
+        kv_index=_concatenate(pieces["kv_index"]) if sum(key_lengths) > num_tokens else None,
         logit_index=_concatenate(pieces["logit_index"]),
         targets=_concatenate(pieces["targets"]),
         completion_lengths=np.asarray([len(part) for part in pieces["targets"]], dtype=np.int64),
@@ -166,35 +150,16 @@ def _concatenate(pieces: Sequence[npt.NDArray[np.integer]]) -> IntArray:
     return np.concatenate(pieces).astype(np.int64, copy=False) if pieces else np.zeros(0, dtype=np.int64)
 
 
-def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copies the array to `device` as a tensor, without waiting for the device's earlier work.
-
-    CUDA copies pinned memory while the host continues; before a copy of other memory, the host may wait.
-    """
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
 def packed_row(layout: RowLayout, device: torch.device) -> Row:
     """Copies a row's layout to `device`, as tensors."""
-
-    def put(array: IntArray) -> Tensor:
-        return on_device(array, device)
-
-    def cumulative(lengths: IntArray) -> Tensor:
-        return on_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
-
-    segments = RowSegments(
-        query_lengths=tuple(layout.query_lengths.tolist()),
-        key_lengths=tuple(layout.key_lengths.tolist()),
+    put = functools.partial(on_device, device=device)
+    kv_index = layout.kv_index
+    segments = make_segments(
+        layout.query_lengths.tolist(),
+        layout.key_lengths.tolist(),
+        device,
         shared_lengths=tuple(layout.shared_lengths.tolist()),
-        cu_seqlens_q=cumulative(layout.query_lengths),
-        cu_seqlens_k=cumulative(layout.key_lengths),
-        kv_index=None if layout.kv_index is None else put(layout.kv_index),
-        kv_first=None if layout.kv_first is None else put(layout.kv_first),
-        kv_repeats=tuple((put(tokens), put(places)) for tokens, places in layout.kv_repeats),
+        kv_gather=None if kv_index is None else make_gather(kv_index, layout.num_tokens, device),
         scored_positions=put(np.unique(layout.logit_index)),
     )
     return Row(

@@ -91,13 +91,13 @@ def load_model(
     quantize: Quantization | None = None,
     config: PretrainedConfig | None = None,
 ) -> LoadedModel:
-    """Loads a causal LM for packed rows or padded batches. No weight stays random.
+    """Loads a causal LM for packed rows or padded batches.
 
     `adapter` is a new LoRA adapter or the directory of a saved one; then only the adapter is trained. The
     model will run on `device`. Its weights are first put on `weights_on` (None: on `device`); on the meta
     device weights are not read. `quantize` stores the weights of linear layers in fewer bits. `config` is the
-    model's config if the caller has loaded it; it never changes. Raises ModelError when loading fails,
-    UnsupportedModelError when the model cannot be computed exactly.
+    model's config if the caller has loaded it; this function does not change it. Raises ModelError when
+    loading fails or the files lack a weight, UnsupportedModelError when the model cannot be computed exactly.
     """
     weights_on = weights_on or device
     reads_weights = weights_on.type != "meta"
@@ -124,7 +124,7 @@ def load_model(
     if quantize is not None:
         options["quantization_config"] = quantization_settings(quantize)
     if reads_weights:
-        # Directly onto a CUDA device, so that the processes of a machine do not all hold a copy on the CPU.
+        # We read weights directly onto a CUDA device. Otherwise each process would hold a copy on the CPU.
         # Without a map transformers puts quantised weights onto the first GPU, in every process.
         has_map = weights_on.type == "cuda" or quantize is not None
         options["device_map"] = {"": weights_on} if has_map else None
@@ -154,8 +154,8 @@ def load_model(
     if packed:
         wrap_recurrent_layers(model)
         trim_last_layer(model)
-    # In evaluation mode gradients are possible too, without dropout and noise of routers. A model chooses its
-    # experts as it will after training (in training mode Phi 3.5 MoE draws experts at random).
+    # We train in evaluation mode: it allows gradients, and it has no dropout and no noise in routers. A model
+    # chooses its experts as after training (in training mode Phi 3.5 MoE draws experts at random).
     scorer.eval()
     if reads_weights:
         scorer.to(weights_on)
@@ -184,13 +184,13 @@ def _read_model(path: str, config: PretrainedConfig, *, recipe_key: str, **optio
         missing = sorted(loading["missing_keys"])
         raise ModelError(
             f"{recipe_key}: the weights in {path} lack {len(missing)} of {type(model).__name__}'s tensors "
-            f"(first: {missing[0]}), which would start random; point at complete weights"
+            f"(first: {missing[0]}), which would start with random values; give a model with complete weights"
         )
     return model
 
 
 def _empty_model(path: str, config: PretrainedConfig, *, recipe_key: str, **options: Any) -> PreTrainedModel:
-    """Builds the model with parameters on the meta device; its buffers have values."""
+    """Builds the model with parameters on the meta device (without values); its buffers have values."""
     with load_errors(path, recipe_key), quiet_transformers(), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, **options)
     assert isinstance(model, PreTrainedModel)

@@ -34,7 +34,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 # Families in which peft refuses adapters of the projection behind the recurrence (`out_proj`), because
 # kernels of mamba-ssm read its weight directly.
 _MAMBA_FAMILIES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
-_REFUSED_BY_PEFT = ("out_proj",)
 _NAME = "default"  # peft's default; peft saves an adapter of another name in a subfolder
 
 
@@ -145,7 +144,7 @@ def read_adapter(directory: Path, key: str) -> SavedAdapter:
     if config.peft_type != "LORA" or config.alora_invocation_tokens:
         kind = "aLoRA" if config.alora_invocation_tokens else config.peft_type
         raise ModelError(
-            f"{key}: {directory} is a {kind} adapter, and only LoRA ones can be used; merge it first"
+            f"{key}: {directory} is a {kind} adapter, and only LoRA adapters can be used; merge it first"
         )
     base = config.base_model_name_or_path
     if not base:
@@ -208,7 +207,7 @@ def attach_adapter(
 
 def _left_out(model: PreTrainedModel, settings: LoraSettings) -> tuple[str, ...]:
     is_refused = model.config.model_type in _MAMBA_FAMILIES and isinstance(settings.target_modules, str)
-    return _REFUSED_BY_PEFT if is_refused else ()
+    return ("out_proj",) if is_refused else ()
 
 
 def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> PeftModelForCausalLM:
@@ -237,7 +236,7 @@ def _check_targets(peft_model: PeftModelForCausalLM, targets: tuple[str, ...]) -
     names: list[str] = vars(peft_model.base_model)["targeted_module_names"]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
-            raise ValueError(f"it has no linear module named {target}, see target_modules")
+            raise ValueError(f"the model has no linear module named {target}; correct target_modules")
 
 
 def _attach_saved(model: PreTrainedModel, directory: Path, *, reads_weights: bool) -> PeftModelForCausalLM:
@@ -252,9 +251,10 @@ def _attach_saved(model: PreTrainedModel, directory: Path, *, reads_weights: boo
     device = str(next(model.parameters()).device)
     loading: Any = peft_model.load_adapter(str(directory), _NAME, is_trainable=True, torch_device=device)
     missing = [key for key in loading.missing_keys if _NAME in key.split(".")]
-    if missing or loading.unexpected_keys:
-        odd = "lack" if missing else "have no place for"
-        raise ValueError(f"its weights {odd} {(missing or loading.unexpected_keys)[0]}")
+    if missing:
+        raise ValueError(f"its weights lack {missing[0]}")
+    if loading.unexpected_keys:
+        raise ValueError(f"the model has no layer for its weight {loading.unexpected_keys[0]}")
     return peft_model
 
 
@@ -271,7 +271,7 @@ def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None
     if changes_any and model.config.get_text_config().tie_word_embeddings:
         raise ModelError(
             f"{key}: the adapter changes the embeddings or the output head, which are one tensor in this "
-            "model, so that it would not be the same once merged; leave embed_tokens and lm_head out"
+            "model, so a merged model would compute something else; leave embed_tokens and lm_head out"
         )
     is_low_rank = (
         isinstance(head, LoraLinear)

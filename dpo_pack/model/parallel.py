@@ -69,19 +69,21 @@ class DistributedPolicy:
     """The policy that all ranks train. Every forward that needs gradients must call this object."""
 
     forward: Callable[[Row], RowLogps]
-    without_reduction: Callable[[], AbstractContextManager[Any]]  # in it each rank adds up its own gradients
-    keeps_gradients: bool = False  # whether they stay, as zeros, in DDP's buckets between steps
-    gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # for all passes of a step
+    # Makes a context in which each rank adds up its own gradients, and ranks do not exchange them.
+    without_reduction: Callable[[], AbstractContextManager[Any]]
+    keeps_gradients: bool = False  # whether gradients stay, as zeros, in DDP's buckets between steps
+    # Makes the context of all passes of a step, see `stays_gathered` of `distribute_policy`.
+    gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __call__(self, row: Row) -> RowLogps:
         return self.forward(row)
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Context for a row's forward and backward. Before a step's last row reduction can wait."""
+        """Context for a row's forward and backward. Gradients need no reduction before a step's last row."""
         return contextlib.nullcontext() if is_last else self.without_reduction()
 
     def idle(self, row: Row, between: Callable[[RowLogps], object] | None = None) -> None:
-        """Runs a row with a gradient of 0, because every rank must take part while others compute their rows.
+        """Runs a row with a gradient of 0. A rank that has no more rows must do so while others compute rows.
 
         We pass 0 as the gradient of `sums`. A loss of 0 x (the row's loss) would be NaN for an infinite loss.
         `between` gets the forward's output, before the backward pass.
@@ -132,7 +134,7 @@ def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDat
     before DDP become views of the buckets, and stay views if they are set to zero in place. If they were no
     views, they would need this memory a second time.
     """
-    # Some routers have a parameter that gets no gradient. An optimizer must not see a zero gradient for it.
+    # Some routers have a parameter that gets no gradient. An optimizer must get None for it, not zeros.
     leaves_some_out = routes_tokens(scorer.model.config)
     if not leaves_some_out:
         for parameter in scorer.parameters():
@@ -155,6 +157,7 @@ def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDat
 
 @contextlib.contextmanager
 def _unsharded_gradients(scorer: Any) -> Iterator[None]:
+    """Context in which each rank adds up its own whole gradients, and does not send them."""
     scorer.set_requires_gradient_sync(False)
     try:
         yield
@@ -164,7 +167,7 @@ def _unsharded_gradients(scorer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathered(scorer: Any) -> Iterator[None]:
-    """In it ranks free no weights that they have gathered. At the end, also after an error, they free all."""
+    """Context in which ranks keep the weights that they gather; at its end they are freed."""
     sharded = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
     layers = [module for module in sharded if module is not scorer]
     scorer.stays_gathered = True
@@ -209,7 +212,8 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
         cast_forward_inputs=False,  # positions and a row's layout keep their dtypes
     )
     offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
-    # Not with routers, which can compute without autocast, nor with shards that are first copied to a device.
+    # Routers can compute without autocast, and offloaded shards are first copied to a device: both need the
+    # weights in their own dtype.
     sends_casts = not (strategy.cpu_offload or routes_tokens(model.config))
     for layer in layers:
         _fill(layer, device)
@@ -229,9 +233,9 @@ def _send_as_cast(layer: Any, dtype: torch.dtype) -> None:
     A gathered weight has its own dtype again, so that nothing else changes. Its values are rounded. But under
     autocast a linear module rounds them anyway, and rounding twice gives the same bits as rounding once.
 
-    torch calls two functions for this if it finds them on a shard. It has looked for them when it made the
-    shards, so we let it look again with `_init_extensions`, as torch's own tests do. If a release
-    has no such method, weights are sent as they are.
+    If a shard has two functions of certain names, torch calls them before and after it sends the shard. torch
+    looks for them when it makes the shards, so we let it look again with `_init_extensions`, as torch's own
+    tests do. If a release of torch has no such method, weights are sent as they are.
     """
     linear = [module for module in layer.modules() if type(module) is nn.Linear]
     cast = {id(parameter) for module in linear for parameter in module.parameters(recurse=False)}
@@ -266,7 +270,7 @@ def _cast_shard(
 def _widen_gathered(
     gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Writes the gathered weight to `out`, or returns it in `dtype` with the tensors that torch frees.
+    """Writes the gathered weight to `out`. If `out` is None, returns (weight in `dtype`, tensors to free).
 
     torch would free `gathered` together with the weight. We free it here, because nothing reads it any more.
     """
@@ -282,7 +286,10 @@ def _widen_gathered(
 
 
 def _free_after_inference(scorer: Any, inputs: Any, output: Any) -> None:
-    """Frees gathered weights outside of layers after a forward without gradients; no backward frees them."""
+    """Frees the gathered weights outside of layers after a forward without gradients.
+
+    After a forward with gradients the backward pass frees them.
+    """
     if not torch.is_grad_enabled() and not scorer.stays_gathered:
         scorer.reshard()
 
@@ -334,7 +341,10 @@ def _check_one_type(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _fill(module: nn.Module, device: torch.device) -> None:
-    """Copies rank 0's values of parameters that are not sharded yet to every rank. Tied ones stay tied."""
+    """Copies rank 0's values of parameters that are not sharded yet to every rank.
+
+    Tied parameters stay tied.
+    """
     filled: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
@@ -359,6 +369,7 @@ def _fill_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _from_first(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns, on every rank's `device`, rank 0's values of the tensor."""
     value = tensor.to(device) if ranks.is_first() else torch.empty_like(tensor, device=device)
     value = value.contiguous()
     dist.broadcast(value, src=0)
@@ -366,6 +377,7 @@ def _from_first(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def is_sharded(model: nn.Module) -> bool:
+    """Returns whether each rank holds only parts of the model's weights."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

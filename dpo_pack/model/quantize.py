@@ -60,7 +60,7 @@ def check_quantizable(architecture: PreTrainedModel) -> None:
     if in_linear_layers < elsewhere:
         raise UnsupportedModelError(
             f"model.quantize: bitsandbytes quantises linear layers only, and {type(architecture).__name__} "
-            "has most of its weights elsewhere (in experts); leave it out"
+            "has most of its weights elsewhere (in experts); leave model.quantize out"
         )
 
 

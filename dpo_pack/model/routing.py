@@ -83,26 +83,26 @@ def own_coefficient(model: PreTrainedModel) -> float:
     return float(getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0)
 
 
-def router_sentence(model: PreTrainedModel, asked: float | None, balance: RouterBalance | None) -> str | None:
+def router_sentence(model: PreTrainedModel, given: float | None, balance: RouterBalance | None) -> str | None:
     """Returns a line for the user: the load-balancing loss of a mixture of experts. None for other models.
 
-    `asked` is `loss.router_aux_coef`.
+    `given` is the recipe's `loss.router_aux_coef`.
     """
     own, has_loss = own_coefficient(model), _returns_router_logits(model)
     if balance is not None:
-        source = "the model config's own" if asked is None else "loss.router_aux_coef"
+        source = "the model config's own" if given is None else "loss.router_aux_coef"
         return (
             f"Router: load-balancing loss x {balance.coefficient:g} ({source}), "
             f"{balance.num_experts} experts, {balance.top_k} a token"
         )
-    if own and not has_loss and asked is None:
+    if own and not has_loss and given is None:
         return (
             f"Router: the model config's router_aux_loss_coef ({own:g}) is left out, because "
             f"{model.config.model_type} models of transformers have no load-balancing loss"
         )
     if not has_loss and not routes_tokens(model.config):
         return None
-    reason = "loss.router_aux_coef: 0" if asked is not None else "the model's config has no coefficient"
+    reason = "loss.router_aux_coef: 0" if given is not None else "the model's config has no coefficient"
     return f"Router: no load-balancing loss ({reason})"
 
 

@@ -129,7 +129,7 @@ class CompletionLogps(nn.Module):
 
     @torch.no_grad()
     def expert_counts(self, row: Row) -> Tensor:
-        """[R, E] float64: how often the row's tokens choose each expert. Needs `row.token_copies`."""
+        """Returns how often the row's tokens choose each expert, [R, E] float64. Needs `row.token_copies`."""
         with self.autocasting(row.input_ids.device):
             return self._routing(self._run_layers(row), row).counts
 
@@ -239,7 +239,7 @@ class LoadedModel:
     scorer: CompletionLogps
     attention: BackendChoice
     replaced: dict[str, Any]  # the config's own values of keys that training changes
-    kernels: list[str] = field(default_factory=list)  # a line a kernel for recurrent layers, for the user
+    kernels: list[str] = field(default_factory=list)  # for the user: a line for each recurrent kernel
 
     @property
     def model(self) -> PreTrainedModel:
@@ -251,7 +251,7 @@ class LoadedModel:
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Context in which a policy before training computes the reference's log-probs, no statistics."""
+        """Context in which an untrained policy computes the reference's log-probs, without statistics."""
         adapter = contextlib.nullcontext() if self.adapter is None else self.adapter.as_reference()
         with self.scorer.measuring(False), adapter:
             yield

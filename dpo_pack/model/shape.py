@@ -11,9 +11,9 @@ from collections import Counter
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from dpo_pack.model.config import attention_needs, count_experts, layer_windows
+from dpo_pack.model.loading import quiet_transformers
 from dpo_pack.model.recurrence import kept_numbers, state_products
 from dpo_pack.model.speed import last_feed_forward
 from dpo_pack.packing.flops import AttentionKind, ModelShape
@@ -21,15 +21,8 @@ from dpo_pack.packing.flops import AttentionKind, ModelShape
 
 def without_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Builds the architecture on the meta device, where it takes no memory. Does not change the config."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), trust_remote_code=trust_remote_code
-            )
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+    with quiet_transformers(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     assert isinstance(model, PreTrainedModel)
     return model
 

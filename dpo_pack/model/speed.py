@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.system.machine import is_intel
 
-# fp32 products on the CPU: torch computes them with MKL; it uses oneDNN only for bf16. On AMD processors with
+# fp32 products on the CPU: torch computes them with MKL, and only bf16 with oneDNN. On AMD processors with
 # AVX-512 oneDNN computes `x @ weight.T` and `grad @ weight` faster. On Intel's processors only the head's
 # products are faster, because its chunks have few tokens; `grad.T @ x` is slower on both
 # (`scripts/measure_settings.py products`). Both libraries compute in plain fp32: they differ by rounding.
@@ -321,7 +321,7 @@ def check_compiler(device: torch.device) -> None:
     """Raises RecipeError if torch.compile cannot be used on `device`."""
     obstacle = compiler_obstacle(device)
     if obstacle is not None:
-        raise RecipeError(f"model.compile: {obstacle}; install one, or set model.compile: false")
+        raise RecipeError(f"model.compile: {obstacle}; install what is missing, or set model.compile: false")
 
 
 def compiles(setting: bool | str, model: PreTrainedModel, device: torch.device) -> bool:
@@ -351,11 +351,11 @@ def compile_layers(
     torch._dynamo.config.optimize_ddp = False
     # On CUDA inductor recommends TF32, but proofs in fp32 would fail with TF32, and autocast is in bf16.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-    # torch's own access, where a layer's code is compiled in parts, as that of a recurrent layer is.
+    # torch itself reads this attribute where it compiles a layer in parts, for example a recurrent layer.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     for module in model.modules():
         if type(module) is nn.Linear:
-            vars(module).pop("forward", None)  # set by `speed_up_linears`; compiled code has other products
+            vars(module).pop("forward", None)  # of `speed_up_linears`; compiled code calls other products
     compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
     for layer in layers:
         plain = _without_checkpointing(type(layer))

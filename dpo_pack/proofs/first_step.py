@@ -34,8 +34,8 @@ def check_start(
 
     If they agree, one forward pass is enough. If not, the same row is computed again, so that dropout is
     reported and does not count as noise. The allowed noise is ten times the larger of two numbers: the
-    rounding of a sum in the activations' `dtype`, and the change when the same pairs stand in another order
-    (which can choose other experts). Raises RunError, with likely causes, if a difference exceeds the noise.
+    rounding of a sum in the activations' `dtype`, and the change when the same pairs stand in reverse order
+    (routers can then choose other experts). Raises RunError, with likely causes, if a difference is larger.
     """
     row = builder.build(pairs)
     output = by_pair(policy(row.row), row)
@@ -46,15 +46,15 @@ def check_start(
         return
 
     again = by_pair(policy(row.row), row).sums.view(-1, 2)
-    turned_row = builder.build(pairs[::-1].copy())
-    turned = by_pair(policy(turned_row.row), turned_row).sums.view(-1, 2).flip(0)
+    reverse_row = builder.build(pairs[::-1].copy())
+    in_reverse = by_pair(policy(reverse_row.row), reverse_row).sums.view(-1, 2).flip(0)
     if worst := _worst_excess((again - sums).nan_to_num(0.0), noise):  # NaN is not caused by dropout
         raise RunError(
             f"the policy is not repeatable: a log-prob of the first row differs by {worst[0]:.3g} nats when "
             f"it is computed again, and rounding explains only {worst[1]:.2g}; dropout or router noise "
             "is on: set it to zero in the model's config.json"
         )
-    noise = torch.maximum(noise, 10 * (turned - sums).abs().max())
+    noise = torch.maximum(noise, 10 * (in_reverse - sums).abs().max())
     if worst := _worst_excess(sums - row.reference, noise):
         raise RunError(
             f"the policy at step 0 is not its cached reference: a log-prob differs by {worst[0]:.3g} nats, "

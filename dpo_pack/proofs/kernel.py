@@ -6,15 +6,14 @@ The second proof compares the kernel's results and gradients on random inputs wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpo_pack.model.attention import AttentionBackend
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_segments
 from dpo_pack.model.config import attention_needs, effective_window, layer_windows
 from dpo_pack.model.layout import Group, Row
 from dpo_pack.model.scorer import CompletionLogps
@@ -60,19 +59,21 @@ def prove_wiring(
     backend = scorer.backend
     assert backend is not None
 
-    def recording(query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, **options: Any) -> Tensor:
+    def recording(
+        query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
+    ) -> Tensor:
         call = SeamCall(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             head_dim=query.shape[2],
             value_head_dim=value.shape[2],
-            scale=options["scale"],
-            window=options["window"],
-            softcap=options["softcap"],
-            has_sinks=options["sinks"] is not None,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            has_sinks=options.sinks is not None,
         )
         calls.append(call)
-        return backend(query, key, value, segments, **options)
+        return backend(query, key, value, segments, options)
 
     remedy = PADDED_REMEDY
     try:
@@ -85,9 +86,9 @@ def prove_wiring(
     num_softcaps = sum(call.softcap is not None for call in calls)
     num_sinks = sum(call.has_sinks for call in calls)
     recurrent = (scorer.seam_calls.recurrent, scorer.num_recurrent_calls)
-    bound = "as many seam calls, and windows as configured, as layers that attend"
-    bound += f"; {recurrent[1]} calls of recurrent functions" * (recurrent[1] > 0)
-    bound += "; softcaps on every layer" * needs.has_softcap + "; sinks" * needs.has_sinks
+    bound = "one call of our attention by each attention layer, with the window of the config"
+    bound += f"; {recurrent[1]} calls of our recurrent functions" * (recurrent[1] > 0)
+    bound += "; a softcap in every layer" * needs.has_softcap + "; sinks" * needs.has_sinks
     proof = Proof(
         name="wiring",
         passed=len(calls) == scorer.num_attention_layers
@@ -96,10 +97,10 @@ def prove_wiring(
         and num_softcaps == (len(calls) if needs.has_softcap else 0)
         and (num_sinks > 0 or not needs.has_sinks),
         numbers={
-            "layers": float(scorer.num_attention_layers),
-            "seam calls": float(len(calls)),
-            "recurrent calls": float(recurrent[0]),
-            "windows as configured": float(sum(a == b for a, b in zip(windows, expected, strict=False))),
+            "attention layers": float(scorer.num_attention_layers),
+            "calls of our attention": float(len(calls)),
+            "calls of our recurrent functions": float(recurrent[0]),
+            "windows as in the config": float(sum(a == b for a, b in zip(windows, expected, strict=False))),
             "softcaps": float(num_softcaps),
             "sinks": float(num_sinks),
         },
@@ -119,13 +120,13 @@ def prove_kernel(scorer: CompletionLogps, calls: Sequence[SeamCall], device: tor
         return []
     kinds = dict.fromkeys(calls)  # in the order of layers: the same random inputs in every process
     measured = [kernel_error(scorer.backend, call, scorer.compute_dtype, device) for call in kinds]
-    error, bound = max(measured, key=lambda pair: pair[0] / pair[1])
+    error, bound = worst(measured)
     return [
         Proof(
             name="kernel",
             passed=error <= bound,
             numbers={"relative error": error},
-            bound=f"<= {bound:.1e} of outputs and gradients for random inputs",
+            bound=f"relative error of outputs and gradients <= {bound:.1e}, on random inputs",
             remedy="set model.attention: sdpa, and report GPU, torch and kernel versions",
         )
     ]
@@ -140,7 +141,8 @@ def kernel_error(
     largest error of one entry would vary too much between random inputs.) In low precision the bound is twice
     the error of `plain_attention` in the same dtype, as in flash-attn's own tests. In fp32 it is a constant.
     """
-    segments = _segments(device)
+    query_lengths, key_lengths = zip(*_PROOF_SEGMENTS, strict=True)
+    segments = make_segments(query_lengths, key_lengths, device)
     kv_heads = min(2, call.num_kv_heads)
     heads = kv_heads * (call.num_heads // call.num_kv_heads)
     num_queries, num_keys = sum(segments.query_lengths), sum(segments.key_lengths)
@@ -151,42 +153,41 @@ def kernel_error(
     )
     exact = [torch.randn(shape, device=device).to(dtype).float() for shape in shapes]
     weights = torch.randn(num_queries, heads, call.value_head_dim, device=device)
-    window = None if call.window is None else min(call.window, _PROOF_WINDOW)
-    options: dict[str, Any] = {"scale": call.scale, "window": window, "softcap": call.softcap}
-    options["sinks"] = torch.randn(heads, device=device) if call.has_sinks else None
+    options = AttentionOptions(
+        scale=call.scale,
+        window=None if call.window is None else min(call.window, _PROOF_WINDOW),
+        softcap=call.softcap,
+        sinks=torch.randn(heads, device=device) if call.has_sinks else None,
+    )
 
     def run(attention: AttentionBackend, dtype: torch.dtype) -> list[Tensor]:
         inputs = [states.to(dtype).requires_grad_() for states in exact]
         with torch.enable_grad():
-            out = attention(*inputs, segments, **options)
+            out = attention(*inputs, segments, options)
             grads = torch.autograd.grad(out, inputs, weights.to(out.dtype))
         return [result.detach().float() for result in (out, *grads)]
 
     reference = run(plain_attention, torch.float32)
-    errors = [relative_error(*both) for both in zip(run(backend, dtype), reference, strict=True)]
+    errors = relative_errors(run(backend, dtype), reference)
     bounds = [_FLOAT32_BOUND] * len(errors)
     if dtype != torch.float32:
-        plain = run(plain_attention, dtype)
-        bounds = [2 * relative_error(*both) for both in zip(plain, reference, strict=True)]
-    return max(zip(errors, bounds, strict=True), key=lambda pair: pair[0] / pair[1])
+        bounds = [2 * error for error in relative_errors(run(plain_attention, dtype), reference)]
+    return worst(zip(errors, bounds, strict=True))
 
 
-def relative_error(result: Tensor, exact: Tensor) -> float:
-    """Returns the norm of the difference divided by the norm of `exact`. NaN counts as infinity."""
-    ratio = float((result - exact).norm() / exact.norm())
-    return math.inf if math.isnan(ratio) else ratio
+def relative_errors(results: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    """Returns, for each result, the norm of its error divided by the norm of `exact`; infinity for NaN."""
+    ratios = [float((ours - right).norm() / right.norm()) for ours, right in zip(results, exact, strict=True)]
+    return [math.inf if math.isnan(ratio) else ratio for ratio in ratios]
+
+
+def worst(measured: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the (error, bound) with the largest ratio of error to bound."""
+    return max(measured, key=lambda pair: pair[0] / pair[1])
 
 
 def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: RowSegments,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """Attention by definition, in the dtype of its inputs: scores, caps, the causal window, softmax, values.
 
@@ -194,30 +195,17 @@ def plain_attention(
     """
     device, groups = query.device, query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     # In each segment the last query is at the last key, and a query sees `window` keys up to itself.
     visible = [
-        torch.ones(q, k, device=device).tril(k - q).triu(k - q - (window or k) + 1)
+        torch.ones(q, k, device=device).tril(k - q).triu(k - q - (options.window or k) + 1)
         for q, k in zip(segments.query_lengths, segments.key_lengths, strict=True)
     ]
     scores = scores.masked_fill(torch.block_diag(*visible) == 0, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)), dim=-1)
+    if options.sinks is not None:
+        column = options.sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : len(key)].to(value.dtype)
     return torch.einsum("hqk,khd->qhd", weights, value)
-
-
-def _segments(device: torch.device) -> RowSegments:
-    cu_seqlens = torch.tensor([(0, 0), *_PROOF_SEGMENTS], device=device).cumsum(0).int()
-    query_lengths, key_lengths = zip(*_PROOF_SEGMENTS, strict=True)
-    return RowSegments(
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        cu_seqlens_q=cu_seqlens[:, 0].contiguous(),
-        cu_seqlens_k=cu_seqlens[:, 1].contiguous(),
-        kv_index=None,
-        kv_first=None,
-        kv_repeats=(),
-    )

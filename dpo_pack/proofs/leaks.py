@@ -40,8 +40,8 @@ def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: to
     return Proof(
         name="isolation",
         passed=leaks <= bound and moved > 0.0,
-        numbers={"change of others": leaks, "change of its own": moved},
-        bound=f"others change by {keeps}, its own by more than 0",
+        numbers={"change of other pairs": leaks, "change of its own pair": moved},
+        bound=f"other pairs change by {keeps}, its own pair by more than 0",
         remedy=PADDED_REMEDY,
     )
 
@@ -97,9 +97,9 @@ def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: to
     return Proof(
         name="causality",
         passed=leaks <= bound and moved > 0.0,
-        numbers={"change of earlier tokens": leaks, "change of the last": moved},
-        bound=f"earlier tokens change by {keeps}, the last by more than 0",
-        remedy="its tokens see later ones, so it is not a causal language model; choose a causal one",
+        numbers={"change of earlier tokens": leaks, "change of the last token": moved},
+        bound=f"earlier tokens change by {keeps}, the last token by more than 0",
+        remedy="the model's tokens see later tokens, and only causal models can be trained; choose one",
     )
 
 

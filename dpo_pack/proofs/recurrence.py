@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,16 @@ from dpo_pack.model.layout import Group, Row, layout_row, packed_row
 from dpo_pack.model.recurrence import RecurrentCall, RowFunction
 from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.proofs.kernel import relative_error
+from dpo_pack.proofs.kernel import relative_errors, worst
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_groups, proof_row, replaced
 from dpo_pack.system.errors import first_line
 
+# Tensors of a call by the position of an argument or the name of an option.
+_Inputs = dict[int | str, Tensor]
+
 # (tokens of the shared prefix, tokens of each completion after it): some are longer than a kernel's chunk,
-# some shorter than a convolution; some completions have one token or none; the last prefix has no completion.
-_PROOF_GROUPS = ((70, (40, 33)), (2, (5, 1)), (3, (0, 6)), (1, (1, 2)), (9, (4, 0, 3)), (20, ()))
+# some shorter than a convolution; some completions have one token or none; the last prefix stands alone.
+_PROOF_GROUPS = ((70, (40, 33)), (2, (5, 1)), (3, (0, 6)), (1, (1, 2)), (9, (4, 0, 3)), (20, (0,)))
 # The allowed relative error in fp32. We measured up to 5e-6, where a model's own rounding is as large.
 _FLOAT32_BOUND = 1e-4
 _BY_TOKEN = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}  # of transformers
@@ -53,13 +56,13 @@ def prove_recurrence(
     run = scorer.recurrence or RecurrentCall.run
     calls = _kinds_of_calls(scorer, groups, device, compute or scorer)
     measured = [recurrence_error(call, run, device) for call in calls]
-    error, bound = max(measured, key=lambda pair: pair[0] / pair[1])
+    error, bound = worst(measured)
     return [
         Proof(
             name="recurrence",
             passed=error <= bound,
             numbers={"relative error": error},
-            bound=f"<= {bound:.1e} of outputs and gradients of recurrent layers",
+            bound=f"relative error of outputs and gradients of recurrent layers <= {bound:.1e}",
             remedy=PADDED_REMEDY,
         )
     ]
@@ -91,7 +94,7 @@ def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
 def _take(
     scorer: CompletionLogps, name: str, calls: Sequence[RecurrentCall], device: torch.device
 ) -> str | None:
-    """Lets the scorer use a kernel if it computes these calls; otherwise returns why it does not."""
+    """Lets the scorer use a kernel if the kernel computes these calls exactly; else returns why not."""
     function = import_kernel(KERNELS[name])
     if isinstance(function, str):
         return function
@@ -138,40 +141,46 @@ def recurrence_error(
     """
     layout = layout_row(_proof_groups(), share_prompt=True)
     segments = packed_row(layout, device).segments
-    assert segments is not None
-    key_index = np.arange(layout.num_tokens) if layout.kv_index is None else layout.kv_index
-    sequences = np.split(key_index, np.cumsum(layout.key_lengths)[:-1])
+    assert segments is not None and layout.kv_index is not None
+    sequences = np.split(layout.kv_index, np.cumsum(layout.key_lengths)[:-1])
     tokens = [torch.from_numpy(sequence).to(device) for sequence in sequences]
-    counts = layout.query_lengths.tolist()
-    given = _Inputs(call, layout.num_tokens)
-    options = given.options
+    # By position of an argument or name of an option; our own options are left out.
+    values: dict[int | str, Any] = dict(enumerate(call.arguments))
+    values |= {name: value for name, value in call.options.items() if not name.startswith("row_")}
+    # The convolution has its tokens in the last dimension, [1, D, T], the others in [1, T, ...].
+    dim = 2 if call.name == "causal_conv1d_fn" else 1
+    length = values[0].shape[dim]
+    again = torch.arange(layout.num_tokens, device=device) % length  # repeats or cuts the call's tokens to T
+    given: dict[int | str, Tensor] = {}
+    of_tokens: set[int | str] = set()
+    for place, value in values.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            given[place] = value.detach()
+            if value.ndim > dim and value.shape[dim] == length and value.shape[0] == 1:
+                given[place] = given[place].index_select(dim, again)
+                of_tokens.add(place)
 
-    def in_row(tensors: dict[Any, Tensor]) -> Tensor:
-        whole = given.arguments(tensors)
-        ours = replace(
-            call, arguments=whole, options={**options, **given.named(tensors), "row_segments": segments}
-        )
-        return _output(run(ours))
+    def in_row(tensors: _Inputs) -> Tensor:
+        arguments, options = _arguments(values | tensors)
+        options["row_segments"] = segments
+        return _output(run(replace(call, arguments=arguments, options=options)))
 
-    def one_by_one(tensors: dict[Any, Tensor], function: RowFunction = call.stock) -> Tensor:
+    def one_by_one(tensors: _Inputs, function: RowFunction = call.stock) -> Tensor:
         """A function of the family on each sequence; keeps the tokens that the sequence adds to the row."""
         parts = []
-        for positions, count in zip(tokens, counts, strict=True):
-            own = {
-                place: tensor.index_select(given.dims[place], positions) if place in given.dims else tensor
-                for place, tensor in tensors.items()
-            }
-            out = _output(function(*given.arguments(own), **options, **given.named(own)))
-            parts.append(out.narrow(given.out_dim, len(positions) - count, count))
-        return torch.cat(parts, dim=given.out_dim)
+        for positions, count in zip(tokens, segments.query_lengths, strict=True):
+            own = {place: tensors[place].index_select(dim, positions) for place in of_tokens}
+            arguments, options = _arguments(values | tensors | own)
+            out = _output(function(*arguments, **options))
+            parts.append(out.narrow(dim, len(positions) - count, count))
+        return torch.cat(parts, dim=dim)
 
     weights: list[Tensor] = []
 
-    def results(compute: Callable[[dict[Any, Tensor]], Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    def results(compute: Callable[[_Inputs], Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         with torch.enable_grad():
             inputs = {
-                place: tensor.to(dtype or tensor.dtype).requires_grad_()
-                for place, tensor in given.tensors.items()
+                place: tensor.to(dtype or tensor.dtype).requires_grad_() for place, tensor in given.items()
             }
             out = compute(inputs)
             if not weights:
@@ -180,15 +189,14 @@ def recurrence_error(
         return [result.detach().float() for result in (out, *grads)]
 
     reference = results(functools.partial(one_by_one, function=_by_token(call)), torch.float32)
-    errors = [relative_error(*both) for both in zip(results(in_row, None), reference, strict=True)]
+    errors = relative_errors(results(in_row, None), reference)
     least = _FLOAT32_BOUND
     if call.kernel is not None:
         least = max(least, _KERNEL_ROUNDINGS * torch.finfo(call.arguments[0].dtype).eps)
     bounds = [least] * len(errors)
-    if any(tensor.dtype != torch.float32 for tensor in given.tensors.values()):
-        plain = results(one_by_one, None)
-        bounds = [max(least, 2 * relative_error(*both)) for both in zip(plain, reference, strict=True)]
-    return max(zip(errors, bounds, strict=True), key=lambda pair: pair[0] / pair[1])
+    if any(tensor.dtype != torch.float32 for tensor in given.values()):
+        bounds = [max(least, 2 * error) for error in relative_errors(results(one_by_one, None), reference)]
+    return worst(zip(errors, bounds, strict=True))
 
 
 def _by_token(call: RecurrentCall) -> RowFunction:
@@ -202,43 +210,10 @@ def _by_token(call: RecurrentCall) -> RowFunction:
     return by_token
 
 
-class _Inputs:
-    """A recorded call's tensors, repeated or cut to T tokens; keys are argument positions or option names."""
-
-    def __init__(self, call: RecurrentCall, num_tokens: int) -> None:
-        values: dict[Any, Any] = {**dict(enumerate(call.arguments)), **call.options}
-        found = {
-            place: value.detach()
-            for place, value in values.items()
-            if isinstance(value, Tensor) and value.is_floating_point()
-        }
-        # The convolution has its tokens in the last dimension, [1, D, T], the others in [1, T, ...].
-        first = call.arguments[0]
-        self.out_dim = 2 if call.name == "causal_conv1d_fn" else 1
-        length = first.shape[self.out_dim]
-        self.dims = {
-            place: self.out_dim
-            for place, tensor in found.items()
-            if tensor.ndim > self.out_dim and tensor.shape[self.out_dim] == length and tensor.shape[0] == 1
-        }
-        again = torch.arange(num_tokens, device=first.device) % length
-        self.tensors = {
-            place: tensor.index_select(self.dims[place], again) if place in self.dims else tensor
-            for place, tensor in found.items()
-        }
-        self.others = {place: value for place, value in values.items() if place not in found}
-        self.options = {
-            name: value
-            for name, value in self.others.items()
-            if isinstance(name, str) and not name.startswith("row_")
-        }
-        self.num_arguments = len(call.arguments)
-
-    def arguments(self, tensors: dict[Any, Tensor]) -> tuple[Any, ...]:
-        return tuple((tensors if n in tensors else self.others)[n] for n in range(self.num_arguments))
-
-    def named(self, tensors: dict[Any, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in tensors.items() if isinstance(name, str)}
+def _arguments(values: Mapping[int | str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns (arguments, options) of a call: those of `values` with a number and those with a name."""
+    options = {name: value for name, value in values.items() if isinstance(name, str)}
+    return tuple(values[number] for number in range(len(values) - len(options))), options
 
 
 def _output(result: Any) -> Tensor:
@@ -247,12 +222,10 @@ def _output(result: Any) -> Tensor:
 
 
 def _proof_groups() -> list[Group]:
-    """Returns groups with the lengths of `_PROOF_GROUPS`; equal ids mark the tokens that are shared."""
+    """Returns groups with the lengths of `_PROOF_GROUPS`. Tokens have equal ids where they are shared."""
     groups = []
     for shared, tails in _PROOF_GROUPS:
         completions = [np.full(tail, number) for number, tail in enumerate(tails, start=2)]
         sequences = [np.concatenate((np.ones(shared, dtype=np.int64), tail)) for tail in completions]
-        if not sequences:
-            sequences = [np.ones(shared, dtype=np.int64)]
         groups.append(Group(context=np.zeros(1, dtype=np.int64), completions=tuple(sequences)))
     return groups

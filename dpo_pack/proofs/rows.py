@@ -58,8 +58,8 @@ class ProofOutcome:
             if not proof.passed:
                 numbers = ", ".join(f"{name} {value:.3g}" for name, value in proof.numbers.items())
                 raise UnsupportedModelError(
-                    f"{self.what} are not exact on this model: the {proof.name} proof measured {numbers} and "
-                    f"must keep {proof.bound}; {proof.remedy}"
+                    f"{self.what} are not exact on this model: the {proof.name} proof measured {numbers}; "
+                    f"required: {proof.bound}; {proof.remedy}"
                 )
 
 

@@ -74,9 +74,9 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     fp32, as under autocast by default, the proof runs in fp32 too.
     """
     numbers, passed = _distance_of_row(scorer, groups, device)
-    bound = "mean a token <= 3 x rounding"
+    bound = "mean error a token <= 3 x rounding"
     if scorer.compute_dtype == torch.float32:
-        bound = f"max <= {FLOAT32_BOUND:.0e}, or {bound}"
+        bound = f"max error <= {FLOAT32_BOUND:.0e}, or {bound}"
     elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
         # All computation is in fp32, with functions that take fp32.
         backend = scorer.backend and BACKENDS["sdpa"]
@@ -84,16 +84,18 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
         with without_kernels, torch_recurrences(scorer.model):
             exact_numbers, is_exact = _distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
-        passed, bound = passed and is_exact, f"{bound}; in float32 max <= {FLOAT32_BOUND:.0e}, or the same"
-    remedy = f"{PADDED_REMEDY}; with model.attention: sdpa it may hold"
+        bound += f"; in float32 max error <= {FLOAT32_BOUND:.0e}, or the same"
+        passed = passed and is_exact
+    remedy = f"{PADDED_REMEDY}; or try model.attention: sdpa"
     if scorer.backend is None:
-        remedy = "right padding changes what this family computes: report it"
+        remedy = "right padding changes what this family computes; report the family"
     return Proof(name="equivalence", passed=passed, numbers=numbers, bound=bound, remedy=remedy)
 
 
 def _distance_of_row(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[dict[str, float], bool]:
+    """Returns (errors of the row against each sequence alone, whether they are small enough)."""
     sequences = [(group.context, completion) for group in groups for completion in group.completions]
     tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
 
@@ -119,7 +121,7 @@ def distance_from_stock(
 
     The mean error per token may be three times the error that rounding causes in the plain computation. In a
     mixture of experts the mean leaves out the worst sequence, because rounding can send it to another expert.
-    In fp32 all is well if no error exceeds `FLOAT32_BOUND`; only otherwise is rounding measured.
+    In fp32 it is enough that no error exceeds `FLOAT32_BOUND`. Only if one does, rounding is measured.
     """
     alone = compute_alone()
     errors = (ours - alone).abs()
@@ -210,9 +212,9 @@ def prove_head(scorer: CompletionLogps, groups: Sequence[Group], device: torch.d
     mean = float((errors / row.completion_lengths).mean())
     numbers = {"max error": float(errors.max()), "mean error a token": mean}
     if scorer.compute_dtype == torch.float32:
-        passed, bound = numbers["max error"] <= FLOAT32_BOUND, f"max <= {FLOAT32_BOUND:.0e}"
+        passed, bound = numbers["max error"] <= FLOAT32_BOUND, f"max error <= {FLOAT32_BOUND:.0e}"
     else:
         rounding = torch.finfo(scorer.compute_dtype).eps * float(logits.abs().amax(dim=1).mean())
-        passed, bound = mean <= rounding, f"mean a token <= {rounding:.1e}, the rounding of logits"
-    remedy = "the family transforms its logits in a way we do not know: report it"
+        passed, bound = mean <= rounding, f"mean error a token <= {rounding:.1e}, the rounding of logits"
+    remedy = "the family changes its logits in a way that dpo-pack does not know; report the family"
     return Proof(name="head", passed=passed, numbers=numbers, bound=bound, remedy=remedy)

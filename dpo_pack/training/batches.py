@@ -27,12 +27,12 @@ from dpo_pack.losses import (
     length_desensitized_weights,
     wpo_weights,
 )
+from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.layout import (
     Group,
     Row,
     common_prefix_length,
     layout_row,
-    on_device,
     packed_row,
     padded_row,
 )

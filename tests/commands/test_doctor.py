@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel's scale is off by 2 percent."""
     exact = attention.BACKENDS["sdpa"]
 
-    def off(*inputs: Any, scale: float, **options: Any) -> Any:
-        return exact(*inputs, scale=1.02 * scale, **options)
+    def off(*inputs: Any) -> Any:
+        return exact(*inputs[:-1], replace(inputs[-1], scale=1.02 * inputs[-1].scale))
 
     monkeypatch.setitem(attention.BACKENDS, "sdpa", off)
 

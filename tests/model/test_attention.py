@@ -21,7 +21,7 @@ import dpo_pack.model.attention.select as select
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.flash import flash_attn_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
 from dpo_pack.model.attention.select import AttentionNeeds, backend_obstacle, select_backend
 from dpo_pack.model.layout import Group, layout_row, packed_row
 from dpo_pack.system.errors import UnsupportedModelError
@@ -59,17 +59,10 @@ def test_the_mask_is_causal_aligned_bottom_right_and_counts_the_query_in_its_win
 
 
 def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: RowSegments,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """Softmax over an explicit list of positions, one query and head at a time."""
+    window, softcap, sinks = options.window, options.softcap, options.sinks
     groups = query.shape[1] // key.shape[1]
     outputs, key_start, query_start = [], 0, 0
     for num_queries, num_keys in zip(segments.query_lengths, segments.key_lengths, strict=True):
@@ -79,7 +72,7 @@ def plain_attention(
             places = slice(key_start + first, key_start + last + 1)
             heads = []
             for head in range(query.shape[1]):
-                scores = key[places, head // groups] @ query[query_start + offset, head] * scale
+                scores = key[places, head // groups] @ query[query_start + offset, head] * options.scale
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
                 if sinks is not None:
@@ -104,14 +97,10 @@ def test_attention_by_sdpa_equals_a_softmax_written_out(window: int | None, spec
     value_dim = 4 if special == "narrow values" else 8
     inputs = random(tokens, 4, 8), random(keys, 2, 8), random(keys, 2, value_dim)
     sinks = random(4) if special == "sinks" else None
-    options: dict[str, Any] = {
-        "scale": 0.5,
-        "window": window,
-        "softcap": 1.5 if special == "softcap" else None,
-        "sinks": sinks,
-    }
+    softcap = 1.5 if special == "softcap" else None
+    options = AttentionOptions(scale=0.5, window=window, softcap=softcap, sinks=sinks)
     trained = (*inputs, sinks) if sinks is not None else inputs
-    ours, plain = sdpa_attention(*inputs, segments, **options), plain_attention(*inputs, segments, **options)
+    ours, plain = sdpa_attention(*inputs, segments, options), plain_attention(*inputs, segments, options)
     # Sinks are summed in fp32, as their models do; the rest is float64 throughout.
     bound = 1e-5 if special in ("sinks", "softcap") else 1e-12
     torch.testing.assert_close(ours, plain, atol=bound, rtol=bound)
@@ -149,11 +138,11 @@ def test_attention_by_flex_equals_a_softmax_written_out(
     inputs = random(tokens, 4, 8), random(keys, 2, 8), random(keys, 2, 4 if special == "narrow values" else 8)
     sinks = random(4) if special in ("sinks", "both") else None
     softcap = 1.5 if special in ("softcap", "both") else None
-    options: dict[str, Any] = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks}
+    options = AttentionOptions(scale=0.5, window=window, softcap=softcap, sinks=sinks)
     trained = (*inputs, sinks) if sinks is not None else inputs
     ours, plain = (
-        BACKENDS["flex"](*inputs, segments, **options),
-        plain_attention(*inputs, segments, **options),
+        BACKENDS["flex"](*inputs, segments, options),
+        plain_attention(*inputs, segments, options),
     )
     torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
     weights = torch.randn(ours.shape, generator=generator)
@@ -319,7 +308,8 @@ def test_torch_varlen_s_arguments_follow_the_release(
     known: set[str], window: int | None, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash, "_varlen_parameters", lambda: frozenset(known))
-    assert flash._varlen_options(0.5, window, grouped_heads=True) == expected
+    options = AttentionOptions(scale=0.5, window=window, softcap=None, sinks=None)
+    assert flash._varlen_options(options, grouped_heads=True) == expected
     assert flash.supports_window_and_scale() == ("scale" in known)
 
 
@@ -347,18 +337,15 @@ def test_the_backward_pass_of_torch_varlen_is_deterministic_and_nothing_else_is(
     monkeypatch.setattr(flash, "_varlen_parameters", lambda: frozenset({"window_size", "scale"}))
     segments = make_segments(CPU)
     states = torch.zeros(sum(segments.query_lengths), 2, 8, requires_grad=True)
+    options = AttentionOptions(scale=0.5, window=None, softcap=None, sinks=None)
     before = states * 1
     before.register_hook(lambda _: modes.update(after=torch.are_deterministic_algorithms_enabled()))
     for _ in range(2):
-        out = BACKENDS["torch_varlen"](
-            before, states, states, segments, scale=0.5, window=None, softcap=None, sinks=None
-        )
+        out = BACKENDS["torch_varlen"](before, states, states, segments, options)
         out.sum().backward(retain_graph=True)
         assert modes == {"forward": False, "backward": True, "after": False}
     with torch.no_grad():
-        BACKENDS["torch_varlen"](
-            before, states, states, segments, scale=0.5, window=None, softcap=None, sinks=None
-        )
+        BACKENDS["torch_varlen"](before, states, states, segments, options)
 
 
 def test_flash_attn_gets_transformers_window_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,10 +360,10 @@ def test_flash_attn_gets_transformers_window_as_neighbours(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     segments = make_segments(CPU)
     states = torch.zeros(sum(segments.query_lengths), 2, 8)
-    options: dict[str, Any] = {"scale": 0.5, "softcap": 30.0, "sinks": None}
-    flash_attn_attention(states, states, states, segments, window=8, **options)
+    options = AttentionOptions(scale=0.5, window=8, softcap=30.0, sinks=None)
+    flash_attn_attention(states, states, states, segments, options)
     assert seen["window_size"] == (7, 0) and seen["softcap"] == 30.0 and seen["causal"] is True
-    flash_attn_attention(states, states, states, segments, window=None, **options)
+    flash_attn_attention(states, states, states, segments, replace(options, window=None))
     assert seen["window_size"] == (-1, 0) and seen["softmax_scale"] == 0.5
 
 
@@ -411,10 +398,10 @@ def test_a_cuda_kernel_errs_at_most_twice_as_much_as_plain_bf16(
     shapes = ((tokens, 8, head_dim), (keys, 2, head_dim), (keys, 2, head_dim))
     exact = [torch.randn(s, device=CUDA, generator=generator, requires_grad=True) for s in shapes]
     half = [t.detach().bfloat16().requires_grad_() for t in exact]
-    options: dict[str, Any] = {"scale": 0.125, "window": window, "softcap": softcap, "sinks": None}
-    reference = BACKENDS["sdpa"](*exact, segments, **options)
-    plain = BACKENDS["sdpa"](*half, segments, **options)
-    ours = BACKENDS[name](*half, segments, **options)
+    options = AttentionOptions(scale=0.125, window=window, softcap=softcap, sinks=None)
+    reference = BACKENDS["sdpa"](*exact, segments, options)
+    plain = BACKENDS["sdpa"](*half, segments, options)
+    ours = BACKENDS[name](*half, segments, options)
     weights = torch.randn(reference.shape, device=CUDA, generator=generator)
     results = [
         (out, *torch.autograd.grad(out, inputs, weights.to(out.dtype)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import dpo_pack.model.attention.sdpa as sdpa
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
 from dpo_pack.model.layout import Group, layout_row, packed_row
 
 NUM_HEADS, HEAD_DIM = 4, 8
@@ -56,7 +56,8 @@ def states(
 def attend(segments: RowSegments, inputs: list[Tensor], window: int | None = None) -> list[Tensor]:
     """The output and the gradients of a weighted sum of it."""
     query, key, value = inputs
-    out = sdpa.sdpa_attention(query, key, value, segments, scale=0.3, window=window, softcap=None, sinks=None)
+    options = AttentionOptions(scale=0.3, window=window, softcap=None, sinks=None)
+    out = sdpa.sdpa_attention(query, key, value, segments, options)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return [out.detach(), *torch.autograd.grad(out, inputs, weights)]
 

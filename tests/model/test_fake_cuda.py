@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.flash import supports_window_and_scale
-from dpo_pack.model.attention.segments import _GatherSegments
+from dpo_pack.model.attention.segments import _Take
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
 from dpo_pack.model.scorer import CompletionLogps
@@ -131,9 +131,9 @@ def test_the_backward_pass_of_the_head_waits_for_nothing(
 
 def test_the_backward_pass_of_gathered_keys_waits_for_nothing() -> None:
     row = make_row()
-    assert row.segments is not None
+    assert row.segments is not None and row.segments.kv_gather is not None
     ctx: Any = SimpleNamespace()
     states = torch.zeros(row.num_tokens, 2, 8, device=CUDA, dtype=torch.bfloat16)
-    gathered = _GatherSegments.forward(ctx, states, row.segments)
-    grad, _ = _GatherSegments.backward(ctx, gathered)
+    gathered = _Take.forward(ctx, states, row.segments.kv_gather)
+    grad, _ = _Take.backward(ctx, gathered)
     assert len(gathered) > row.num_tokens and grad.shape == states.shape and grad.dtype == states.dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from make_family_table import SPECIAL, page
 from support import tiny_models
 from support.family_errors import (
     CPU,
@@ -36,7 +36,7 @@ import dpo_pack.model.families as families
 from dpo_pack.model.attention import ATTENTION_NAME, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.config import attention_needs, routes_tokens
-from dpo_pack.model.families import FAMILIES, num_attention_layers, packing_obstacle
+from dpo_pack.model.families import FAMILIES, Family, num_attention_layers, packing_obstacle
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.proofs.kernel import SeamCall, prove_wiring
@@ -44,8 +44,8 @@ from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.system.errors import UnsupportedModelError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKED = [name for name, family in FAMILIES.items() if family.packs]
-REFUSED = [name for name, family in FAMILIES.items() if not family.packs]
+REFUSED = [name for name, family in FAMILIES.items() if family.reason is not None]
+PACKED = [name for name in SPECIAL if name not in REFUSED]
 # Their bounds are absolute. Elsewhere the error of the gradient may be twice the noise floor of the family's
 # own arithmetic, in norm. That of its worst entry may be four times: it is the largest of 100,000 values, and
 # so is its floor, of one draw each. Of two CPUs and 94 families the most was 2.4 times (stablelm, padded).
@@ -53,13 +53,13 @@ ABSOLUTE = ("llama", "qwen3", "mistral", "gemma2", "gpt2")
 
 
 def test_every_family_has_a_tiny_model_and_is_a_causal_lm_of_transformers() -> None:
-    assert FAMILIES.keys() == tiny_models.FAMILIES.keys()
-    known = FAMILIES.keys() & CONFIG_MAPPING.keys()  # an older transformers lacks the newest
+    assert FAMILIES.keys() < SPECIAL.keys() == tiny_models.FAMILIES.keys()
+    known = SPECIAL.keys() & CONFIG_MAPPING.keys()  # an older transformers lacks the newest
     assert known <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
-    assert all((family.reason is None) == family.packs for family in FAMILIES.values())
+    assert Family() not in FAMILIES.values(), "a plain family needs no line"
 
 
-@pytest.mark.parametrize("family", slow_but_ten(FAMILIES))
+@pytest.mark.parametrize("family", slow_but_ten(SPECIAL))
 def test_log_probs_and_gradients_of_a_family_equal_those_of_each_sequence_alone(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -176,9 +176,9 @@ def test_what_a_config_says_of_attention_is_what_its_layers_ask_for(family: str)
     assert needs.has_custom_scale == any(call.scale != pytest.approx(call.head_dim**-0.5) for call in calls)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPECIAL)
 def test_mixtures_of_experts_are_known_from_their_config(family: str) -> None:
-    assert routes_tokens(tiny_config(family)) == ("mixture" in FAMILIES[family].special)
+    assert routes_tokens(tiny_config(family)) == ("mixture" in SPECIAL[family])
 
 
 def test_a_hybrid_family_with_attention_layers_only_packs(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_family_is_refused_with_a_transformers_that_passes_no_layout_on_to_its
 ) -> None:
     monkeypatch.setattr("dpo_pack.model.families.transformers.__version__", "5.21.1")
     assert packing_obstacle(tiny_config("lfm2")) == (
-        "its layers of transformers 5.21.1 do not pass a row's layout on; install transformers 5.22 or newer"
+        "in transformers 5.21.1 its layers do not pass a row's layout on; install transformers 5.22 or newer"
     )
     assert packing_obstacle(tiny_config("mamba2")) is None
 
@@ -234,22 +234,15 @@ def test_a_vision_language_model_trains_its_text_model(tmp_path: Path) -> None:
 
 def test_the_documentation_is_what_the_script_writes() -> None:
     """But for the numbers and versions, which are of the machine that it ran on."""
-    script = REPOSITORY / "scripts" / "make_family_table.py"
-    spec = importlib.util.spec_from_file_location("make_family_table", script)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     written = (REPOSITORY / "docs" / "families.md").read_text(encoding="utf-8")
     experts = re.findall(r"^\| `(\w+)` \| (\de-\d\d \| \de-\d\d) \|$", written, flags=re.MULTILINE)
     rows = re.findall(r"^\| `(\w+)` .*?((?: \| \de-\d\d){4}) \|$", written, flags=re.MULTILINE)
     versions = re.search(r"torch (\S+) and transformers (\S+), against", written)
     assert versions, "the introduction names no versions"
     measured = {family: numbers.removeprefix(" | ") for family, numbers in rows}
-    mixtures = {name for name in PACKED if "mixture" in FAMILIES[name].special}
-    assert set(measured) == set(FAMILIES) and {name for name, _ in experts} == mixtures, (
-        f"run python {script.relative_to(REPOSITORY)}"
+    mixtures = {name for name in PACKED if "mixture" in SPECIAL[name]}
+    assert set(measured) == set(SPECIAL) and {name for name, _ in experts} == mixtures, (
+        "run python scripts/make_family_table.py"
     )
-    expected = module.page(
-        measured, dict(experts), torch_version=versions[1], transformers_version=versions[2]
-    )
-    assert written == expected, f"run python {script.relative_to(REPOSITORY)}"
+    expected = page(measured, dict(experts), torch_version=versions[1], transformers_version=versions[2])
+    assert written == expected, "run python scripts/make_family_table.py"

@@ -33,7 +33,7 @@ def test_an_unshared_pair_is_two_sequences_and_needs_no_gather() -> None:
     layout = layout_row([group([1, 2], [7, 8], [7, 5])], share_prompt=False)
     assert layout.input_ids.tolist() == [1, 2, 7, 8, 1, 2, 7, 5]
     assert layout.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert layout.kv_index is None and layout.kv_repeats == ()
+    assert layout.kv_index is None
     assert layout.logit_index.tolist() == [1, 2, 5, 6]
 
 

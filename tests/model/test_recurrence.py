@@ -13,12 +13,11 @@ from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import RowSegments, make_gather
 from dpo_pack.model.layout import Group, layout_row, packed_row
 from dpo_pack.model.recurrence import RecurrentCall, kept_numbers, wrap_recurrent_layers
-from dpo_pack.model.recurrence.delta import row_delta_rule
-from dpo_pack.model.recurrence.pieces import gather, row_history, row_pieces
-from dpo_pack.model.recurrence.triangular import invert_unit_triangular
+from dpo_pack.model.recurrence.delta import invert_unit_triangular, row_delta_rule
+from dpo_pack.model.recurrence.pieces import row_history, row_pieces
 from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.system.errors import UnsupportedModelError
 
@@ -82,7 +81,7 @@ def test_a_convolution_sees_the_end_of_the_shared_part_and_zeros_before_a_sequen
 def test_a_gather_is_an_index_select_with_zeros_in_values_and_gradients() -> None:
     index = np.array([2, -1, 0, 2, 2, -1, 1])
     source = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    take = gather(index, 4, CPU)
+    take = make_gather(index, 4, CPU)
     assert torch.equal(take(source)[index >= 0], source[index[index >= 0]])
     assert not take(source)[index < 0].any()
     assert torch.autograd.gradcheck(take, (source,))
@@ -90,7 +89,7 @@ def test_a_gather_is_an_index_select_with_zeros_in_values_and_gradients() -> Non
 
 def test_a_gradient_of_many_copies_in_bfloat16_loses_no_small_term() -> None:
     source = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    copies = gather(np.zeros(257, dtype=np.int64), 1, CPU)(source)
+    copies = make_gather(np.zeros(257, dtype=np.int64), 1, CPU)(source)
     copies.backward(torch.tensor([[256.0], *[[0.5]] * 256], dtype=torch.bfloat16))
     assert source.grad is not None and source.grad.item() == 384.0
 

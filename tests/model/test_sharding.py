@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.family_errors import packs
 from support.loss_options import loss_options
 from support.marks import slow
 from support.tiny_adapters import saved_adapter
@@ -25,7 +26,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dpo_pack.losses import LOSSES, Objective, PairLogps, ScoredPairs, weighted_losses
 from dpo_pack.model import parallel
-from dpo_pack.model.families import FAMILIES
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy, full_state, is_sharded, shard_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
@@ -581,7 +581,7 @@ def _couple_pairs() -> None:
 def _check_families(directory: Path, families: list[str]) -> dict[str, dict[str, tuple[float, float]]]:
     errors: dict[str, dict[str, tuple[float, float]]] = {}
     for family in families:
-        packed = FAMILIES[family].packs
+        packed = packs(family)
         recipe = recipe_of(directory / family, {}, packed=packed)
         rows = make_rows(packed=packed)
         errors[family] = {

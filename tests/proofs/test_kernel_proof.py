@@ -12,7 +12,7 @@ from support.family_errors import CPU
 from torch import Tensor
 
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import AttentionOptions, make_segments
 from dpo_pack.proofs.kernel import SeamCall, kernel_error, plain_attention
 
 LLAMA = SeamCall(
@@ -55,22 +55,22 @@ def test_an_honest_kernel_keeps_its_bound_with_room(name: str, dtype: torch.dtyp
     assert max(ratios(sdpa_attention, CALLS[name], dtype)) < 0.7
 
 
-def wrong_scale(*inputs: Any, scale: float, **options: Any) -> Tensor:
-    return sdpa_attention(*inputs, scale=1.02 * scale, **options)
+def wrong_scale(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: Any) -> Tensor:
+    return sdpa_attention(query, key, value, segments, replace(options, scale=1.02 * options.scale))
 
 
-def without_window(*inputs: Any, window: int | None, **options: Any) -> Tensor:
-    return sdpa_attention(*inputs, window=None, **options)
+def without_window(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: Any) -> Tensor:
+    return sdpa_attention(query, key, value, segments, replace(options, window=None))
 
 
-def one_token_wrong(*inputs: Any, **options: Any) -> Tensor:
+def one_token_wrong(*inputs: Any) -> Tensor:
     """The output of the segment of one token."""
-    out = sdpa_attention(*inputs, **options)
+    out = sdpa_attention(*inputs)
     return torch.cat((0.9 * out[:1], out[1:]))
 
 
-def not_a_number(*inputs: Any, **options: Any) -> Tensor:
-    return sdpa_attention(*inputs, **options) * torch.nan
+def not_a_number(*inputs: Any) -> Tensor:
+    return sdpa_attention(*inputs) * torch.nan
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,16 +96,9 @@ def test_plain_attention_is_torch_s_where_torch_has_it(num_queries: int) -> None
     torch.manual_seed(0)
     num_keys = 9
     query, key, value = (torch.randn(length, 4, 8) for length in (num_queries, num_keys, num_keys))
-    segments = RowSegments(
-        query_lengths=(num_queries,),
-        key_lengths=(num_keys,),
-        cu_seqlens_q=torch.tensor([0, num_queries]),
-        cu_seqlens_k=torch.tensor([0, num_keys]),
-        kv_index=None,
-        kv_first=None,
-        kv_repeats=(),
-    )
-    ours = plain_attention(query, key, value, segments, scale=0.3, window=None, softcap=None, sinks=None)
+    segments = make_segments((num_queries,), (num_keys,), torch.device("cpu"))
+    options = AttentionOptions(scale=0.3, window=None, softcap=None, sinks=None)
+    ours = plain_attention(query, key, value, segments, options)
     mask = torch.ones(num_queries, num_keys).tril(num_keys - num_queries).bool()
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)

@@ -262,7 +262,7 @@ def test_a_leak_that_only_one_order_of_the_pairs_shows_fails_in_a_mixture_of_exp
     monkeypatch.setattr(leaks, "pair_sums", leaky_sums)
     scorer: Any = SimpleNamespace(model=tiny_model("qwen3_moe"), compute_dtype=torch.float32)
     proof = leaks.prove_isolation(scorer, groups[::-1] if is_reversed else groups, CPU)
-    assert not proof.passed and proof.numbers["change of its own"] > 0.0
+    assert not proof.passed and proof.numbers["change of its own pair"] > 0.0
 
 
 @pytest.mark.parametrize("precision", UNDER_AUTOCAST)

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from dpo_pack.model.families import FAMILIES
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.train import train
+from support.family_errors import packs
 from support.run_files import records
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import write_rows
@@ -117,7 +117,7 @@ def our_steps(family: str, directory: Path) -> Steps:
             "data": {"train": str(directory / "pairs.jsonl"), "shuffle": False, "max_length": 64},
             "packing": {
                 "pairs_per_step": PAIRS_PER_STEP,
-                "mode": "packed" if FAMILIES[family].packs else "padded",
+                "mode": "packed" if packs(family) else "padded",
                 "token_budget": 256,
             },
             "loss": {"beta": BETA, "router_aux_coef": _router_coefficient(family)},

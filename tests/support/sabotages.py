@@ -14,9 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import dpo_pack.proofs.rows as proof_rows
-from dpo_pack.model.attention import ATTENTION_NAME, row_attention
+from dpo_pack.model.attention import ATTENTION_NAME, AttentionBackend, row_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_gather
 from dpo_pack.model.layout import Row, RowLayout, layout_row, packed_row
 from dpo_pack.model.logps import HeadTransform
 from dpo_pack.model.recurrence import RecurrentCall, delta, mamba2, pieces
@@ -41,7 +41,7 @@ def no_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """Tails of their own, without the prompt that they share."""
 
     def without_prompt(layout: RowLayout, device: torch.device) -> Row:
-        alone = replace(layout, kv_index=None, kv_first=None, kv_repeats=(), key_lengths=layout.query_lengths)
+        alone = replace(layout, kv_index=None, key_lengths=layout.query_lengths)
         return packed_row(alone, device)
 
     patch.setattr(proof_rows, "packed_row", without_prompt)
@@ -102,40 +102,39 @@ def change_backend(attention: Callable[..., Tensor]) -> Break:
 
 
 def whole_row(
-    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, *, window: int | None, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """Ignores where sequences begin: causal over everything in the row."""
-    if segments.kv_first is not None:
-        key, value = (states.index_select(0, segments.kv_first) for states in (key, value))
+    if segments.kv_gather is not None:
+        key, value = (states.index_select(0, segments.kv_gather.first) for states in (key, value))
     one = replace(segments, query_lengths=(len(query),), key_lengths=(len(key),))
-    return sdpa_attention(query, key, value, one, window=None, **options)
+    return sdpa_attention(query, key, value, one, replace(options, window=None))
 
 
-def later_keys(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> Tensor:
+def later_keys(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     """Each token sees the next one too, and the first no longer."""
-    return sdpa_attention(query, key.roll(-1, dims=0), value.roll(-1, dims=0), *inputs, **options)
+    return sdpa_attention(query, key.roll(-1, dims=0), value.roll(-1, dims=0), *inputs)
 
 
-def without_softcap(*inputs: Any, softcap: float | None, **options: Any) -> Tensor:
-    return sdpa_attention(*inputs, softcap=None, **options)
+def change_options(change: Callable[[AttentionOptions], AttentionOptions]) -> AttentionBackend:
+    return lambda query, key, value, segments, options: sdpa_attention(
+        query, key, value, segments, change(options)
+    )
 
 
-def without_sinks(*inputs: Any, sinks: Tensor | None, **options: Any) -> Tensor:
-    return sdpa_attention(*inputs, sinks=None, **options)
-
-
-def wrong_scale(*inputs: Any, scale: float, **options: Any) -> Tensor:
-    return sdpa_attention(*inputs, scale=scale * 1.01, **options)
+without_softcap = change_options(lambda options: replace(options, softcap=None))
+without_sinks = change_options(lambda options: replace(options, sinks=None))
+wrong_scale = change_options(lambda options: replace(options, scale=options.scale * 1.01))
 
 
 def wrong_backward(factor: float) -> Break:
     """Right forward; the keys' gradient is off by a factor."""
 
-    def wrong(query: Tensor, key: Tensor, *inputs: Any, **options: Any) -> Tensor:
+    def wrong(query: Tensor, key: Tensor, *inputs: Any) -> Tensor:
         if key.requires_grad:
             key = key.clone()
             key.register_hook(lambda grad: factor * grad)
-        return sdpa_attention(query, key, *inputs, **options)
+        return sdpa_attention(query, key, *inputs)
 
     return change_backend(wrong)
 
@@ -208,8 +207,8 @@ def no_number(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
 def leak_by_a_hair(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """A millionth of the row's mean value comes along with every token."""
 
-    def leaky(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> Tensor:
-        return sdpa_attention(query, key, value, *inputs, **options) + 1e-6 * value.mean()
+    def leaky(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
+        return sdpa_attention(query, key, value, *inputs) + 1e-6 * value.mean()
 
     scorer.backend = leaky
 
@@ -238,8 +237,7 @@ def from_nothing(call: RecurrentCall) -> Any:
         segments,
         key_lengths=segments.query_lengths,
         shared_lengths=(0,) * len(segments.query_lengths),
-        pieces={},
-        histories={},
+        kept={},
     )
     return replace(call, options={**call.options, "row_segments": alone}).run()
 
@@ -266,8 +264,8 @@ def change_pieces(change: Callable[[RowPieces], RowPieces]) -> Break:
 def from_another_group(made: RowPieces) -> RowPieces:
     """Each tail starts from the final state of the group before its own."""
     assert made.to_tails is not None
-    roots = made.to_tails.index.numpy()
-    return replace(made, to_tails=pieces.gather((roots - 1) % made.to_tails.size, made.to_tails.size, CPU))
+    roots, num_roots = made.to_tails.index.numpy(), len(made.to_tails.first)
+    return replace(made, to_tails=make_gather((roots - 1) % num_roots, num_roots, CPU))
 
 
 def without_gradient(made: RowPieces) -> RowPieces:

@@ -29,7 +29,8 @@ from support.tiny_run import tiny_run
 
 import dpo_pack.reference.compute as reference_pass
 import dpo_pack.train as train_module
-from dpo_pack.model.layout import Group, layout_row, on_device, packed_row
+from dpo_pack.model.attention.segments import on_device
+from dpo_pack.model.layout import Group, layout_row, packed_row
 from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import load_recipe

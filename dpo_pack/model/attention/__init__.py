@@ -24,12 +24,13 @@ from transformers import AttentionInterface
 from dpo_pack.model.attention.flash import flash_attn_attention, torch_varlen_attention
 from dpo_pack.model.attention.flex import flex_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
 from dpo_pack.system.errors import UnsupportedModelError
 
 # Names containing "flash", "sdpa", "flex_attention", "/" or "paged|" have a meaning in transformers.
 ATTENTION_NAME = "dpo_pack_rows"
 
+# (queries [T, H, D], keys [K, H_kv, D], values [K, H_kv, D_v], segments, options) -> [T, H, D_v]
 AttentionBackend = Callable[..., Tensor]
 
 
@@ -82,8 +83,8 @@ def row_attention(
     """
     if row_segments is None or row_backend is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not pass keyword arguments on to its attention, so rows cannot "
-            "be kept apart; use packing.mode: padded"
+            f"{type(module).__name__} does not pass keyword arguments on to its attention, so the sequences "
+            "of a row cannot be kept apart; use packing.mode: padded"
         )
     if getattr(module, "is_causal", True) is False:  # some families have no such attribute
         raise UnsupportedModelError(
@@ -92,8 +93,8 @@ def row_attention(
         )
     if dropout > 0.0:
         raise UnsupportedModelError(
-            f"{type(module).__name__} runs with attention dropout {dropout}; packed rows are exact only "
-            "without dropout"
+            f"{type(module).__name__} runs with attention dropout {dropout}, but packed rows are exact only "
+            "without dropout; set it to 0 in the model's config.json"
         )
     if query.shape[0] != 1 or attention_mask is not None:
         raise UnsupportedModelError(
@@ -103,7 +104,7 @@ def row_attention(
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to {key.shape[2]} keys in a row of {query.shape[2]} tokens; "
-            "it adds keys, and a key that it adds belongs to no sequence of the row; use packing.mode: padded"
+            "it adds keys that belong to no sequence of the row; use packing.mode: padded"
         )
     if seam_calls is not None:
         seam_calls.count += 1
@@ -115,10 +116,12 @@ def row_attention(
         row_segments.gather(key),
         row_segments.gather(value),
         row_segments,
-        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        AttentionOptions(
+            scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        ),
     )
     return out.unsqueeze(0), None
 

@@ -16,62 +16,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpo_pack.model.attention.segments import RowSegments, as_autocast
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_autocast
 from dpo_pack.system.errors import first_line
 
 
 def flash_attn_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: RowSegments,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """The backend "flash_attn", which calls the kernel of the flash-attn package."""
     from flash_attn import flash_attn_varlen_func
 
-    assert sinks is None  # select_backend refuses these models
+    assert options.sinks is None  # select_backend refuses these models
     out: Tensor = flash_attn_varlen_func(
         *as_autocast(query, key, value),
         segments.cu_seqlens_q,
         segments.cu_seqlens_k,
         max(segments.query_lengths),
         max(segments.key_lengths),
-        softmax_scale=scale,
+        softmax_scale=options.scale,
         causal=True,
-        window_size=_neighbours(window),
-        softcap=softcap or 0.0,
+        window_size=_neighbours(options.window),
+        softcap=options.softcap or 0.0,
         deterministic=True,
     )
     return out
 
 
 def torch_varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: RowSegments,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """The backend "torch_varlen", which calls torch's own kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
-    assert softcap is None and sinks is None  # select_backend refuses these models
+    assert options.softcap is None and options.sinks is None  # select_backend refuses these models
     out = varlen_attn(
         *as_autocast(query, key, value),
         segments.cu_seqlens_q,
         segments.cu_seqlens_k,
         max(segments.query_lengths),
         max(segments.key_lengths),
-        **_varlen_options(scale, window, grouped_heads=query.shape[1] != key.shape[1]),
+        **_varlen_options(options, grouped_heads=query.shape[1] != key.shape[1]),
     )
     assert isinstance(out, Tensor)  # it returns a tuple only if the caller asks for the logsumexp
     _make_backward_deterministic(out)
@@ -125,18 +109,18 @@ def _varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def _varlen_options(scale: float, window: int | None, *, grouped_heads: bool) -> dict[str, Any]:
+def _varlen_options(options: AttentionOptions, *, grouped_heads: bool) -> dict[str, Any]:
     """Returns the kernel's keyword arguments. Causal: `is_causal` in torch 2.10, `window_size` from 2.11."""
     known = _varlen_parameters()
-    assert window is None or "window_size" in known
-    options: dict[str, Any] = {"is_causal": True}
+    assert options.window is None or "window_size" in known
+    arguments: dict[str, Any] = {"is_causal": True}
     if "window_size" in known:
-        options = {"window_size": _neighbours(window)}
+        arguments = {"window_size": _neighbours(options.window)}
     if "scale" in known:
-        options["scale"] = scale
+        arguments["scale"] = options.scale
     if "enable_gqa" in known and grouped_heads:
-        options["enable_gqa"] = True
-    return options
+        arguments["enable_gqa"] = True
+    return arguments
 
 
 def _neighbours(window: int | None) -> tuple[int, int]:

@@ -20,7 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpo_pack.model.attention.segments import RowSegments, as_autocast
+from dpo_pack.model.attention.segments import (
+    AttentionOptions,
+    RowSegments,
+    as_autocast,
+    make_segments,
+    on_device,
+)
 from dpo_pack.model.speed import compiler_obstacle
 from dpo_pack.system.errors import first_line
 
@@ -28,15 +34,7 @@ _BLOCK = 128
 
 
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: RowSegments,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """The backend "flex": queries [T, H, D], keys [K, H_kv, D], values [K, H_kv, D_v] -> [T, H, D_v]."""
     from torch.nn.attention.flex_attention import AuxRequest
@@ -45,22 +43,22 @@ def flex_attention(
         assert softcap is not None
         return softcap * torch.tanh(logit / softcap)
 
+    softcap, window = options.softcap, options.window
     query, key, value = as_autocast(query, key, value)
-    if window not in segments.block_masks:
-        segments.block_masks[window] = _block_mask(segments, window, query.device)
+    block_mask = segments.once(("flex", window), lambda: _block_mask(segments, window, query.device))
     out, aux = _kernel(query.device.type)(
         *(states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)),
         score_mod=None if softcap is None else score,
-        block_mask=segments.block_masks[window],
-        scale=scale,
+        block_mask=block_mask,
+        scale=options.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
     )
     out = out.squeeze(0).transpose(0, 1)  # [T, H, D_v]
-    if sinks is not None:
+    if options.sinks is not None:
         # A sink is one more logit of the softmax, without a value. So it multiplies the weights of all keys
         # by Z / (Z + exp(sink)), where Z is the sum of exp(logit) over the keys.
-        share = torch.sigmoid(aux.lse.squeeze(0).transpose(0, 1) - sinks.float())  # [T, H]
+        share = torch.sigmoid(aux.lse.squeeze(0).transpose(0, 1) - options.sinks.float())  # [T, H]
         out = (out.float() * share.unsqueeze(-1)).to(out.dtype)
     return out  # type: ignore[no-any-return]
 
@@ -71,22 +69,12 @@ def flex_obstacle(device: torch.device) -> str | None:
     obstacle = compiler_obstacle(device)
     if obstacle is not None:
         return obstacle
-    lengths = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
-    segments = RowSegments(
-        query_lengths=(3, 5),
-        key_lengths=(3, 5),
-        cu_seqlens_q=lengths,
-        cu_seqlens_k=lengths,
-        kv_index=None,
-        kv_first=None,
-        kv_repeats=(),
-    )
+    segments = make_segments((3, 5), (3, 5), device)
     states = torch.ones(8, 1, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     try:
         with torch.enable_grad():
-            out = flex_attention(
-                *(states, states, states), segments, scale=1.0, window=None, softcap=1.0, sinks=None
-            )
+            options = AttentionOptions(scale=1.0, window=None, softcap=1.0, sinks=None)
+            out = flex_attention(states, states, states, segments, options)
             out.sum().backward()
     except Exception as error:
         return f"FlexAttention does not run on this device ({first_line(error)})"
@@ -108,7 +96,7 @@ def _block_mask(segments: RowSegments, window: int | None, device: torch.device)
 
     first, last = _visible_keys(segments, window)
     touched = _touched_blocks(first, last, num_keys=sum(segments.key_lengths))
-    first_key, last_key = _put(first, device), _put(last, device)
+    first_key, last_key = on_device(first, device), on_device(last, device)
 
     def mask(batch: Tensor, head: Tensor, at: Tensor, key_at: Tensor) -> Tensor:
         return (first_key[at] <= key_at) & (key_at <= last_key[at])
@@ -117,8 +105,8 @@ def _block_mask(segments: RowSegments, window: int | None, device: torch.device)
     order = np.argsort(~touched, axis=1, kind="stable").astype(np.int32)
     counts = touched.sum(axis=1, dtype=np.int32)
     return BlockMask.from_kv_blocks(
-        _put(counts, device)[None, None],
-        _put(order, device)[None, None],
+        on_device(counts, device)[None, None],
+        on_device(order, device)[None, None],
         BLOCK_SIZE=_BLOCK,
         mask_mod=mask,
         seq_lengths=(len(first), sum(segments.key_lengths)),
@@ -149,10 +137,3 @@ def _touched_blocks(
     np.add.at(edges, (block, last // _BLOCK + 1), -1)
     touched: npt.NDArray[np.bool_] = edges.cumsum(axis=1)[:, :-1] > 0
     return touched
-
-
-def _put(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":  # the host does not wait for a copy from pinned memory
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)

@@ -25,19 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dpo_pack.model.attention.segments import RowSegments, as_autocast
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_autocast
 
 
 def sdpa_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: RowSegments,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """The backend "sdpa": queries [T, H, D], keys [K, H_kv, D], values [K, H_kv, D_v] -> [T, H, D_v].
 
@@ -48,10 +40,12 @@ def sdpa_attention(
     if num_groups > 1:
         key = key.repeat_interleave(num_groups, dim=1)
         value = value.repeat_interleave(num_groups, dim=1)
-    is_plain = softcap is None and sinks is None
+    is_plain = options.softcap is None and options.sinks is None
     if is_plain and cpu_kernel_takes(query, value):
         states = as_autocast(query, key, value)
-        attended: Tensor = _CpuSegments.apply(*states, segments, scale, window)  # type: ignore[no-untyped-call]
+        attended: Tensor = _CpuSegments.apply(  # type: ignore[no-untyped-call]
+            *states, segments, options.scale, options.window
+        )
         return attended
     # We split once and do not slice, because each slice's backward would write a whole [T, H, D] gradient.
     parts = zip(
@@ -63,14 +57,16 @@ def sdpa_attention(
     outputs = []
     for q, k, v in parts:
         num_queries, num_keys = len(q), len(k)
-        is_causal, short = _shape_of_mask(num_queries, num_keys, window)
+        is_causal, short = _shape_of_mask(num_queries, num_keys, options.window)
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
         if is_plain:
             mask = None if is_causal else segments.mask(num_queries, num_keys, short)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=options.scale
+            )
         else:
             mask = segments.mask(num_queries, num_keys, short)
-            out = _eager_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
+            out = _eager_attention(q, k, v, mask, options)
         outputs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
 
@@ -87,25 +83,18 @@ def _heads_first(states: Tensor) -> Tensor:
 
 
 def _eager_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Computes one segment's attention without a fused kernel. `sinks` is [H], one logit for each head.
+    """Computes one segment's attention without a fused kernel.
 
     Queries [1, H, Lq, D], keys [1, H, Lk, D], values [1, H, Lk, D_v] -> [1, H, Lq, D_v].
     """
-    scores = query @ key.transpose(-1, -2) * scale  # [1, H, Lq, Lk]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = query @ key.transpose(-1, -2) * options.scale  # [1, H, Lq, Lk]
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+    if options.sinks is not None:
+        column = options.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
     return weights[..., : key.shape[-2]] @ value

@@ -10,11 +10,18 @@ Legend: T tokens of the row, K gathered keys, G segments, H heads, D head dimens
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from dpo_pack.packing.lengths import IntArray
+
+Value = TypeVar("Value")
 
 
 # No code assigns to these fields. But the class is not frozen, because torch.compile of torch 2.10 takes the
@@ -31,81 +38,157 @@ class RowSegments:
     key_lengths: tuple[int, ...]  # [G]
     cu_seqlens_q: Tensor  # [G+1] int32
     cu_seqlens_k: Tensor  # [G+1] int32
-    kv_index: Tensor | None  # [K] int64, row position of each gathered key; None: nothing is shared (K = T)
-    kv_first: Tensor | None  # [T] int64, the first index of each row position in `kv_index`
-    kv_repeats: tuple[tuple[Tensor, Tensor], ...]  # (row positions, indices of further copies in `kv_index`)
+    kv_gather: Gather | None = None  # from the row's T tokens to the K gathered keys; None: they are equal
     # [G]: how many first tokens the sequence shares with the others of its group (a pair). In a group's first
     # segment they are queries and keys, in the other segments only keys. Only recurrent layers need it.
     shared_lengths: tuple[int, ...] = ()
     # [U] int64, ascending: row positions whose last hidden states are used; None: all positions
     scored_positions: Tensor | None = None
-    # Filled at the first use and kept for all layers. Keys: (number of queries, number of keys, window), and
-    # for `biases` also the dtype.
-    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
-    biases: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
-    block_masks: dict[int | None, Any] = field(default_factory=dict)  # of FlexAttention; key: window
-    # For recurrent layers, see recurrence/pieces.py. The key of `pieces` is the number of tokens in a chunk
-    # (or a word), the key of `histories` the number of tokens that a convolution covers.
-    pieces: dict[int | str, Any] = field(default_factory=dict)
-    histories: dict[int, Any] = field(default_factory=dict)
+    kept: dict[Hashable, Any] = field(default_factory=dict)  # what `once` keeps for all layers
+
+    def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Returns the result of `make`. Calls it only if no layer has asked for the same `key` before."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        value: Value = self.kept[key]
+        return value
 
     def gather(self, states: Tensor) -> Tensor:
         """Copies the keys or values that each segment needs: [T, H, D] of the row -> [K, H, D]."""
-        if self.kv_index is None:
-            return states
-        gathered: Tensor = _GatherSegments.apply(states, self)  # type: ignore[no-untyped-call]
-        return gathered
+        return states if self.kv_gather is None else self.kv_gather(states)
 
     def mask(self, num_queries: int, num_keys: int, window: int | None) -> Tensor:
         """Returns a bool mask [num_queries, num_keys], True where attention is allowed: causal, bottom-right.
 
         `window` counts the query's own position, as `sliding_window` does in transformers.
         """
-        key = (num_queries, num_keys, window)
-        if key not in self.masks:
+
+        def make() -> Tensor:
             device = self.cu_seqlens_q.device
             query_at = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
             key_at = torch.arange(num_keys, device=device)[None, :]
             allowed = key_at <= query_at
-            if window is not None:
-                allowed &= key_at > query_at - window
-            self.masks[key] = allowed
-        return self.masks[key]
+            return allowed if window is None else allowed & (key_at > query_at - window)
+
+        return self.once(("mask", num_queries, num_keys, window), make)
 
     def bias(self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """Returns the mask as numbers to add to attention logits: 0 if attention is allowed, -inf if not."""
-        key = (num_queries, num_keys, window, dtype)
-        if key not in self.biases:
+
+        def make() -> Tensor:
             allowed = self.mask(num_queries, num_keys, window)
             zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-            self.biases[key] = zeros.masked_fill_(~allowed, float("-inf"))
-        return self.biases[key]
+            return zeros.masked_fill_(~allowed, float("-inf"))
+
+        return self.once(("bias", num_queries, num_keys, window, dtype), make)
 
 
-class _GatherSegments(torch.autograd.Function):
-    """`index_select` whose backward adds the gradients of copies in a fixed order and in at least fp32.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """The other arguments of an attention backend, as transformers passes them to a layer's attention."""
 
-    On CUDA the backward of torch's `index_select` adds atomically, in any order. So the rounding differs from
-    run to run, and in bf16 a sum over many copies loses small terms. Here each call of `index_add_` writes at
-    most once to a position, so the order is fixed.
+    scale: float  # factor of the products of queries and keys
+    window: int | None  # how many keys a query sees, its own included; None: all
+    softcap: float | None  # limit of the logits: softcap * tanh(logit / softcap); None: none
+    sinks: Tensor | None  # [H] logits, one more term of each head's softmax, without a value; None: none
+
+
+def make_segments(
+    query_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device, **others: Any
+) -> RowSegments:
+    """Returns the segments with these lengths, [G] each; `others` are further fields of RowSegments."""
+
+    def cumulative(lengths: Sequence[int]) -> Tensor:
+        return on_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
+
+    return RowSegments(
+        query_lengths=tuple(query_lengths),
+        key_lengths=tuple(key_lengths),
+        cu_seqlens_q=cumulative(query_lengths),
+        cu_seqlens_k=cumulative(key_lengths),
+        **others,
+    )
+
+
+def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copies the array to `device` as a tensor, without waiting for the device's earlier work.
+
+    CUDA copies pinned memory while the host continues; before a copy of other memory, the host may wait.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Gather:
+    """Copies entries of a source tensor, by index along its first dimension; an entry can also be zero.
+
+    Legend: E entries that are copied, n entries of the source.
+
+    The backward pass adds the gradients of copies in a fixed order and in at least fp32. On CUDA the backward
+    of torch's `index_select` adds atomically, in any order. So the rounding differs from run to run, and in
+    bf16 a sum over many copies loses small terms. Here each call of `index_add_` writes at most once to an
+    entry of the source, so the order is fixed.
     """
 
+    index: Tensor  # [E] int64, index in the source; n means that the entry is zero
+    has_zeros: bool  # whether an entry is zero
+    first: Tensor  # [n] int64, the first entry that copies each index of the source; E means that none does
+    is_partial: bool  # whether an index of the source is not copied
+    # ([m] indices of the source, [m] entries that copy them): the second copies, then the third copies, ...
+    repeats: tuple[tuple[Tensor, Tensor], ...]
+
+    def __call__(self, source: Tensor) -> Tensor:
+        """Copies the entries: [n, ...] -> [E, ...]."""
+        taken: Tensor = _Take.apply(source, self)  # type: ignore[no-untyped-call]
+        return taken
+
+
+def make_gather(index: IntArray, size: int, device: torch.device) -> Gather:
+    """Makes a Gather on the device: `index` [E] are indices in a source of length `size`, -1 for zeros."""
+    entries = np.flatnonzero(index >= 0)
+    entries = entries[np.argsort(index[entries], kind="stable")]
+    sources = index[entries]
+    places, is_first = np.arange(len(sources)), np.diff(sources, prepend=-1) > 0
+    copy = places - np.maximum.accumulate(places * is_first)  # 0: the first copy of its source
+    first = np.full(size, len(index))
+    first[sources[copy == 0]] = entries[copy == 0]
+    return Gather(
+        index=on_device(np.where(index < 0, size, index), device),
+        has_zeros=len(entries) < len(index),
+        first=on_device(first, device),
+        is_partial=bool((first == len(index)).any()),
+        repeats=tuple(
+            (on_device(sources[copy == number], device), on_device(entries[copy == number], device))
+            for number in range(1, copy.max(initial=0) + 1)
+        ),
+    )
+
+
+class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, segments: RowSegments) -> Tensor:
-        assert segments.kv_index is not None
-        ctx.segments = segments
-        return states.index_select(0, segments.kv_index)
+    def forward(ctx: Any, source: Tensor, where: Gather) -> Tensor:
+        ctx.where = where
+        return _select(source, where.index, where.has_zeros)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        segments: RowSegments = ctx.segments
-        assert segments.kv_first is not None
-        total = grad.index_select(0, segments.kv_first)  # [T, H, D]
-        accumulated = total if total.dtype == torch.float64 else total.float()
-        for tokens, places in segments.kv_repeats:
-            accumulated.index_add_(0, tokens, grad.index_select(0, places).to(accumulated.dtype))
-        return accumulated.to(grad.dtype), None
+        where: Gather = ctx.where
+        total = _select(grad, where.first, where.is_partial)
+        total = total.to(torch.promote_types(grad.dtype, torch.float32))
+        for sources, entries in where.repeats:
+            total.index_add_(0, sources, grad.index_select(0, entries).to(total.dtype))
+        return total.to(grad.dtype), None
+
+
+def _select(source: Tensor, index: Tensor, has_zeros: bool) -> Tensor:
+    """`index_select` along the first dimension; with `has_zeros`, the index `len(source)` gives zeros."""
+    if has_zeros:
+        source = torch.cat((source, source.new_zeros(1, *source.shape[1:])))
+    return source.index_select(0, index)
 
 
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,12 +46,12 @@ def select_backend(
             raise UnsupportedModelError(
                 f"model.attention: {requested} cannot be used here: {obstacle}; use model.attention: auto"
             )
-        return BackendChoice(name=requested, reason="as asked for")
+        return BackendChoice(name=requested, reason="set by model.attention")
     obstacles: list[str] = []
     for name in BACKENDS:
         obstacle = backend_obstacle(name, needs, device=device, dtype=dtype)
         if obstacle is None:
-            return BackendChoice(name=name, reason="; ".join(obstacles) or "the fastest there is")
+            return BackendChoice(name=name, reason="; ".join(obstacles) or "the fastest backend")
         obstacles.append(f"not {name}: {obstacle}")
     raise AssertionError("the sdpa backend takes every model")
 
@@ -66,7 +66,7 @@ def backend_obstacle(
         return "it needs a CUDA device"
     if name == "flex":
         if not (needs.has_softcap or needs.has_sinks):
-            return "the model has neither softcaps nor sinks, for which it is meant"
+            return "the model has neither softcaps nor sinks, and only models with these need it"
         return flex_obstacle(device)
     capability = _compute_capability(device)
     if capability is not None and capability < (8, 0):  # for example V100 and T4
@@ -74,7 +74,7 @@ def backend_obstacle(
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its kernel takes bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
     if needs.has_sinks:
-        return "the model has attention sinks"
+        return "the model has attention sinks, and its kernel cannot compute them"
     if needs.head_dim != needs.value_head_dim:
         return f"head dimensions of keys ({needs.head_dim}) and values ({needs.value_head_dim}) differ"
     if needs.head_dim > 256:
@@ -86,9 +86,9 @@ def backend_obstacle(
     if needs.head_dim % 8 != 0:  # the flash-attn package pads such heads itself
         return f"head dimension {needs.head_dim} is not a multiple of 8"
     if needs.has_softcap:
-        return "the model caps attention logits"
+        return "the model caps attention logits, and its kernel cannot do this"
     if (needs.has_window or needs.has_custom_scale) and not supports_window_and_scale():
-        return f"torch {torch.__version__}'s kernel has no sliding window or scale"
+        return f"the kernel of torch {torch.__version__} takes no sliding window and no scale"
     return None
 
 

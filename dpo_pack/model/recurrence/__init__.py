@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from dpo_pack.model.attention import SeamCalls
-from dpo_pack.model.recurrence.convolution import row_convolution
-from dpo_pack.model.recurrence.delta import DELTA_CHUNK, KIMI_CHUNK, row_delta_rule, row_kimi_delta_rule
+from dpo_pack.model.recurrence.delta import DELTA_CHUNK, KIMI_CHUNK, row_delta_rule
 from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.recurrence.mamba2 import MAMBA2_CHUNK, no_fused_path, row_mamba2_scan
+from dpo_pack.model.recurrence.pieces import row_convolution
 
 RowFunction = Callable[..., Any]
 
@@ -40,7 +40,7 @@ RowFunction = Callable[..., Any]
 ROW_FUNCTIONS: dict[str, RowFunction] = {
     "causal_conv1d_fn": row_convolution,
     "torch_chunk_gated_delta_rule": row_delta_rule,
-    "chunk_kimi_delta_attention": row_kimi_delta_rule,
+    "chunk_kimi_delta_attention": row_delta_rule,
     "mamba2_chunk_scan": row_mamba2_scan,
     "mamba2_split_conv1d_scan_combined": no_fused_path,
 }
@@ -120,8 +120,8 @@ def _own_forward(module: nn.Module) -> types.FunctionType:
 def torch_recurrences(model: nn.Module) -> Iterator[None]:
     """Context in which inputs that are no packed rows use transformers' own functions in torch.
 
-    transformers calls flash-linear-attention, causal-conv1d and mamba-ssm wherever they are installed. They
-    refuse fp32 or round more in it, so what a proof takes for the truth must not come from them.
+    transformers calls flash-linear-attention, causal-conv1d and mamba-ssm wherever they are installed. These
+    packages refuse fp32 or round more in it, so a proof must not take their results for the exact ones.
     """
     code = vars(sys.modules[type(model).__module__])
     own = {name: code[name] for name in ROW_FUNCTIONS if name in code}
@@ -133,7 +133,7 @@ def torch_recurrences(model: nn.Module) -> Iterator[None]:
 
 
 def wrap_recurrent_layers(model: nn.Module) -> None:
-    """Changes the model's recurrent layers so that they compute packed rows. Other inputs work as before."""
+    """Makes the model's recurrent layers compute packed rows, in place. Other inputs work as before."""
     for module in model.modules():
         if _row_functions(module):
             on_row = _with_row_functions(_own_forward(module))

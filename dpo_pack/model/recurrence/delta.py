@@ -23,7 +23,6 @@ from torch import Tensor
 from dpo_pack.model.attention.segments import RowSegments
 from dpo_pack.model.recurrence.pieces import RowPieces, row_pieces
 from dpo_pack.model.recurrence.scan import carry_states, decay, in_float32
-from dpo_pack.model.recurrence.triangular import invert_unit_triangular
 
 DELTA_CHUNK = 32
 KIMI_CHUNK = 16  # short, because [N, H, C, C, K] decays are in memory at once
@@ -41,62 +40,44 @@ def row_delta_rule(
     row_segments: RowSegments,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the gated delta rule for each sequence of a row: see the formula at the top of this file.
+    """Computes the delta rule for each sequence of a row: see the formula at the top of this file.
 
-    query and key [1, T, heads of keys, K], value [1, T, H, V], g and beta [1, T, H].
-    Returns ([1, T, H, V], None). transformers' function would return the final state in place of None.
+    query and key [1, T, heads of keys, K], value [1, T, H, V], beta [1, T, H], g [1, T, H] (gated delta nets)
+    or [1, T, H, K] (Kimi). Returns ([1, T, H, V], None). transformers' function would return the final state
+    in place of None.
     """
-    pieces = row_pieces(row_segments, DELTA_CHUNK)
+    has_channels = g.ndim == key.ndim  # Kimi
+    pieces = row_pieces(row_segments, KIMI_CHUNK if has_channels else DELTA_CHUNK)
     q, k, k_beta, v_beta, log_decay = _in_chunks(
         pieces, query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel
     )
-    total = log_decay.cumsum(dim=2)  # [N, H, C]: logarithm of the decay since the chunk's beginning
-    between = _decay_between(total)  # [N, H, C, C]
-    return _run(
-        pieces,
-        query=q * decay(total)[..., None],
-        keys=k * decay(_after(log_decay))[..., None],
-        k_beta=k_beta * decay(total)[..., None],
-        v_beta=v_beta,
-        scores=(q @ k.mT) * between,
-        # An entry of the inverse is a sum of products along ways from token to token. All ways from one token
-        # to another decay by the same factor, so the inverse is taken of what has not decayed.
-        inverse=invert_unit_triangular(k_beta @ k.mT) * between,
-        decays=decay(total[..., -1])[..., None, None],
-        dtype=query.dtype,
-    )
 
+    def decays_of(logarithm: Tensor) -> Tensor:  # [..., K or 1]
+        return decay(logarithm) if has_channels else decay(logarithm)[..., None]
 
-@in_float32
-def row_kimi_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    row_segments: RowSegments,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """Computes Kimi delta attention: like `row_delta_rule`, but query, key and g are [1, T, H, K]."""
-    pieces = row_pieces(row_segments, KIMI_CHUNK)
-    q, k, k_beta, v_beta, log_decay = _in_chunks(
-        pieces, query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel
-    )
-    total = log_decay.cumsum(dim=2)  # [N, H, C, K]
-    decayed = _decay_between(total) * k[..., None, :, :]  # [N, H, C, C, K]
-    return _run(
+    total = log_decay.cumsum(dim=2)  # [N, H, C] or [N, H, C, K]: logarithm of the decay in the chunk so far
+    between = _decay_between(total)  # [N, H, C, C] or [N, H, C, C, K]
+    if has_channels:
+        between = between * k[..., None, :, :]
+    reads = q * decays_of(total)
+    keys = k * decays_of(_after(log_decay))
+    corrections = k_beta * decays_of(total)
+    if has_channels:
+        scores = (between @ q[..., None]).squeeze(-1)
+        inverse = invert_unit_triangular((between @ k_beta[..., None]).squeeze(-1))
+    else:
+        scores = (q @ k.mT) * between
+        # An entry of the inverse is a sum of products along paths from one token to another. All these paths
+        # decay by the same factor. So we invert the matrix without decays and multiply afterwards.
+        inverse = invert_unit_triangular(k_beta @ k.mT) * between
+    states, written = carry_states(
         pieces,
-        query=q * decay(total),
-        keys=k * decay(_after(log_decay)),
-        k_beta=k_beta * decay(total),
-        v_beta=v_beta,
-        scores=(decayed @ q[..., None]).squeeze(-1),
-        inverse=invert_unit_triangular((decayed @ k_beta[..., None]).squeeze(-1)),
-        decays=decay(total[..., -1, :])[..., None],
-        dtype=query.dtype,
+        keys=keys,
+        values=inverse @ v_beta,
+        corrections=inverse @ corrections,
+        decays=decays_of(total[:, :, -1])[..., None],
     )
+    return in_row(pieces, reads @ states + scores @ written)[None].to(query.dtype), None
 
 
 def _in_chunks(
@@ -130,10 +111,11 @@ def in_row(pieces: RowPieces, states: Tensor) -> Tensor:
 
 
 def _decay_between(total: Tensor) -> Tensor:
-    """Returns the decay to each token from each one up to it, else 0: [N, H, C, ...] -> [N, H, C, C, ...].
+    """Returns the decay to each token from itself and each earlier token, else 0.
 
-    From a token to itself it is 1 without a gradient. With one, each token would add a number to the
-    gradient of its own g and subtract it again, and where heads forget fast only its rounding would be left.
+    [N, H, C, ...] -> [N, H, C, C, ...]. From a token to itself the decay is a constant 1. Computed as a
+    difference it would add a number to the gradient of the token's g and subtract the number again. Where
+    heads forget fast, only the rounding of this number would be left.
     """
     size = total.shape[2]
     apart = total.unsqueeze(3) - total.unsqueeze(2)
@@ -150,21 +132,46 @@ def _after(log_decay: Tensor) -> Tensor:
     return later.flip(2).cumsum(dim=2).flip(2)
 
 
-def _run(
-    pieces: RowPieces,
-    *,
-    query: Tensor,
-    keys: Tensor,
-    k_beta: Tensor,
-    v_beta: Tensor,
-    scores: Tensor,
-    inverse: Tensor,
-    decays: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, None]:
-    """Solves each chunk's system, carries states from chunk to chunk and computes the outputs."""
-    states, written = carry_states(
-        pieces, keys=keys, values=inverse @ v_beta, corrections=inverse @ k_beta, decays=decays
-    )
-    out = query @ states + scores @ written
-    return in_row(pieces, out)[None].to(dtype), None
+def invert_unit_triangular(system: Tensor) -> Tensor:
+    """Returns the inverses [..., C, C] of I + L; C is a power of two. Computes all of them at once.
+
+    On a CPU `torch.linalg.solve_triangular` solves one small system after the other.
+    L is what `system` [..., C, C] has below its diagonal. The rest of `system` is not read. The inverse of a
+    matrix of 2b rows is made of those of its diagonal blocks of b rows:
+
+        [A 0]^-1     [   A^-1        0  ]
+        [B D]      = [-D^-1 B A^-1  D^-1]
+
+    So the error is about that of forward substitution.
+    """
+    inverse: Tensor = _Invert.apply(system)  # type: ignore[no-untyped-call]
+    return inverse
+
+
+class _Invert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, system: Tensor) -> Tensor:
+        size = system.shape[-1]
+        inverse = torch.eye(size, dtype=system.dtype, device=system.device).expand_as(system).clone()
+        block = 1
+        while block < size:
+            first, second = _blocks(inverse, block, 0, 0), _blocks(inverse, block, 1, 1)
+            below = _blocks(system, block, 1, 0)
+            _blocks(inverse, block, 1, 0).copy_(-(second @ below @ first))
+            block *= 2
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        grad: Tensor = -(inverse.mT @ grads[0] @ inverse.mT).tril(-1)
+        return grad
+
+
+def _blocks(matrix: Tensor, size: int, row: int, column: int) -> Tensor:
+    """Returns a view of the blocks (row, column) of all diagonal 2 x 2 blocks: [..., blocks, size, size]."""
+    shape = (matrix.shape[-1] // size // 2, 2, size)
+    parts = matrix.unflatten(-1, shape).unflatten(-4, shape)
+    chosen: Tensor = parts.diagonal(dim1=-6, dim2=-3)[..., row, :, column, :, :].movedim(-1, -3)
+    return chosen

@@ -1,17 +1,18 @@
 """CUDA kernels for recurrent layers: flash-linear-attention, causal-conv1d and mamba-ssm, where installed.
 
-A kernel computes what the function of the same place in `ROW_FUNCTIONS` computes, with two calls for a row:
+A kernel computes what the function with the same key in `ROW_FUNCTIONS` computes, with two calls for a row:
 all roots from the zero state, then all tails from their roots' final states (pieces.py explains the words).
-flash-linear-attention takes sequences one after another (`cu_seqlens`) and has gradients into their initial
-states. mamba-ssm has no gradients through the final states of such sequences, so it gets a batch of padded
-sequences, with a step of 0 at the padding, which leaves the state as it is. causal-conv1d takes
-`seq_idx` or initial states, but not both, so it gets neither: each segment has its history in front of it.
+flash-linear-attention takes sequences one after another (`cu_seqlens`) and computes gradients of their
+initial states. mamba-ssm computes no gradients of the final states of such sequences, so it gets a batch of
+padded sequences. A step of 0 at the padding leaves the state as it is. causal-conv1d takes `seq_idx` or
+initial states, but not both, so it gets neither: we put the inputs before a segment in front of the segment.
 
 proofs/recurrence.py compares each kernel with the torch functions before a model uses it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ def by_delta_rule(
     row_segments: RowSegments,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Computes `row_delta_rule` or `row_kimi_delta_rule`, with the same shapes."""
+    """Computes `row_delta_rule`, with the same shapes."""
 
     def run(
         parts: list[Tensor], states: Tensor | None, starts: Tensor | None, wants_states: bool
@@ -144,6 +145,14 @@ def _through_pieces(
         return whole.to_row(torch.cat(outputs))[None]
 
 
+_delta_kernel = functools.partial(
+    Kernel,
+    package="flash-linear-attention",
+    num_positional=5,
+    keywords=("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"),
+    compute=by_delta_rule,
+)
+
 # By the names in `ROW_FUNCTIONS`.
 KERNELS: dict[str, Kernel] = {
     "causal_conv1d_fn": Kernel(
@@ -154,22 +163,10 @@ KERNELS: dict[str, Kernel] = {
         keywords=("activation",),
         compute=by_convolution,
     ),
-    "torch_chunk_gated_delta_rule": Kernel(
-        package="flash-linear-attention",
-        module="fla.ops.gated_delta_rule",
-        name="chunk_gated_delta_rule",
-        num_positional=5,
-        keywords=("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"),
-        compute=by_delta_rule,
+    "torch_chunk_gated_delta_rule": _delta_kernel(
+        module="fla.ops.gated_delta_rule", name="chunk_gated_delta_rule"
     ),
-    "chunk_kimi_delta_attention": Kernel(
-        package="flash-linear-attention",
-        module="fla.ops.kda",
-        name="chunk_kda",
-        num_positional=5,
-        keywords=("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"),
-        compute=by_delta_rule,
-    ),
+    "chunk_kimi_delta_attention": _delta_kernel(module="fla.ops.kda", name="chunk_kda"),
     "mamba2_chunk_scan": Kernel(
         package="mamba-ssm",
         module="mamba_ssm.ops.triton.ssd_combined",
@@ -182,7 +179,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def import_kernel(kernel: Kernel) -> Callable[..., Any] | str:
-    """Returns the package's function, or the reason why it cannot be used."""
+    """Returns the package's function, or in words the reason why it cannot be used."""
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(kernel.module), kernel.name)
         arguments, options = [None] * kernel.num_positional, dict.fromkeys(kernel.keywords)

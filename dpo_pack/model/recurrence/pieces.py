@@ -1,4 +1,4 @@
-"""Divides a row into pieces for recurrent layers, and copies tokens from the row to the pieces and back.
+"""Divides a row into pieces for recurrent layers, copies tokens to the pieces and back, and convolves.
 
 A *piece* is a series of consecutive tokens of the row through which one state moves: the shared part of a
 group (the tokens that all its sequences, a pair, begin with), the tail of a sequence (its other tokens), or a
@@ -13,7 +13,7 @@ Each piece is cut into chunks of a fixed number of tokens, the last one filled u
 needs no state is done for all chunks of the row at once. Then the states move: through the first chunks of
 all roots together, then through their second chunks, and so on. After the roots the tails follow.
 
-Legend: T tokens of the row, N chunks, C tokens of a chunk, E entries that a gather copies.
+Legend: T tokens of the row, N chunks, C tokens of a chunk, D channels and w tokens of a convolution.
 """
 
 from __future__ import annotations
@@ -23,73 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
 
-from dpo_pack.model.attention.segments import RowSegments
-
-IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Gather:
-    """Copies entries of a source tensor, by index along its first dimension; an entry can also be zero.
-
-    The backward pass adds the gradients of copies in a fixed order, for the reasons in `_GatherSegments`.
-    """
-
-    size: int  # of the source's first dimension
-    index: Tensor  # [E] int64, index in the source; `size` means that the entry is zero
-    # ([n] indices in the source, [n] entries that copy them): in the first pair the first copy of each index,
-    # in the second pair the second copy, and so on. So no pair has an index of the source twice.
-    copies: tuple[tuple[Tensor, Tensor], ...]
-
-    def __call__(self, source: Tensor) -> Tensor:
-        """Copies the entries: [size, ...] -> [E, ...]."""
-        taken: Tensor = _Take.apply(source, self)  # type: ignore[no-untyped-call]
-        return taken
-
-
-def gather(index: IntArray, size: int, device: torch.device) -> Gather:
-    """Makes a Gather on the device: `index` [E] are indices in a source of length `size`, -1 for zeros."""
-
-    def put(array: IntArray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-    entries = np.flatnonzero(index >= 0)
-    entries = entries[np.argsort(index[entries], kind="stable")]
-    sources = index[entries]
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(sources)) + 1)) if len(sources) else entries
-    counts = np.diff(np.append(starts, len(sources)))
-    number = np.arange(len(sources)) - np.repeat(starts, counts)  # which copy of its source an entry is
-    return Gather(
-        size=size,
-        index=put(np.where(index < 0, size, index)),
-        copies=tuple(
-            (put(sources[number == copy]), put(entries[number == copy]))
-            for copy in range(counts.max(initial=0))
-        ),
-    )
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, where: Gather) -> Tensor:
-        ctx.where = where
-        zero = source.new_zeros(1, *source.shape[1:])
-        return torch.cat((source, zero)).index_select(0, where.index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        where: Gather = ctx.where
-        total = grad.new_zeros(
-            where.size, *grad.shape[1:], dtype=torch.promote_types(grad.dtype, torch.float32)
-        )
-        for sources, entries in where.copies:
-            total.index_add_(0, sources, grad.index_select(0, entries).to(total.dtype))
-        return total.to(grad.dtype), None
+from dpo_pack.model.attention.segments import Gather, RowSegments, make_gather
+from dpo_pack.packing.lengths import IntArray
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -106,10 +46,7 @@ class RowPieces:
 
 def row_pieces(segments: RowSegments, chunk: int) -> RowPieces:
     """Returns the row's pieces, cut into chunks of `chunk` tokens. Computed once for all layers."""
-    if chunk not in segments.pieces:
-        segments.pieces[chunk] = _make_pieces(segments, chunk)
-    made: RowPieces = segments.pieces[chunk]
-    return made
+    return segments.once(("pieces", chunk), lambda: _make_pieces(segments, chunk))
 
 
 def _make_pieces(segments: RowSegments, chunk: int) -> RowPieces:
@@ -120,11 +57,11 @@ def _make_pieces(segments: RowSegments, chunk: int) -> RowPieces:
     device = segments.cu_seqlens_q.device
     return RowPieces(
         chunk=chunk,
-        to_chunks=gather(positions, sum(segments.query_lengths), device),
+        to_chunks=make_gather(positions, sum(segments.query_lengths), device),
         to_row=_back_to_row(positions, segments),
         root_steps=root_steps,
         tail_steps=tail_steps,
-        to_tails=gather(parents, len(roots), device) if tails else None,
+        to_tails=make_gather(parents, len(roots), device) if tails else None,
     )
 
 
@@ -157,10 +94,10 @@ def _find_pieces(
 
 
 def _back_to_row(positions: IntArray, segments: RowSegments) -> Gather:
-    """Returns the gather that undoes one by `positions`, row positions in any order, -1 for none."""
+    """Returns the gather from entries to the row. `positions`: each entry's row position, -1 for padding."""
     places = np.empty(sum(segments.query_lengths), dtype=np.int64)
     places[positions[positions >= 0]] = np.flatnonzero(positions >= 0)
-    return gather(places, len(positions), segments.cu_seqlens_q.device)
+    return make_gather(places, len(positions), segments.cu_seqlens_q.device)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -168,7 +105,7 @@ class PieceBatch:
     """All roots or all tails of a row, for a kernel that moves states through whole pieces."""
 
     take: Gather  # from the row's T tokens to `num_lines` lines
-    num_lines: int  # one line a piece, filled up with zeros; or one line for all pieces, one after another
+    num_lines: int  # a line for each piece, filled up with zeros; or 1: all pieces, one after another
     starts: Tensor | None  # [pieces + 1] int64, where each piece of one line starts, then where the last ends
 
 
@@ -182,12 +119,8 @@ class WholePieces:
 
 
 def whole_pieces(segments: RowSegments, *, padded: bool) -> WholePieces:
-    """Returns the row's pieces, not cut into chunks, in padded or adjacent lines. Computed once."""
-    key = "padded" if padded else "adjacent"
-    if key not in segments.pieces:
-        segments.pieces[key] = _make_whole(segments, padded=padded)
-    made: WholePieces = segments.pieces[key]
-    return made
+    """Returns the row's whole pieces: padded to one length, or one after another. Computed once."""
+    return segments.once(("whole pieces", padded), lambda: _make_whole(segments, padded=padded))
 
 
 def _make_whole(segments: RowSegments, *, padded: bool) -> WholePieces:
@@ -201,17 +134,18 @@ def _make_whole(segments: RowSegments, *, padded: bool) -> WholePieces:
         if not padded:
             places = places[places >= 0]
             starts = torch.tensor([0, *np.cumsum(lengths)], device=device)
-        take = gather(places, num_tokens, device)
+        take = make_gather(places, num_tokens, device)
         batches.append(PieceBatch(take=take, num_lines=len(pieces) if padded else 1, starts=starts))
         positions.append(places)
     return WholePieces(
         batches=tuple(batches),
-        to_tails=gather(parents, len(roots), device) if tails else None,
+        to_tails=make_gather(parents, len(roots), device) if tails else None,
         to_row=_back_to_row(np.concatenate(positions), segments),
     )
 
 
 def _lengths(segments: RowSegments) -> zip[tuple[int, int, int]]:
+    """Yields (number of queries, number of keys, number of shared tokens) of each segment."""
     return zip(segments.query_lengths, segments.key_lengths, segments.shared_lengths, strict=True)
 
 
@@ -236,10 +170,7 @@ def row_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
     the `width - 1` inputs before its first token: zeros if the segment begins its sequence, otherwise the
     last inputs of the part that the sequence shares.
     """
-    if width not in segments.histories:
-        segments.histories[width] = _make_history(segments, width)
-    made: tuple[Gather, Gather] = segments.histories[width]
-    return made
+    return segments.once(("history", width), lambda: _make_history(segments, width))
 
 
 def _make_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
@@ -260,6 +191,34 @@ def _make_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
         num_inputs += width - 1 + queries
     device = segments.cu_seqlens_q.device
     return (
-        gather(np.concatenate(inputs), start, device),
-        gather(np.concatenate(outputs), num_inputs, device),
+        make_gather(np.concatenate(inputs), start, device),
+        make_gather(np.concatenate(outputs), num_inputs, device),
     )
+
+
+def row_convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    row_segments: RowSegments,
+    **unused: Any,
+) -> Tensor:
+    """Computes the causal convolution of each sequence of a row: [1, D, T], [D, w], [D] or None -> [1, D, T].
+
+    If a sequence shares its first tokens with another, the convolution of its own tokens also covers these.
+    """
+    with_history, to_row = row_history(row_segments, weight.shape[-1])
+    inputs = with_history(hidden_states.squeeze(0).T)  # [E, D]
+    longer = F.conv1d(
+        inputs.T[None].to(weight.dtype),
+        weight[:, None],
+        bias,
+        padding=weight.shape[-1] - 1,
+        groups=len(weight),
+    )
+    out = to_row(longer[0, :, : len(inputs)].T).T[None]
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(hidden_states.dtype)

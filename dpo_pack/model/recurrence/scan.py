@@ -37,8 +37,8 @@ def in_float32(recurrence: Callable[..., Any]) -> Callable[..., Any]:
 def decay(logarithm: Tensor) -> Tensor:
     """Returns exp(logarithm), but 0 where less than exp(-30) = 1e-13 of a value would be left.
 
-    The products of several such decays are below 1e-38. With these numbers a CPU computes up to a hundred
-    times slower: gated delta nets, whose heads decay by up to exp(-20) a token, three times in all.
+    Products of several such decays are below 1e-38. A CPU is up to a hundred times slower with such numbers.
+    Gated delta nets, whose heads decay by up to exp(-20) a token, would take three times as long.
     """
     return logarithm.masked_fill(logarithm < -30, -torch.inf).exp()
 
@@ -53,16 +53,10 @@ def carry_states(
     Returns (the state before each chunk [N, H, K, V], the written values u [N, H, C, V]).
     """
     sizes = [*pieces.root_steps, *pieces.tail_steps]
-    nothing: list[Tensor | None] = [None] * len(sizes)
-    chunks = list(
-        zip(
-            keys.mT.split(sizes),
-            values.split(sizes),
-            nothing if corrections is None else corrections.split(sizes),
-            decays.split(sizes),
-            strict=True,
-        )
-    )
+    corrected: Sequence[Tensor | None] = [None] * len(sizes)
+    if corrections is not None:
+        corrected = corrections.split(sizes)
+    chunks = list(zip(keys.mT.split(sizes), values.split(sizes), corrected, decays.split(sizes), strict=True))
     num_roots, num_steps = pieces.root_steps[0], len(pieces.root_steps)
     zero = keys.new_zeros(num_roots, keys.shape[1], keys.shape[3], values.shape[3])
     before, written, final = _carry(chunks[:num_steps], zero)
