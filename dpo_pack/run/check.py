@@ -51,8 +51,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         return found, [*wrong, str(error)]  # without it, no row can be read
     found.append(f"tokenizer: {len(tokenizer):,} tokens")
     max_new_tokens = None if online is None else online.max_new_tokens
-    evals = () if isinstance(data.eval, EvalFraction) else data.eval
-    for part, sources in (("train", data.train), ("eval", evals)):
+    for part, sources in (("train", data.train), ("eval", data.eval_sources)):
         for number, source in enumerate(sources):
             check(check_source, source, f"data.{part}.{number}", data, tokenizer, max_new_tokens)
     return found, wrong

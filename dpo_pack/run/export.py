@@ -199,7 +199,7 @@ def usage(model_id: str, *, is_chat: bool, needs_peft: bool, needs_code: bool) -
 def _held_out_results(recipe: Recipe, evaluation: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
     """Returns the finite held-out metrics as the hub's model-index has them."""
     columns = _ONLINE_COLUMNS if recipe.online is not None else _COLUMNS
-    sources = () if isinstance(recipe.data.eval, EvalFraction) else recipe.data.eval
+    sources = recipe.data.eval_sources
     paths = {name: source.path for name, source in zip(source_names(sources), sources, strict=True)}
     return [
         EvalResult(

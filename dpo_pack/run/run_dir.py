@@ -18,7 +18,6 @@ from dpo_pack.model.scorer import Precision
 from dpo_pack.recipe.changes import changed_values
 from dpo_pack.recipe.errors import show
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
-from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.checkpoint.directory import (
     FileSum,
     checkpoints,
@@ -370,7 +369,7 @@ def _refuse_to_replace_inputs(recipe: Recipe) -> None:
 
 def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yields key and path of every file or directory on this machine that the recipe reads."""
-    held_out = () if isinstance(recipe.data.eval, EvalFraction) else recipe.data.eval
+    held_out = recipe.data.eval_sources
     judges = () if recipe.online is None else recipe.online.judges
     named = [
         ("model.path", recipe.model.path),

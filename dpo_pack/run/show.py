@@ -20,7 +20,7 @@ from dpo_pack.model.layout import common_prefix_length
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.report import DrawnRow, draw_row
 from dpo_pack.recipe.load import Recipe, source_names
-from dpo_pack.recipe.schema import EvalFraction, SourceRecipe
+from dpo_pack.recipe.schema import SourceRecipe
 from dpo_pack.run.batches import plan_settings
 from dpo_pack.run.prepare import prepare_tokenizer, require_pairs
 from dpo_pack.system.errors import RecipeError
@@ -148,8 +148,8 @@ def _sources(recipe: Recipe) -> list[tuple[str, SourceRecipe, str, str]]:
 
     The name for people is the source's own name or that of its file.
     """
-    train, held_out = recipe.data.train, recipe.data.eval
-    sets = [("train", train), ("eval", () if isinstance(held_out, EvalFraction) else held_out)]
+    train = recipe.data.train
+    sets = [("train", train), ("eval", recipe.data.eval_sources)]
     named = [
         (f"data.{part}.{number}", source, name)
         for part, sources in sets
