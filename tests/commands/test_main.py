@@ -697,6 +697,17 @@ def test_evaluate_tells_held_out_pairs_of_several_sources_apart(trained: Path, d
     assert sum(part["pairs"] for part in by_source.values()) >= 11
 
 
+def test_held_out_pairs_that_share_prompts_are_counted_with_their_prompts(
+    trained: Path, dpopack: Dpopack
+) -> None:
+    held_out = trained.parent / "heldout.jsonl"
+    rows = [json.loads(line) for line in held_out.read_text().splitlines()]
+    write_rows(held_out, [row | {"prompt": rows[number % 2]["prompt"]} for number, row in enumerate(rows)])
+    outcome = dpopack("evaluate", trained)
+    assert ", 6 pairs of 2 prompts held out (heldout); " in outcome.out
+    assert "heldout: 6 pairs of 2 prompts\n" in outcome.out and "bootstrap over prompts" in outcome.out
+
+
 def test_evaluate_takes_one_model_or_two(recipe: Path, dpopack: Dpopack) -> None:
     both = ("--model", "a", "--compare", "a", "b")
     assert_refused(dpopack("evaluate", recipe, *both), r"give --model or --compare, not both")

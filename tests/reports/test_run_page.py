@@ -330,7 +330,7 @@ def test_online_and_offline_runs_that_share_no_held_out_pairs_say_so(tmp_path: P
     assert "not have the same number of pairs" not in text
     assert "run after step loss interval reward accuracy interval reward margin interval off 30" in text
     assert "score above the start's interval on 3 0.600" in text
-    assert "Held-out pairs and prompts" in text and "bootstrap over pairs and prompts." in text
+    assert "Held-out pairs and prompts" in text and "bootstrap over prompts." in text
     assert "No differences pair by pair on held<out>. on was not measured on held<out>." in text
     assert (
         "No differences pair by pair on ask. on was trained online and is measured on prompts, not on pairs. "
