@@ -301,7 +301,7 @@ def evaluate(
 ) -> None:
     """Measure a model: held-out accuracy, margin, loss, KL.
 
-    Rewards and log-ratios are relative to the recipe's reference model. Each number has a 95 % interval.
+    Rewards and KL are relative to the recipe's reference model. Each number has a 95 % interval.
     Tables also show accuracy and margin for each source and for each length ratio of the two completions.
     """
     if model is not None and compare is not None:

@@ -17,21 +17,21 @@ METRIC_NAMES = {
     "rewards/accuracies": "reward accuracy",
     "rewards/margins": "reward margin",
     "loss": "loss",
-    "kl/chosen": "log-ratio of chosen",
-    "kl/rejected": "log-ratio of rejected",
+    "kl/chosen": "KL of chosen",
+    "kl/rejected": "KL of rejected",
     "online/win_rate": "wins against the start",
     "online/scores": "score",
     "online/score_gain": "score above the start's",
 }
-# Names of LENGTH_BUCKETS (ranges of chosen tokens / rejected tokens), short: tables fit 80 columns.
+# Names of LENGTH_BUCKETS without "chosen_" and "_length", so that tables fit 80 columns.
 RATIO_NAMES = {
-    "chosen_under_half": "below 1/2",
-    "chosen_shorter": "1/2-1/1.1",
-    "similar_length": "1/1.1-1.1",
-    "chosen_longer": "1.1-2",
-    "chosen_over_twice": "2 and up",
+    "chosen_under_half": "under half",
+    "chosen_shorter": "shorter",
+    "similar_length": "similar",
+    "chosen_longer": "longer",
+    "chosen_over_twice": "over twice",
 }
-BREAKDOWNS = {"by_source": "by source", "by_length": "by chosen tokens / rejected tokens"}
+BREAKDOWNS = {"by_source": "by source", "by_length": "by length of chosen, compared with rejected"}
 _INTERVALS = "Intervals: 95 %, bootstrap over prompts"
 
 

@@ -684,8 +684,9 @@ def test_evaluate_shows_intervals_and_whether_rewards_follow_length(trained: Pat
     assert line.split()[-4:] == [f"{metrics['rewards/accuracies']:.3f}", f"{low:.3f}", "to", f"{high:.3f}"]
     assert "prefer the longer completion in" in outcome.out
     assert sum(part["pairs"] for part in metrics["by_length"].values()) == 6
-    by_length = outcome.out.split("by chosen tokens / rejected tokens")[1]
-    assert "below 1/2" in by_length and "2 and up" in by_length
+    by_length = outcome.out.split("by length of chosen, compared with rejected")[1]
+    assert "under half" in by_length and "over twice" in by_length  # `chosen_under_half`, `chosen_over_twice`
+    assert "KL of chosen" in outcome.out  # `kl/chosen`
     assert max(map(len, outcome.out.split("Proof: ")[1].splitlines()[1:])) <= 80
 
 

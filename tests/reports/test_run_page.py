@@ -114,7 +114,7 @@ def test_the_page_has_curves_evaluations_warnings_recipe_and_versions(run: Path)
     text = said(page)
     for part in (
         "Gradient norm", "Learning rate", "Seconds of a step", "held<out>: 7 pairs", "after step 30",
-        "<i>web", "below 1/2", f"Step 20: {WARNING}.", "lr: 1.0e-06", "torch 9.9", "interrupted",
+        "<i>web", "under half", f"Step 20: {WARNING}.", "lr: 1.0e-06", "torch 9.9", "interrupted",
     ):  # fmt: skip
         assert part in text, part
     data = drawn(page)
