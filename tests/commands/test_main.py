@@ -637,6 +637,7 @@ def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
 def test_train_computes_no_reference_that_precompute_ref_has_left(recipe: Path, dpopack: Dpopack) -> None:
     first = dpopack("precompute-ref", recipe)
     assert (first.status, first.err) == (0, "")
+    assert "Reference log-probs of 22 pairs: 0 of 44 different sequences cached, 44 to compute" in first.out
     assert "0 sequences reused, 44 computed" in first.out and not (recipe.parent / "run").exists()
     assert "44 sequences reused, 0 computed" in dpopack("precompute-ref", recipe, "optim.lr=1e-6").out
     assert dpopack("train", recipe).status == 0
