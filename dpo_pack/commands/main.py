@@ -148,7 +148,12 @@ def train(
         bool, typer.Option("--overwrite", help="Discard an earlier run in output_dir and start again.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Do all before the first step, and say what memory it takes.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Stop before the first step, and print the memory that a step needs. Fills the caches of "
+            "tokens and reference log-probs; writes nothing into output_dir.",
+        ),
     ] = False,
     verbose: Verbose = False,
 ) -> None:

@@ -632,6 +632,9 @@ def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
     assert (outcome.status, outcome.err) == (0, "")
     assert "2 steps of 8 pairs" in outcome.out and "Dry run" in outcome.out
     assert not (recipe.parent / "run").exists()
+    assert "44 of 44 different sequences cached" in dpopack("precompute-ref", recipe).out
+    promised = " ".join(dpopack("train", "--help").out.split())
+    assert "Fills the caches of tokens and reference log-probs; writes nothing into output_dir." in promised
 
 
 def test_train_computes_no_reference_that_precompute_ref_has_left(recipe: Path, dpopack: Dpopack) -> None:
