@@ -374,7 +374,7 @@ def sample(
         typer.Option("--prompt", metavar="TEXT", help="Complete this; may be given more than once."),
     ] = None,
     num: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Held-out prompts to complete.", show_default="3")
+        int | None, typer.Option(metavar="N", min=1, help="Complete N held-out prompts instead of 3.")
     ] = None,
 ) -> None:
     """Show what models answer to the same prompts.
