@@ -27,7 +27,7 @@ def mean_intervals(
 
     prompts: [P] pairs of the same prompt have the same number; None: each pair has a prompt of its own.
     """
-    sums, sizes = values, np.ones(len(values))
+    sums, sizes = values, np.ones(len(values), dtype=np.int64)
     if prompts is not None:
         _, prompts, sizes = np.unique(prompts, return_inverse=True, return_counts=True)
         sums = np.zeros((len(sizes), values.shape[1]))
