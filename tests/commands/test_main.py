@@ -514,7 +514,7 @@ def test_a_signal_ends_a_command_with_the_shell_s_status(
     monkeypatch.setattr("dpo_pack.run.prepare.load_data", interrupt)
     outcome = dpopack(command, recipe)
     assert outcome.status == status
-    assert outcome.err == f"stopped by {signum.name}; run the same command again to continue\n"
+    assert outcome.err == f"stopped by {signum.name}; run the same command again; it uses what was saved\n"
     assert not (recipe.parent / "run").exists()
 
 
