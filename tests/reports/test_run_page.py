@@ -271,6 +271,17 @@ def test_runs_with_the_same_held_out_pairs_are_compared_pair_by_pair(tmp_path: P
     assert "c - a" not in text and "d - a" not in text
 
 
+def test_a_difference_resamples_prompts_with_all_their_pairs(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    pairs = [bytes([number]) * 32 for number in range(40)]
+    for run, accuracies in zip(runs, ([0.0] * 40, [0.0, 1.0] * 20), strict=True):
+        write_held_out(run, step=30, accuracies=accuracies, pairs=pairs)
+        table = pq.read_table(run / "held_out.parquet")
+        prompts = pa.array([number // 2 for number in range(40)])  # each with a mean of 0.5
+        pq.write_table(table.append_column("prompt", prompts), run / "held_out.parquet")
+    assert "b - a +0.500 +0.500 to +0.500" in said(run_page(runs))
+
+
 def test_what_another_loss_makes_incomparable_is_not_compared_pair_by_pair(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", loss="ipo")]
     for run in runs:
