@@ -43,7 +43,8 @@ loaded, in one line that names the key.
 
 `dpopack train recipe.yaml optim.lr=1e-6 data.train.0.max_pairs=1000` replaces keys of the file. Values
 are YAML, so lists and mappings work too: `'loss.type=[{type: sigmoid}, {type: ipo, weight: 0.5}]'`. Items
-of a list are numbered from 0. Of two overrides of a key the last wins.
+of a list are numbered from 0; a single source is item 0, and its number may be left out:
+`data.train.max_pairs=1000`. Of two overrides of a key the last wins.
 
 ## YAML
 

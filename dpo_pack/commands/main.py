@@ -152,7 +152,12 @@ def train(
         bool, typer.Option("--overwrite", help="Discard an earlier run in output_dir and start again.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Do all before the first step, and say what memory it takes.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Stop before the first step, and print the memory that a step needs. Fills the caches of "
+            "tokens and reference log-probs; writes nothing into output_dir.",
+        ),
     ] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -301,7 +306,7 @@ def evaluate(
 ) -> None:
     """Measure a model: held-out accuracy, margin, loss, KL.
 
-    Rewards and log-ratios are relative to the recipe's reference model. Each number has a 95 % interval.
+    Rewards and KL are relative to the recipe's reference model. Each number has a 95 % interval.
     Tables also show accuracy and margin for each source and for each length ratio of the two completions.
     """
     if model is not None and compare is not None:
@@ -369,7 +374,7 @@ def sample(
         typer.Option("--prompt", metavar="TEXT", help="Complete this; may be given more than once."),
     ] = None,
     num: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Held-out prompts to complete.", show_default="3")
+        int | None, typer.Option(metavar="N", min=1, help="Complete N held-out prompts instead of 3.")
     ] = None,
 ) -> None:
     """Show what models answer to the same prompts.

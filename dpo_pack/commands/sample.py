@@ -33,6 +33,8 @@ from dpo_pack.system import ranks
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, first_line
 from dpo_pack.system.memory import release_memory
 
+_CUT = " [...]"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sampled:
@@ -58,6 +60,8 @@ def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[st
     One of `models` may be a recipe file. The prompts are `texts`; if there are none, `num` held-out prompts
     of the recipe file, or else of the first run. Raises RecipeError, ModelError, DataError.
     """
+    if texts and num is not None:
+        raise RecipeError("sample: give --prompt or --num, not both")
     sampled, recipe = _sampled_models(models)
     if recipe is None:
         if not texts:
@@ -100,14 +104,17 @@ def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[st
             console=console,
         )
         try:
-            completions[model.label] = complete(generator, prompts)
+            completions[model.label] = complete(generator, prompts, cut_mark=_CUT)
         except DpoPackError:
             raise
         except Exception as error:  # the model's code may raise any error
             raise ModelError(f"sample: {model.label} cannot generate ({first_line(error)})") from error
         del loaded, generator
     render_completions([(one.source, one.prompt.text) for one in prompts], completions, console)
-    if num is not None and len(prompts) < num and not texts:
+    if any(answer.endswith(_CUT) for answers in completions.values() for answer in answers):
+        most = f"{settings.max_new_tokens:,} tokens (logging.samples.max_new_tokens)"
+        console.print(f"An answer that ends in [...] was cut after {most}")
+    if num is not None and len(prompts) < num:
         console.print(f"There are only {len(prompts)} different prompts that leave room for a completion")
 
 

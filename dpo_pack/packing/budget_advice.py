@@ -94,10 +94,12 @@ def recommend(sweep: Sequence[BudgetOutcome]) -> Recommendation:
     if ranks.num_ranks > 1:
         rows, where = ranks.mean_rows_of_fullest_rank, f"the fullest of {ranks.num_ranks:,} ranks"
     overhead = f"launching rows costs about {choice.row_overhead:.1%} of its time"
-    reasons = [f"a step is {rows:,.1f} rows on {where}; {overhead}"]
+    reasons = [f"a step has {rows:,.1f} rows on {where}; {overhead}"]
     if place > 0:
         reasons.append(_against_smaller(choice, sweep[place - 1]))
-    if place + 1 < len(sweep):
+    if len(sweep) > 1 and len({(one.rows_per_step, one.max_row_tokens) for one in sweep}) == 1:
+        reasons.append("any of these budgets is the same here, because all make the same rows")
+    elif place + 1 < len(sweep):
         larger = sweep[place + 1]
         gain = max(1 - larger.relative_time / choice.relative_time, 0.0)
         reasons.append(

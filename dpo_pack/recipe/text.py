@@ -132,6 +132,7 @@ def apply_override(tree: Tree, override: str) -> Tree:
     changed: Tree = dict(tree)
     container: Any = changed
     for depth, part in enumerate(parts[:-1], start=1):
+        container = _only_item(container, part)
         position = _position(container, part, parts[: depth - 1])
         child = container[position] if isinstance(container, list) else container.get(position)
         if not isinstance(child, (dict, list)) and child is not None:
@@ -139,8 +140,19 @@ def apply_override(tree: Tree, override: str) -> Tree:
         # Copied, because the given tree must not change, and a mapping may be the value of several keys.
         container[position] = list(child) if isinstance(child, list) else dict(child or {})
         container = container[position]
+    container = _only_item(container, parts[-1])
     container[_position(container, parts[-1], parts[:-1])] = value
     return changed
+
+
+def _only_item(container: Tree | list[Any], part: str) -> Tree | list[Any]:
+    """Returns the item that has key `part` if the container is a list of one mapping: data.train.path is
+    data.train.0.path, because a file may give one source without a list. Else returns the container."""
+    match container:
+        case [dict() as item] if not part.isdecimal():
+            copied = container[0] = dict(item)
+            return copied
+    return container
 
 
 def _position(container: Tree | list[Any], part: str, parents: Sequence[str]) -> Any:
@@ -149,5 +161,7 @@ def _position(container: Tree | list[Any], part: str, parents: Sequence[str]) ->
         return part
     if not part.isdecimal() or int(part) >= len(container):
         where = ".".join(parents)
-        fail(f"{where}.{part}: {where} is a list of {len(container)}; its items are {where}.0 and so on")
+        key = f".{part}" if container and isinstance(container[0], dict) and not part.isdecimal() else ""
+        remedy = f"the first is {where}.0{key}" if container else f"set the whole list, {where}"
+        fail(f"{where}.{part}: {where} is a list of {len(container)}; {remedy}")
     return int(part)

@@ -17,22 +17,22 @@ METRIC_NAMES = {
     "rewards/accuracies": "reward accuracy",
     "rewards/margins": "reward margin",
     "loss": "loss",
-    "kl/chosen": "log-ratio of chosen",
-    "kl/rejected": "log-ratio of rejected",
+    "kl/chosen": "KL of chosen",
+    "kl/rejected": "KL of rejected",
     "online/win_rate": "wins against the start",
     "online/scores": "score",
     "online/score_gain": "score above the start's",
 }
-# Names of LENGTH_BUCKETS (ranges of chosen tokens / rejected tokens), short: tables fit 80 columns.
+# Names of LENGTH_BUCKETS without "chosen_" and "_length", so that tables fit 80 columns.
 RATIO_NAMES = {
-    "chosen_under_half": "below 1/2",
-    "chosen_shorter": "1/2-1/1.1",
-    "similar_length": "1/1.1-1.1",
-    "chosen_longer": "1.1-2",
-    "chosen_over_twice": "2 and up",
+    "chosen_under_half": "under half",
+    "chosen_shorter": "shorter",
+    "similar_length": "similar",
+    "chosen_longer": "longer",
+    "chosen_over_twice": "over twice",
 }
-BREAKDOWNS = {"by_source": "by source", "by_length": "by chosen tokens / rejected tokens"}
-_INTERVALS = "Intervals: 95 %, bootstrap over pairs"
+BREAKDOWNS = {"by_source": "by source", "by_length": "by length of chosen, compared with rejected"}
+_INTERVALS = "Intervals: 95 %, bootstrap over prompts"
 
 
 def render_results(results: Mapping[str, HeldOutResult], console: Console) -> None:
@@ -44,7 +44,7 @@ def render_results(results: Mapping[str, HeldOutResult], console: Console) -> No
             for metric, words in METRIC_NAMES.items()
             if metric in record
         ]
-        title = f"{name}: {record['pairs']:,} pairs"
+        title = f"{name}: {pairs_and_prompts(record)}"
         console.print(terminal_table(title, Cells(("", "mean", "interval"), rows), no_wrap=True))
         _print_parts(record, console, sign="")
         if "length/prefers_longer" in record:
@@ -66,12 +66,12 @@ def render_comparisons(
             for metric, words in METRIC_NAMES.items()
             if metric in one
         ]
-        title = f"{name}: {one['pairs']:,} pairs"
+        title = f"{name}: {pairs_and_prompts(one)}"
         console.print(terminal_table(title, Cells(("", "A", "B", "B - A", "interval"), rows), no_wrap=True))
         _print_parts(difference, console, sign="+")
     console.print(f"A: {models[0]}")
     console.print(f"B: {models[1]}")
-    console.print(f"{_INTERVALS}; those of B - A over each pair's own difference")
+    console.print(f"{_INTERVALS}; those of B - A are of each pair's own difference")
 
 
 def _print_parts(record: Mapping[str, Any], console: Console, *, sign: str) -> None:
@@ -106,6 +106,13 @@ def estimate(summary: Mapping[str, Any], metric: str, *, sign: str = "") -> tupl
     if None in (summary.get(metric), low, high):
         return "", ""
     return f"{summary[metric]:{sign}.3f}", f"{low:{sign}.3f} to {high:{sign}.3f}"
+
+
+def pairs_and_prompts(record: Mapping[str, Any]) -> str:
+    """Returns the number of pairs, and that of their prompts where some pairs share a prompt."""
+    num_pairs = record["pairs"]
+    num_prompts = record.get("prompts", num_pairs)  # earlier releases wrote no number of prompts
+    return f"{num_pairs:,} pairs" + (f" of {num_prompts:,} prompts" if num_prompts < num_pairs else "")
 
 
 def results_json(results: Mapping[str, HeldOutResult]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def render_packing(report: PackingReport, console: Console) -> None:
     if report.recommendation is not None:
         console.print(terminal_table("token budgets", sweep_cells(report)))
         reasons = "; ".join(report.recommendation.reasons)
-        console.print(f"Recommended: {report.recommendation.overrides}. {reasons}.", highlight=False)
+        console.print(f"Recommended: {report.recommendation.overrides}, because {reasons}.", highlight=False)
     if report.removed_pairs or report.truncated:
         console.print(terminal_table("dropped or truncated before packing", left_out_cells(report)))
     if ours.oversize_pairs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.reports.evaluation_tables import METRIC_NAMES, estimate
+from dpo_pack.reports.evaluation_tables import METRIC_NAMES, estimate, pairs_and_prompts
 from dpo_pack.reports.run_curves import interval_metrics
 from dpo_pack.reports.run_files import RunFiles, held_out_pairs
 from dpo_pack.reports.tables import Cells
@@ -26,7 +26,7 @@ _KEY_METRICS = {
 
 def held_out_size(line: Mapping[str, Any]) -> str:
     """Returns the size of a held-out set from a line of metrics: pairs or, in an online run, prompts."""
-    return f"{line['pairs']:,} pairs" if "pairs" in line else f"{line.get('prompts', 0):,} prompts"
+    return pairs_and_prompts(line) if "pairs" in line else f"{line.get('prompts', 0):,} prompts"
 
 
 def comparison_notes(runs: Sequence[RunFiles]) -> list[str]:
@@ -167,7 +167,8 @@ def difference_cells(runs: Sequence[RunFiles], name: str) -> tuple[Cells, list[s
             )
             continue
         differences = np.stack([pairs[m].to_numpy() - base[m].to_numpy() for m in metrics], axis=1)
-        bounds = mean_intervals(differences, seed=0)
+        prompts = base["prompt"].to_numpy() if "prompt" in base.column_names else None
+        bounds = mean_intervals(differences, seed=0, prompts=prompts)
         texts = (
             (f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}")
             for mean, (low, high) in zip(differences.mean(axis=0), bounds, strict=True)

@@ -140,13 +140,19 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Co
             cache_dir=cache_directory(recipe),
             progress=progress,
         )
-    held_out = ", ".join(f"{pairs.num_pairs:,} held out ({name})" for name, pairs in data.eval.items())
+    held_out = ", ".join(f"{_held_out_size(data, name)} held out ({name})" for name in data.eval)
     console.print(
         f"Data: {data.train.num_pairs:,} pairs to train on{', ' + held_out if held_out else ''}; "
         f"{format_seconds(time.monotonic() - begun)}"
     )
     _print_notes(data, console, recipe.data.scored_turns)
     return data
+
+
+def _held_out_size(data: DataSplits, name: str) -> str:
+    """Returns the number of pairs of a held-out set, and that of prompts where some pairs share a prompt."""
+    num_pairs, num_prompts = data.eval[name].num_pairs, data.report["eval"][name]["prompts"]
+    return f"{num_pairs:,}" + (f" pairs of {num_prompts:,} prompts" if num_prompts < num_pairs else "")
 
 
 def _print_notes(data: DataSplits, console: Console, scored_turns: str = "assistant") -> None:

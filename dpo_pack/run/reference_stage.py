@@ -76,7 +76,8 @@ def prepare_reference(
     work = replace(work, missing=ranks.first_says(work.missing))
     todo = work.num_missing
     console.print(
-        f"Reference log-probs: {work.num_cached:,} of {work.num_unique:,} sequences cached"
+        f"Reference log-probs of {sum(table.num_pairs for table in tables):,} pairs: "
+        f"{work.num_cached:,} of {work.num_unique:,} different sequences cached"
         f"{f', {todo:,} to compute' if todo else ''}"
         f"{f' (cache: {cache_directory(prepared.recipe)})' if work.num_cached else ''}"
     )

@@ -163,7 +163,7 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     checkpoint = None if resume in ("auto", "never") else Path(resume)
     if info is None and (checkpoint is None or root.resolve() not in checkpoint.resolve().parents):
         _refuse_to_replace_foreign_files(recipe, overwrite=overwrite)
-    ways_out = "start again with checkpoint.resume=never and --overwrite, or use another output_dir"
+    ways_out = "start again with --overwrite, or use another output_dir"
     if checkpoint is not None:
         if not (checkpoint / "checkpoint.json").is_file():
             raise RunError(f"checkpoint.resume: {checkpoint} is not a checkpoint; give a step-... directory")

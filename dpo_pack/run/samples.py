@@ -190,8 +190,11 @@ def greedy_generator(
     )
 
 
-def complete(generator: TransformersGenerator, prompts: Sequence[SamplePrompt]) -> list[str]:
-    """Returns the completion of each prompt as text, with special tokens but without the one that ends it."""
+def complete(
+    generator: TransformersGenerator, prompts: Sequence[SamplePrompt], *, cut_mark: str = ""
+) -> list[str]:
+    """Returns the completion of each prompt as text, with special tokens but without the one that ends it.
+    A completion that the policy has not ended gets `cut_mark` at its end."""
     draws = [
         Draw(number=number, prompt_index=number, prompt=asked.prompt) for number, asked in enumerate(prompts)
     ]
@@ -200,7 +203,8 @@ def complete(generator: TransformersGenerator, prompts: Sequence[SamplePrompt]) 
         assert not isinstance(answer, Failure)
         (completion,) = answer
         ids = completion.ids[:-1] if completion.is_finished else completion.ids
-        texts.append(str(generator.tokenizer.decode(ids.tolist(), skip_special_tokens=False)))
+        text = str(generator.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+        texts.append(text if completion.is_finished else text + cut_mark)
     return texts
 
 

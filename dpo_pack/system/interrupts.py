@@ -40,7 +40,7 @@ class Interrupted(BaseException):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_status = 128 + (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
         self.is_urgent = is_urgent
-        self.next_step = "run the same command again to continue"
+        self.next_step = "run the same command again; it uses what was saved"
 
 
 class Interruption:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from dpo_pack.data.store import key_values
 from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
@@ -51,6 +52,7 @@ class PairTraits:
 
     chosen_tokens: npt.NDArray[np.floating]  # [P] sums of token weights: tokens, where all weights are 1
     rejected_tokens: npt.NDArray[np.floating]  # [P]
+    prompts: Positions  # [P] of the first pair with the same prompt
     source_indices: npt.NDArray[np.integer]  # [P] positions in `source_names`
     source_names: Sequence[str]
 
@@ -133,7 +135,9 @@ def held_out_result(
     judged = [m for m in METRICS_WITH_INTERVALS if has_reference or not m.startswith("kl/")]
     metrics = {metric: columns[metric].cpu().numpy() for metric in judged}
     table = builder.table
+    _, first, prompts = np.unique(key_values(table.whole_prompt_keys), return_index=True, return_inverse=True)
     traits = PairTraits(
+        prompts=first[prompts],
         chosen_tokens=table.chosen_scored,
         rejected_tokens=table.rejected_scored,
         source_indices=table.source_indices,
@@ -162,6 +166,7 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
                 "step": [step] * len(result.pair_keys),
                 "source": [result.name] * len(result.pair_keys),
                 "pair": result.pair_keys,
+                "prompt": result.traits.prompts,
                 **result.metrics,
             }
         )
@@ -187,12 +192,15 @@ def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> d
 def means_by_group(metrics: Mapping[str, FloatArray], traits: PairTraits, *, seed: int) -> dict[str, Any]:
     """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_length`, and `by_source` if
     the pairs have several sources."""
-    everything = _means(metrics, np.arange(len(traits.chosen_tokens)), seed=seed)
+    everything = _means(metrics, traits, np.arange(len(traits.prompts)), seed=seed)
     by_source = _groups(traits.source_indices, traits.source_names)
     if len(by_source) > 1:
-        everything["by_source"] = {name: _means(metrics, by_source[name], seed=seed) for name in by_source}
-    by_length = length_buckets(traits)
-    everything["by_length"] = {name: _means(metrics, by_length[name], seed=seed) for name in by_length}
+        everything["by_source"] = {
+            name: _means(metrics, traits, pairs, seed=seed) for name, pairs in by_source.items()
+        }
+    everything["by_length"] = {
+        name: _means(metrics, traits, pairs, seed=seed) for name, pairs in length_buckets(traits).items()
+    }
     return everything
 
 
@@ -209,12 +217,18 @@ def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str,
     return {name: pairs for name, pairs in groups.items() if len(pairs)}
 
 
-def _means(metrics: Mapping[str, FloatArray], pairs: Positions, *, seed: int) -> dict[str, Any]:
-    """Returns the number of `pairs`, the mean of each metric over these pairs, and its interval."""
+def _means(
+    metrics: Mapping[str, FloatArray], traits: PairTraits, pairs: Positions, *, seed: int
+) -> dict[str, Any]:
+    """Returns the numbers of `pairs` and of their prompts, the mean of each metric over these pairs, and its
+    interval."""
     values = np.stack([column[pairs] for column in metrics.values()], axis=1)
-    intervals = mean_intervals(values, seed=seed).tolist()
+    prompts = traits.prompts[pairs]
+    intervals = mean_intervals(values, seed=seed, prompts=prompts).tolist()
     means = dict(zip(metrics, values.mean(axis=0).tolist(), strict=True))
-    return {"pairs": len(pairs), **means, "intervals": dict(zip(metrics, intervals, strict=True))}
+    num_prompts = len(np.unique(prompts))
+    intervals_of = dict(zip(metrics, intervals, strict=True))
+    return {"pairs": len(pairs), "prompts": num_prompts, **means, "intervals": intervals_of}
 
 
 def length_preference(accuracies: FloatArray, traits: PairTraits) -> dict[str, float]:

@@ -336,7 +336,7 @@ def test_a_signal_is_waited_for_until_all_ranks_have_saved(
     thread.join()
     assert ended == status
     name = signal.Signals(signum).name
-    assert err == f"stopped by {name}; run the same command again to continue\n"
+    assert err == f"stopped by {name}; run the same command again; it uses what was saved\n"
     assert len(list(recipe.parent.glob("rank-*.saved"))) == 2
 
 

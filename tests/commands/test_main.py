@@ -287,21 +287,21 @@ def test_another_run_in_output_dir_is_left_alone_and_both_ways_out_are_named(
     before = snapshot(trained_in_place.parent)
     again = dpopack("train", trained_in_place)
     assert again.status == 0 and "finished" in again.out and "nothing to do" in again.out
-    ways_out = r"checkpoint\.resume=never and --overwrite, or use another output_dir"
+    ways_out = "; start again with --overwrite, or use another output_dir"
     changed = dpopack("train", trained_in_place, "optim.lr=0.5")
     assert_refused(
         changed,
-        rf"output_dir: .*/run holds a run with another optim\.lr \(0\.001 then, 0\.5 now\); .*{ways_out}",
+        rf"output_dir: .*/run holds a run with another optim\.lr \(0\.001 then, 0\.5 now\){ways_out}",
     )
     assert_refused(
-        dpopack("train", trained_in_place, "checkpoint.resume=never"), rf"output_dir: .*finished.*{ways_out}"
+        dpopack("train", trained_in_place, "checkpoint.resume=never"), rf".*\(finished\){ways_out}"
     )
     assert snapshot(trained_in_place.parent) == before
 
 
 def test_both_ways_out_work(trained: Path, dpopack: Dpopack) -> None:
     elsewhere = f"output_dir={trained.parent / 'elsewhere'}"
-    for arguments in (("checkpoint.resume=never", "--overwrite"), (elsewhere,)):
+    for arguments in (("--overwrite",), ("checkpoint.resume=never", "--overwrite"), (elsewhere,)):
         outcome = dpopack("train", trained, "optim.lr=0.5", "train.max_steps=1", *arguments)
         assert outcome.status == 0, outcome
     for run in ("run", "elsewhere"):
@@ -514,7 +514,7 @@ def test_a_signal_ends_a_command_with_the_shell_s_status(
     monkeypatch.setattr("dpo_pack.run.prepare.load_data", interrupt)
     outcome = dpopack(command, recipe)
     assert outcome.status == status
-    assert outcome.err == f"stopped by {signum.name}; run the same command again to continue\n"
+    assert outcome.err == f"stopped by {signum.name}; run the same command again; it uses what was saved\n"
     assert not (recipe.parent / "run").exists()
 
 
@@ -632,11 +632,15 @@ def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
     assert (outcome.status, outcome.err) == (0, "")
     assert "2 steps of 8 pairs" in outcome.out and "Dry run" in outcome.out
     assert not (recipe.parent / "run").exists()
+    assert "44 of 44 different sequences cached" in dpopack("precompute-ref", recipe).out
+    promised = " ".join(dpopack("train", "--help").out.split())
+    assert "Fills the caches of tokens and reference log-probs; writes nothing into output_dir." in promised
 
 
 def test_train_computes_no_reference_that_precompute_ref_has_left(recipe: Path, dpopack: Dpopack) -> None:
     first = dpopack("precompute-ref", recipe)
     assert (first.status, first.err) == (0, "")
+    assert "Reference log-probs of 22 pairs: 0 of 44 different sequences cached, 44 to compute" in first.out
     assert "0 sequences reused, 44 computed" in first.out and not (recipe.parent / "run").exists()
     assert "44 sequences reused, 0 computed" in dpopack("precompute-ref", recipe, "optim.lr=1e-6").out
     assert dpopack("train", recipe).status == 0
@@ -684,8 +688,9 @@ def test_evaluate_shows_intervals_and_whether_rewards_follow_length(trained: Pat
     assert line.split()[-4:] == [f"{metrics['rewards/accuracies']:.3f}", f"{low:.3f}", "to", f"{high:.3f}"]
     assert "prefer the longer completion in" in outcome.out
     assert sum(part["pairs"] for part in metrics["by_length"].values()) == 6
-    by_length = outcome.out.split("by chosen tokens / rejected tokens")[1]
-    assert "below 1/2" in by_length and "2 and up" in by_length
+    by_length = outcome.out.split("by length of chosen, compared with rejected")[1]
+    assert "under half" in by_length and "over twice" in by_length  # `chosen_under_half`, `chosen_over_twice`
+    assert "KL of chosen" in outcome.out  # `kl/chosen`
     assert max(map(len, outcome.out.split("Proof: ")[1].splitlines()[1:])) <= 80
 
 
@@ -695,6 +700,17 @@ def test_evaluate_tells_held_out_pairs_of_several_sources_apart(trained: Path, d
     by_source = json.loads(outcome.out)["held_out"]["by_source"]
     assert list(by_source) == ["pairs", "heldout"]
     assert sum(part["pairs"] for part in by_source.values()) >= 11
+
+
+def test_held_out_pairs_that_share_prompts_are_counted_with_their_prompts(
+    trained: Path, dpopack: Dpopack
+) -> None:
+    held_out = trained.parent / "heldout.jsonl"
+    rows = [json.loads(line) for line in held_out.read_text().splitlines()]
+    write_rows(held_out, [row | {"prompt": rows[number % 2]["prompt"]} for number, row in enumerate(rows)])
+    outcome = dpopack("evaluate", trained)
+    assert ", 6 pairs of 2 prompts held out (heldout); " in outcome.out
+    assert "heldout: 6 pairs of 2 prompts\n" in outcome.out and "bootstrap over prompts" in outcome.out
 
 
 def test_evaluate_takes_one_model_or_two(recipe: Path, dpopack: Dpopack) -> None:

@@ -44,6 +44,8 @@ def test_a_run_is_compared_with_its_start_on_the_prompts_of_its_samples(
         (line,) = (line for line in shown.splitlines() if start.completion.strip() in line)
         assert line.index(start.completion.strip()) < line.rindex(policy.completion.strip())
     assert shown.count(str(assets / "model")) == shown.count(str(run / "model")) == 2
+    assert shown.count(" [...] ") == 5  # four answers, and what it means
+    assert "An answer that ends in [...] was cut after 4 tokens" in shown
 
 
 def test_several_models_complete_a_text_of_the_user(run: Path, assets: Path, tmp_path: Path) -> None:
@@ -100,3 +102,5 @@ def test_wrong_arguments_are_refused_in_one_line(
     for kind, models, texts, message in cases:
         with pytest.raises(kind, match=message):
             sample_models(models, console, texts=texts, num=None)
+    with pytest.raises(RecipeError, match="give --prompt or --num, not both"):
+        sample_models([model], console, texts=("ask",), num=2)

@@ -150,7 +150,7 @@ def test_a_recipe_with_kernels_trains_and_its_proof_is_remembered_apart(
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert "passed at an earlier start" not in told
     assert (
-        "0 of 44 sequences cached" in told and "44 of 44 sequences cached" in told
+        "0 of 44 different sequences cached" in told and "44 of 44 different sequences cached" in told
     )  # the values are the same
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ def test_a_recipe_names_the_command_that_runs_it(path: Path) -> None:
     assert f"dpopack train configs/{path.name}" in path.read_text(encoding="utf-8") or (
         f"dpopack inspect-packing configs/{path.name}" in path.read_text(encoding="utf-8")
     )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_recipe_reads_a_known_data_set_as_the_page_of_data_says(path: Path) -> None:
+    page = (CONFIGS.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    for source in load_recipe(path).data.train:
+        for found in re.findall(rf"`(\{{path: {re.escape(str(source.path))}[,}}].*?)` \|", page):
+            assert source.columns == yaml.safe_load(found).get("columns", {}), source.path
 
 
 def test_recipes_write_to_different_directories() -> None:

@@ -417,6 +417,20 @@ def test_it_is_said_that_trl_keeps_every_checkpoint(
     assert ("TRL keeps every checkpoint, dpo-pack the newest two" in text) is is_said
 
 
+def test_the_reason_why_a_key_is_not_needed_is_its_own_and_unnamed_columns_are_pointed_at(
+    tmp_path: Path,
+) -> None:
+    config = {"eval_on_start": True, "liger_kernel_config": {"rms_norm": True}, "generate_during_eval": True}
+    text, _ = translated(tmp_path, "trl", {"dataset_name": "c/d", **config})
+    assert "# - eval_on_start: true - the first evaluation is always before step 1\n" in text
+    assert "liger_kernel_config: {rms_norm: true} - dpo-pack chooses these options itself" in text
+    assert "generate_during_eval: true - logging.samples writes completions" in text
+    hint = "# Columns that dpo-pack does not find by itself: name them in data.train.0.columns.\n"
+    assert hint in text
+    sources = [{"path": "c/d", "type": "intel"}]  # names a column
+    assert hint not in translated(tmp_path, "axolotl", {"rl": "dpo", "datasets": sources})[0]
+
+
 @pytest.mark.parametrize(
     ("target", "modules"),
     [("all", "all-linear"), (None, "all-linear"), ("q_proj,v_proj", ("q_proj", "v_proj"))],

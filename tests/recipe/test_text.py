@@ -49,6 +49,14 @@ def test_an_override_reaches_into_an_item_of_a_list() -> None:
     assert recipe.data.train[1].columns == {"prompt": "q"}
 
 
+def test_keys_of_the_only_source_need_no_number() -> None:
+    recipe = load(
+        "data.train.path=b.jsonl", "data.train.columns.prompt=q", "data.eval=c.jsonl", "data.eval.max_pairs=3"
+    )
+    assert recipe.data.train == (SourceRecipe(path="b.jsonl", columns={"prompt": "q"}),)
+    assert recipe.data.eval == (SourceRecipe(path="c.jsonl", max_pairs=3),)
+
+
 def test_an_override_changes_one_place_of_a_mapping_shared_by_a_yaml_alias() -> None:
     text = """
 output_dir: runs/x
@@ -68,7 +76,7 @@ def test_an_override_of_a_value_keeps_equals_signs_in_it() -> None:
 
 def test_parse_recipe_leaves_its_argument_alone() -> None:
     tree = yaml.safe_load(SMALLEST)
-    parse_recipe(tree, ["optim.lr=1e-6", "data.train.0.max_pairs=3", "model.dtype=float32"])
+    parse_recipe(tree, ["optim.lr=1e-6", "data.train.0.max_pairs=3", "data.train.path=x.jsonl"])
     assert tree == yaml.safe_load(SMALLEST)
 
 
@@ -80,14 +88,20 @@ MALFORMED_OVERRIDES: list[tuple[str, list[str]]] = [
     ("data.train=[a", ["override 'data.train=[a', line 1, column 3: invalid YAML"]),
     ("data.train=@x", ["override 'data.train=@x', line 1, column 1: invalid YAML"]),
     ("data.train.1.path=x", ["data.train.1: data.train is a list of 1", "data.train.0"]),
-    ("data.train.path=x", ["data.train.path: data.train is a list of 1", "data.train.0"]),
+    (
+        "data.eval.path=x",
+        ["data.eval.path: data.eval is a list of 2", "the first is data.eval.0.path"],
+    ),
+    ("logging.trackers.wandb=x", ["logging.trackers is a list of 1", "the first is logging.trackers.0"]),
     ("output_dir.x=1", ["output_dir.x: output_dir is 'runs/x'", "no keys"]),
 ]
 
 
 @pytest.mark.parametrize(("override", "fragments"), MALFORMED_OVERRIDES)
 def test_a_malformed_override_is_refused_with_how_to_write_it(override: str, fragments: list[str]) -> None:
-    message = message_of(lambda: load(override))
+    message = message_of(
+        lambda: load("data.eval=[a.jsonl, b.jsonl]", "logging.trackers=[tensorboard]", override)
+    )
     for fragment in fragments:
         assert fragment in message
 

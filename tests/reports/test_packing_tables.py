@@ -281,7 +281,14 @@ def test_the_smallest_budget_that_is_about_as_fast_is_recommended_with_reasons()
     reasons = "; ".join(report.recommendation.reasons)
     assert "1.0 rows" in reasons and "8,192 would take" in reasons
     assert "38,400 would save 0.0%" in reasons and "every pair fits" in reasons
-    assert "Recommended: packing.token_budget=19200" in " ".join(rendered(report).split())
+    assert "Recommended: packing.token_budget=19200, because a step has" in " ".join(rendered(report).split())
+
+
+def test_budgets_that_make_the_same_rows_are_said_to_be_the_same() -> None:
+    report = inspect(token_budget=4096, pairs_per_step=4, budgets=(8192,))
+    assert report.recommendation is not None
+    reasons = "; ".join(report.recommendation.reasons)
+    assert "any of these budgets is the same here" in reasons and "would save" not in reasons
 
 
 def test_a_budget_that_holds_every_pair_is_preferred_and_oversize_pairs_are_a_reason() -> None:

@@ -114,7 +114,7 @@ def test_the_page_has_curves_evaluations_warnings_recipe_and_versions(run: Path)
     text = said(page)
     for part in (
         "Gradient norm", "Learning rate", "Seconds of a step", "held<out>: 7 pairs", "after step 30",
-        "<i>web", "below 1/2", f"Step 20: {WARNING}.", "lr: 1.0e-06", "torch 9.9", "interrupted",
+        "<i>web", "under half", f"Step 20: {WARNING}.", "lr: 1.0e-06", "torch 9.9", "interrupted",
     ):  # fmt: skip
         assert part in text, part
     data = drawn(page)
@@ -271,6 +271,17 @@ def test_runs_with_the_same_held_out_pairs_are_compared_pair_by_pair(tmp_path: P
     assert "c - a" not in text and "d - a" not in text
 
 
+def test_a_difference_resamples_prompts_with_all_their_pairs(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    pairs = [bytes([number]) * 32 for number in range(40)]
+    for run, accuracies in zip(runs, ([0.0] * 40, [0.0, 1.0] * 20), strict=True):
+        write_held_out(run, step=30, accuracies=accuracies, pairs=pairs)
+        table = pq.read_table(run / "held_out.parquet")
+        prompts = pa.array([number // 2 for number in range(40)])  # each with a mean of 0.5
+        pq.write_table(table.append_column("prompt", prompts), run / "held_out.parquet")
+    assert "b - a +0.500 +0.500 to +0.500" in said(run_page(runs))
+
+
 def test_what_another_loss_makes_incomparable_is_not_compared_pair_by_pair(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", loss="ipo")]
     for run in runs:
@@ -330,7 +341,7 @@ def test_online_and_offline_runs_that_share_no_held_out_pairs_say_so(tmp_path: P
     assert "not have the same number of pairs" not in text
     assert "run after step loss interval reward accuracy interval reward margin interval off 30" in text
     assert "score above the start's interval on 3 0.600" in text
-    assert "Held-out pairs and prompts" in text and "bootstrap over pairs and prompts." in text
+    assert "Held-out pairs and prompts" in text and "bootstrap over prompts." in text
     assert "No differences pair by pair on held<out>. on was not measured on held<out>." in text
     assert (
         "No differences pair by pair on ask. on was trained online and is measured on prompts, not on pairs. "

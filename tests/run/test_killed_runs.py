@@ -156,7 +156,10 @@ def test_the_command_saves_and_leaves_within_seconds_when_it_is_asked_to(
     wait_for(lambda: metrics.exists() and metrics.read_text().count('"train"') >= 3, process)
     until_signal = seconds_so_far(process)
     process.send_signal(signal.Signals[name])
-    assert ended(process) == (status, f"stopped by {name}; run the same command again to continue\n")
+    assert ended(process) == (
+        status,
+        f"stopped by {name}; run the same command again; it uses what was saved\n",
+    )
     assert seconds_of_ended_commands() - before - until_signal < 10
     assert len(checkpoints(run / "checkpoints")) == 1
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"

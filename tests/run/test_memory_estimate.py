@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -429,9 +430,22 @@ def test_a_dry_run_says_what_the_run_will_take_and_that_it_fits(
     train(load_recipe(recipe_path, (f"output_dir={tmp_path / 'run'}",)), console, dry_run=True)
     said = text_of(console)
     assert "Memory on one cpu device, estimated" in said and "It fits: " in said
+    assert "attention scores" not in said
     for line in ("parameters", "gradients", "optimizer", "activations", "a step"):
         assert f"\n  {line} " in said
     assert not (tmp_path / "run").exists()
+
+
+def test_scores_that_softcaps_keep_are_said_not_to_be_counted(
+    recipe_path: Path, tmp_path: Path, console: Console
+) -> None:
+    shutil.copytree(recipe_path.parent, tmp_path / "run")
+    model = tmp_path / "run" / "model"
+    tokens = json.loads((model / "config.json").read_text())["vocab_size"]
+    tiny_model("gemma2", vocab_size=tokens).save_pretrained(model)
+    train(load_recipe(tmp_path / "run" / "recipe.yaml"), console, dry_run=True)
+    said = text_of(console)
+    assert "not counted: attention scores" in said and said.index("not counted") < said.index("It fits: ")
 
 
 def test_a_dry_run_that_does_not_fit_says_so_first_and_what_would(

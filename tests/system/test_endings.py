@@ -80,7 +80,8 @@ def test_an_interruption_is_told_once_at_once_and_by_nobody_in_particular(
     errors = {1: Interrupted(2), 0: RuntimeError("Connection closed by peer")}
     assert settle_all(errors, num_ranks=2) == {0: 130, 1: 130}
     expected = [
-        f"stopped by {name}; run the same command again to continue" for name in ("SIGTERM", "SIGINT")
+        f"stopped by {name}; run the same command again; it uses what was saved"
+        for name in ("SIGTERM", "SIGINT")
     ]
     assert capsys.readouterr().err.splitlines() == expected
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from dpo_pack.training.held_out import (
 
 def traits(chosen: list[int], rejected: list[int], sources: list[int] | None = None) -> PairTraits:
     return PairTraits(
+        prompts=np.arange(len(chosen)),
         chosen_tokens=np.array(chosen, dtype=np.int32),
         rejected_tokens=np.array(rejected, dtype=np.int32),
         source_indices=np.array(sources or [0] * len(chosen), dtype=np.int16),
@@ -64,6 +67,13 @@ def test_a_description_has_means_and_intervals_of_the_whole_and_of_its_parts() -
     assert described["by_source"]["web"]["pairs"] == 3
     assert described["by_length"]["chosen_over_twice"]["rewards/accuracies"] == pytest.approx(2 / 3)
     assert described["by_length"]["chosen_shorter"]["rewards/accuracies"] == pytest.approx(1 / 3)
+
+
+def test_pairs_of_one_prompt_are_drawn_together() -> None:
+    some = dataclasses.replace(traits([9] * 4, [9] * 4), prompts=np.array([0, 0, 2, 2]))
+    described = means_by_group({"loss": np.array([0.0, 1.0, 0.5, 0.5])}, some, seed=0)
+    assert (described["pairs"], described["prompts"]) == (4, 2)
+    assert described["intervals"]["loss"] == [0.5, 0.5]  # each prompt's mean is 0.5
 
 
 def test_one_source_is_no_breakdown() -> None:

@@ -39,6 +39,21 @@ def test_columns_are_resampled_together() -> None:
     assert bounds[2] == pytest.approx(-bounds[0][::-1])
 
 
+def test_copies_of_each_prompts_pair_do_not_narrow_the_interval() -> None:
+    values = np.random.default_rng(8).normal(size=(50, 2))
+    alone = mean_intervals(values, seed=0)
+    assert np.array_equal(mean_intervals(values, seed=0, prompts=np.arange(50)), alone)
+    copies, prompts = np.repeat(values, 4, axis=0), np.repeat(np.arange(50), 4)
+    assert mean_intervals(copies, seed=0, prompts=prompts) == pytest.approx(alone)
+    assert (np.ptp(mean_intervals(copies, seed=0), axis=1) < 0.7 * np.ptp(alone, axis=1)).all()
+
+
+def test_a_prompt_with_more_pairs_weighs_more() -> None:
+    values, prompts = np.array([[0.0]] + [[1.0]] * 9), np.array([0] + [4] * 9)
+    resampled_means = {0.0, 0.9, 1.0}  # of the two prompts: the first twice, both, the second twice
+    assert set(mean_intervals(values, seed=0, prompts=prompts)[0].tolist()) <= resampled_means
+
+
 def test_one_pair_and_equal_pairs_have_an_interval_of_no_width() -> None:
     assert mean_intervals(np.array([[3.0]]), seed=0).tolist() == [[3.0, 3.0]]
     assert mean_intervals(np.full((9, 1), 0.25), seed=0).tolist() == [[0.25, 0.25]]

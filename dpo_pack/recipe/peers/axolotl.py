@@ -245,15 +245,19 @@ AXOLOTL: Table = {
             cut_cross_entropy*""",
             "pairs are tokenised once and cached": """
             dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory
-            dataset_shard_* skip_prepare_dataset train_on_inputs shuffle_before_merging_datasets
-            hf_use_auth_token push_dataset_to_hub""",
+            dataset_shard_* skip_prepare_dataset push_dataset_to_hub""",
+            "only completions are scored": "train_on_inputs",
+            "data.shuffle shuffles all sources together": "shuffle_before_merging_datasets",
+            "the hub's own login is used": "hf_use_auth_token",
+            "logging.samples writes completions of held-out prompts": "generate_samples",
+            "evaluations are packed like training, into rows of packing.token_budget tokens": """
+            eval_batch_size""",
             "packing.token_budget bounds memory; distributed.strategy auto shards where needed": """
             activation_offloading layer_offloading selective_checkpointing dp_*_size
             tensor_parallel_size context_parallel_size sequence_parallel_degree lora_on_cpu max_memory
-            gpu_memory_limit device_map low_cpu_mem_usage experimental_* gc_steps gc_collect_steps
-            eval_batch_size""",
+            gpu_memory_limit device_map low_cpu_mem_usage experimental_* gc_steps gc_collect_steps""",
             "train.stop_on_nonfinite and warnings watch the loss": "loss_watchdog_*",
-            "dpo-pack starts its own processes": "strict debug device ddp world_size vllm generate_samples",
+            "dpo-pack starts its own processes": "strict debug device ddp world_size vllm",
         }
     ),
     **as_absent(

@@ -174,13 +174,15 @@ LLAMAFACTORY: Table = {
             "options of methods that dpo-pack does not have": "galore_* apollo_* badam_* freeze_* oft_*",
             "pairs are tokenised once and cached, and only completions are scored": """
             overwrite_cache preprocessing_* streaming buffer_size cache_dir media_dir
-            data_shared_file_system train_on_prompt mask_history eval_on_each_dataset""",
+            data_shared_file_system train_on_prompt mask_history""",
+            "each held-out set has metrics of its own": "eval_on_each_dataset",
+            "quantisation has no options here": "quantization_* double_quantization",
             "nothing is padded": "packing neat_packing ignore_pad_token_for_loss",
             "the tokenizer is used as it is": """
             use_fast_tokenizer resize_vocab split_special_tokens add_tokens add_special_tokens""",
             "packing.token_budget bounds memory; distributed.strategy auto shards where needed": """
-            upcast_* use_unsloth* use_reentrant_gc low_cpu_mem_usage quantization_* double_quantization
-            use_kv_cache use_v1_kernels kt_* use_kt ray_* use_ray offload_folder""",
+            upcast_* use_unsloth* use_reentrant_gc low_cpu_mem_usage use_kv_cache use_v1_kernels kt_* use_kt
+            ray_* use_ray offload_folder""",
             "it is not for DPO training": """
             kto_* ppo_* reward_model* use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha
             compute_accuracy infer_* vllm_* sglang_* export_* image_* video_* predict_with_generate

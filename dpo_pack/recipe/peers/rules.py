@@ -476,15 +476,18 @@ TRANSFORMERS: Table = {
             "the same command again resumes an unfinished run": "resume_from_checkpoint",
             "metrics.jsonl has a line every logging.every_steps steps": "logging_strategy",
             "packing.token_budget bounds memory; distributed.strategy auto shards where needed": """
-            auto_find_batch_size gradient_checkpointing_kwargs activation_checkpointing_kwargs
-            torch_compile_* fsdp fsdp_* deepspeed parallelism_config torch_empty_cache_steps use_cache
-            fp8*""",
+            auto_find_batch_size fsdp fsdp_* deepspeed parallelism_config torch_empty_cache_steps""",
+            "dpo-pack chooses these options itself": """
+            gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_compile_* use_cache
+            liger_kernel_config""",
             "packing leaves no padding to save": "group_by_length",
             "a step is one batch, whatever the number of devices": "average_tokens_across_devices",
             "checkpoint.metric says which is better": "greater_is_better",
             "runs are deterministic; see docs/numerics.md": "full_determinism",
             "evaluations are packed like training, into rows of packing.token_budget tokens": """
-            per_device_eval_batch_size eval_accumulation_steps eval_on_start eval_delay""",
+            per_device_eval_batch_size eval_accumulation_steps""",
+            "the first evaluation is always before step 1": "eval_on_start eval_delay",
+            "evaluations compute in the precision of training": "bf16_full_eval fp16_full_eval",
             "`dpopack train` trains and evaluates": "do_train do_eval do_predict",
             "a second `dpopack train` resumes the run; --overwrite starts anew": "overwrite_output_dir",
             "dpo-pack starts its own processes; see docs/distributed.md": """
@@ -495,8 +498,8 @@ TRANSFORMERS: Table = {
             "it makes fp32 products faster, and autocast computes them in bfloat16": "tf32",
             "it changes what is printed or written, not what is trained": """
             logging_* log_level* disable_tqdm include_* skip_memory_metrics debug prediction_loss_only
-            batch_eval_metrics eval_* bf16_full_eval fp16_full_eval save_only_model save_safetensors
-            enable_jit_checkpoint restore_callback_states_from_checkpoint liger_kernel_config plot_loss""",
+            batch_eval_metrics eval_* save_only_model save_safetensors enable_jit_checkpoint
+            restore_callback_states_from_checkpoint plot_loss""",
         }
     ),
     **as_absent(
@@ -504,6 +507,7 @@ TRANSFORMERS: Table = {
             "no noise is added to embeddings": "neftune_noise_alpha",
             "dpo-pack's optimizers have the options of section optim only": "optim_args",
             "dpo-pack has no such optimizers": "optim_target_modules",
+            "dpo-pack has no products in FP8": "fp8*",
             "seed decides the order of the pairs too": "data_seed",
             "the last step of an epoch has the pairs that remain; none is dropped": "dataloader_drop_last",
             "set it in the tracker's or the hub's own environment variables": "hub_* trackio_* project",

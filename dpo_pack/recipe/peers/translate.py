@@ -179,6 +179,11 @@ class _Written:
             f"# AdamW has {name}'s betas, eps, weight decay and clipping where they are not named.",
             "# Before you train: `dpopack recipe --check` it, and look at pairs with `dpopack show`.",
         ]
+        sources = enumerate(self.values["data.train"] if isinstance(self.values["data.train"], list) else ())
+        if unnamed := [f"data.train.{n}.columns" for n, source in sources if not source.get("columns")]:
+            lines.append(
+                f"# Columns that dpo-pack does not find by itself: name them in {', '.join(unnamed)}."
+            )
         if placeholders := [key for key in _PLACEHOLDERS if self.values[key] == _PLACEHOLDERS[key]]:
             lines += [f"# Fill in: {', '.join(placeholders)}."]
         if self.values.get("checkpoint.every_steps") and "checkpoint.keep" not in self.values:

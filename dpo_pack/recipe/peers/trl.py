@@ -162,16 +162,20 @@ TRL: Table = {
             "reference.token_budget auto finds it": "precompute_ref_batch_size reference_model_*",
             "nothing is padded": "padding_free pad_to_multiple_of pad_token padding_value label_pad_token_id",
             "packing.token_budget bounds memory; distributed.strategy auto shards where needed": """
-            activation_offloading use_liger_loss ignore_bias_buffers device_map use_cache
-            low_cpu_mem_usage""",
-            "dpo-pack reads the tokenizer beside the model": """
-            base_model_attribute_name processing_class tokenizer tools generate_during_eval
-            *_init_kwargs *_adapter_name force_use_ref_model""",
+            activation_offloading use_liger_loss device_map low_cpu_mem_usage""",
+            "dpo-pack starts its own processes; see docs/distributed.md": "ignore_bias_buffers",
+            "dpo-pack reads the tokenizer beside the model": "processing_class tokenizer",
+            "dpo-pack finds the parts of the model itself": "base_model_attribute_name",
+            "tools come from the column tools of each row": "tools",
+            "logging.samples writes completions of held-out prompts": "generate_during_eval",
+            "the reference is the starting policy, or the model in reference.path": """
+            *_adapter_name force_use_ref_model""",
             "set environment variables in your shell": "env",
         }
     ),
     **as_absent(
         {
+            "set these options in sections model, tokenizer and reference": "*_init_kwargs",
             "only adapters are trained": "lora_modules_to_save",
             "adapters are on linear layers only": "lora_target_parameters",
             "plain LoRA is trained": "use_dora",

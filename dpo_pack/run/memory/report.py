@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.losses import Objective
-from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.attention.select import select_backend
+from dpo_pack.model.config import attention_needs, routes_tokens
 from dpo_pack.model.layout import Row
 from dpo_pack.model.lora import read_adapter
 from dpo_pack.model.parallel import DistributedPolicy
@@ -69,6 +70,11 @@ def print_memory_estimate(prepared: Prepared, objective: Objective, plan: Packin
             console.print(f"  {name:<17}{format_bytes(num_bytes):>11}  {texts.get(name, '')}".rstrip())
     if recipe.online is not None:
         console.print("  not counted: the completions' keys and values, judges, and models of a server")
+    if _keeps_scores(prepared):
+        console.print(
+            "  not counted: attention scores, which are kept because this model has softcaps or sinks; "
+            "activations may take 4 times as much"
+        )
     if available is None:
         console.print("This system does not say how much memory it has")
     elif needed <= available.free:
@@ -85,6 +91,16 @@ def print_memory_estimate(prepared: Prepared, objective: Objective, plan: Packin
             f"It does not fit in the host's memory: {_what_is_free(host)} for each process. Leave "
             "distributed.cpu_offload out"
         )
+
+
+def _keeps_scores(prepared: Prepared) -> bool:
+    """Returns whether attention keeps queries x keys scores for its backward pass. Fused kernels do not."""
+    needs = attention_needs(prepared.policy_facts.config)
+    if not (needs.has_softcap or needs.has_sinks):
+        return False
+    requested, dtype = prepared.recipe.model.attention, prepared.precision.activations
+    choice = select_backend(requested, needs, device=prepared.device, dtype=dtype)
+    return choice.name == "sdpa" or not prepared.is_packed
 
 
 def _gathering(facts: MemoryFacts) -> str:
