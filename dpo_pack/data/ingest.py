@@ -25,7 +25,7 @@ from dpo_pack.data.formats import (
 )
 from dpo_pack.data.keys import content_key
 from dpo_pack.data.locating import LocatedSource, locate_source
-from dpo_pack.data.readers import NumberedRow, OpenRows
+from dpo_pack.data.readers import NumberedRow, OpenRows, missing_column
 from dpo_pack.data.splits import Prompt
 from dpo_pack.data.store import TokenStore, open_store, write_store
 from dpo_pack.data.tokenization import (
@@ -319,20 +319,30 @@ class Ingestion:
             )
 
     def _check_columns_are_read(self) -> None:
-        """Raises DataError if the format does not read a column that the recipe names."""
-        for ours, theirs in self.source.columns.items():
-            if theirs is not None and ours not in FIELDS_OF_FORMAT[self.format]:
-                remedy = f"remove {ours}, or set {self.located.key}.format"
-                if ours == "system" and self.format == "preference":
-                    prompt = self.source.columns.get("prompt") or "prompt"
-                    remedy = (
-                        f"set {self.located.key}.columns: {{instruction: {prompt}, system: {theirs}}}, which "
-                        "makes messages of prompt, chosen and rejected"
-                    )
-                raise DataError(
-                    f"{self.located.label}: its rows are read as {self.format}, which has no column {ours}, "
-                    f"but {self.located.key}.columns.{ours} names column {theirs!r}; {remedy}"
-                )
+        """Raises DataError if the format does not read a column that the recipe names.
+
+        If no row has one of these columns, the error names that one: without it, no format could be found.
+        """
+        named = {ours: theirs for ours, theirs in self.source.columns.items() if theirs is not None}
+        unread = [ours for ours in named if ours not in FIELDS_OF_FORMAT[self.format]]
+        if not unread:
+            return
+        for ours, theirs in named.items() if self.columns else ():
+            if theirs not in self.columns:
+                missing = missing_column(f"{self.located.key}.columns.{ours}", theirs, tuple(self.columns))
+                raise DataError(f"{self.located.label}: {missing}; correct the name")
+        ours = unread[0]
+        remedy = f"remove {ours}, or set {self.located.key}.format"
+        if ours == "system" and self.format == "preference":
+            prompt = named.get("prompt", "prompt")
+            remedy = (
+                f"set {self.located.key}.columns: {{instruction: {prompt}, system: {named[ours]}}}, which "
+                "makes messages of prompt, chosen and rejected"
+            )
+        raise DataError(
+            f"{self.located.label}: its rows are read as {self.format}, which has no column {ours}, "
+            f"but {self.located.key}.columns.{ours} names column {named[ours]!r}; {remedy}"
+        )
 
     @property
     def _columns_read(self) -> tuple[str | None, ...]:

@@ -468,7 +468,8 @@ def test_columns_of_ids_scores_and_categories_are_not_taken_for_the_prompt_and_a
 def test_a_misspelt_column_is_named_and_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", QUESTIONS)
     message = refused(tmp_path, {"path": path, "columns": {"prompt": "qestion"}})
-    assert "no column 'qestion', which data.train.0.columns.prompt names (there are: question, " in message
+    names = "no column 'qestion', which data.train.0.columns.prompt names"
+    assert f"{names} (did you mean question? there are: question, " in message
     assert message.endswith("missing_column: 33 of 33 rows; name the column in data.train.0.columns")
 
 
