@@ -211,7 +211,7 @@ def _fault(view: SourceView, name: str, sentence: str, remedy: str, pairs: Seque
 
 
 def _left_out(reason: LeftOutReason) -> Fault:
-    first, remedy = reason.rows[0], reason.remedy
+    first, remedy = reason.rows[0], reason.remedy or "mend the rows"
     if reason.reason in ("empty_completion", "identical_completions"):
         remedy = f"if the columns are wrong, correct {reason.origin.key}.columns; if not, mend the rows"
     consequence = "a run stops there" if reason.stops_run else "left out"

@@ -40,7 +40,7 @@ _MAX_ROW_SIZE = 1 << 24
 
 
 # A column that the recipe's `columns` gives another of our names is not read under these names too.
-_TAKEN_ONCE = {
+TAKEN_ONCE = {
     *("system", "messages", "conversations", "instruction", "input", "history"),
     *("first", "second", "preference", "better", "answers"),
 }
@@ -103,7 +103,7 @@ class ColumnNames:
         Returns a BadRow if a mapped column is missing, or if a column has images, video or audio.
         """
         renamed = dict(row)
-        for name in _TAKEN_ONCE.intersection(mapping.values()).difference(mapping):
+        for name in TAKEN_ONCE.intersection(mapping.values()).difference(mapping):
             renamed.pop(name, None)
         for ours, theirs in mapping.items():
             if theirs is None:

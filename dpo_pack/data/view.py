@@ -3,14 +3,14 @@
 Each row is tokenised with the length limits of a run, and once more without, to find what truncation cuts.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, BadRow, Pair
+from dpo_pack.data.formats import FORMATS, BadRow, Pair, Row
 from dpo_pack.data.ingest import LISTED_ROWS, Ingestion, Progress
 from dpo_pack.data.locating import locate_source
 from dpo_pack.data.readers import NumberedRow
@@ -69,6 +69,7 @@ class ViewedPair:
     origin: Origin
     format: str
     row_number: int
+    content: Row  # what the format reads of the row, under our column names
     pair: Pair
     alone: TokenIds  # the prompt, tokenised without a completion
     whole: PairIds  # before truncation
@@ -129,7 +130,9 @@ class LeftOut:
     row_number: int
     reason: str
     detail: str
-    content: Any  # the row, under our column names where a format could read it
+    content: (
+        Any  # what the format reads of the row, under our column names; the whole row if it reads nothing
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +143,7 @@ class LeftOutReason:
     reason: str
     num_rows: int
     of_rows: int  # tokenised rows of the source
-    remedy: str
+    remedy: str  # "" if the rows are to be left out and only a change of the data would keep them
     stops_run: bool
     rows: tuple[LeftOut, ...]  # the first ones
 
@@ -151,6 +154,8 @@ class SourceView:
 
     origin: Origin
     format: str
+    columns: Mapping[str, str]  # our names -> the source's, of the columns that the format reads
+    columns_not_read: Sequence[str]
     num_rows: int  # tokenised
     num_kept: int
     num_rows_of_source: int | None  # None: not known before its end, and the end was not reached
@@ -203,17 +208,21 @@ def view_source(
                                 row_number=number,
                                 reason=bad.reason,
                                 detail=bad.detail,
-                                content=content.content if isinstance(content, BadRow) else content,
+                                content=content.content
+                                if isinstance(content, BadRow)
+                                else _content(content, ingestion.columns_read) or content,
                             )
                         )
                 dropped = {number for number, _ in batch.dropped}
                 kept = [(at, row) for at, (row, is_shown) in taken.items() if is_shown and at not in dropped]
-                pairs += _view(kept, origin, settings, tokenizer)
+                pairs += _view(kept, origin, settings, tokenizer, ingestion.columns_read)
     if ingestion.num_rows == 0:
         raise DataError(f"{located.label} has no rows; correct or remove {key}")
     return SourceView(
         origin=origin,
         format=ingestion.format,
+        columns=ingestion.columns_read,
+        columns_not_read=ingestion.columns_not_read,
         num_rows=ingestion.num_rows,
         num_kept=ingestion.num_kept,
         num_rows_of_source=selection.num_rows if selection.is_at_end else opened.num_rows,
@@ -262,9 +271,13 @@ class _Selection:
 
 
 def _view(
-    rows: Sequence[NumberedRow], origin: Origin, settings: TokenizationSettings, tokenizer: Tokenizer
+    rows: Sequence[NumberedRow],
+    origin: Origin,
+    settings: TokenizationSettings,
+    tokenizer: Tokenizer,
+    fields: Collection[str],
 ) -> list[ViewedPair]:
-    """Returns the pairs of rows. Each row must give a pair."""
+    """Returns the pairs of rows, whose format reads the fields. Each row must give a pair."""
     unlimited = replace(settings, limits=_UNLIMITED)
     whole = _pair_ids(tokenize_batch(rows, unlimited, tokenizer).pairs)
     prompts = tokenize_batch(rows, replace(unlimited, completion_tokens=0), tokenizer).prompts
@@ -278,6 +291,7 @@ def _view(
                 origin=origin,
                 format=settings.format,
                 row_number=number,
+                content=_content(row, fields),
                 pair=pair,
                 alone=alone.get(number, ids.prompt),
                 whole=ids,
@@ -289,6 +303,10 @@ def _view(
             )
         )
     return pairs
+
+
+def _content(row: Any, fields: Collection[str]) -> dict[str, Any]:
+    return {field: row[field] for field in fields if field in row}
 
 
 def _pair_ids(pairs: TokenStore) -> list[PairIds]:

@@ -23,7 +23,7 @@ from dpo_pack.training.optim import check_optimizer
 
 
 def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Returns a line for each thing that is in order, and a line for each thing that is wrong.
+    """Returns lines for each thing that is in order, and a line for each thing that is wrong.
 
     Reads configs, the tokenizer and the first rows of each source. Writes nothing except the files that it
     downloads from the hub.
@@ -34,7 +34,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
 
     def check(function: Callable[..., str], *arguments: Any) -> None:
         try:
-            found.append(function(*arguments))
+            found.extend(line for line in function(*arguments).split("\n") if line not in found)
         except DpoPackError as error:
             wrong.append(str(error))
 

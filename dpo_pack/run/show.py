@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from dpo_pack.data.faults import SIDES, Fault, find_faults, notes_of
-from dpo_pack.data.formats import FORMATS
+from dpo_pack.data.formats import FORMATS, Row
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.view import LeftOut, LeftOutReason, SourceView, Token, ViewedPair, view_source
@@ -38,6 +38,7 @@ class ShownPair:
     source: str  # its name in reports
     row: int
     place: str  # for people
+    content: Row  # what the format reads of the row, under our column names
     chosen: tuple[Token, ...]  # prompt and completion; tokens that were cut included
     rejected: tuple[Token, ...]
     num_shared: int  # first tokens that chosen and rejected have in common, without those that were cut
@@ -194,6 +195,7 @@ def _shown_pairs(
             source=pair.origin.name,
             row=pair.row_number,
             place=pair.origin.place(pair.row_number),
+            content=pair.content,
             chosen=tuple(sides[0]),
             rejected=tuple(sides[1]),
             num_shared=common_prefix_length(kept),
@@ -242,6 +244,8 @@ def to_json(shown: ShownRecipe) -> str:
             {
                 "name": view.origin.name,
                 "format": view.format,
+                "columns": view.columns,
+                "columns_not_read": view.columns_not_read,
                 "rows_read": view.num_rows,
                 "rows": view.num_rows_of_source,
                 "pairs_kept": view.num_kept,
@@ -265,6 +269,7 @@ def to_json(shown: ShownRecipe) -> str:
             {
                 "source": pair.source,
                 "row": pair.row,
+                "content": pair.content,
                 "chosen": _sequence_json(pair.chosen),
                 "rejected": _sequence_json(pair.rejected),
                 "shared_tokens": pair.num_shared,

@@ -814,6 +814,7 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
         f"model.path: {directory / 'model'}, llama; its weights are there",
         "tokenizer: 384 tokens",
         f"data.train.0: {directory / 'pairs.jsonl'}, format preference, the first 16 rows have 16 pairs",
+        "  columns: prompt, chosen, rejected",  # of both sources
         f"data.eval.0: {directory / 'heldout.jsonl'}, format preference, the first 6 rows have 6 pairs",
         f"{recipe} is in order",
     ]
@@ -853,6 +854,8 @@ def test_recipe_check_reads_only_the_first_rows_of_a_long_file(recipe: Path, dpo
     long.write_text(row * 50 + '{"prompt": "a question"}\n' + row * 200)
     checked = dpopack("recipe", "--check", recipe, f"data.train={long}")
     assert checked.status == 2 and "missing_column: 1 of the first 100 rows" in checked.err
+    skipped = dpopack("recipe", "--check", recipe, f"data.train={long}", "data.on_bad_row=skip")
+    assert "the first 100 rows have 99 pairs, left out: 1 missing_column\n" in skipped.out
 
 
 def test_recipe_prints_the_schema(dpopack: Dpopack) -> None:
