@@ -75,6 +75,7 @@ class ViewedPair:
     whole: PairIds  # before truncation
     fitted: PairIds  # the tokens that the model gets
     limits: LengthLimits
+    num_positions: int | None  # that the model computes exactly; None: not known
     opens_turn: bool  # False: no template, or it writes nothing for a generation prompt
     tokenizer: Tokenizer
     ends: EndTokens  # the tokens that can end a completion
@@ -174,10 +175,12 @@ def view_source(
     label: str,
     asked_rows: Collection[int] = (),
     reads_all: bool = False,
+    num_positions: int | None = None,
     progress: Progress,
 ) -> SourceView:
     """Views the first rows of a source and `asked_rows`; with `reads_all` also counts all other rows.
 
+    `num_positions` is how many positions the model computes exactly; None if that is not known.
     A bad row that would stop a run is only left out here. Raises DataError if the source cannot be read or
     has no rows, ModelError if the tokenizer lacks a feature.
     """
@@ -215,7 +218,9 @@ def view_source(
                         )
                 dropped = {number for number, _ in batch.dropped}
                 kept = [(at, row) for at, (row, is_shown) in taken.items() if is_shown and at not in dropped]
-                pairs += _view(kept, origin, settings, tokenizer, ingestion.columns_read)
+                pairs += _view(
+                    kept, origin, settings, tokenizer, ingestion.columns_read, num_positions=num_positions
+                )
     if ingestion.num_rows == 0:
         raise DataError(f"{located.label} has no rows; correct or remove {key}")
     return SourceView(
@@ -276,6 +281,8 @@ def _view(
     settings: TokenizationSettings,
     tokenizer: Tokenizer,
     fields: Collection[str],
+    *,
+    num_positions: int | None,
 ) -> list[ViewedPair]:
     """Returns the pairs of rows, whose format reads the fields. Each row must give a pair."""
     unlimited = replace(settings, limits=_UNLIMITED)
@@ -297,6 +304,7 @@ def _view(
                 whole=ids,
                 fitted=truncate(ids, settings.limits, tokenizer.bos_token_id),
                 limits=settings.limits,
+                num_positions=num_positions,
                 opens_turn=is_conversation and template_opens_turn(pair, tokenizer),
                 tokenizer=tokenizer,
                 ends=EndTokens.of(tokenizer, settings.format),

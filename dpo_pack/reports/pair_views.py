@@ -84,9 +84,12 @@ def summary(shown: ShownRecipe) -> list[str]:
         if shown.template is None
         else f"chat template: {shown.template}"
     )
+    positions = ""
+    if shown.num_positions is not None and shown.num_positions < shown.max_length:
+        positions = f", but this model is exact for {shown.num_positions:,} positions only"
     return [
         f"Model {shown.model}; {tokenizer}, {shown.num_tokens:,} tokens, EOS {quoted(shown.eos)}; {template}",
-        f"data.max_length: {shown.max_length:,} tokens of prompt and one completion; "
+        f"data.max_length: {shown.max_length:,} tokens of prompt and one completion{positions}; "
         f"data.truncation: {shown.truncation}",
         *dict.fromkeys(line for view in shown.sources for line in source_sentences(view)),
     ]

@@ -10,6 +10,7 @@ import torch
 
 from dpo_pack.data.ingest import check_source
 from dpo_pack.data.splits import HELD_OUT
+from dpo_pack.model.config import known_positions
 from dpo_pack.model.loading import load_config
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
@@ -78,7 +79,14 @@ def _check_model(recipe: Recipe, path: str, key: str) -> str:
     facts = resolve_model(recipe, recipe_precision(recipe, device), path, recipe_key=key)
     check_model(recipe, facts, device, is_trained=key == "model.path")
     weights = "its weights are there" if Path(facts.path).is_dir() else "its weights were not checked"
-    return f"{key}: {facts.label}, {facts.config.model_type}; {weights}"
+    known, max_length = known_positions(facts.config), recipe.data.max_length
+    positions = ""
+    if known is not None and known < max_length:
+        positions = (
+            f"\n  data.max_length is {max_length:,}, but this model is exact for {known:,} positions only, "
+            f"so a longer pair would stop a run; set data.max_length: {known}"
+        )
+    return f"{key}: {facts.label}, {facts.config.model_type}; {weights}{positions}"
 
 
 def _check_judge(recipe: Recipe, path: str, key: str) -> str:

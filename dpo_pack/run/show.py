@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from dpo_pack.data.faults import SIDES, Fault, find_faults, notes_of
@@ -16,12 +17,14 @@ from dpo_pack.data.formats import FORMATS, Row
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.view import LeftOut, LeftOutReason, SourceView, Token, ViewedPair, view_source
+from dpo_pack.model.config import known_positions
 from dpo_pack.model.layout import common_prefix_length
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.report import DrawnRow, draw_row
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction, SourceRecipe
 from dpo_pack.run.batches import plan_settings
+from dpo_pack.run.models import recipe_precision, resolve_policy
 from dpo_pack.run.prepare import prepare_tokenizer, require_pairs
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.output import printable
@@ -67,6 +70,7 @@ class ShownRecipe:
     eos: str
     template: str | None  # where the chat template comes from; None if no source needs one
     max_length: int
+    num_positions: int | None  # that the model computes exactly; None: its config has no such number
     truncation: str
     sources: tuple[SourceView, ...]
     faults: tuple[Fault, ...]
@@ -87,6 +91,8 @@ def show_recipe(
     """
     require_pairs(recipe)
     tokenizer = prepare_tokenizer(recipe)
+    precision = recipe_precision(recipe, torch.device("cpu"))  # any device: only the config is used
+    num_positions = known_positions(resolve_policy(recipe, precision).config)
     with console.status("Reading data") as status:
 
         def progress(what: str, done: int, total: int | None) -> None:
@@ -102,6 +108,7 @@ def show_recipe(
                 label=label,
                 asked_rows=asked_rows,
                 reads_all=reads_all,
+                num_positions=num_positions,
                 progress=progress,
             )
             for key, source, name, label in _sources(recipe)
@@ -121,6 +128,7 @@ def show_recipe(
         eos=str(tokenizer.eos_token),
         template=(str(template) if template else "the tokenizer's own") if is_templated else None,
         max_length=recipe.data.max_length,
+        num_positions=num_positions,
         truncation=recipe.data.truncation,
         sources=tuple(views),
         faults=tuple(faults),

@@ -821,6 +821,15 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
     assert sorted(recipe.parent.rglob("*")) == before
 
 
+def test_recipe_check_says_that_pairs_may_be_longer_than_the_model_reads(
+    recipe: Path, dpopack: Dpopack
+) -> None:
+    _with_few_positions(recipe.parent)
+    checked = dpopack("recipe", "--check", recipe, "data.max_length=99")
+    assert "data.max_length is 99, but this model is exact for 16 positions only" in checked.out
+    assert "set data.max_length: 16\n" in checked.out
+
+
 def test_recipe_check_has_a_line_for_each_thing_that_would_stop_the_run(
     recipe: Path, dpopack: Dpopack, tmp_path: Path
 ) -> None:

@@ -419,6 +419,15 @@ def test_a_long_prompt_is_shortened_with_the_number_of_tokens_and_the_page_has_t
     assert all(word in page for word in words)
 
 
+def test_a_pair_with_more_tokens_than_the_model_has_positions_is_a_fault(shows: Shows) -> None:
+    rows = [PAIR, {**PAIR, "prompt": "ask " * 2100}]  # the model is exact for 2,048 positions
+    text = joined(screen(shows(rows, "data.max_length=20000")))
+    assert "one completion, but this model is exact for 2,048 positions only; data.truncation" in text
+    assert "WARNING pairs.jsonl, 1 of 2 pairs (line 2): a sequence has more positions" in text
+    assert "Remedy: set data.max_length: 2048." in text
+    assert "positions" not in screen(shows(rows))
+
+
 def test_max_pairs_ends_the_reading_as_in_a_run(shows: Shows) -> None:
     shown = shows([PAIR] * 5, "data.train.0.max_pairs=2")
     assert (shown.sources[0].num_rows, shown.sources[0].num_kept) == (2, 2)
