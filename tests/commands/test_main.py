@@ -628,9 +628,13 @@ def test_train_prints_plain_lines_and_nothing_of_other_libraries(recipe: Path, d
 def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
     recipe: Path, dpopack: Dpopack
 ) -> None:
+    pairs = recipe.parent / "pairs.jsonl"
+    pairs.write_text(pairs.read_text().replace("{", '{"kind": "a", '))
     outcome = dpopack("train", recipe, "--dry-run")
     assert (outcome.status, outcome.err) == (0, "")
     assert "2 steps of 8 pairs" in outcome.out and "Dry run" in outcome.out
+    assert "  columns of pairs that are not read: kind\n" in outcome.out
+    assert "not read" not in dpopack("inspect-packing", recipe).out
     assert not (recipe.parent / "run").exists()
 
 
