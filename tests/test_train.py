@@ -123,6 +123,18 @@ def test_a_run_leaves_the_metrics_of_each_held_out_pair_at_its_last_evaluation(s
         assert mean == pytest.approx(last[metric], abs=1e-6), metric
 
 
+def test_each_row_is_in_the_file_of_trained_pairs_or_in_that_of_held_out_pairs(
+    assets: Path, tmp_path: Path
+) -> None:
+    train(make_recipe(assets, tmp_path / "run", "data.eval={fraction: 0.2}"), Console(quiet=True))
+    trained = pq.read_table(tmp_path / "run" / "pairs.parquet").to_pylist()
+    held_out = pq.read_table(tmp_path / "run" / "held_out.parquet").to_pylist()
+    trained_rows = {(line["source"], line["row"]) for line in trained}
+    held_out_rows = {(line["row_source"], line["row"]) for line in held_out}
+    assert not trained_rows & held_out_rows and held_out_rows
+    assert trained_rows | held_out_rows == {("pairs", number + 1) for number in range(NUM_PAIRS)}
+
+
 def test_training_learns_and_step_zero_prefers_nothing(straight: Path) -> None:
     before, *_, after = [r for r in timeless(straight) if r["split"] == "eval"]
     assert abs(before["rewards/margins"]) < 1e-5 and before["loss"] == pytest.approx(np.log(2), abs=1e-5)

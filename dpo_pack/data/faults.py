@@ -181,6 +181,13 @@ def _mend_cut_completion(pairs: Sequence[ViewedPair]) -> str:
     return f"data.max_length: {longest} keeps these pairs whole; {_DROP}"
 
 
+def _too_many_positions(pair: ViewedPair) -> str | None:
+    length, positions = pair.fitted.longest_length, pair.num_positions
+    if positions is None or length <= positions:
+        return None
+    return f"prompt and completion have {length:,} tokens, and the model is exact for {positions:,} positions"
+
+
 def _labels(view: SourceView) -> list[Fault]:
     """Returns a fault for each part of the pairs that holds ids or categories instead of texts."""
     faults = []
@@ -211,7 +218,7 @@ def _fault(view: SourceView, name: str, sentence: str, remedy: str, pairs: Seque
 
 
 def _left_out(reason: LeftOutReason) -> Fault:
-    first, remedy = reason.rows[0], reason.remedy
+    first, remedy = reason.rows[0], reason.remedy or "mend the rows"
     if reason.reason in ("empty_completion", "identical_completions"):
         remedy = f"if the columns are wrong, correct {reason.origin.key}.columns; if not, mend the rows"
     consequence = "a run stops there" if reason.stops_run else "left out"
@@ -295,5 +302,10 @@ RULES: dict[str, Rule] = {
             "model does not learn where to stop"
         ),
         remedy=_mend_cut_completion,
+    ),
+    "too_many_positions": Rule(
+        find=_too_many_positions,
+        sentence="a sequence has more positions than the model computes exactly, so a run stops",
+        remedy=lambda pairs: f"set data.max_length: {pairs[0].num_positions}",
     ),
 }

@@ -5,7 +5,7 @@ them. Prompts are kept in memory only, because judges read their text, which a s
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -25,7 +25,7 @@ from dpo_pack.data.formats import (
 )
 from dpo_pack.data.keys import content_key
 from dpo_pack.data.locating import LocatedSource, locate_source
-from dpo_pack.data.readers import NumberedRow, OpenRows
+from dpo_pack.data.readers import TAKEN_ONCE, NumberedRow, OpenRows, missing_column
 from dpo_pack.data.splits import Prompt
 from dpo_pack.data.store import TokenStore, open_store, write_store
 from dpo_pack.data.tokenization import (
@@ -131,7 +131,7 @@ def load_prompt_source(
 def check_source(
     source: SourceRecipe, key: str, data: DataRecipe, tokenizer: Tokenizer, max_new_tokens: int | None
 ) -> str:
-    """Reads and tokenises the first rows of a source, and returns a line about them. Writes nothing.
+    """Reads and tokenises the first rows of a source, and returns two lines about them. Writes nothing.
 
     `max_new_tokens` is None if rows are pairs. Raises like `load_source`.
     """
@@ -145,10 +145,19 @@ def check_source(
     )
     for _ in ingestion.batches():
         pass
+    dropped = ", ".join(f"{rows:,} {reason}" for reason, rows in ingestion.dropped_counts.items())
     return (
         f"{key}: {source.path}, format {ingestion.format}, the first {ingestion.num_rows:,} rows have "
-        f"{ingestion.num_kept:,} {ingestion.kept_word}"
+        f"{ingestion.num_kept:,} {ingestion.kept_word}{f', left out: {dropped}' if dropped else ''}\n"
+        f"  {columns_sentence(ingestion.columns_read, ingestion.columns_not_read)}"
     )
+
+
+def columns_sentence(read: Mapping[str, str], not_read: Sequence[str]) -> str:
+    """Returns which column each field of a pair is read from, and which columns are not read."""
+    named = (field if field == column else f"{field} = {column}" for field, column in read.items())
+    others = f"; not read: {', '.join(not_read)}" if not_read else ""
+    return f"columns: {', '.join(named) or 'none'}{others}"
 
 
 def _store_key(
@@ -270,7 +279,7 @@ class Ingestion:
             "rows_read": self.num_rows,
             f"{self.kept_word}_kept": self.num_kept,
             "dropped": dropped,
-            "columns_not_read": [column for column in self.columns if column not in self._columns_read],
+            "columns_not_read": self.columns_not_read,
             **self.counts,
         }
 
@@ -319,27 +328,51 @@ class Ingestion:
             )
 
     def _check_columns_are_read(self) -> None:
-        """Raises DataError if the format does not read a column that the recipe names."""
-        for ours, theirs in self.source.columns.items():
-            if theirs is not None and ours not in FIELDS_OF_FORMAT[self.format]:
-                remedy = f"remove {ours}, or set {self.located.key}.format"
-                if ours == "system" and self.format == "preference":
-                    prompt = self.source.columns.get("prompt") or "prompt"
-                    remedy = (
-                        f"set {self.located.key}.columns: {{instruction: {prompt}, system: {theirs}}}, which "
-                        "makes messages of prompt, chosen and rejected"
-                    )
-                raise DataError(
-                    f"{self.located.label}: its rows are read as {self.format}, which has no column {ours}, "
-                    f"but {self.located.key}.columns.{ours} names column {theirs!r}; {remedy}"
-                )
+        """Raises DataError if the format does not read a column that the recipe names.
+
+        If no row has one of these columns, the error names that one: without it, no format could be found.
+        """
+        named = {ours: theirs for ours, theirs in self.source.columns.items() if theirs is not None}
+        unread = [ours for ours in named if ours not in FIELDS_OF_FORMAT[self.format]]
+        if not unread:
+            return
+        for ours, theirs in named.items() if self.columns else ():
+            if theirs not in self.columns:
+                missing = missing_column(f"{self.located.key}.columns.{ours}", theirs, tuple(self.columns))
+                raise DataError(f"{self.located.label}: {missing}; correct the name")
+        ours = unread[0]
+        remedy = f"remove {ours}, or set {self.located.key}.format"
+        if ours == "system" and self.format == "preference":
+            prompt = named.get("prompt", "prompt")
+            remedy = (
+                f"set {self.located.key}.columns: {{instruction: {prompt}, system: {named[ours]}}}, which "
+                "makes messages of prompt, chosen and rejected"
+            )
+        raise DataError(
+            f"{self.located.label}: its rows are read as {self.format}, which has no column {ours}, "
+            f"but {self.located.key}.columns.{ours} names column {named[ours]!r}; {remedy}"
+        )
 
     @property
-    def _columns_read(self) -> tuple[str | None, ...]:
-        """The columns that the format reads, under the source's names."""
-        skipped = () if self.format != "conversational" or self.source.names_system else ("system",)
-        columns = (column for column in FIELDS_OF_FORMAT[self.format] if column not in skipped)
-        return tuple(self.mapping.get(column, column) for column in columns)
+    def _columns(self) -> dict[str, str | None]:
+        """The fields that the format reads, and the source's names of their columns."""
+        skipped = TAKEN_ONCE.intersection(self.mapping.values()).difference(self.mapping)
+        if self.format == "conversational" and not self.source.names_system:
+            skipped.add("system")
+        fields = (field for field in FIELDS_OF_FORMAT[self.format] if field not in skipped)
+        return {field: self.mapping.get(field, field) for field in fields}
+
+    @property
+    def columns_read(self) -> dict[str, str]:
+        """The fields that the rows read so far have, and the source's names of their columns."""
+        columns = self._columns.items()
+        return {field: column for field, column in columns if column is not None and column in self.columns}
+
+    @property
+    def columns_not_read(self) -> list[str]:
+        """The source's names of the columns that the format does not read."""
+        read = set(self._columns.values())
+        return [column for column in self.columns if column not in read]
 
     def _with_known_prompts(self, opened: OpenRows, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
         """Returns the rows; a row of texts becomes a BadRow if it is uncertain what its prompt is.
@@ -358,7 +391,7 @@ class Ingestion:
         is_pair = self.completion_tokens is None
         if prompt != "prompt" or (is_pair and not columns.keys() >= set(completions)):
             return rows  # each row will be refused, because it lacks a column that it must have
-        read = {*FIELDS_OF_FORMAT[self.format], *self._columns_read}
+        read = {*FIELDS_OF_FORMAT[self.format], *self._columns.values()}
         texts = texts_of_columns(first_rows, beside=read)
         possible = [column for column in texts if not are_labels(texts[column])]
         # Columns with many different texts come first, because questions differ; `system` comes last.
@@ -415,9 +448,10 @@ class Ingestion:
     def advice(self, bad: BadRow) -> str:
         """Returns the remedy, with `skip` if rows like this one stop a run and are fewer than half of all.
 
-        To skip most rows of a source would hide what is wrong with it.
+        To skip most rows of a source would hide what is wrong with it. Returns "" if the recipe leaves the
+        rows out and no other key would keep them.
         """
-        remedy = self.remedy(bad) or "mend the rows"
+        remedy = self.remedy(bad) or ("mend the rows" if self.stops_run(bad.reason) else "")
         may_skip = bad.reason not in _TRUNCATION_REASONS and not self._is_in_most_rows(bad.reason)
         if may_skip and self.stops_run(bad.reason):
             remedy += ", or set data.on_bad_row: skip"

@@ -7,6 +7,7 @@ the file unreadable.
 
 import codecs
 import csv
+import difflib
 import gzip
 import io
 import json
@@ -39,7 +40,7 @@ _MAX_ROW_SIZE = 1 << 24
 
 
 # A column that the recipe's `columns` gives another of our names is not read under these names too.
-_TAKEN_ONCE = {
+TAKEN_ONCE = {
     *("system", "messages", "conversations", "instruction", "input", "history"),
     *("first", "second", "preference", "better", "answers"),
 }
@@ -69,6 +70,8 @@ class ColumnNames:
         row has one answer and a label (KTO).
         """
         columns = frozenset(present)  # a set, because a row can have very many columns
+        if any(theirs is not None and theirs not in columns for theirs in self.mapping.values()):
+            return self.mapping  # `rename` and `select` name the column that is missing
         there = {ours for ours in (*columns, *self.mapping) if self.mapping.get(ours, ours) in columns}
         if there.issuperset(("chosen", "rejected")):
             return self.mapping
@@ -100,14 +103,13 @@ class ColumnNames:
         Returns a BadRow if a mapped column is missing, or if a column has images, video or audio.
         """
         renamed = dict(row)
-        for name in _TAKEN_ONCE.intersection(mapping.values()).difference(mapping):
+        for name in TAKEN_ONCE.intersection(mapping.values()).difference(mapping):
             renamed.pop(name, None)
         for ours, theirs in mapping.items():
             if theirs is None:
                 renamed.pop(ours, None)
             elif theirs not in row:
-                present = ", ".join(row) or "none"
-                detail = f"no column {theirs!r}, which {self.key}.columns.{ours} names (there are: {present})"
+                detail = missing_column(f"{self.key}.columns.{ours}", theirs, tuple(row))
                 return BadRow("missing_column", detail, row)
             else:
                 renamed[ours] = row[theirs]
@@ -131,9 +133,8 @@ class ColumnNames:
             raise DataError(f"{self.label}: two columns are named {repeated[0]!r}; rename or remove one")
         for ours, theirs in self.mapping.items():
             if theirs is not None and theirs not in present:
-                raise DataError(
-                    f"{self.label}: no column {theirs!r}, which {self.key}.columns.{ours} names; {there}"
-                )
+                missing = missing_column(f"{self.key}.columns.{ours}", theirs, tuple(present))
+                raise DataError(f"{self.label}: {missing}; correct the name")
         mapping = self.completed(present)
         names = {field: mapping.get(field, field) for fields in FIELDS_OF_FORMAT.values() for field in fields}
         read = set(present).intersection(names.values())
@@ -157,6 +158,14 @@ class ColumnNames:
             f"{self.key}.columns, for example {{chosen: {present[0] if present else 'better'}}}; if another "
             "column says which of two answers is better, name the three columns first, second and preference"
         )
+
+
+@lru_cache(maxsize=64)
+def missing_column(key: str, column: str, present: tuple[str, ...]) -> str:
+    """Says that the column that the recipe key `key` names is missing, and which column may be meant."""
+    close = difflib.get_close_matches(column, present, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return f"no column {column!r}, which {key} names ({meant}there are: {', '.join(present) or 'none'})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,14 @@
 Each row is tokenised with the length limits of a run, and once more without, to find what truncation cuts.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, BadRow, Pair
+from dpo_pack.data.formats import FORMATS, BadRow, Pair, Row
 from dpo_pack.data.ingest import LISTED_ROWS, Ingestion, Progress
 from dpo_pack.data.locating import locate_source
 from dpo_pack.data.readers import NumberedRow
@@ -69,11 +69,13 @@ class ViewedPair:
     origin: Origin
     format: str
     row_number: int
+    content: Row  # what the format reads of the row, under our column names
     pair: Pair
     alone: TokenIds  # the prompt, tokenised without a completion
     whole: PairIds  # before truncation
     fitted: PairIds  # the tokens that the model gets
     limits: LengthLimits
+    num_positions: int | None  # that the model computes exactly; None: not known
     opens_turn: bool  # False: no template, or it writes nothing for a generation prompt
     tokenizer: Tokenizer
     ends: EndTokens  # the tokens that can end a completion
@@ -129,7 +131,9 @@ class LeftOut:
     row_number: int
     reason: str
     detail: str
-    content: Any  # the row, under our column names where a format could read it
+    content: (
+        Any  # what the format reads of the row, under our column names; the whole row if it reads nothing
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +144,7 @@ class LeftOutReason:
     reason: str
     num_rows: int
     of_rows: int  # tokenised rows of the source
-    remedy: str
+    remedy: str  # "" if the rows are to be left out and only a change of the data would keep them
     stops_run: bool
     rows: tuple[LeftOut, ...]  # the first ones
 
@@ -151,6 +155,8 @@ class SourceView:
 
     origin: Origin
     format: str
+    columns: Mapping[str, str]  # our names -> the source's, of the columns that the format reads
+    columns_not_read: Sequence[str]
     num_rows: int  # tokenised
     num_kept: int
     num_rows_of_source: int | None  # None: not known before its end, and the end was not reached
@@ -169,10 +175,12 @@ def view_source(
     label: str,
     asked_rows: Collection[int] = (),
     reads_all: bool = False,
+    num_positions: int | None = None,
     progress: Progress,
 ) -> SourceView:
     """Views the first rows of a source and `asked_rows`; with `reads_all` also counts all other rows.
 
+    `num_positions` is how many positions the model computes exactly; None if that is not known.
     A bad row that would stop a run is only left out here. Raises DataError if the source cannot be read or
     has no rows, ModelError if the tokenizer lacks a feature.
     """
@@ -203,17 +211,23 @@ def view_source(
                                 row_number=number,
                                 reason=bad.reason,
                                 detail=bad.detail,
-                                content=content.content if isinstance(content, BadRow) else content,
+                                content=content.content
+                                if isinstance(content, BadRow)
+                                else _content(content, ingestion.columns_read) or content,
                             )
                         )
                 dropped = {number for number, _ in batch.dropped}
                 kept = [(at, row) for at, (row, is_shown) in taken.items() if is_shown and at not in dropped]
-                pairs += _view(kept, origin, settings, tokenizer)
+                pairs += _view(
+                    kept, origin, settings, tokenizer, ingestion.columns_read, num_positions=num_positions
+                )
     if ingestion.num_rows == 0:
         raise DataError(f"{located.label} has no rows; correct or remove {key}")
     return SourceView(
         origin=origin,
         format=ingestion.format,
+        columns=ingestion.columns_read,
+        columns_not_read=ingestion.columns_not_read,
         num_rows=ingestion.num_rows,
         num_kept=ingestion.num_kept,
         num_rows_of_source=selection.num_rows if selection.is_at_end else opened.num_rows,
@@ -262,9 +276,15 @@ class _Selection:
 
 
 def _view(
-    rows: Sequence[NumberedRow], origin: Origin, settings: TokenizationSettings, tokenizer: Tokenizer
+    rows: Sequence[NumberedRow],
+    origin: Origin,
+    settings: TokenizationSettings,
+    tokenizer: Tokenizer,
+    fields: Collection[str],
+    *,
+    num_positions: int | None,
 ) -> list[ViewedPair]:
-    """Returns the pairs of rows. Each row must give a pair."""
+    """Returns the pairs of rows, whose format reads the fields. Each row must give a pair."""
     unlimited = replace(settings, limits=_UNLIMITED)
     whole = _pair_ids(tokenize_batch(rows, unlimited, tokenizer).pairs)
     prompts = tokenize_batch(rows, replace(unlimited, completion_tokens=0), tokenizer).prompts
@@ -278,17 +298,23 @@ def _view(
                 origin=origin,
                 format=settings.format,
                 row_number=number,
+                content=_content(row, fields),
                 pair=pair,
                 alone=alone.get(number, ids.prompt),
                 whole=ids,
                 fitted=truncate(ids, settings.limits, tokenizer.bos_token_id),
                 limits=settings.limits,
+                num_positions=num_positions,
                 opens_turn=is_conversation and template_opens_turn(pair, tokenizer),
                 tokenizer=tokenizer,
                 ends=EndTokens.of(tokenizer, settings.format),
             )
         )
     return pairs
+
+
+def _content(row: Any, fields: Collection[str]) -> dict[str, Any]:
+    return {field: row[field] for field in fields if field in row}
 
 
 def _pair_ids(pairs: TokenStore) -> list[PairIds]:

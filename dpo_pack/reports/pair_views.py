@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dpo_pack.data.faults import SIDES, Fault
+from dpo_pack.data.ingest import columns_sentence
 from dpo_pack.data.view import LeftOutReason, SourceView, Token
 from dpo_pack.reports.packing_tables import draw_rows
 from dpo_pack.reports.tables import Cells, counted
@@ -55,16 +56,17 @@ def render_pairs(shown: ShownRecipe, console: Console, *, lists_dropped: bool = 
         _print(console, Text.assemble(("Remedy: ", "bold"), printable(fault.remedy), "."), indent=2)
     if not shown.faults:
         _print(console, no_fault(shown))
-    if shown.pairs:
+    pairs = () if lists_dropped and not shown.asked else shown.pairs
+    if pairs:
         console.print()
         _print(console, _legend(marks), style="dim")
-    for pair in shown.pairs:
+    for pair in pairs:
         console.print()
         _print_pair(pair, shown, marks, console)
     _print_left_out(shown, console, lists_dropped=lists_dropped)
-    if shown.row is not None and not shown.asked:
+    if shown.row is not None and not shown.asked and not lists_dropped:
         console.print()
-        _print_row(shown.row, console)
+        _print_packed_row(shown.row, console)
     console.print()
     for line in next_steps(shown):
         _print(console, line, style="dim")
@@ -82,12 +84,20 @@ def summary(shown: ShownRecipe) -> list[str]:
         if shown.template is None
         else f"chat template: {shown.template}"
     )
+    positions = ""
+    if shown.num_positions is not None and shown.num_positions < shown.max_length:
+        positions = f", but this model is exact for {shown.num_positions:,} positions only"
     return [
         f"Model {shown.model}; {tokenizer}, {shown.num_tokens:,} tokens, EOS {quoted(shown.eos)}; {template}",
-        f"data.max_length: {shown.max_length:,} tokens of prompt and one completion; "
+        f"data.max_length: {shown.max_length:,} tokens of prompt and one completion{positions}; "
         f"data.truncation: {shown.truncation}",
-        *map(read_sentence, shown.sources),
+        *dict.fromkeys(line for view in shown.sources for line in source_sentences(view)),
     ]
+
+
+def source_sentences(view: SourceView) -> tuple[str, str]:
+    """Returns what was read of a source: its rows, and its columns."""
+    return read_sentence(view), columns_sentence(view.columns, view.columns_not_read)
 
 
 def read_sentence(view: SourceView) -> str:
@@ -100,8 +110,16 @@ def read_sentence(view: SourceView) -> str:
     else:
         what = f"only the first {rows}" if view.last_row <= view.num_rows else rows
     num_stopping = sum(reason.num_rows for reason in view.left_out if reason.stops_run)
-    stop = f", and a run stops at {num_stopping:,} of these" if num_stopping else ""
-    outcome = f"{view.num_kept:,} kept, {view.num_rows - view.num_kept:,} left out{stop}"
+    num_left_out = view.num_rows - view.num_kept
+    which = (
+        f"{num_stopping:,} of these"
+        if num_stopping < num_left_out
+        else "this one"
+        if num_stopping == 1
+        else "these"
+    )
+    stop = f", and a run stops because of {which}" if num_stopping else ""
+    outcome = f"{view.num_kept:,} kept, {num_left_out:,} left out{stop}"
     return f"{view.origin.label}, format {view.format}: {what} tokenised, {outcome}"
 
 
@@ -154,8 +172,9 @@ def completion_sentence(pair: ShownPair, side: str, eos: str) -> str:
 def reason_sentence(reason: LeftOutReason) -> str:
     """Returns how many rows are left out for a reason, and what to do."""
     rows = counted(reason.num_rows, "row")
-    stop = "a run stops there; " if reason.stops_run else ""
-    return f"{rows} of {reason.origin.label}: {reason.reason}; {stop}remedy: {reason.remedy}"
+    stop = "; a run stops there" if reason.stops_run else ""
+    remedy = f"; remedy: {reason.remedy}" if reason.remedy else ""
+    return f"{rows} of {reason.origin.label}: {reason.reason}{stop}{remedy}"
 
 
 def row_sentence(row: PackedRow) -> str:
@@ -247,6 +266,8 @@ def _print_pair(pair: ShownPair, shown: ShownRecipe, marks: _Marks, console: Con
     for note in pair.new_notes:
         _print(console, Text.assemble(("! ", "bold yellow"), printable(note)))
     has_ids = shown.asked
+    if shown.asked:
+        _print_row(pair.content, console)
     prompt = _tokens(prompt_tokens(pair), "prompt", marks, has_ids=has_ids)
     prompt.append("[the prompt ends]", style="dim")
     _print_part("PROMPT", prompt_sentence(pair), prompt, _COLOURS["prompt"], console)
@@ -336,12 +357,16 @@ def _print_left_out(shown: ShownRecipe, console: Console, *, lists_dropped: bool
         for row in rows[:most]:
             place = printable(row.origin.place(row.row_number))
             _print(console, Text.assemble((place, "bold"), f": {printable(row.detail)}"), indent=1)
-            for name, value in row_text(row.content):
-                title = f"{printable(name)}: " if name else ""
-                _print(console, Text.assemble((title, "bold"), _shorten(value)), indent=3)
+            _print_row(row.content, console)
         if len(rows) > most:
             how = "--json and --html list more" if lists_dropped else "--dropped lists more"
             _print(console, f"[{reason.num_rows - most:,} more of these rows; {how}]", indent=1, style="dim")
+
+
+def _print_row(content: Any, console: Console) -> None:
+    for name, value in row_text(content):
+        title = f"{printable(name)}: " if name else ""
+        _print(console, Text.assemble((title, "bold"), _shorten(value)), indent=3)
 
 
 def _shorten(value: str) -> str:
@@ -352,7 +377,7 @@ def _shorten(value: str) -> str:
     return f"{printable(value[:head])}{middle}{printable(value[-tail:])}"
 
 
-def _print_row(row: PackedRow, console: Console) -> None:
+def _print_packed_row(row: PackedRow, console: Console) -> None:
     title = ("One packed row of the pairs that were read: ", "bold")
     _print(console, Text.assemble(title, row_sentence(row)))
     names, drawn = list(row.pairs), list(row.pairs.values())

@@ -10,6 +10,7 @@ import torch
 
 from dpo_pack.data.ingest import check_source
 from dpo_pack.data.splits import HELD_OUT
+from dpo_pack.model.config import known_positions
 from dpo_pack.model.loading import load_config
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
@@ -23,7 +24,7 @@ from dpo_pack.training.optim import check_optimizer
 
 
 def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Returns a line for each thing that is in order, and a line for each thing that is wrong.
+    """Returns lines for each thing that is in order, and a line for each thing that is wrong.
 
     Reads configs, the tokenizer and the first rows of each source. Writes nothing except the files that it
     downloads from the hub.
@@ -34,7 +35,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
 
     def check(function: Callable[..., str], *arguments: Any) -> None:
         try:
-            found.append(function(*arguments))
+            found.extend(line for line in function(*arguments).split("\n") if line not in found)
         except DpoPackError as error:
             wrong.append(str(error))
 
@@ -77,7 +78,14 @@ def _check_model(recipe: Recipe, path: str, key: str) -> str:
     facts = resolve_model(recipe, recipe_precision(recipe, device), path, recipe_key=key)
     check_model(recipe, facts, device, is_trained=key == "model.path")
     weights = "its weights are there" if Path(facts.path).is_dir() else "its weights were not checked"
-    return f"{key}: {facts.label}, {facts.config.model_type}; {weights}"
+    known, max_length = known_positions(facts.config), recipe.data.max_length
+    positions = ""
+    if known is not None and known < max_length:
+        positions = (
+            f"\n  data.max_length is {max_length:,}, but this model is exact for {known:,} positions only, "
+            f"so a longer pair would stop a run; set data.max_length: {known}"
+        )
+    return f"{key}: {facts.label}, {facts.config.model_type}; {weights}{positions}"
 
 
 def _check_judge(recipe: Recipe, path: str, key: str) -> str:

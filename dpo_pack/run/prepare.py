@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -157,15 +158,14 @@ def _held_out_size(data: DataSplits, name: str) -> str:
 
 def _print_notes(data: DataSplits, console: Console, scored_turns: str = "assistant") -> None:
     """Prints notes: whether the split is not by prompt, rows that are left out, on how many pairs
-    `scored_turns` matters, columns that are not read."""
+    `scored_turns` matters."""
     shared = data.report["held_out_by"]
     if shared not in (None, "prompt"):
         console.print(
             f"  no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
             "for a split by prompt, name the column in data.train.*.columns.prompt"
         )
-    held_out = (held["source"] for held in data.report["eval"].values() if "source" in held)
-    for source in (*data.report["train"]["sources"], *held_out):
+    for source in _source_reports(data):
         dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in source["dropped"].items())
         if dropped:
             console.print(f"  {source['name']}: {source['rows_read']:,} rows read, left out: {dropped}")
@@ -176,10 +176,21 @@ def _print_notes(data: DataSplits, console: Console, scored_turns: str = "assist
                 else "messages that the assistant did not write are scored too (data.scored_turns: all)"
             )
             console.print(f"  {source['name']}: in {others:,} of {source['pairs_kept']:,} pairs {scored}")
-        if source["columns_not_read"]:
-            console.print(
-                f"  columns of {source['name']} that are not read: {', '.join(source['columns_not_read'])}"
-            )
+
+
+def _source_reports(data: DataSplits) -> list[dict[str, Any]]:
+    held_out = (held["source"] for held in data.report["eval"].values() if "source" in held)
+    return [*data.report["train"]["sources"], *held_out]
+
+
+def print_columns_not_read(data: DataSplits, console: Console) -> None:
+    """Prints the columns that are not read, once for all sources that have the same ones."""
+    sources: dict[str, list[str]] = {}
+    for source in _source_reports(data):
+        sources.setdefault(", ".join(source["columns_not_read"]), []).append(source["name"])
+    for columns, names in sources.items():
+        if columns:
+            console.print(f"  columns of {', '.join(dict.fromkeys(names))} that are not read: {columns}")
 
 
 def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:

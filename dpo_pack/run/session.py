@@ -39,6 +39,7 @@ from dpo_pack.run.prepare import (
     prepare,
     prepare_data,
     prepare_prompts,
+    print_columns_not_read,
     recipe_objective,
 )
 from dpo_pack.run.recording import Recorder, Seconds, initial_loss
@@ -121,6 +122,7 @@ def start_session(
     seed_everything(recipe.seed)
     objective = recipe_objective(recipe)
     prepared = prepare(recipe, console, prepare_data if recipe.online is None else prepare_prompts)
+    print_columns_not_read(prepared.data, console)
     selection = find_selection(recipe, prepared.eval_names)
     choose_checkpoint(run, recipe, console.print)
     pairs = None if recipe.online is not None else _planned_pairs(prepared)

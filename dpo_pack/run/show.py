@@ -9,21 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from dpo_pack.data.faults import SIDES, Fault, find_faults, notes_of
-from dpo_pack.data.formats import FORMATS
+from dpo_pack.data.formats import FORMATS, Row
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.view import LeftOut, LeftOutReason, SourceView, Token, ViewedPair, view_source
+from dpo_pack.model.config import known_positions
 from dpo_pack.model.layout import common_prefix_length
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.report import DrawnRow, draw_row
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import SourceRecipe
 from dpo_pack.run.batches import plan_settings
+from dpo_pack.run.models import recipe_precision, resolve_policy
 from dpo_pack.run.prepare import prepare_tokenizer, require_pairs
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.output import printable
 
 FIRST_PAIRS = 2  # of each training source; pairs with a fault are shown beside them
@@ -38,6 +41,7 @@ class ShownPair:
     source: str  # its name in reports
     row: int
     place: str  # for people
+    content: Row  # what the format reads of the row, under our column names
     chosen: tuple[Token, ...]  # prompt and completion; tokens that were cut included
     rejected: tuple[Token, ...]
     num_shared: int  # first tokens that chosen and rejected have in common, without those that were cut
@@ -66,6 +70,7 @@ class ShownRecipe:
     eos: str
     template: str | None  # where the chat template comes from; None if no source needs one
     max_length: int
+    num_positions: int | None  # that the model computes exactly; None: its config has no such number
     truncation: str
     sources: tuple[SourceView, ...]
     faults: tuple[Fault, ...]
@@ -86,6 +91,7 @@ def show_recipe(
     """
     require_pairs(recipe)
     tokenizer = prepare_tokenizer(recipe)
+    num_positions = _known_positions(recipe)
     with console.status("Reading data") as status:
 
         def progress(what: str, done: int, total: int | None) -> None:
@@ -101,6 +107,7 @@ def show_recipe(
                 label=label,
                 asked_rows=asked_rows,
                 reads_all=reads_all,
+                num_positions=num_positions,
                 progress=progress,
             )
             for key, source, name, label in _sources(recipe)
@@ -120,6 +127,7 @@ def show_recipe(
         eos=str(tokenizer.eos_token),
         template=(str(template) if template else "the tokenizer's own") if is_templated else None,
         max_length=recipe.data.max_length,
+        num_positions=num_positions,
         truncation=recipe.data.truncation,
         sources=tuple(views),
         faults=tuple(faults),
@@ -141,6 +149,15 @@ def _check_asked(views: Sequence[SourceView], asked_rows: Collection[int]) -> No
             for view in views
         )
         raise RecipeError(f"--pair {missing[0]}: there is no such {views[0].origin.row_word}; {has}")
+
+
+def _known_positions(recipe: Recipe) -> int | None:
+    """Returns the positions that the recipe's model computes exactly; None if they are not known."""
+    precision = recipe_precision(recipe, torch.device("cpu"))  # any device: only the config is used
+    try:
+        return known_positions(resolve_policy(recipe, precision).config)
+    except ModelError:  # with `tokenizer.path`, pairs can be shown where the model is not there
+        return None
 
 
 def _sources(recipe: Recipe) -> list[tuple[str, SourceRecipe, str, str]]:
@@ -194,6 +211,7 @@ def _shown_pairs(
             source=pair.origin.name,
             row=pair.row_number,
             place=pair.origin.place(pair.row_number),
+            content=pair.content,
             chosen=tuple(sides[0]),
             rejected=tuple(sides[1]),
             num_shared=common_prefix_length(kept),
@@ -242,6 +260,8 @@ def to_json(shown: ShownRecipe) -> str:
             {
                 "name": view.origin.name,
                 "format": view.format,
+                "columns": view.columns,
+                "columns_not_read": view.columns_not_read,
                 "rows_read": view.num_rows,
                 "rows": view.num_rows_of_source,
                 "pairs_kept": view.num_kept,
@@ -265,6 +285,7 @@ def to_json(shown: ShownRecipe) -> str:
             {
                 "source": pair.source,
                 "row": pair.row,
+                "content": pair.content,
                 "chosen": _sequence_json(pair.chosen),
                 "rejected": _sequence_json(pair.rejected),
                 "shared_tokens": pair.num_shared,

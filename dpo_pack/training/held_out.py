@@ -63,6 +63,7 @@ class HeldOutResult:
 
     name: str
     pair_keys: list[bytes]  # [P] names of the pairs' token ids
+    row_numbers: Positions  # [P] the pairs' rows in their sources, from 1
     metrics: dict[str, FloatArray]  # METRICS_WITH_INTERVALS, [P] each in the order of the set's table
     traits: PairTraits
     record: dict[str, Any]  # averages, intervals, groups: the line of metrics.jsonl
@@ -152,13 +153,21 @@ def held_out_result(
     record = {**means_by_group(metrics, traits, seed=seed), **record}
     keys = np.concatenate([table.chosen_keys, table.rejected_keys], axis=1)  # [P, bytes of two sequences]
     pair_keys = [key.tobytes() for key in keys]
-    return HeldOutResult(name=name, pair_keys=pair_keys, metrics=metrics, traits=traits, record=record)
+    return HeldOutResult(
+        name=name,
+        pair_keys=pair_keys,
+        row_numbers=table.row_numbers,
+        metrics=metrics,
+        traits=traits,
+        record=record,
+    )
 
 
 def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: int) -> None:
     """Writes the metrics of each pair of all held-out sets to a Parquet file. Raises CacheError.
 
-    With this file, the page of several runs compares the runs pair by pair.
+    With this file, the page of several runs compares the runs pair by pair. `row` is the pair's row in the
+    source `row_source`; `source` is the name of the held-out set.
     """
     tables = [
         pa.table(
@@ -167,6 +176,8 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
                 "source": [result.name] * len(result.pair_keys),
                 "pair": result.pair_keys,
                 "prompt": result.traits.prompts,
+                "row_source": [result.traits.source_names[number] for number in result.traits.source_indices],
+                "row": result.row_numbers.astype(np.int64),
                 **result.metrics,
             }
         )

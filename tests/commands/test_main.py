@@ -628,9 +628,13 @@ def test_train_prints_plain_lines_and_nothing_of_other_libraries(recipe: Path, d
 def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
     recipe: Path, dpopack: Dpopack
 ) -> None:
+    pairs = recipe.parent / "pairs.jsonl"
+    pairs.write_text(pairs.read_text().replace("{", '{"kind": "a", '))
     outcome = dpopack("train", recipe, "--dry-run")
     assert (outcome.status, outcome.err) == (0, "")
     assert "2 steps of 8 pairs" in outcome.out and "Dry run" in outcome.out
+    assert "  columns of pairs that are not read: kind\n" in outcome.out
+    assert "not read" not in dpopack("inspect-packing", recipe).out
     assert not (recipe.parent / "run").exists()
     assert "44 of 44 different sequences cached" in dpopack("precompute-ref", recipe).out
     promised = " ".join(dpopack("train", "--help").out.split())
@@ -830,10 +834,20 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
         f"model.path: {directory / 'model'}, llama; its weights are there",
         "tokenizer: 384 tokens",
         f"data.train.0: {directory / 'pairs.jsonl'}, format preference, the first 16 rows have 16 pairs",
+        "  columns: prompt, chosen, rejected",  # of both sources
         f"data.eval.0: {directory / 'heldout.jsonl'}, format preference, the first 6 rows have 6 pairs",
         f"{recipe} is in order",
     ]
     assert sorted(recipe.parent.rglob("*")) == before
+
+
+def test_recipe_check_says_that_pairs_may_be_longer_than_the_model_reads(
+    recipe: Path, dpopack: Dpopack
+) -> None:
+    _with_few_positions(recipe.parent)
+    checked = dpopack("recipe", "--check", recipe, "data.max_length=99")
+    assert "data.max_length is 99, but this model is exact for 16 positions only" in checked.out
+    assert "set data.max_length: 16\n" in checked.out
 
 
 def test_recipe_check_has_a_line_for_each_thing_that_would_stop_the_run(
@@ -869,6 +883,8 @@ def test_recipe_check_reads_only_the_first_rows_of_a_long_file(recipe: Path, dpo
     long.write_text(row * 50 + '{"prompt": "a question"}\n' + row * 200)
     checked = dpopack("recipe", "--check", recipe, f"data.train={long}")
     assert checked.status == 2 and "missing_column: 1 of the first 100 rows" in checked.err
+    skipped = dpopack("recipe", "--check", recipe, f"data.train={long}", "data.on_bad_row=skip")
+    assert "the first 100 rows have 99 pairs, left out: 1 missing_column\n" in skipped.out
 
 
 def test_recipe_prints_the_schema(dpopack: Dpopack) -> None:

@@ -296,6 +296,20 @@ def test_of_two_columns_that_say_which_answer_is_better_the_recipe_picks_one(tmp
         assert "response_0" not in splits.report["train"]["sources"][0]["columns_not_read"]
 
 
+@pytest.mark.parametrize(
+    ("misspelt", "meant"), [("safer_id", "safer_response_id"), ("bettr_response_id", "better_response_id")]
+)
+@pytest.mark.parametrize("settings", [{}, {"format": "compared"}])
+def test_a_misspelt_column_is_named_before_anything_else(
+    misspelt: str, meant: str, settings: dict[str, str], tmp_path: Path
+) -> None:
+    message = refusal(tmp_path, [PKU], columns={"better": misspelt}, **settings)
+    names = (
+        f"no column '{misspelt}', which data.train.0.columns.better names (did you mean {meant}? there are: "
+    )
+    assert names in message and "may say" not in message and "read as" not in message
+
+
 # ---- Preferences
 
 

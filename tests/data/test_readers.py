@@ -331,10 +331,10 @@ def test_missing_columns_are_refused_with_those_there_are_and_the_key_that_names
     tmp_path: Path, name: str
 ) -> None:
     WRITERS[name](tmp_path / name)
-    there = "the columns are: prompt, chosen, rejected"
+    there = "(there are: prompt, chosen, rejected"
     with pytest.raises(DataError) as error:
         opened(tmp_path / name, prompt="question")
-    assert f"{name}: no column 'question', which data.train.0.columns.prompt names; {there}" in refusal(error)
+    assert f"{name}: no column 'question', which data.train.0.columns.prompt names {there}" in refusal(error)
     table = pa.table({"better": ["a"], "worse": ["b"]})
     pq.write_table(table, tmp_path / "b.parquet")
     with pytest.raises(DataError) as error:

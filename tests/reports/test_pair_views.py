@@ -347,6 +347,61 @@ def test_rows_that_are_left_out_have_their_reason_file_row_and_text(shows: Shows
     assert [row["row"] for row in json.loads(to_json(shown))["dropped"]] == [2, 3, 4, 5, 6]
 
 
+COMPARED: Row = {
+    "prompt": "Which answer is better?",
+    "response_0": "The first one.",
+    "response_1": "The second one.",
+    "better_response_id": 0,
+    "safer_response_id": 1,
+    "sha256": "b4e6",
+}
+SAFER = "data.train.0.columns={better: safer_response_id}"
+
+
+def test_the_screen_and_the_json_say_which_column_each_field_is_read_from(
+    shows: Shows, tmp_path: Path
+) -> None:
+    shown = shows([COMPARED] * 2, SAFER, f"data.eval={{path: {tmp_path}/pairs.jsonl, columns: {SAFER[21:]}}}")
+    named = "columns: prompt, first = response_0, second = response_1, better = safer_response_id; "
+    assert joined(screen(shown)).count(f"{named}not read: better_response_id, sha256") == 1  # not twice
+    assert named in page_text(shown)
+    source, _ = json.loads(to_json(shown))["sources"]
+    assert source["columns"]["better"] == "safer_response_id" and "prompt" in source["columns"]
+    assert source["columns_not_read"] == ["better_response_id", "sha256"]
+
+
+def test_what_is_read_of_a_row_is_shown_once(shows: Shows) -> None:
+    same = {**COMPARED, "response_1": COMPARED["response_0"]}
+    shown = shows([COMPARED, same], SAFER, asked=[1, 2])
+    read = "prompt: Which answer is better? first: The first one. second: The"
+    text = joined(screen(shown))
+    assert f"{read} second one. better: 1" in text and f"{read} first one. better: 1" in text
+    assert "sha256: " not in text and "response_0: " not in text
+    fields = ["prompt", "first", "second", "better"]
+    report = json.loads(to_json(shown))
+    assert [list(row["content"]) for row in (*report["pairs"], *report["dropped"])] == [fields] * 2
+
+
+def test_the_rows_that_stop_a_run_are_counted_and_need_a_remedy(shows: Shows) -> None:
+    bad, long = {**PAIR, "chosen": ""}, {**PAIR, "chosen": " long" * 3000}
+    for rows, which in (([bad], "this one"), ([bad, bad], "these"), ([bad, long], "1 of these")):
+        text = joined(screen(shows([PAIR] * 3 + rows)))
+        assert f"3 kept, {len(rows)} left out, and a run stops because of {which} columns: " in text
+        assert (
+            "empty_completion; a run stops there; remedy: mend the rows, or set data.on_bad_row: skip" in text
+        )
+    skipped = joined(screen(shows([PAIR] * 11 + [bad, long], "data.on_bad_row=skip")))
+    assert "2 left out columns: " in skipped and "mend" not in skipped and "a run stops" not in skipped
+    assert "too_long; remedy: raise data.max_length" in skipped
+
+
+def test_rows_that_are_left_out_are_listed_without_pairs(shows: Shows) -> None:
+    shown = shows([PAIR, {**PAIR, "chosen": ""}], reads_all=True)
+    text = screen(shown, lists_dropped=True)
+    assert "line 2: the chosen completion is empty" in text
+    assert "PROMPT" not in text and "packed row" not in text and len(shown.pairs) == 1
+
+
 def test_more_rows_of_a_reason_than_are_shown_are_counted(shows: Shows) -> None:
     rows = [PAIR, *([{**PAIR, "chosen": ""}] * 7)]
     assert "[6 more of these rows; --dropped lists more]" in screen(shows(rows))
@@ -362,6 +417,15 @@ def test_a_long_prompt_is_shortened_with_the_number_of_tokens_and_the_page_has_t
     assert f"[{num_tokens - 120:,} tokens not shown here; --html shows all]" in joined(screen(shown))
     page = page_text(shown)
     assert all(word in page for word in words)
+
+
+def test_a_pair_with_more_tokens_than_the_model_has_positions_is_a_fault(shows: Shows) -> None:
+    rows = [PAIR, {**PAIR, "prompt": "ask " * 2100}]  # the model is exact for 2,048 positions
+    text = joined(screen(shows(rows, "data.max_length=20000")))
+    assert "one completion, but this model is exact for 2,048 positions only; data.truncation" in text
+    assert "WARNING pairs.jsonl, 1 of 2 pairs (line 2): a sequence has more positions" in text
+    assert "Remedy: set data.max_length: 2048." in text
+    assert "positions" not in screen(shows(rows))
 
 
 def test_max_pairs_ends_the_reading_as_in_a_run(shows: Shows) -> None:

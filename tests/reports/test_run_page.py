@@ -219,6 +219,13 @@ def test_the_pairs_with_the_lowest_mean_margins_come_first_with_their_text(run: 
     assert "pairs row 2: margin -3, mean of 2 times, the last at step 2" in text
 
 
+def test_the_heading_is_also_true_for_pairs_with_positive_margins(run: Path) -> None:
+    write_pairs(run, [2.0, 3.0])
+    text = said(run_page([run]))
+    assert "pairs row 1: margin +2, at step 1" in text
+    assert "Pairs with the lowest margins" in text and "disagree" not in text
+
+
 def test_without_the_token_cache_pairs_have_source_and_row_and_the_page_says_why(run: Path) -> None:
     write_pairs(run, [2.0, -3.0])
     text = said(run_page([run]))
