@@ -100,6 +100,9 @@ def train(
         run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
         if run.is_finished:
             console.print(f"This run is finished and {run.model} holds its model; nothing to do")
+            if not dry_run and not run.page.exists():  # the process was killed before it wrote the page
+                run.remove_leftovers()
+                write_page(run, console)
             return
         obstacle = why_no_upload() if recipe.export.push_to_hub is not None else None
         if obstacle is not None:  # no error: the recipe may be trained without network, and pushed later
@@ -364,7 +367,7 @@ def finish(session: Session) -> None:
         warnings=list(state.health.warned),
     )
     rate = state.num_pairs / max(state.train_seconds, 1e-9)
-    page = f"; report: {run.page}" if write_page(session) else ""
+    page = f"; report: {run.page}" if write_page(run, recorder.console) else ""
     recorder.console.print(
         f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
         f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}{page}"
@@ -372,18 +375,17 @@ def finish(session: Session) -> None:
     print_ending(run, state.evaluation, state.health.warnings, recorder.console)
 
 
-def write_page(session: Session) -> bool:
+def write_page(run: RunDir, console: Console) -> bool:
     """Writes the page of the finished run. Returns True if this rank has written it; only rank 0 writes.
 
     The model is already on the disk, so an error of the page is only a warning.
     """
-    run = session.run
     if not ranks.is_first():
         return False
     try:
         write_run_page([run.root], run.page)
     except Exception as error:
-        session.recorder.console.print(
+        console.print(
             f"Warning: the run has no page ({first_line(error)}); 'dpopack report {run.root}' writes one"
         )
         return False

@@ -254,6 +254,20 @@ def test_a_finished_run_is_left_alone(straight: Path, assets: Path, console: Con
     assert {path: path.stat().st_mtime_ns for path in straight.rglob("*")} == before
 
 
+def test_a_run_that_was_killed_before_its_page_was_whole_gets_it_from_the_same_command(
+    straight: Path, assets: Path, tmp_path: Path, console: Console
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    text = (run / "report.html").read_text(encoding="utf-8")
+    (run / "report.html").rename(run / ".report.html.7ca8311c.tmp")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("dpo_pack.train.start_session", None)  # no step is taken
+        train(make_recipe(assets, run), console)
+    assert not list(run.glob(".*.tmp"))
+    assert len((run / "report.html").read_text(encoding="utf-8")) == pytest.approx(len(text), rel=0.05)
+
+
 def test_another_recipe_in_the_same_directory_is_refused_and_overwrite_begins_anew(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:

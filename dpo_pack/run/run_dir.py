@@ -122,6 +122,13 @@ class RunDir:
         sums = ranks.first_does(lambda: file_sums(self.model))
         return {name: total for name, total in sums.items() if name != "README.md"}
 
+    def remove_leftovers(self) -> None:
+        """Removes the temporary files that a killed process has left; only rank 0 does it."""
+        if ranks.is_first():
+            for directory in (self.root, self.checkpoints, self.rollouts, self.pairs):
+                for leftover in directory.glob(".*.tmp"):
+                    discard(leftover)
+
     def update(self, **changes: Any) -> None:
         """Sets keys of `run.json` and writes the file; only rank 0 writes."""
         self.info.update(changes)
@@ -276,9 +283,7 @@ def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
     if run.checkpoint is None:
         with writing(run.root):
             _clear(run.root)
-    for directory in (run.root, run.checkpoints, run.rollouts, run.pairs):
-        for leftover in directory.glob(".*.tmp"):  # files of a killed process
-            discard(leftover)
+    run.remove_leftovers()
     write_text_atomically(run.root / RECIPE_FILE, dump_recipe(recipe))
     run.update(
         status="running",
