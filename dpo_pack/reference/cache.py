@@ -143,7 +143,7 @@ class ReferenceCache:
                 sums.append(numbers_of(table[SUM])[rows])
                 num_found += len(rows)
         # An empty sequence at the end stands for all sequences that were not found.
-        every_sum = np.concatenate([*sums, np.full(1, np.nan)])
+        every_sum = np.concatenate([*sums, [np.nan]])
         which = np.where(which < 0, num_found, which)[index.inverse]
         return every_sum[which], TokenLogps.join([*found, TokenLogps.none(1)]).take(which)
 

@@ -93,7 +93,7 @@ def plan_settings(recipe: Recipe) -> PlanSettings:
     return PlanSettings(
         token_budget=packing.token_budget,
         pairs_per_step=packing.pairs_per_step,
-        rows_per_step=packing.rows_per_step if packing.scope == "epoch" else None,
+        rows_per_step=packing.rows_per_step,
         window_pairs=packing.window_pairs,
         algorithm=packing.algorithm if packing.mode == "packed" else PADDED,
     )

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from support import online_judges
 from support.tiny_models import tiny_config
+from support.tiny_online import online_recipe
 from support.tiny_recipe import message_of
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
@@ -22,13 +24,15 @@ from dpo_pack.data.splits import Prompt
 from dpo_pack.model.attention.segments import RowSegments
 from dpo_pack.model.scorer import Precision
 from dpo_pack.online.interface import Completion, Draw, Failure, Rollout, Scores
-from dpo_pack.online.judges import FunctionJudge, WeightedJudges
+from dpo_pack.online.judges import FunctionJudge, LlmJudge, WeightedJudges
 from dpo_pack.online.reward_model import (
     RewardModelJudge,
     load_reward_model,
     prove_reward_model,
     without_padding,
 )
+from dpo_pack.run.online import build_judge
+from dpo_pack.run.prepare import prepare, prepare_prompts
 from dpo_pack.system.errors import ModelError, RunError
 from dpo_pack.system.imports import load_function
 
@@ -208,6 +212,20 @@ def alone(path: Path, texts: list[str], *, add_special_tokens: bool = True) -> l
     ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
     with torch.no_grad():
         return [float(model(torch.tensor([sequence])).logits) for sequence in ids]
+
+
+def test_each_judge_of_a_recipe_is_one_of_its_type_with_its_weight(tmp_path: Path) -> None:
+    server = {"url": "http://localhost:1/v1", "model": "judge"}
+    judges = [
+        {"type": "function", "function": "support.online_judges:count_e"},
+        {"type": "reward_model", "path": str(save_reward_model(tmp_path / "judge", "llama")), "weight": 2},
+        {"type": "llm", "endpoint": server, "weight": 0.5},
+    ]
+    recipe = online_recipe(tmp_path / "assets", tmp_path / "run", judges=judges)
+    combined = build_judge(prepare(recipe, Console(quiet=True), prepare_prompts))
+    assert isinstance(combined, WeightedJudges)
+    kinds = [(type(judge), weight) for judge, weight in combined.judges]
+    assert kinds == [(FunctionJudge, 1.0), (RewardModelJudge, 2.0), (LlmJudge, 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dpo_pack.reference.key_index import KeyIndex, Keys
@@ -23,6 +23,7 @@ KEYS = st.lists(
 
 
 @given(KEYS, KEYS)
+@example([], [b"\x00" * 16])
 def test_every_key_is_found_where_it_is_and_no_other(keys: list[bytes], others: list[bytes]) -> None:
     index = KeyIndex.of(as_keys(keys))
     distinct = sorted(set(keys))

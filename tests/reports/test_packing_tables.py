@@ -179,6 +179,9 @@ def test_the_terminal_shows_every_table_in_80_columns() -> None:
     ):
         assert shown in text
     assert "…" not in text  # nothing is cut
+    rows = [line.split() for line in text.splitlines()]
+    assert ["tokens", "a", "row", "38.3", "60"] in rows  # 115 / 3
+    assert ["fill", "of", "the", "budget", "70.0%"] in rows
 
 
 def test_a_console_without_unicode_gets_plain_ascii() -> None:

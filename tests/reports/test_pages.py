@@ -55,6 +55,7 @@ def test_the_page_is_well_formed_and_says_what_the_terminal_says() -> None:
     assert all(reason in text for reason in report.recommendation.reasons)  # type: ignore[union-attr]
     assert "too_long" in text and "eos_lost" in text
     assert page.tags.count("figure") == 4 and page.tags.count("svg") == 4
+    assert packing_page(report).endswith("</html>\n")  # a text file, whose last line ends
 
 
 def test_the_page_loads_nothing_and_runs_nothing() -> None:

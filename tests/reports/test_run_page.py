@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -122,6 +123,7 @@ def test_the_page_has_curves_evaluations_warnings_recipe_and_versions(run: Path)
     assert data["runs"][0]["x"] == list(range(1, 31))
     assert data["runs"][0]["y"]["loss"][0] == float(f"{math.sin(1) + 1.234567891:.5g}")
     assert data["sets"][0]["y"]["rewards/accuracies"] == [[0.5, 0.75]] * 3
+    assert "75.0% reward accuracy held out (held<out>), 50.0% at first" in text
 
 
 def test_the_page_of_a_run_counts_the_rows_that_it_left_out_by_reason(tmp_path: Path) -> None:
@@ -185,6 +187,9 @@ def test_samples_stand_side_by_side_and_the_last_of_the_policy_counts(run: Path)
     )
     text = said(run_page([run]))
     assert "prompt why? before training moo after training indeed" in text and "maybe" not in text
+    other = write_run(run.parent / "other")
+    shutil.copy(run / "samples.jsonl", other)
+    assert "prompt why? run indeed other indeed" in said(run_page([run, other]))
 
 
 # ---- Pairs
@@ -238,9 +243,11 @@ def test_without_the_token_cache_pairs_have_source_and_row_and_the_page_says_why
 
 def test_several_runs_lie_over_each_other_with_the_keys_in_which_they_differ(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, lr=lr) for name, lr in (("a", 1e-6), ("b", 2e-6), ("c", 1e-6))]
+    with (runs[1] / "recipe.yaml").open("a", encoding="utf-8") as recipe:
+        recipe.write("data: {train: [größe.jsonl]}\n")
     page = run_page(runs)
     text = said(page)
-    assert "key a b c optim.lr 1e-06 2e-06 1e-06" in text
+    assert 'key a b c optim.lr 1e-06 2e-06 1e-06 data.train ["größe.jsonl"]' in text
     assert "output_dir" not in text.split("recipe.yaml of")[0]
     assert "different losses" not in text
     assert [one["name"] for one in drawn(page)["runs"]] == ["a", "b", "c"]

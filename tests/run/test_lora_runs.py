@@ -199,8 +199,8 @@ def test_a_checkpoint_holds_the_adapter_alone_and_knows_its_base(
     def killed(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_module, "finish", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train_module, "finish", killed)
         train(recipe, Console(quiet=True))
     newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     saved = FileSystemReader(newest / "tensors").read_metadata().state_dict_metadata

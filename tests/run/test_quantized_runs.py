@@ -18,6 +18,7 @@ from support.run_files import timeless
 from support.tiny_adapters import refusal
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
+from support.whole_runs import text
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dpo_pack.commands.merge import merge_adapter
@@ -25,9 +26,11 @@ from dpo_pack.model.quantize import Quantization, check_quantizable, compute_res
 from dpo_pack.model.shape import without_weights
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.recipe.machine import check_environment
+from dpo_pack.run.describe import describe_run
 from dpo_pack.run.evaluation import evaluate_models
 from dpo_pack.run.models import load_and_prove, new_adapter
-from dpo_pack.run.prepare import prepare
+from dpo_pack.run.prepare import load_policy, prepare
+from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import ModelError, RecipeError, UnsupportedModelError
 from dpo_pack.system.files import read_json
 from dpo_pack.train import train
@@ -76,6 +79,17 @@ def test_packed_rows_of_a_quantised_base_are_proved_exact(kind: str, autocast: s
     equivalence = next(proof for proof in outcome.proofs if proof.name == "equivalence")
     name = "max error" if autocast == "none" else "max error, in float32"
     assert equivalence.numbers[name] <= 1e-4
+
+
+def test_the_size_of_a_base_in_4_bits_counts_every_weight_of_it(assets: Path, console: Console) -> None:
+    prepared = prepare(recipe_in(assets, LORA, NF4), console)
+    describe_run(prepared, load_policy(prepared), None, num_steps=1)
+    model = AutoModelForCausalLM.from_pretrained(assets / "model")
+    adapter = load_file(assets / "run" / "model" / "adapter_model.safetensors")
+    trained = sum(tensor.numel() for tensor in adapter.values())
+    size = format_count(sum(parameter.numel() for parameter in model.parameters()) + trained)
+    adapters = f"of which the adapter's {format_count(trained)} are trained"
+    assert f"{size} parameters, {adapters}, float32 with linear layers in nf4" in text(console)
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

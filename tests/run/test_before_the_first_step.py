@@ -1,0 +1,86 @@
+"""A run before its first step: what it tells, what identifies it, and that a full disk ends it at once."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from support.whole_runs import text
+from transformers import AutoModelForCausalLM
+
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run.batches import offline_source
+from dpo_pack.run.describe import describe_run
+from dpo_pack.run.prepare import Prepared, load_policy, prepare
+from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.run.saving import run_identity
+from dpo_pack.system.console import format_count, keep_log, make_console
+from dpo_pack.system.errors import CacheError
+
+
+@pytest.fixture(scope="module")
+def begun(assets: Path) -> tuple[Prepared, LoadedModel]:
+    prepared = prepare(load_recipe(assets / "recipe.yaml"), Console(quiet=True))
+    return prepared, load_policy(prepared)
+
+
+def test_the_size_of_the_policy_is_told(begun: tuple[Prepared, LoadedModel], console: Console) -> None:
+    prepared, policy = begun
+    describe_run(replace(prepared, console=console), policy, None, num_steps=3)
+    model = AutoModelForCausalLM.from_pretrained(prepared.recipe.model.path)
+    size = format_count(sum(parameter.numel() for parameter in model.parameters()))
+    assert f"model, {size} parameters, float32 on cpu; attention: " in text(console)
+
+
+@pytest.mark.parametrize(("device", "is_printed"), [("cpu", False), ("cuda", True)])
+def test_on_a_gpu_the_reason_for_the_attention_backend_is_printed_and_elsewhere_it_is_in_the_log(
+    device: str,
+    is_printed: bool,
+    begun: tuple[Prepared, LoadedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared, policy = begun
+    printed = io.StringIO()
+    monkeypatch.setattr("sys.stdout", printed)
+    console = make_console()
+    keep_log(console, tmp_path / "console.log")
+    describe_run(replace(prepared, console=console, device=torch.device(device)), policy, None, num_steps=3)
+    reason = f"  attention is {policy.attention.name}: {policy.attention.reason}\n"
+    assert reason in (tmp_path / "console.log").read_text(encoding="utf-8")
+    assert (reason in printed.getvalue()) == is_printed
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_checkpoints_of_an_adapter_belong_to_its_base_and_those_of_a_whole_model_to_no_weights(
+    begun: tuple[Prepared, LoadedModel], assets: Path
+) -> None:
+    adapted = prepare(load_recipe(assets / "recipe.yaml", ["model.lora={r: 2}"]), Console(quiet=True))
+    for prepared, policy in (begun, (adapted, load_policy(adapted))):
+        source = offline_source(prepared.recipe, prepared.data, prepared.policy_facts.shape)
+        identity = run_identity(prepared, policy, source, None, moves=False, frozen=None)
+        weights = identity.fingerprints.get("base model")
+        assert weights == (prepared.policy_facts.namespace["weights"] if prepared is adapted else None)
+        assert ("base model" in identity.words) == (prepared is adapted)
+
+
+def test_a_cache_that_cannot_be_written_ends_a_run_before_a_log_prob_is_computed(
+    begun: tuple[Prepared, LoadedModel], assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(assets / "recipe.yaml", [f"reference.cache_dir={tmp_path}"])
+    prepared = prepare(recipe, Console(quiet=True))
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(CompletionLogps, "forward", lambda scorer, row: pytest.fail("a row was computed"))
+    with pytest.raises(CacheError, match="No space left on device; free space, or set reference.cache_dir"):
+        prepare_reference(prepared, begun[1])
