@@ -52,8 +52,7 @@ class TableMerging:
         if len(first) == len(pairs):
             return [np.array([position]) for position in range(len(pairs))]
         order = np.argsort(first[inverse], kind="stable")
-        begins = np.flatnonzero(np.diff(first[inverse][order], prepend=-1))
-        groups = np.split(order, begins[1:])
+        groups = np.split(order, np.flatnonzero(np.diff(first[inverse][order])) + 1)
         return [part for positions in groups for part in self._saving(pairs[positions], positions)]
 
     def _saving(self, group: IntArray, positions: IntArray) -> Iterable[IntArray]:

@@ -284,7 +284,7 @@ class _WrittenMeanwhile(Exception):
 
 def key_values(keys: NDArray[np.uint8]) -> NDArray[np.void]:
     """Turns [P, bytes] keys into [P] values, so that numpy sorts and compares each key as a whole."""
-    return np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).reshape(-1)
+    return np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).ravel()
 
 
 def _offsets(store: TokenStore) -> NDArray[np.int64]:

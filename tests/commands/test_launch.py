@@ -205,6 +205,20 @@ def test_ranks_of_several_nodes_that_cannot_connect_are_told_the_variable(
         launch._join(PLACE, HashStore())
 
 
+def test_ranks_that_have_the_same_gpu_are_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-b"))
+
+    def require_own_device(others: dict[int, str]) -> None:
+        store = HashStore()
+        for rank, identity in others.items():
+            PrefixStore("dpo_pack/devices", store).set(str(rank), identity)
+        launch._require_own_device(torch.device("cuda", 0), PLACE, store)
+
+    require_own_device({0: "GPU-a", 2: "GPU-c", 3: "GPU-c"})  # ranks 2 and 3 say so themselves
+    with pytest.raises(RecipeError, match=r"num_processes: ranks 1, 3 have the same GPU; start one process"):
+        require_own_device({0: "GPU-a", 2: "GPU-c", 3: "GPU-b"})
+
+
 # --------------------------------------------------------------------------------------- real processes
 
 RunProbe = Callable[[str], tuple[int, str, str]]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -607,10 +608,13 @@ def test_the_help_of_a_command_names_its_options(command: str, dpopack: Dpopack)
         assert option in outcome.out
 
 
-def test_the_package_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "dpo_pack", "--version"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"dpo-pack {dpo_pack.__version__}\n", "")
+def test_the_package_runs_as_a_module(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["dpo_pack", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("dpo_pack", run_name="__main__")  # as `python -m dpo_pack` does
+    assert (ended.value.code, *capfd.readouterr()) == (0, f"dpo-pack {dpo_pack.__version__}\n", "")
 
 
 def test_train_prints_plain_lines_and_nothing_of_other_libraries(recipe: Path, dpopack: Dpopack) -> None:

@@ -74,6 +74,11 @@ assert train is not dpo_pack.train
     assert callable(train_module)
 
 
+def test_a_name_that_the_package_lacks_is_an_error_of_python() -> None:
+    with pytest.raises(AttributeError, match="'dpo_pack' has no attribute 'trian'"):
+        call("trian")
+
+
 def test_a_dict_a_path_and_a_recipe_are_the_same_recipe(recipe: Path) -> None:
     of_path = load(recipe, {"loss.beta": 0.2})
     tree = yaml.safe_load(recipe.read_text().replace("${recipe_dir}", str(recipe.parent)))
@@ -115,6 +120,7 @@ def test_pairs_and_rows_can_be_looked_at_from_python(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = call("show", recipe, pairs=[2])
+    assert "pairs.jsonl line 2" in capsys.readouterr().out
     report = call("inspect_packing", recipe, ranks=[1, 2], budgets=[128])
     assert {pair.row for pair in shown.pairs} == {2} and report.statistics.num_pairs == 16
     assert "fill" in capsys.readouterr().out

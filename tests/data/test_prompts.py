@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from dpo_pack.data.load import load_prompts
 from dpo_pack.data.splits import DataSplits, Prompt
@@ -17,14 +18,20 @@ from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import DataError
 
+TOKENIZER: Tokenizer = tiny_tokenizer(chat_template=True)
 USER = [{"role": "user", "content": "how are you"}]
 
 
-def prompts(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **data: Any) -> DataSplits:
+def prompts(
+    tmp_path: Path,
+    rows: list[dict[str, Any]] | None = None,
+    *,
+    tokenizer: Tokenizer = TOKENIZER,
+    **data: Any,
+) -> DataSplits:
     path = tmp_path / "prompts.jsonl"
     if rows is not None:
         write_rows(path, rows)
-    tokenizer: Tokenizer = tiny_tokenizer(chat_template=True)
     recipe = DataRecipe.model_validate({"train": str(path), "max_length": 64, **data})
     return load_prompts(recipe, tokenizer=tokenizer, max_new_tokens=16, seed=0, cache_dir=tmp_path / "cache")
 
@@ -54,6 +61,7 @@ def test_weights_that_leave_no_prompt_of_an_epoch_are_refused(tmp_path: Path) ->
           "rejected": [*USER, {"role": "assistant", "content": "b"}]},
          "<s>user\nhow are you</s>\n<s>assistant\n"),
         ({"prompt_ids": [5, 6, 7]}, tiny_tokenizer().decode([5, 6, 7])),
+        ({"prompt_ids": [5]}, tiny_tokenizer().decode([5])),
     ],
 )  # fmt: skip
 def test_a_prompt_is_read_from_every_kind_of_row(row: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -62,6 +70,16 @@ def test_a_prompt_is_read_from_every_kind_of_row(row: dict[str, Any], text: str,
     assert prompt.ids.tolist() == (row.get("prompt_ids") or tiny_tokenizer()(text)["input_ids"])
     assert (prompt.messages is None) == ("how are you" not in text)
     assert prompt.messages is None or list(prompt.messages) == USER
+
+
+def test_an_eos_that_the_tokenizer_adds_does_not_end_a_prompt(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    words = tokenizer("ask me")["input_ids"]
+    add_eos = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = add_eos
+    assert tokenizer("ask me")["input_ids"] == [*words, tokenizer.eos_token_id]
+    (prompt,) = train_prompts(prompts(tmp_path, [{"prompt": "ask me"}], tokenizer=tokenizer))
+    assert prompt.ids.tolist() == words
 
 
 def test_a_system_prompt_begins_conversations_that_have_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import resource
 import signal
 import tracemalloc
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from dpo_pack.data.tokenization import (
     split_at_boundary,
     tokenize_batch,
 )
-from dpo_pack.data.tokenizer import tokenizer_fingerprint
+from dpo_pack.data.tokenizer import bounded_template, tokenizer_fingerprint
 from dpo_pack.data.truncation import LengthLimits, PairIds, Truncation, truncate
 from dpo_pack.data.workers import tokenize_rows
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
@@ -245,6 +246,17 @@ def test_a_template_that_never_ends_or_takes_memory_without_bound_is_refused(
         tracemalloc.stop()
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
     assert len(bytes(128 << 20)) == 128 << 20  # the limit on the memory is lifted
+
+
+def test_a_template_may_take_one_gib_but_no_more_than_the_process_may() -> None:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with bounded_template("mend it"):
+        most = resource.getrlimit(resource.RLIMIT_AS)[0] - taken
+    assert most == pytest.approx(1 << 30, rel=0.1)  # as docs/data.md says
+    with memory_limit(256 << 20):  # less than a template may take
+        own = resource.getrlimit(resource.RLIMIT_AS)
+        with bounded_template("mend it"):
+            assert resource.getrlimit(resource.RLIMIT_AS) == own
 
 
 def test_a_batch_has_fewer_rows_if_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:

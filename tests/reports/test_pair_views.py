@@ -215,6 +215,17 @@ def test_a_fault_is_named_with_its_remedy_on_the_screen_and_on_the_page(name: st
     assert json.loads(to_json(shown))["warnings"]
 
 
+def test_the_remedy_for_a_cut_prompt_names_only_the_limit_that_is_too_low(shows: Shows) -> None:
+    prompt = {"prompt_ids": [1, *range(10, 40)]}  # 31 tokens
+    rows = [{**prompt, "chosen_ids": [50, 51, 2], "rejected_ids": [52, 2]}]
+    for limits, remedy in (
+        (("data.max_length=33", "data.max_prompt_length=31"), "data.max_length: 34 keeps"),
+        (("data.max_length=34", "data.max_prompt_length=30"), "data.max_prompt_length: 31 keeps"),
+    ):
+        (fault,) = shows(rows, "data.truncation=prompt_left", *limits).faults
+        assert fault.remedy.startswith(remedy)
+
+
 @pytest.mark.parametrize(
     "rows", [[PAIR], [CHAT], [{**CHAT, "prompt": turns(3)}]], ids=["text", "chat", "turns"]
 )
