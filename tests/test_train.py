@@ -371,6 +371,8 @@ def test_a_step_s_loss_is_the_mean_over_its_pairs_however_they_are_packed(
         for ours, first in zip(record, records[0], strict=True):
             for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "entropy"):
                 assert ours[name] == pytest.approx(first[name], abs=2e-5, rel=2e-5), name
+    *shared, unshared, padded = ([record["tokens"] for record in steps] for steps in records)
+    assert shared == [shared[0]] * 3 and padded == unshared  # padding is not counted
 
 
 @pytest.mark.parametrize("family", ["lfm2", *slow("mamba2", "zamba2")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import resource
 import shutil
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import numpy as np
 import pytest
 import torch
 from support.tiny_models import tiny_model
@@ -699,9 +701,14 @@ def test_a_step_draws_the_same_whatever_was_drawn_before_and_ranks_draw_their_ow
     assert torch.randn(4).tolist() == drawn[0, 1, 1]
 
 
-def test_a_seed_decides_all_that_torch_draws() -> None:
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.randn(4).tolist(), lambda: np.random.rand(4).tolist(), random.random],
+    ids=["torch", "numpy", "python"],
+)
+def test_a_seed_decides_all_that_torch_numpy_and_python_draw(draw: Callable[[], Any]) -> None:
     drawn = []
     for seed in (1, 1, 2, 2**32 - 1):
         seed_everything(seed)
-        drawn.append(torch.randn(4).tolist())
+        drawn.append(draw())
     assert drawn[0] == drawn[1] != drawn[2] != drawn[3]

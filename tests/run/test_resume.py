@@ -281,6 +281,16 @@ def test_of_damaged_checkpoints_the_next_older_whole_one_is_taken_and_that_is_sa
     assert all(find_damage(path) is None for path in checkpoints(tmp_path / "run" / "checkpoints"))
 
 
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_has_no_later_ones(
+    stopped: Path, assets: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    earlier = run / "checkpoints" / "step-000002"
+    stop_after(3, whole_run(assets, run, *SAVING, f"checkpoint.resume={earlier}"))
+    assert checkpoint_steps(run) == [2, 3]
+
+
 def test_without_a_whole_checkpoint_the_run_begins_anew(
     straight: Path, stopped: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:

@@ -7,19 +7,22 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from support.marks import slow
+from support.reference_pairs import make_table
 from support.tiny_online import online_recipe
 from support.tiny_run import write_rows
+from support.tiny_tokenizer import tiny_tokenizer
 from support.whole_runs import assert_same_run, at_step, lines, saved_weights, text, whole_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.online.transformers_generator import TransformersGenerator
-from dpo_pack.run.samples import Sample, Sampler, read_samples
+from dpo_pack.run.samples import Sample, Sampler, read_samples, sample_prompts
 from dpo_pack.run.session import Learner
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.files import read_json
@@ -156,6 +159,14 @@ def test_prompts_are_of_each_held_out_set_in_turn_and_all_different(
     train(whole_run(assets, tmp_path / "run", *few), console)
     found = [(sample.source, sample.prompt[-1]) for sample in samples(tmp_path / "run")[:3]]
     assert found == [("one", "a"), ("two", "d"), ("one", "b")]
+
+
+def test_prompts_that_leave_just_enough_room_have_samples_and_longer_ones_none() -> None:
+    table = make_table([([5] * length, [7], [8]) for length in (5, 4, 3)])
+    data: Any = SimpleNamespace(eval={"heldout": table}, prompts=None)
+    recipe: Any = None
+    found = sample_prompts(recipe, data, tiny_tokenizer(), num=3, most_tokens=4)
+    assert [len(sample.prompt.ids) for sample in found] == [4, 3]
 
 
 def test_where_nothing_is_held_out_prompts_are_training_prompts(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,23 @@ def test_ranks_exchange_signals_by_time_and_all_of_them_at_the_same_pass(
             interruption.poll_in_time()
         with pytest.raises(Interrupted):
             interruption.poll_in_time()
+
+
+def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(ranks, "largest_numbers", lambda signum, seconds: [float(TERM), seconds])
+    interruption = Interruption()
+    learner = SimpleNamespace(
+        interruption=interruption,
+        state=SimpleNamespace(step=4),
+        seed=0,
+        clock=SimpleNamespace(lap=lambda phase: None),
+    )
+    session: Any = SimpleNamespace(learner=learner, evaluator=SimpleNamespace(ends_run=lambda state: False))
+    batches: Iterator[Any] = iter(["the next step's"])
+    with interruption.deferred(), pytest.raises(Interrupted):
+        train_module.next_batch(session, batches)
+    assert list(batches) == ["the next step's"], "it was taken, though nobody would train on it"
 
 
 def test_one_process_looks_for_a_signal_before_every_pass() -> None:

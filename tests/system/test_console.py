@@ -52,6 +52,19 @@ def test_a_run_keeps_what_was_printed_before_and_after_its_directory_was_there(
     assert all(line.isprintable() for line in lines)
 
 
+def test_tables_in_the_log_are_as_wide_as_ever_whatever_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    console = make_console()
+    keep_log(console, tmp_path / "console.log")
+    table = Table("a long cell")
+    table.add_row("word " * 20)  # 100 columns: too many for a terminal that says nothing of its width
+    console.print(table)
+    assert ("word " * 20).strip() in (tmp_path / "console.log").read_text(encoding="utf-8")
+
+
 def test_a_run_that_goes_on_adds_to_its_console_log(tmp_path: Path) -> None:
     path = tmp_path / "console.log"
     for part in ("begun", "gone on"):

@@ -62,8 +62,10 @@ def test_a_mistake_of_rank_0_alone_needs_no_number(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "error: no such file\n"
 
 
-@pytest.mark.slow
-def test_a_bug_is_told_with_the_traceback_of_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_told_with_the_traceback_of_its_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpo_pack.system.endings._SECONDS_FOR_THE_OTHERS", 0.1)
     errors = {1: ValueError("a bug of ours"), 0: RuntimeError("Connection closed by peer")}
     assert settle_all(errors, num_ranks=2) == {0: 1, 1: 1}
     told = capsys.readouterr().err

@@ -122,4 +122,5 @@ def test_nonsense_and_mpi_are_refused() -> None:
     with pytest.raises(RecipeError, match="RANK must be a whole number, not 'first'"):
         placement({**TORCHRUN, "RANK": "first"})
     with pytest.raises(RecipeError, match="OMPI_COMM_WORLD_SIZE is set, but dpo-pack does not read MPI"):
-        placement({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"})
+        placement({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})
+    assert placement({"OMPI_COMM_WORLD_SIZE": "1"}) is None, "one process needs no ranks"

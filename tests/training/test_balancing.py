@@ -7,6 +7,7 @@ import json
 import random
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dpo_pack.model.layout import Group
+from dpo_pack.model.routing import RouterBalance
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.check import check_recipe
@@ -30,6 +32,7 @@ from dpo_pack.run.session import Learner
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
 from dpo_pack.train import train
+from dpo_pack.training.balancing import StepBalance
 from dpo_pack.training.batches import token_copies
 
 COEFFICIENT = 0.05
@@ -166,6 +169,18 @@ def test_a_loss_that_couples_pairs_takes_the_load_balancing_loss_too_in_the_pass
         for layout in ("one row", "some rows")
     ]
     assert_same_steps(*runs)
+
+
+def test_no_row_takes_its_part_from_the_counts_of_some_rows_only() -> None:
+    balance = StepBalance(settings=RouterBalance(coefficient=1.0, num_experts=4, top_k=2))
+    row: Any = SimpleNamespace(
+        expert_counts=torch.ones(2, 4, dtype=torch.float64), expert_probs=torch.ones(4, dtype=torch.float64)
+    )
+    balance.add(row.expert_counts)  # of another row
+    with pytest.raises(AssertionError):
+        balance.row_loss(row)
+    balance.complete(row)
+    assert balance.row_loss(row).isfinite()
 
 
 # A step of one pair leaves a rank without rows.

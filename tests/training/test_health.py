@@ -149,6 +149,15 @@ def test_a_chosen_reward_that_falls_alone_or_has_stopped_falling_is_no_trouble()
     assert warnings_of(curve(lambda step: {"kl/chosen": -6.0 + 0.02 * step, "kl/rejected": -20.0})) == []
 
 
+def test_rewards_that_are_low_from_the_start_and_stay_there_are_not_falling() -> None:
+    assert warnings_of(curve(lambda step: {"kl/chosen": -8.0, "kl/rejected": -16.0})) == []
+
+
+def test_saturation_from_the_start_is_told_as_soon_as_enough_lines_are_there() -> None:
+    ((step, _),) = warnings_of(curve(lambda step: {"rewards/saturated": 1.0}))
+    assert step == 20
+
+
 def test_accuracy_is_judged_by_how_many_pairs_were_seen() -> None:
     # 0.5 may be noise of 0.53 for 39 x 4 pairs, and is not for 39 x 256.
     few = warnings_of(curve(lambda step: {"rewards/accuracies": 0.5, "pairs": 4}))
