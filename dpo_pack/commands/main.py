@@ -229,19 +229,23 @@ def inspect_packing(
     console = make_console(quiet=json_file == Path("-"))
     report = inspect_recipe(loaded, console, num_ranks=rank_numbers, budgets=budget_numbers)
     render_packing(report, console)
-    _write_files(json_file, to_json(report), html_file, lambda: packing_page(report), console)
+    _write_files(json_file, lambda: to_json(report), html_file, lambda: packing_page(report), console)
 
 
 def _write_files(
-    json_file: Path | None, text: str, html_file: Path | None, page: Callable[[], str], console: Console
+    json_file: Path | None,
+    to_json: Callable[[], str],
+    html_file: Path | None,
+    page: Callable[[], str],
+    console: Console,
 ) -> None:
     """Writes a report as JSON into the file of --json (`-`: prints it), and as a page into that of --html."""
     from dpo_pack.system.files import write_text_atomically
 
     if json_file == Path("-"):
-        print(text, end="")
+        print(to_json(), end="")
     elif json_file is not None:
-        write_text_atomically(json_file, text)
+        write_text_atomically(json_file, to_json())
     if html_file is not None:
         write_text_atomically(html_file, page())
         console.print(f"Page: {html_file}")
@@ -285,7 +289,7 @@ def show(
     console = make_console(quiet=json_file == Path("-"))
     shown = show_recipe(loaded, console, asked_rows=rows, reads_all=dropped)
     render_pairs(shown, console, lists_dropped=dropped)
-    _write_files(json_file, to_json(shown), html_file, lambda: pairs_page(shown), console)
+    _write_files(json_file, lambda: to_json(shown), html_file, lambda: pairs_page(shown), console)
 
 
 @app.command()

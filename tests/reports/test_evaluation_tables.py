@@ -21,10 +21,17 @@ def result(*margins: float) -> HeldOutResult:
     sources = np.arange(len(numbers)) % 2
     traits = PairTraits(
         chosen_tokens=numbers + 10, rejected_tokens=numbers * 0 + 10,
-        source_indices=sources, source_names=("books", "web"),
+        source_indices=sources, source_names=("books", "web"), prompts=np.arange(len(numbers)),
     )  # fmt: skip
     record = means_by_group(metrics, traits, seed=0)
-    return HeldOutResult(name="held", pair_keys=[], metrics=metrics, traits=traits, record=record)
+    return HeldOutResult(
+        name="held",
+        pair_keys=[],
+        row_numbers=np.arange(len(numbers)),
+        metrics=metrics,
+        traits=traits,
+        record=record,
+    )
 
 
 def lines(shown: str) -> set[str]:

@@ -219,7 +219,8 @@ def test_a_sync_of_the_reference_out_of_range_is_refused(sync: str) -> None:
 
 
 def test_losses_without_a_reference_have_none_to_move() -> None:
-    assert "reference.sync: no reference" in message_of(lambda: load("loss.type=orpo", "reference.sync={}"))
+    message = message_of(lambda: load("loss.type=orpo", "reference.sync={}"))
+    assert "reference.sync: loss.type orpo uses no reference" in message
     sync = load("reference.sync={}").reference.sync
     assert sync is not None and (sync.every_steps, sync.mixup) == (512, 0.6)
 
