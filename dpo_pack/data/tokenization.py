@@ -238,8 +238,14 @@ def _apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Toke
 
 
 def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
-    """Returns True if the chat template writes the beginning of an answer after the prompt of a pair."""
-    with_opening, without = _apply_chat_template(pair, ([],), tokenizer)  # [] is a completion of no messages
+    """Returns True if the chat template writes the beginning of an answer after the prompt of a pair.
+
+    Also True if the template renders no prompt without this beginning.
+    """
+    try:
+        with_opening, without = _apply_chat_template(pair, ([],), tokenizer)  # [] is a completion of no messages
+    except BadRow:
+        return True
     return with_opening != without
 
 

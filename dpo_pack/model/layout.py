@@ -72,7 +72,7 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The tensors of a row for the model, on its device: of a packed row or of a right-padded batch."""
+    """The tensors of one forward pass, on the model's device: a packed row, or a whole right-padded batch."""
 
     input_ids: Tensor  # [B, L] int64
     position_ids: Tensor  # [B, L] int64

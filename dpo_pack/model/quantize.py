@@ -65,7 +65,10 @@ def check_quantizable(architecture: PreTrainedModel) -> None:
 
 
 def compute_restored(model: nn.Module) -> None:
-    """Makes quantised layers compute as linear layers that have the restored weights, in place."""
+    """Makes each quantised layer restore its weight for each product, and compute as a linear layer with it.
+
+    A restored weight is the quantised one converted back to floating point. Changes the class of these modules.
+    """
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     # Their class changes, not their `forward`: proofs compare a module's `forward` with that of its class.

@@ -222,7 +222,10 @@ def _output(result: Any) -> Tensor:
 
 
 def _proof_groups() -> list[Group]:
-    """Returns groups with the lengths of `_PROOF_GROUPS`. Tokens have equal ids where they are shared."""
+    """Returns one group of sequences for each entry of `_PROOF_GROUPS`, which has its lengths in tokens.
+
+    The sequences of a group begin with the same token ids.
+    """
     groups = []
     for shared, tails in _PROOF_GROUPS:
         completions = [np.full(tail, number) for number, tail in enumerate(tails, start=2)]

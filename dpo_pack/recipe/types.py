@@ -128,7 +128,7 @@ def expand_path(value: object, info: ValidationInfo) -> object:
 
 
 def _dump_path(value: object, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-    """Dumps a path; with `context={"for_others": True}` as `name_for_others` has it."""
+    """Dumps a path as it is; with `context={"for_others": True}`, as `name_for_others(path)`."""
     is_for_others = value is not None and (info.context or {}).get("for_others")
     return name_for_others(str(value)) if is_for_others else handler(value)
 

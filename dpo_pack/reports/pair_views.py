@@ -1,4 +1,6 @@
-"""Shows pairs as the model gets them: sentences for terminal and HTML page, and the terminal's output."""
+"""Shows pairs as the model gets them: writes the sentences about a pair, and prints pairs in the terminal.
+
+The HTML page uses the same sentences."""
 
 from __future__ import annotations
 

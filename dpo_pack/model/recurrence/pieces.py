@@ -34,7 +34,11 @@ from dpo_pack.packing.lengths import IntArray
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RowPieces:
-    """The pieces of a row, cut into chunks. Chunks are in the order in which the states move through them."""
+    """The pieces of a row, each cut into chunks.
+
+    The state of a root starts from zero, that of a tail from a root's final state. Order of the chunks: the first
+    chunk of every root, the second chunk of every root that has one, and so on; then those of the tails likewise.
+    """
 
     chunk: int  # C
     to_chunks: Gather  # from the row's T tokens to the N * C tokens of the chunks
