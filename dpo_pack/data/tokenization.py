@@ -286,7 +286,7 @@ def _fit_prompt(
     settings: TokenizationSettings,
     tokenizer: Tokenizer,
 ) -> tuple[Prompt, bool]:
-    """Returns the prompt, cut if its completion needs room, and True if it was cut. Raises BadRow."""
+    """Returns the prompt, cut if a completion needs the room, and True if it was cut. Raises BadRow."""
     text = texts[0] if texts else str(tokenizer.decode(ids.tolist()))
     # Some tokenizers add EOS to every text. A prompt must not end with it, because the policy continues it.
     has_own_end = not texts or text.endswith(tokenizer.eos_token or "\0")

@@ -222,9 +222,10 @@ def _output(result: Any) -> Tensor:
 
 
 def _proof_groups() -> list[Group]:
-    """Returns one group of sequences for each entry of `_PROOF_GROUPS`, which has its lengths in tokens.
+    """Returns the groups of sequences whose lengths `_PROOF_GROUPS` lists.
 
-    The sequences of a group begin with the same token ids.
+    An entry (70, (40, 33)) makes a group of two sequences: both begin with the same 70 tokens, and then come 40
+    tokens in one and 33 in the other.
     """
     groups = []
     for shared, tails in _PROOF_GROUPS:

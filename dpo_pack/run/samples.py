@@ -245,7 +245,7 @@ def sample_prompts(
 
 
 def prompt_of(ids: TokenIds, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Returns a prompt of token ids, with its text."""
+    """Returns the prompt that has these token ids, with its text."""
     text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
     return Prompt(ids=ids, text=text, messages=None, row_number=0)
 

@@ -34,10 +34,10 @@ from dpo_pack.packing.lengths import IntArray
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RowPieces:
-    """The pieces of a row, each cut into chunks.
+    """The pieces of a row (defined above: roots, then tails), each cut into chunks.
 
-    The state of a root starts from zero, that of a tail from a root's final state. Order of the chunks: the first
-    chunk of every root, the second chunk of every root that has one, and so on; then those of the tails likewise.
+    Order of the chunks: the first chunk of every root, the second chunk of every root that has one, and so on;
+    then the chunks of the tails in the same order. The recurrent states move through the chunks in this order.
     """
 
     chunk: int  # C
