@@ -39,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnRow:
-    """A picture of one row (forward pass) of the first step: its segments from left to right."""
+    """A picture of one row of the first step: its segments from left to right."""
 
     num_pairs: int
     tokens: int

@@ -166,7 +166,10 @@ def recurrence_error(
         return _output(run(replace(call, arguments=arguments, options=options)))
 
     def one_by_one(tensors: _Inputs, function: RowFunction = call.stock) -> Tensor:
-        """A function of the family on each sequence; keeps the tokens that the sequence adds to the row."""
+        """Calls the model family's own function on each sequence alone.
+
+        Of its outputs, keeps those at tokens that the sequence does not share with an earlier one of the row.
+        """
         parts = []
         for positions, count in zip(tokens, segments.query_lengths, strict=True):
             own = {place: tensors[place].index_select(dim, positions) for place in of_tokens}

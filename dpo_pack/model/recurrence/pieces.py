@@ -37,7 +37,7 @@ class RowPieces:
     """The pieces of a row (defined above: roots, then tails), each cut into chunks.
 
     Order of the chunks: the first chunk of every root, the second chunk of every root that has one, and so on;
-    then the chunks of the tails in the same order. The recurrent states move through the chunks in this order.
+    then the chunks of the tails in the same order. So a chunk comes after the chunk from whose final state it starts.
     """
 
     chunk: int  # C
@@ -154,7 +154,11 @@ def _lengths(segments: RowSegments) -> zip[tuple[int, int, int]]:
 
 
 def _chunks(pieces: Sequence[tuple[int, int]], chunk: int) -> tuple[IntArray, tuple[int, ...]]:
-    """Returns (row position of each token of the chunks, -1 for the filling; pieces with an i-th chunk)."""
+    """Cuts pieces into chunks of `chunk` tokens. Returns two values.
+
+    The first has the row position of each token of the chunks, -1 where a chunk is filled up. The second
+    says how many pieces have a first chunk, how many have a second chunk, and so on.
+    """
     places: list[IntArray] = [np.zeros(0, dtype=np.int64)]
     steps: list[int] = []
     longest = max((length for _, length in pieces), default=0)
