@@ -156,7 +156,7 @@ def _lengths(segments: RowSegments) -> zip[tuple[int, int, int]]:
 def _chunks(pieces: Sequence[tuple[int, int]], chunk: int) -> tuple[IntArray, tuple[int, ...]]:
     """Cuts pieces into chunks of `chunk` tokens. Returns two values.
 
-    The first has the row position of each token of the chunks, -1 where a chunk is filled up. The second
+    The first has the row position of each token of the chunks, -1 at the zeros that fill up a chunk. The second
     says how many pieces have a first chunk, how many have a second chunk, and so on.
     """
     places: list[IntArray] = [np.zeros(0, dtype=np.int64)]

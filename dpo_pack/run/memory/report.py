@@ -73,7 +73,7 @@ def print_memory_estimate(prepared: Prepared, objective: Objective, plan: Packin
     if _keeps_scores(prepared):
         console.print(
             "  not counted: attention scores, which are kept because this model has softcaps or sinks; "
-            "activations may take 4 times as much"
+            "with them, activations may take 4 times the memory above"
         )
     if available is None:
         console.print("This system does not say how much memory it has")
