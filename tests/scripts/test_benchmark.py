@@ -584,7 +584,7 @@ def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
     (own, *_), (peer, *_) = report.series.values()
     for first, *others in (own, peer):
         assert all(run.digest == first.digest and run.losses[-1] != first.losses[-1] for run in others)
-    assert own[0].reference_seconds > own[1].reference_seconds > 0
+    assert own[0].reference_seconds > 0 == own[1].reference_seconds  # the cache has all of the second run
     assert all(seconds > 0 for runs in report.runs.values() for seconds in runs[0].step_seconds)
     assert "against TRL's best" in markdown(report)
 
