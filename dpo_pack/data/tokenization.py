@@ -243,7 +243,8 @@ def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
     Also True if the template renders no prompt without this beginning.
     """
     try:
-        with_opening, without = _apply_chat_template(pair, ([],), tokenizer)  # [] is a completion of no messages
+        # [] is a completion of no messages.
+        with_opening, without = _apply_chat_template(pair, ([],), tokenizer)
     except BadRow:
         return True
     return with_opening != without

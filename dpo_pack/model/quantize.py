@@ -67,7 +67,8 @@ def check_quantizable(architecture: PreTrainedModel) -> None:
 def compute_restored(model: nn.Module) -> None:
     """Makes each quantised layer restore its weight for each product, and compute as a linear layer with it.
 
-    A restored weight is the quantised one converted back to floating point. Changes the class of these modules.
+    A restored weight is the quantised one converted back to floating point. The class of these modules
+    changes.
     """
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 

@@ -2,8 +2,8 @@
 
 The token budget limits the tokens of one row, that is of one forward pass. It changes neither the pairs of
 an epoch nor the FLOPs. With `packing.scope: epoch` it changes the pairs of a step, because a step is a fixed
-number of rows. A larger budget makes fewer and longer rows, so matrix products are more efficient. A larger budget also
-takes more memory, because memory grows with the longest row.
+number of rows. A larger budget makes fewer and longer rows, so matrix products are more efficient. A larger
+budget also takes more memory, because memory grows with the longest row.
 """
 
 from collections.abc import Callable, Sequence

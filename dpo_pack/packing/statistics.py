@@ -1,7 +1,7 @@
 """Measures a packing plan: rows, tokens, FLOPs, balance of ranks, and a comparison with padded training.
 
-Lengths are in tokens. FLOPs are those of training, see flops.py. The keys of `packing_report.json` are the names
-of the fields below.
+Lengths are in tokens. FLOPs are those of training, see flops.py. The keys of `packing_report.json` are the
+names of the fields below.
 """
 
 from collections.abc import Callable, Sequence

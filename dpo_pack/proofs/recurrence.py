@@ -227,8 +227,8 @@ def _output(result: Any) -> Tensor:
 def _proof_groups() -> list[Group]:
     """Returns the groups of sequences whose lengths `_PROOF_GROUPS` lists.
 
-    An entry (70, (40, 33)) makes a group of two sequences: both begin with the same 70 tokens, and then come 40
-    tokens in one and 33 in the other.
+    An entry (70, (40, 33)) makes a group of two sequences: both begin with the same 70 tokens, and then come
+    40 tokens in one and 33 in the other.
     """
     groups = []
     for shared, tails in _PROOF_GROUPS:

@@ -1,4 +1,4 @@
-"""Shared by the proofs: a proof's result, four random pairs, and the packed row that holds the tokens of these pairs."""
+"""Shared by the proofs: a proof's result, four random pairs, and the packed row of these pairs' tokens."""
 
 from __future__ import annotations
 

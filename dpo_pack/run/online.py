@@ -142,7 +142,7 @@ def _vllm_generator(prepared: Prepared, policy: LoadedModel) -> VllmGenerator:
 def _policy_generator(
     prepared: Prepared, policy: LoadedModel, completions_per_prompt: int
 ) -> TransformersGenerator:
-    """Returns the object that samples answers from the policy itself with transformers, without another engine."""
+    """Returns the object that samples answers from the policy itself, with transformers' own engine."""
     online = _section(prepared)
     return TransformersGenerator(
         policy=policy.scorer,

@@ -236,6 +236,14 @@ def test_pairs_that_are_in_order_get_no_warning(rows: list[Row], shows: Shows) -
     assert "Left out: none of the rows" in screen(shown)
 
 
+def test_a_template_that_renders_no_prompt_without_the_beginning_of_an_answer_is_in_order(
+    shows: Shows,
+) -> None:
+    is_prompt = "messages[-1].role == 'user' and not add_generation_prompt"
+    refuses = "{% if " + is_prompt + " %}{{ raise_exception('no answer') }}{% endif %}"
+    assert shows([CHAT] * 3, template=refuses + CHAT_TEMPLATE).faults == ()
+
+
 def test_a_row_that_stops_a_run_may_be_skipped_unless_most_rows_are_such(shows: Shows) -> None:
     empty = {**PAIR, "chosen": ""}
     assert "or set data.on_bad_row: skip" in joined(screen(shows([PAIR, PAIR, empty])))

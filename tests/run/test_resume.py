@@ -173,7 +173,7 @@ def test_a_run_without_a_best_evaluation_has_its_last_step_saved(
     run, best = tmp_path / "run", ("checkpoint.keep_best=1", "checkpoint.load_best=true")
     with monkeypatch.context() as patch:
         patch.setattr("dpo_pack.run.evaluation.judge", lambda standing, *rest, **options: standing)
-        with pytest.raises(RunError, match="no evaluation gave a finite metric; with checkpoint.load_best=false the same"):
+        with pytest.raises(RunError, match="no evaluation gave a finite metric; with checkpoint.load_best=f"):
             train(whole_run(assets, run, *best), console)
     assert checkpoint_steps(run) == [8]
     train(whole_run(assets, run, best[0]), console)

@@ -36,8 +36,9 @@ from dpo_pack.packing.lengths import IntArray
 class RowPieces:
     """The pieces of a row (defined above: roots, then tails), each cut into chunks.
 
-    Order of the chunks: the first chunk of every root, the second chunk of every root that has one, and so on;
-    then the chunks of the tails in the same order. So a chunk comes after the chunk from whose final state it starts.
+    Order of the chunks: the first chunk of every root, the second chunk of every root that has one, and so
+    on; then the chunks of the tails in the same order. So a chunk comes after the chunk from whose final
+    state it starts.
     """
 
     chunk: int  # C
@@ -156,8 +157,8 @@ def _lengths(segments: RowSegments) -> zip[tuple[int, int, int]]:
 def _chunks(pieces: Sequence[tuple[int, int]], chunk: int) -> tuple[IntArray, tuple[int, ...]]:
     """Cuts pieces into chunks of `chunk` tokens. Returns two values.
 
-    The first has the row position of each token of the chunks, -1 at the zeros that fill up a chunk. The second
-    says how many pieces have a first chunk, how many have a second chunk, and so on.
+    The first has the row position of each token of the chunks, -1 at the zeros that fill up a chunk. The
+    second says how many pieces have a first chunk, how many have a second chunk, and so on.
     """
     places: list[IntArray] = [np.zeros(0, dtype=np.int64)]
     steps: list[int] = []
