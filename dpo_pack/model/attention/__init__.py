@@ -36,7 +36,10 @@ AttentionBackend = Callable[..., Tensor]
 
 @dataclass(slots=True)
 class SeamCalls:
-    """Counts calls of our functions in one forward. `scorer.py` compares them with the number of layers."""
+    """Counts how often one forward calls our attention and our functions of recurrent layers.
+
+    `scorer.py` compares the counts with the numbers of such layers, so no layer can compute without them.
+    """
 
     count: int = 0  # calls of `row_attention`
     recurrent: int = 0  # calls of our functions for recurrent layers, see recurrence/__init__.py
