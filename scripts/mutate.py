@@ -62,7 +62,7 @@ LIBRARIES = (
     "hypothesis",
     "pyarrow.parquet",
 )
-# Seconds that a mutant's tests take unchanged: those of the first run, of all runs, and of tests that do
+# CPU seconds that a mutant's tests take unchanged: those of the first run, of all runs, and of tests that do
 # not execute its line.
 FIRST_SECONDS, ALL_SECONDS, BLIND_SECONDS = 4.0, 40.0, 15.0
 SLACK = 60.0  # seconds beyond six times the time of its tests: the machine may be busy
@@ -251,12 +251,12 @@ def drawn(file: Path, number: int, seed: int, equivalent: set[str]) -> tuple[lis
 class KnownTest:
     """What a test does unchanged."""
 
-    seconds: float
+    seconds: float  # of CPU time
     lines: int  # bit n is set if the test executes line n of all the package's lines
 
 
 class Lines:
-    """Numbers all lines of the package, and notes which of them this process and its forks execute."""
+    """Numbers all lines of the package, and notes which of them are executed after `begin`."""
 
     def __init__(self) -> None:
         self.base: dict[str, int] = {}
@@ -265,10 +265,12 @@ class Lines:
             self.base[str(path)] = total
             total += len(path.read_bytes().splitlines()) + 2
         self.total = total
-        self._seen = mmap.mmap(-1, total)  # shared with forks
-        self._tracers: dict[str, Callable[..., Any]] = {
-            name: self._tracer(b) for name, b in self.base.items()
-        }
+        self._tracers: dict[str, Callable[..., Any]] = {}
+
+    def begin(self) -> None:
+        """Notes the lines of this process and of its later forks. Forks made before note their own lines."""
+        self._seen = mmap.mmap(-1, self.total)  # shared with later forks
+        self._tracers = {name: self._tracer(base) for name, base in self.base.items()}
 
     def _tracer(self, base: int) -> Callable[..., Any]:
         seen = self._seen
@@ -346,7 +348,7 @@ def _watch_hooks() -> type[Watch]:
                 for name in item.fixturenames
                 for definition in item._fixtureinfo.name2fixturedefs.get(name, ())
             ]
-            begun = time.perf_counter()
+            begun = sum(os.times()[:4])  # of CPU time, also of processes that ended: others may be busy
             if self.traced:
                 threading.settrace(self.lines.trace)
                 sys.settrace(self.lines.trace)
@@ -355,7 +357,7 @@ def _watch_hooks() -> type[Watch]:
             finally:
                 sys.settrace(None)
                 threading.settrace(None)
-                seconds = time.perf_counter() - begun
+                seconds = sum(os.times()[:4]) - begun
                 self.tests[item.nodeid] = KnownTest(seconds, self.lines.take() | self._of_fixtures["", ""])
                 self._of_fixtures["", ""] = 0
 
@@ -550,6 +552,7 @@ class Tests:
 
             def watched(tests: list[str], traced: bool) -> Callable[[str], int]:
                 def work(directory: str) -> int:
+                    self.lines.begin()
                     watch = _watch_hooks()(self.lines, traced)
                     plugins = [watch] if traced else [watch, Chosen(tests)]
                     _pytest(tests, self.marks, directory, *plugins)
