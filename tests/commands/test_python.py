@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,13 @@ def call(name: str, *arguments: Any, **overrides: Any) -> Any:
 
 
 def test_a_run_from_python_is_the_run_of_the_command(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        del os.environ[name]  # which the end of this test restores
     run = call("train", recipe, **{"optim.lr": 5e-4, "output_dir": recipe.parent / "from-python"})
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert "Done: " in capsys.readouterr().out
     assert run.path == recipe.parent / "from-python"
     steps = [line for line in run.metrics if "loss" in line and "grad_norm" in line]

@@ -268,6 +268,12 @@ def test_a_bad_row_is_refused_with_its_reason(format: str, row: dict[str, Any], 
     assert raised.value.detail and "\n" not in raised.value.detail
 
 
+def test_tools_that_are_text_must_be_json() -> None:
+    with pytest.raises(BadRow) as raised:
+        FORMATS["conversational"].pair({**MESSAGES, "tools": "not JSON"})
+    assert raised.value.detail == "tools is text but not JSON"
+
+
 def test_a_missing_column_is_named_beside_those_there_are() -> None:
     with pytest.raises(BadRow) as raised:
         FORMATS["preference"].pair({"question": "q", "chosen": "a"})

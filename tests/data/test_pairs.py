@@ -667,6 +667,8 @@ def test_repetitions_and_leaks_are_counted(tmp_path: Path) -> None:
     assert report["train_pairs_in_eval"] == 2  # both copies of pair 1
     assert report["train_prompts_in_eval"] == 2  # q0 and q1
     assert report["eval"]["dev"]["duplicate_pairs"] == 0
+    alone = load(tmp_path, train).report
+    assert alone["train_pairs_in_eval"] == alone["train_prompts_in_eval"] == 0
 
 
 def test_lengths_are_summarised_in_tokens(tmp_path: Path) -> None:
