@@ -175,7 +175,7 @@ def attach_adapter(
     base: str,
     revision: str | None,
     recipe_key: str,
-    reads_weights: bool = True,
+    reads_weights: bool,
 ) -> Adapter:
     """Puts a new or a saved adapter into `model`, in place; after that, only the adapter is trained.
 

@@ -230,7 +230,9 @@ def test_an_adapter_that_does_not_fit_is_one_line(bases: Callable[[str], Path], 
 
 def test_an_adapter_that_is_not_finite_is_not_merged(bases: Callable[[str], Path]) -> None:
     model = tiny_model("llama")
-    adapter = attach_adapter(model, settings(), base="base", revision=None, recipe_key="model.path")
+    adapter = attach_adapter(
+        model, settings(), base="base", revision=None, recipe_key="model.path", reads_weights=True
+    )
     matrix = next(p for name, p in model.named_parameters() if "lora_A" in name)
     matrix.data[0, 0] = float("inf")
     assert refusal(adapter.merge).startswith("cannot merge the adapter into base: NaNs detected")
@@ -243,7 +245,12 @@ def test_a_saved_adapter_has_its_own_matrices_alone_and_names_its_base_from_anyw
     monkeypatch.chdir(tmp_path)
     for base, named in (("base", str(tmp_path / "base")), ("somebody/base", "somebody/base")):
         adapter = attach_adapter(
-            tiny_model("llama"), settings(), base=base, revision=None, recipe_key="model.path"
+            tiny_model("llama"),
+            settings(),
+            base=base,
+            revision=None,
+            recipe_key="model.path",
+            reads_weights=True,
         )
         adapter.save(tmp_path / "adapter")
         assert all(".lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
@@ -254,6 +261,8 @@ def test_a_saved_adapter_has_its_own_matrices_alone_and_names_its_base_from_anyw
 def test_attaching_leaves_the_base_s_weights_as_they_are(bases: Callable[[str], Path]) -> None:
     model = tiny_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    adapter = attach_adapter(model, settings(), base="base", revision=None, recipe_key="model.path")
+    adapter = attach_adapter(
+        model, settings(), base="base", revision=None, recipe_key="model.path", reads_weights=True
+    )
     after = adapter.merge().state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

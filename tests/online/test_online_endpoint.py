@@ -114,6 +114,13 @@ def test_what_may_pass_is_asked_again_and_nothing_is_lost(fault: str) -> None:
     assert len(stub.requests) == 6 and None not in expected
 
 
+@pytest.mark.parametrize("fault", ["garbage", "brackets"])
+def test_an_answer_that_is_not_json_is_named_as_such(fault: str) -> None:
+    with serving(Stub(completions(words), faults=[fault])) as stub:
+        (result,) = generator(stub, retries=0).generate(DRAWS[:1])
+    assert isinstance(result, Failure) and "the answer is not JSON" in result.reason
+
+
 @pytest.mark.parametrize("fault", ["trickle", *slow("stall", "headers")])
 def test_a_stalled_answer_counts_as_failed_after_the_timeout(fault: str) -> None:
     with serving(Stub(completions(words), faults=[fault], stall_seconds=40.0)) as stub:
