@@ -134,6 +134,7 @@ def test_honest_padded_batches_pass_the_three_proofs_that_they_have(family: str,
     proofs = prove(make_scorer(family, precision=precision, packed=False), CPU)
     assert [proof.name for proof in proofs] == ["causality", "equivalence", "head"]
     assert all(proof.passed for proof in proofs), proofs
+    assert ("the rounding of logits" in proofs[2].bound) == (precision != "float32")
 
 
 @pytest.mark.parametrize("precision", IN_FLOAT32)

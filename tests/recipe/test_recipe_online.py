@@ -90,6 +90,10 @@ def test_vllm_in_several_processes_is_refused(distributed: str, fragment: str) -
     load("online.generator.type=vllm", "distributed.num_processes=1", text=ONLINE)
 
 
+def test_vllm_takes_its_highest_temperature() -> None:
+    load("online.generator.type=vllm", "online.temperature=2", text=ONLINE)
+
+
 def test_a_bound_that_a_server_s_weights_must_exceed_is_refused() -> None:
     served = f"online.generator={{type: http, endpoint: {SERVER}}}"
     load(served, "online.max_staleness_steps=8", text=ONLINE)  # 8 in the last of the 9 steps

@@ -103,6 +103,8 @@ def test_every_option_is_accepted_where_it_is_used() -> None:
     assert load("loss={type: cpo, cpo_alpha: 0}").loss.cpo_alpha == 0.0
     assert load("loss={type: ipo, weighting: wpo}").loss.weighting == "wpo"
     assert load("loss={type: nca_pair, ld_alpha: 0}").loss.ld_alpha == 0.0
+    assert load("optim={schedule: polynomial, lr: 2e-7}").optim.lr == 2e-7
+    assert load("optim={schedule: cosine, lr: 1e-8}").optim.lr == 1e-8
     assert load("loss={type: 'my.losses:mine', discopop_tau: 1, weighting: wpo, ld_alpha: 0.5}")
 
 

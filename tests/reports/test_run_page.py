@@ -126,6 +126,10 @@ def test_the_page_has_curves_evaluations_warnings_recipe_and_versions(run: Path)
     assert "75.0% reward accuracy held out (held<out>), 50.0% at first" in text
 
 
+def test_only_the_curve_of_the_gradient_norm_has_a_logarithmic_axis(run: Path) -> None:
+    assert re.findall(r'data-metrics="([^"]*)" data-log>', run_page([run])) == ["grad_norm"]
+
+
 def test_the_page_of_a_run_counts_the_rows_that_it_left_out_by_reason(tmp_path: Path) -> None:
     path = tiny_run(tmp_path)
     with (tmp_path / "pairs.jsonl").open("a", encoding="utf-8") as pairs:
