@@ -177,6 +177,7 @@ EXTREMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_extreme_logratios_give_the_finite_values_and_slopes_of_the_mathematics(name: str) -> None:
+    assert name in EXTREMES, f"add {name} to EXTREMES in tests/losses/test_losses.py"
     for sign, (expected_loss, expected_slope) in zip((1, -1), EXTREMES[name], strict=True):
         chosen = torch.tensor([sign * 1e4], dtype=torch.float64, requires_grad=True)
         policy = pair_logps(chosen, -sign * 1e4)
