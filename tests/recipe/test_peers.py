@@ -457,6 +457,14 @@ def test_the_modules_of_llamafactory_s_lora_are_those_of_the_recipe(
     assert recipe.model.lora is not None and recipe.model.lora.target_modules == modules
 
 
+@pytest.mark.parametrize(("peer", "key"), [("axolotl", "rl"), ("llamafactory", "pref_loss")])
+def test_the_margin_of_simpo_is_the_recipe_s(peer: str, key: str, tmp_path: Path) -> None:
+    content = {"stage": "dpo", key: "simpo", "simpo_gamma": 1.3}
+    assert translated(tmp_path, peer, content)[1].loss.simpo_gamma == 1.3
+    text, _ = translated(tmp_path, peer, content | {key: "ipo"})
+    assert "# - simpo_gamma: 1.3 - only simpo reads it" in text
+
+
 @pytest.mark.parametrize(("size", "fraction"), [(0.1, 0.1), (1, 0.02), (100, 0.02)])
 def test_a_mixture_s_test_split_is_a_fraction_and_a_number_of_pairs_is_said_to_be_none(
     size: float, fraction: float, tmp_path: Path
