@@ -584,11 +584,15 @@ def test_warnings_are_told_once_and_are_in_run_json_and_not_repeated_after_resum
 
 
 def test_trackers_get_the_metrics(assets: Path, tmp_path: Path, console: Console) -> None:
-    pytest.importorskip("tensorboard")
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     train(
         make_recipe(assets, tmp_path / "run", "logging.trackers=[tensorboard]", "train.max_steps=2"), console
     )
-    assert list((tmp_path / "run" / "trackers").rglob("events.out.tfevents*"))
+    tracked = tensorboard.EventAccumulator(str(tmp_path / "run" / "trackers" / "run"))
+    tracked.Reload()
+    sent = {event.step: event.value for event in tracked.Scalars("train/logps/chosen")}
+    lines = [line for line in records(tmp_path / "run") if line["split"] == "train"]
+    assert len(lines) == 2 and sent == pytest.approx({line["step"]: line["logps/chosen"] for line in lines})
 
 
 @pytest.fixture(autouse=True)
