@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import os
 import re
@@ -20,7 +21,9 @@ import yaml
 from support.tiny_recipe import KEYS, SMALLEST, load
 
 from dpo_pack.commands.main import app
+from dpo_pack.losses import LossOptions
 from dpo_pack.recipe.load import Recipe
+from dpo_pack.recipe.loss import LOSS_DECLARATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -101,6 +104,27 @@ def test_the_page_of_commands_has_every_command_and_option() -> None:
         for parameter in command.params:
             if parameter.param_type_name == "option":
                 assert parameter.opts[0] in section, f"make docs/commands.md anew: {name} {parameter.opts[0]}"
+
+
+def test_the_page_of_losses_has_every_loss_with_its_options_and_every_option_of_your_own_loss() -> None:
+    page = (DOCS / "losses.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:] for line in page.splitlines() if line.startswith("| `")]
+    written = {
+        name[1]: set(re.findall(r"`(\w+)`", cells[3]))
+        for cells in rows
+        if len(cells) == 6 and (name := re.fullmatch(r" `(\w+)` ", cells[0]))
+    }
+    declared = {
+        name: {*loss.options, *(["f_divergence"] if loss.takes_divergences and loss.needs_reference else [])}
+        for name, loss in LOSS_DECLARATIONS.items()
+    }
+    wrong = {name: declared[name] for name in declared if written.get(name) != declared[name]}
+    assert not wrong, f"the table of docs/losses.md must have these losses with these options: {wrong}"
+    assert written == declared, f"remove {written.keys() - declared} from the table of docs/losses.md"
+    (sentence,) = re.findall(r"`LossOptions` has these keys of the `loss` section: (.*?)\.", page, re.DOTALL)
+    names = {field.name for field in dataclasses.fields(LossOptions)} - {"mean_chosen_tokens"}
+    differ = names ^ set(re.findall(r"\w+", sentence.replace(" and ", " ")))
+    assert not differ, f"LossOptions and its list in docs/losses.md differ in {differ}"
 
 
 @pytest.mark.parametrize("file", sorted((DOCS / "examples").iterdir()), ids=lambda file: file.name)

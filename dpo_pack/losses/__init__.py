@@ -1,8 +1,10 @@
 """Preference losses: pure functions of policy and reference log-probs, and the objective of a run.
 
 To add a loss: declare it in LOSS_DECLARATIONS of recipe/loss.py, write its function, and add the function to
-the dict at the end of the function's file. A new option is a key of `LossRecipe` in recipe/loss.py, and a
-field of `LossOptions`.
+the dict at the end of the function's file. Write -F.logsigmoid(x), not F.softplus(-x): torch rounds softplus
+to a straight line above 20. A new option is a key of `LossRecipe` in recipe/loss.py, and a field of
+`LossOptions`. It is named `<loss>_<option>`, as `simpo_gamma`, unless several losses share it, as
+`label_smoothing`.
 
 `contrastive.py` has the losses that compare a pair with the reference, `reference_free.py` the losses without
 a reference, `transport.py` the losses in which the value of a pair depends on the other pairs of the step.
@@ -12,6 +14,7 @@ a reference, `transport.py` the losses in which the value of a pair depends on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +32,7 @@ from dpo_pack.losses.objective import (
 )
 from dpo_pack.losses.reference_free import REFERENCE_FREE
 from dpo_pack.losses.transport import COUPLED
-from dpo_pack.recipe.loss import LOSS_DECLARATIONS
+from dpo_pack.recipe.loss import LOSS_DECLARATIONS, LossRecipe
 
 __all__ = [
     "LOSSES", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs", "length_desensitized_sums",
@@ -37,8 +40,17 @@ __all__ = [
 ]  # fmt: skip
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {**CONTRASTIVE, **REFERENCE_FREE, **COUPLED}
-_WITHOUT_FUNCTION = LOSS_DECLARATIONS.keys() - _FUNCTIONS.keys()
-assert not _WITHOUT_FUNCTION, f"no function is named at the end of its file for {_WITHOUT_FUNCTION}"
+_OPTIONS = {option for declared in LOSS_DECLARATIONS.values() for option in declared.options}
+_FILES = "contrastive.py, reference_free.py or transport.py"
+# Where a loss or an option must be -> the names that are not there.
+_MISSING = {
+    f"the table at the end of {_FILES} in losses/": LOSS_DECLARATIONS.keys() - _FUNCTIONS.keys(),
+    "LOSS_DECLARATIONS in recipe/loss.py": _FUNCTIONS.keys() - LOSS_DECLARATIONS.keys(),
+    "LossRecipe in recipe/loss.py": _OPTIONS - LossRecipe().options.keys(),
+    "LossOptions in losses/interface.py": _OPTIONS - {field.name for field in fields(LossOptions)},
+}
+for _place, _names in _MISSING.items():
+    assert not _names, f"add {', '.join(sorted(_names))} to {_place}"
 LOSSES: dict[str, Loss] = {
     name: Loss(
         function=_FUNCTIONS[name],
@@ -47,7 +59,6 @@ LOSSES: dict[str, Loss] = {
     )
     for name, declared in LOSS_DECLARATIONS.items()
 }
-assert LOSSES.keys() == _FUNCTIONS.keys(), "a loss has a function and no entry in LOSS_DECLARATIONS"
 
 
 def make_objective(

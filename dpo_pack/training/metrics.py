@@ -5,8 +5,10 @@ averages nothing and does not wait for the device. When a metrics line is logged
 ranks are joined. So every average, quantile and fraction is over all pairs of the global step, and does not
 depend on how the pairs were divided among rows and ranks.
 
-To add a metric: if it needs a number that is not kept yet, add a line to KEPT; then add a line to
-`pair_metrics` (a mean over pairs) or to `_token_metrics` (a mean over tokens), and a line to docs/metrics.md.
+To add a metric: if it needs a number that is not kept yet, add a line to KEPT. Then add a line to
+`pair_metrics` (a mean over pairs), to `_token_metrics` (a mean over tokens) or to MARGIN_QUANTILES (a
+quantile of the margin); any other statistic that is no mean goes into `averages`. Add a row to
+docs/metrics.md.
 
 A metric has TRL's name if TRL has the metric. For every loss, a reward is beta x (policy - reference) summed
 log-probs, never divided by the length. Legend: P pairs of a table, [2 P] completions in the order chosen,

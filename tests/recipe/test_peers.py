@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,9 @@ import yaml
 
 from dpo_pack.recipe.errors import all_keys
 from dpo_pack.recipe.load import Recipe, load_recipe, parse_recipe
+from dpo_pack.recipe.loss import LOSS_DECLARATIONS
 from dpo_pack.recipe.peers import TABLES, find_rule
+from dpo_pack.recipe.peers.rules import TRL_LOSSES
 from dpo_pack.recipe.peers.translate import translate
 from dpo_pack.system.errors import RecipeError
 
@@ -297,7 +300,9 @@ def test_of_an_adapter_only_the_part_that_a_recipe_may_not_have_is_left_out(tmp_
 @pytest.mark.parametrize(
     ("peer", "content", "message"),
     [
-        ("trl", {"loss_type": "nonsense"}, "peer.yaml: loss_type nonsense: dpo-pack has no such loss"),
+        ("trl", {"loss_type": "nonsense"}, "peer.yaml: loss_type: nonsense: TRL's DPO has no such loss"),
+        ("trl", {"loss_type": "simpo"}, "loss_type: simpo: TRL's DPO has no such loss"),
+        ("axolotl", {"rl": "dpo", "dpo_loss_type": ["cpo"]}, "dpo_loss_type: cpo: TRL's DPO has no such"),
         ("axolotl", {"base_model": "a/b"}, "no key rl"),
         ("axolotl", {"rl": "grpo"}, "rl: grpo: no training on preference pairs"),
         ("llamafactory", {"stage": "sft"}, "stage: sft: no training on preference pairs"),
@@ -342,6 +347,12 @@ def test_every_key_of_trl_has_a_rule() -> None:
     names = {field.name for each in classes for field in dataclasses.fields(each)}
     missing = {name for name in names if find_rule(TABLES["trl"], name) is None}
     assert len(names) > 150 and not missing
+
+
+def test_the_losses_of_trl_are_those_of_its_trainer_and_dpo_pack_has_them() -> None:
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    assert set(TRL_LOSSES) == set(re.findall(r'loss_type == "(\w+)"', inspect.getsource(trl.DPOTrainer)))
+    assert set(TRL_LOSSES) <= LOSS_DECLARATIONS.keys()
 
 
 @pytest.mark.parametrize("peer", TABLES)
@@ -444,6 +455,14 @@ def test_the_modules_of_llamafactory_s_lora_are_those_of_the_recipe(
     (tmp_path / "dataset_info.json").write_text(json.dumps(described))
     _, recipe = translated(tmp_path, "llamafactory", content | {"dataset_dir": str(tmp_path)})
     assert recipe.model.lora is not None and recipe.model.lora.target_modules == modules
+
+
+@pytest.mark.parametrize(("peer", "key"), [("axolotl", "rl"), ("llamafactory", "pref_loss")])
+def test_the_margin_of_simpo_is_the_recipe_s(peer: str, key: str, tmp_path: Path) -> None:
+    content = {"stage": "dpo", key: "simpo", "simpo_gamma": 1.3}
+    assert translated(tmp_path, peer, content)[1].loss.simpo_gamma == 1.3
+    text, _ = translated(tmp_path, peer, content | {key: "ipo"})
+    assert "# - simpo_gamma: 1.3 - only simpo reads it" in text
 
 
 @pytest.mark.parametrize(("size", "fraction"), [(0.1, 0.1), (1, 0.02), (100, 0.02)])

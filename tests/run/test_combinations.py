@@ -12,6 +12,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
+import torch
 from support.combinations import (
     FACTORS,
     LATER,
@@ -26,7 +27,9 @@ from support.combinations import (
     train_and_watch,
     whole,
 )
+from support.loss_options import loss_options
 from support.pairwise import Combination, pairwise
+from support.plain_steps import Logps, plain_loss
 from support.two_ranks import run_on_ranks
 
 from dpo_pack.recipe.load import Recipe
@@ -92,12 +95,17 @@ def test_each_two_values_meet_in_a_run_or_are_refused() -> None:
     assert len(PLAN) <= 40
 
 
-def test_every_loss_is_trained_in_some_combination() -> None:
-    chosen = [
+def test_every_loss_is_trained_in_some_combination_and_the_plain_loop_knows_it() -> None:
+    chosen = {
         option.removeprefix("loss=") for _, overrides in PLAN for option in overrides if option[:5] == "loss="
-    ]
-    assert set(chosen) == {loss for family in LOSSES.values() for loss in family}
-    assert all(re.search(rf"\b{name}\b", " ".join(chosen)) for name in LOSS_DECLARATIONS)
+    }
+    assert chosen == {loss for family in LOSSES.values() for loss in family}
+    missing = LOSS_DECLARATIONS.keys() - re.findall(r"type: (\w+)", " ".join(chosen))
+    assert not missing, f"add {missing} to LOSSES in tests/support/combinations.py"
+    one = torch.ones(1, dtype=torch.float64)
+    logps = Logps(chosen=-one, rejected=-one, chosen_tokens=one, rejected_tokens=one)
+    for name in LOSS_DECLARATIONS:
+        plain_loss(name, logps, logps, one, loss_options(beta=0.5, label_smoothing=0.1))
 
 
 @pytest.mark.slow

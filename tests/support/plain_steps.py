@@ -67,7 +67,8 @@ def plain_steps(
         if recipe.loss.weighting == "wpo":
             weights = weights * alignments.exp()
         loss = sum(
-            factor * _loss(name, ours, theirs, weights, recipe.loss) for name, factor in recipe.loss.terms
+            factor * plain_loss(name, ours, theirs, weights, recipe.loss)
+            for name, factor in recipe.loss.terms
         )
         loss = loss / len(batch)
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
@@ -186,7 +187,7 @@ def _logps(model: Any, batch: Sequence[PlainPair], ld_alpha: float | None) -> tu
     return both, torch.stack(alignments).view(-1, 2).sum(dim=1)
 
 
-def _loss(name: str, policy: Logps, reference: Logps, weights: Tensor, loss: Any) -> Tensor:
+def plain_loss(name: str, policy: Logps, reference: Logps, weights: Tensor, loss: Any) -> Tensor:
     """The weighted sum of one loss over a step's pairs, from the table of docs/losses.md."""
     beta, swapped = loss.beta, loss.label_smoothing
     chosen, rejected = policy.chosen - reference.chosen, policy.rejected - reference.rejected
@@ -240,6 +241,7 @@ def _loss(name: str, policy: Logps, reference: Logps, weights: Tensor, loss: Any
         "sigmoid_norm": lambda: softplus(-beta * per_token),
         "support.combinations:own_loss": lambda: (beta * (chosen - rejected) - 1) ** 2,
     }
+    assert name in terms, f"add {name} to `terms` in tests/support/plain_steps.py"
     return (weights * terms[name]()).sum()
 
 

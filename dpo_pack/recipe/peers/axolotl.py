@@ -186,7 +186,9 @@ AXOLOTL: Table = {
     "trl.beta": to("loss.beta"),
     "dpo_label_smoothing": to("loss.label_smoothing", reads("label_smoothing")),
     "dpo_use_weighting": to("loss.weighting", if_on("wpo"), "true: wpo"),
-    "simpo_gamma": to("loss.simpo_gamma", reads("simpo_gamma")),
+    "simpo_gamma": to(
+        "loss.simpo_gamma", lambda value, s: value if s["rl"] == "simpo" else Unneeded("only simpo reads it")
+    ),
     "datasets": to("data.train", _train),
     "test_datasets": to("data.eval", _sources),
     "val_set_size": to("data.eval", held_out, "a fraction"),

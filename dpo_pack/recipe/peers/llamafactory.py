@@ -147,7 +147,10 @@ LLAMAFACTORY: Table = {
     **each("pref_ftx pref_bco_weight", part_of("loss.type", "another term")),
     "pref_beta": to("loss.beta"),
     "dpo_label_smoothing": to("loss.label_smoothing", reads("label_smoothing")),
-    "simpo_gamma": to("loss.simpo_gamma", reads("simpo_gamma")),
+    "simpo_gamma": to(
+        "loss.simpo_gamma",
+        lambda value, s: value if s["pref_loss"] == "simpo" else Unneeded("only simpo reads it"),
+    ),
     "ld_alpha": to("loss.ld_alpha", comment="it multiplies the reference's log-probs too"),
     "ref_model": to("reference.path"),
     "dataset": to("data.train", partial(_sources, "data.train"), "as dataset_info.json describes it"),

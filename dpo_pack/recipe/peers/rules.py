@@ -377,17 +377,23 @@ def reads(option: str) -> Convert:
     return convert
 
 
+# The losses of TRL's DPOTrainer, which axolotl has too. dpo-pack has all of them.
+TRL_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+
+
 def loss_terms(settings: Settings) -> list[tuple[str, float]]:
-    """Returns (type, weight) of each loss in the settings. Raises RecipeError for one that dpo-pack lacks."""
-    types = settings.get("loss_type", settings.get("dpo_loss_type", "sigmoid"))
+    """Returns (type, weight) of each loss in the settings. Raises RecipeError for one that TRL lacks."""
+    key = "loss_type" if "loss_type" in settings else "dpo_loss_type"
+    types = settings.get(key, "sigmoid")
     types = [types] if isinstance(types, str) else list(types)
     types = ["bco_pair" if name == "kto_pair" else name for name in types]
     weights = settings.get("loss_weights", settings.get("dpo_loss_weights")) or [1.0] * len(types)
     for name in types:
-        if name not in LOSS_DECLARATIONS:
-            raise RecipeError(
-                f"loss_type {name}: dpo-pack has no such loss; it has {', '.join(LOSS_DECLARATIONS)}"
-            )
+        if name not in TRL_LOSSES:
+            raise RecipeError(f"{key}: {name}: TRL's DPO has no such loss; it has {', '.join(TRL_LOSSES)}")
     terms = [(name, float(weight)) for name, weight in zip(types, weights, strict=False) if weight]
     if settings.get("rpo_alpha"):
         terms.append(("sft", float(settings["rpo_alpha"])))
