@@ -319,16 +319,19 @@ def _with_system(row: Row, pair: Pair) -> Pair:
 
 def _as_messages(
     prompt: Callable[[Row], list[Message]],
-    completions: Callable[[Row], tuple[list[Message], list[Message]]] = chosen_and_rejected,
+    completions: Callable[..., tuple[list[Message], list[Message]]] = chosen_and_rejected,
 ) -> dict[str, Any]:
-    """Makes the functions `pair` and `prompt` of a `Format` whose parts become messages."""
+    """Makes the functions `pair` and `prompt` of a `Format` whose parts become messages.
 
-    def read_pair(row: Row) -> Pair:
-        chosen, rejected = completions(row)
+    `completions` gets the format's options as keyword arguments; `prompt` does not.
+    """
+
+    def read_pair(row: Row, **options: Any) -> Pair:
+        chosen, rejected = completions(row, **options)
         messages = {"prompt": prompt(row), "chosen": chosen, "rejected": rejected}
         return _with_system(row, _conversation({**row, **messages}))
 
-    def read_prompt(row: Row) -> Pair:
+    def read_prompt(row: Row, **options: Any) -> Pair:
         return conversational_prompt({**row, "prompt": prompt(row)}, names_system=True)
 
     return {"pair": read_pair, "prompt": read_prompt}

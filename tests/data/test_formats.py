@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpo_pack.data.formats import FORMATS, BadRow, Pair, is_media_name, possible_formats, with_system_message
+from dpo_pack.data.formats import (
+    FORMATS,
+    BadRow,
+    Message,
+    Pair,
+    Row,
+    _as_messages,
+    is_media_name,
+    possible_formats,
+    with_system_message,
+)
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 
 
@@ -302,6 +312,16 @@ def test_the_recipe_knows_the_formats() -> None:
     assert FORMATS.keys() == FIELDS_OF_FORMAT.keys(), (
         "FORMATS of data/formats.py, FIELDS_OF_FORMAT of recipe/data.py"
     )
+
+
+def test_a_format_made_by_as_messages_may_have_options_of_its_completions() -> None:
+    def completions(row: Row, *, good: str) -> tuple[list[Message], list[Message]]:
+        return [assistant(good)], [assistant("bad")]
+
+    functions = _as_messages(lambda row: [user(row["question"])], completions)
+    pair = functions["pair"]({"question": "q"}, good="fine")
+    assert parts(pair) == ([user("q")], [assistant("fine")], [assistant("bad")])
+    assert functions["prompt"]({"question": "q"}, good="fine").prompt == [user("q")]
 
 
 def test_a_system_prompt_is_set_before_conversations_that_have_none() -> None:
