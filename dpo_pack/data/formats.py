@@ -46,7 +46,9 @@ class Format:
     """One form that the rows of a source can have, and the functions that read such rows."""
 
     content: Literal["text", "messages", "token_ids"] = "messages"  # the type of prompts and completions
-    completion_columns: tuple[str, ...] = _COMPLETIONS  # a source without these columns has no pairs
+    # The columns of the completions' texts, chosen first; one column if both are in it. A row without them
+    # gives no pair. dpopack show names them in its remedies.
+    completion_columns: tuple[str, ...] = _COMPLETIONS
     prompt_column: str | None = "prompt"  # the column that the prompt is read from; None: no column is it
     infers_prompts: bool = False  # without prompt_column, the common beginning of the texts is the prompt
     known_columns: tuple[Mapping[str, str], ...] = ()  # our names of columns -> those of known data sets
