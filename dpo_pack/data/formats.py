@@ -750,3 +750,7 @@ FORMATS: dict[str, Format] = {
         prompt=preference_prompt,
     ),
 }
+_IN_ONE_OF_TWO = FORMATS.keys() ^ FIELDS_OF_FORMAT.keys()
+assert not _IN_ONE_OF_TWO, (
+    f"{_IN_ONE_OF_TWO} must be in FORMATS (data/formats.py) and in FIELDS_OF_FORMAT (recipe/data.py)"
+)

@@ -18,7 +18,6 @@ from dpo_pack.data.formats import (
     possible_formats,
     with_system_message,
 )
-from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 
 
 def user(content: str) -> dict[str, Any]:
@@ -305,13 +304,6 @@ def test_a_row_of_no_format_is_refused() -> None:
     assert possible_formats(row, {}) == ["preference"]
     with pytest.raises(BadRow, match="missing_column"):
         FORMATS["preference"].pair(row)
-
-
-def test_the_recipe_knows_the_formats() -> None:
-    """recipe/ must not import data/, so both name them; whoever changes one changes the other."""
-    assert FORMATS.keys() == FIELDS_OF_FORMAT.keys(), (
-        "FORMATS of data/formats.py, FIELDS_OF_FORMAT of recipe/data.py"
-    )
 
 
 def test_a_format_made_by_as_messages_may_have_options_of_its_completions() -> None:
