@@ -754,3 +754,6 @@ _IN_ONE_OF_TWO = FORMATS.keys() ^ FIELDS_OF_FORMAT.keys()
 assert not _IN_ONE_OF_TWO, (
     f"{_IN_ONE_OF_TWO} must be in FORMATS (data/formats.py) and in FIELDS_OF_FORMAT (recipe/data.py)"
 )
+_SOURCE_KEYS = {*SourceRecipe.model_fields, *vars(SourceRecipe)}  # with properties such as names_system
+_UNKNOWN_OPTIONS = {option for format in FORMATS.values() for option in format.options} - _SOURCE_KEYS
+assert not _UNKNOWN_OPTIONS, f"add {_UNKNOWN_OPTIONS} to SourceRecipe in recipe/data.py"
