@@ -1,6 +1,9 @@
 """Rows become pairs, or are refused with the reason."""
 
+import ast
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from dpo_pack.data.formats import (
     possible_formats,
     with_system_message,
 )
+from dpo_pack.data.ingest import _TRUNCATION_REASONS
 
 
 def user(content: str) -> dict[str, Any]:
@@ -304,6 +308,18 @@ def test_a_row_of_no_format_is_refused() -> None:
     assert possible_formats(row, {}) == ["preference"]
     with pytest.raises(BadRow, match="missing_column"):
         FORMATS["preference"].pair(row)
+
+
+def test_every_reason_for_a_bad_row_has_a_row_in_the_docs() -> None:
+    root = Path(__file__).resolve().parents[2]
+    section = (root / "docs" / "data.md").read_text(encoding="utf-8").partition("\n## Bad rows\n")[2]
+    cells = re.findall(r"^\| (`.*?) \|", section.partition("\n## ")[0], re.M)
+    documented = {*re.findall(r"\w+", " ".join(cells)), *_TRUNCATION_REASONS}  # those are in section Length
+    for file in sorted((root / "dpo_pack" / "data").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Name(id="BadRow"), args=[ast.Constant(value=reason), *_]):
+                    assert reason in documented, f"docs/data.md has no row for {reason!r} ({file.name})"
 
 
 def test_a_format_made_by_as_messages_may_have_options_of_its_completions() -> None:
