@@ -1,4 +1,4 @@
-"""The preference sets of docs/data.md: their lines in a recipe, on rows with the columns of each set."""
+"""Popular preference sets: their lines in docs/data.md are read; bad rows of their formats are refused."""
 
 from __future__ import annotations
 
