@@ -406,6 +406,8 @@ def _is_conversation(row: Row) -> bool:
 def _has_texts(row: Row) -> bool:
     if "prompt_ids" in row or _is_conversation(row) or _is_transcript(row):
         return False
+    if _is_ranked(row) or (_is_compared(row) and ("preference" in row or "better" in row)):
+        return False  # an online run reads only the prompt; it makes messages of it, as other runs do
     return "prompt" in row or not any(
         column in row for column in ("instruction", "messages", "conversations")
     )
