@@ -46,7 +46,9 @@ class Format:
     """One form that the rows of a source can have, and the functions that read such rows."""
 
     content: Literal["text", "messages", "token_ids"] = "messages"  # the type of prompts and completions
-    completion_columns: tuple[str, ...] = _COMPLETIONS  # a source without these columns has no pairs
+    # The columns of the completions' texts, chosen first; one column if both are in it. A row without them
+    # gives no pair. dpopack show names them in its remedies.
+    completion_columns: tuple[str, ...] = _COMPLETIONS
     prompt_column: str | None = "prompt"  # the column that the prompt is read from; None: no column is it
     infers_prompts: bool = False  # without prompt_column, the common beginning of the texts is the prompt
     known_columns: tuple[Mapping[str, str], ...] = ()  # our names of columns -> those of known data sets
@@ -319,16 +321,19 @@ def _with_system(row: Row, pair: Pair) -> Pair:
 
 def _as_messages(
     prompt: Callable[[Row], list[Message]],
-    completions: Callable[[Row], tuple[list[Message], list[Message]]] = chosen_and_rejected,
+    completions: Callable[..., tuple[list[Message], list[Message]]] = chosen_and_rejected,
 ) -> dict[str, Any]:
-    """Makes the functions `pair` and `prompt` of a `Format` whose parts become messages."""
+    """Makes the functions `pair` and `prompt` of a `Format` whose parts become messages.
 
-    def read_pair(row: Row) -> Pair:
-        chosen, rejected = completions(row)
+    `completions` gets the format's options as keyword arguments; `prompt` does not.
+    """
+
+    def read_pair(row: Row, **options: Any) -> Pair:
+        chosen, rejected = completions(row, **options)
         messages = {"prompt": prompt(row), "chosen": chosen, "rejected": rejected}
         return _with_system(row, _conversation({**row, **messages}))
 
-    def read_prompt(row: Row) -> Pair:
+    def read_prompt(row: Row, **options: Any) -> Pair:
         return conversational_prompt({**row, "prompt": prompt(row)}, names_system=True)
 
     return {"pair": read_pair, "prompt": read_prompt}
@@ -401,6 +406,8 @@ def _is_conversation(row: Row) -> bool:
 def _has_texts(row: Row) -> bool:
     if "prompt_ids" in row or _is_conversation(row) or _is_transcript(row):
         return False
+    if _is_ranked(row) or (_is_compared(row) and ("preference" in row or "better" in row)):
+        return False  # an online run reads only the prompt; it makes messages of it, as other runs do
     return "prompt" in row or not any(
         column in row for column in ("instruction", "messages", "conversations")
     )
@@ -745,3 +752,10 @@ FORMATS: dict[str, Format] = {
         prompt=preference_prompt,
     ),
 }
+_IN_ONE_OF_TWO = FORMATS.keys() ^ FIELDS_OF_FORMAT.keys()
+assert not _IN_ONE_OF_TWO, (
+    f"{_IN_ONE_OF_TWO} must be in FORMATS (data/formats.py) and in FIELDS_OF_FORMAT (recipe/data.py)"
+)
+_SOURCE_KEYS = {*SourceRecipe.model_fields, *vars(SourceRecipe)}  # with properties such as names_system
+_UNKNOWN_OPTIONS = {option for format in FORMATS.values() for option in format.options} - _SOURCE_KEYS
+assert not _UNKNOWN_OPTIONS, f"add {_UNKNOWN_OPTIONS} to SourceRecipe in recipe/data.py"

@@ -1,4 +1,4 @@
-"""The preference sets of docs/data.md: their lines in a recipe, on rows with the columns of each set."""
+"""Popular preference sets: their lines in docs/data.md are read; bad rows of their formats are refused."""
 
 from __future__ import annotations
 
@@ -439,11 +439,14 @@ def test_a_sharegpt_speaker_that_is_not_known_is_a_bad_row() -> None:
         FORMATS["sharegpt"].pair(row)
 
 
-@pytest.mark.parametrize("name", ["berkeley-nest/Nectar", "nvidia/HelpSteer3", "llamafactory/DPO-En-Zh-20k"])
+@pytest.mark.parametrize(
+    "name",
+    ["berkeley-nest/Nectar", "nvidia/HelpSteer2", "nvidia/HelpSteer3", "llamafactory/DPO-En-Zh-20k"],
+)
 def test_prompts_of_these_formats_are_read_for_online_runs(name: str, tmp_path: Path) -> None:
-    row, format, num_messages = ROWS[name]
+    row, _, num_messages = ROWS[name]
     write_rows(tmp_path / "rows.jsonl", [row])
-    recipe = DataRecipe.model_validate({"train": {"path": str(tmp_path / "rows.jsonl"), "format": format}})
+    recipe = DataRecipe.model_validate({"train": str(tmp_path / "rows.jsonl")})
     splits = load_prompts(recipe, tokenizer=TOKENIZER, max_new_tokens=4, seed=0, cache_dir=tmp_path / "cache")
     assert splits.prompts is not None
     assert len(splits.prompts.train[0].messages or ()) == num_messages

@@ -1,14 +1,27 @@
 """Rows become pairs, or are refused with the reason."""
 
+import ast
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpo_pack.data.formats import FORMATS, BadRow, Pair, is_media_name, possible_formats, with_system_message
-from dpo_pack.recipe.data import FIELDS_OF_FORMAT
+from dpo_pack.data.formats import (
+    FORMATS,
+    BadRow,
+    Message,
+    Pair,
+    Row,
+    _as_messages,
+    is_media_name,
+    possible_formats,
+    with_system_message,
+)
+from dpo_pack.data.ingest import _TRUNCATION_REASONS
 
 
 def user(content: str) -> dict[str, Any]:
@@ -303,11 +316,26 @@ def test_a_row_of_no_format_is_refused() -> None:
         FORMATS["preference"].pair(row)
 
 
-def test_the_recipe_knows_the_formats() -> None:
-    """recipe/ must not import data/, so both name them; whoever changes one changes the other."""
-    assert FORMATS.keys() == FIELDS_OF_FORMAT.keys(), (
-        "FORMATS of data/formats.py, FIELDS_OF_FORMAT of recipe/data.py"
-    )
+def test_every_reason_for_a_bad_row_has_a_row_in_the_docs() -> None:
+    root = Path(__file__).resolve().parents[2]
+    section = (root / "docs" / "data.md").read_text(encoding="utf-8").partition("\n## Bad rows\n")[2]
+    cells = re.findall(r"^\| (`.*?) \|", section.partition("\n## ")[0], re.M)
+    documented = {*re.findall(r"\w+", " ".join(cells)), *_TRUNCATION_REASONS}  # those are in section Length
+    for file in sorted((root / "dpo_pack" / "data").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Name(id="BadRow"), args=[ast.Constant(value=reason), *_]):
+                    assert reason in documented, f"docs/data.md has no row for {reason!r} ({file.name})"
+
+
+def test_a_format_made_by_as_messages_may_have_options_of_its_completions() -> None:
+    def completions(row: Row, *, good: str) -> tuple[list[Message], list[Message]]:
+        return [assistant(good)], [assistant("bad")]
+
+    functions = _as_messages(lambda row: [user(row["question"])], completions)
+    pair = functions["pair"]({"question": "q"}, good="fine")
+    assert parts(pair) == ([user("q")], [assistant("fine")], [assistant("bad")])
+    assert functions["prompt"]({"question": "q"}, good="fine").prompt == [user("q")]
 
 
 def test_a_system_prompt_is_set_before_conversations_that_have_none() -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from dpo_pack.data.locating import locate_source
 from dpo_pack.data.splits import DataSplits, split_by_prompt
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
+from dpo_pack.recipe.types import Problem
 from dpo_pack.run import prepare
 from dpo_pack.run.prepare import prepare_data
 from dpo_pack.system.errors import CacheError, DataError, DpoPackError, RecipeError
@@ -193,6 +195,11 @@ def test_a_format_gets_the_options_that_it_names_and_another_value_is_tokenised_
     class PrefixedSource(SourceRecipe):
         prefix: str = ""
 
+        def broken_rules(self) -> Iterator[Problem]:
+            yield from super().broken_rules()
+            if self.prefix and self.format != "preference":
+                yield "prefix", "needs format: preference"
+
     def prefixed(row: Row, *, prefix: str) -> Pair:
         return Pair(prompt=prefix + row["prompt"], chosen=row["chosen"], rejected=row["rejected"])
 
@@ -201,10 +208,12 @@ def test_a_format_gets_the_options_that_it_names_and_another_value_is_tokenised_
     path = write(tmp_path / "a.jsonl", rows(0))
     prompts = []
     for prefix in ("Q: ", "Ask: "):
-        data = DataRecipe(train=(PrefixedSource(path=path, prefix=prefix),))
+        data = DataRecipe(train=(PrefixedSource(path=path, format="preference", prefix=prefix),))
         splits = load_data(data, tokenizer=TOKENIZER, seed=0, cache_dir=tmp_path / "cache")
         prompts.append(TOKENIZER.decode(splits.train.prompt(0)))
     assert prompts == ["Q: q0", "Ask: q0"]
+    with pytest.raises(ValueError, match="needs format: preference"):
+        PrefixedSource(path=path, format="alpaca", prefix="Q: ")
 
 
 def test_another_system_prompt_is_tokenised_anew(tmp_path: Path) -> None:
