@@ -9,9 +9,9 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds random numbers drawn before the first step, mainly the weights of new adapters."""
+    """Seeds random numbers drawn before the first step, mainly the weights of new adapters. seed < 2**32."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 
