@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.inspected_lengths import inspect
 from support.marks import slow
 from support.plans import make_plan
 from support.reference_pairs import make_table
@@ -159,6 +160,16 @@ def test_pairs_that_take_fewer_tokens_apart_stay_apart_in_plan_and_row() -> None
         device=torch.device("cpu"), merging=merging,
     )  # fmt: skip
     assert builder.build(row).row.num_tokens == alone.sum()
+
+
+def test_a_drawn_row_shows_a_merged_group_as_one_part_with_all_its_tokens() -> None:
+    prompt, chosen = [3] * 20, [5] * 3
+    table = make_table([(prompt, chosen, [6] * 2), (prompt, chosen, [7] * 4), ([4] * 10, [5] * 2, [6])])
+    (row,) = inspect(pair_lengths(table), merging=prompt_merging(table, SHAPE)).drawn_rows
+    assert [(segment.kind, segment.tokens) for segment in row.segments] == [
+        ("merged", 20 + 3 + 2 + 4), ("prompt", 10), ("chosen", 2), ("rejected", 1),
+    ]  # fmt: skip
+    assert (row.num_pairs, row.tokens) == (3, 29 + 13)
 
 
 def test_parts_of_a_cut_group_meet_in_a_row_only_if_it_holds_them_as_one_group_again() -> None:

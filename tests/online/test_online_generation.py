@@ -237,7 +237,7 @@ def test_a_stop_string_ends_a_completion_and_is_not_shown_to_judges(policy: Comp
     free = generator(policy).generate(draws())
     letters = [c.text for result in free if isinstance(result, tuple) for c in result]
     letter = next(char for text in letters for char in text[2:] if char.isascii() and char.isalpha())
-    stopped = generator(policy, replace(PLAIN, stop=(letter,))).generate(draws())
+    stopped = generator(policy, replace(PLAIN, stop=("not written", letter))).generate(draws())
     ended: list[Completion] = []
     for ours, theirs in zip(free, stopped, strict=True):
         assert isinstance(ours, tuple) and isinstance(theirs, tuple)
@@ -272,6 +272,8 @@ def test_a_completion_s_text_ends_before_the_earliest_stop_string() -> None:
     for stop in ([first, second], [second, first], ["not there", first]):
         completion = completion_of(ids, tokenizer, ends=(), stop=stop, stop_end=len(ids))
         assert completion.text == text[: text.find(first)]
+    begun = completion_of(ids, tokenizer, ends=(), stop=["one"], stop_end=len(ids))
+    assert text.startswith("one") and begun.text == ""
 
 
 def test_a_draw_at_the_very_end_takes_the_last_token_that_can_be_drawn() -> None:

@@ -23,6 +23,7 @@ from dpo_pack.online.phases import (
     phase_metrics,
     run_phase,
 )
+from dpo_pack.online.win_rate import FIRST_DRAW, WinRate
 from dpo_pack.system.errors import CacheError
 
 DRAWS = [rollout.draw for rollout in ROLLOUTS]
@@ -37,7 +38,9 @@ class Canned:
 
     def generate(self, draws: list[Draw]) -> list[tuple[Completion, ...] | Failure]:
         return [
-            Failure(reason="down") if draw.number in self.fails else ROLLOUTS[draw.number].completions
+            Failure(reason="down")
+            if draw.prompt_index in self.fails
+            else ROLLOUTS[draw.prompt_index].completions
             for draw in draws
         ]
 
@@ -78,6 +81,15 @@ def test_averages_are_over_completions_and_over_prompts() -> None:
     lengths = [len(c.ids) for rollout in ROLLOUTS for c in rollout.completions]
     assert metrics["online/completion_tokens"] == pytest.approx(np.mean(lengths))
     assert metrics["online/eos_rate"] == metrics["online/distinct_rate"] == 1.0
+
+
+def test_a_held_out_prompt_without_answer_or_scores_counts_as_failed_and_is_in_no_average() -> None:
+    judge = Fixed({FIRST_DRAW + 1: None, FIRST_DRAW + 2: [2, 5]}, [])
+    prompts = [draw.prompt for draw in DRAWS]
+    games = WinRate({"eval": prompts}, Canned(0), judge, seed=0)  # type: ignore[arg-type]
+    ((name, record),) = games.evaluate()
+    assert (name, record["prompts"], record["failures"]) == ("eval", 3, 2)
+    assert (record["online/win_rate"], record["online/scores"], record["online/score_gain"]) == (1, 5, 3)
 
 
 def test_pending_pairs_survive_a_checkpoint_and_become_a_table() -> None:

@@ -300,6 +300,8 @@ def test_a_budget_that_holds_every_pair_is_preferred_and_oversize_pairs_are_a_re
     tight = inspect(budgets=(20, 30), pairs_per_step=4)
     assert tight.recommendation is not None
     assert "1 pair exceeds it" in "; ".join(tight.recommendation.reasons)
+    # Rows of 16, 28, 11 and 60 tokens: what is above the budget of 20 fills one row, not more.
+    assert tight.sweep[0].budget_fill == pytest.approx((16 / 20 + 1 + 11 / 20 + 1) / 4)
 
 
 def test_without_budgets_nothing_is_recommended() -> None:
