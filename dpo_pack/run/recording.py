@@ -91,8 +91,7 @@ class Recorder:
         record |= self.meter.take()
         state.health, warnings = examine(state.health, record, self.facts)
         self._write(record | ({"warnings": warnings} if warnings else {}))
-        seconds_left = state.train_seconds / state.step * (state.source.num_steps - state.step)
-        self.lines.show(record, seconds_left=seconds_left)
+        self.lines.show(record)
         for warning in warnings:
             self.console.print(f"  Warning: {warning}")
 

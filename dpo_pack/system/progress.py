@@ -181,8 +181,7 @@ class TrainingLines:
         since = time.monotonic() - self._at
         facts = []
         if self._step:
-            left = self._seconds / self._step * (self.num_steps - self._step)
-            facts.append(f"{format_seconds(max(left - since, 0.0))} left")
+            facts.append(f"{format_seconds(max(self._seconds_left() - since, 0.0))} left")
         if self._newest is not None:
             facts += [
                 f"loss {self._newest['loss']:.4f}",
@@ -194,8 +193,14 @@ class TrainingLines:
         label = f"step {self._step:>{len(str(self.num_steps))}}/{self.num_steps}"
         return Line(label=label, fraction=self._step / self.num_steps, facts=facts)
 
-    def show(self, record: Mapping[str, Any], *, seconds_left: float) -> None:
-        """Prints a train line of metrics.jsonl: the first, the last, and of others at most one a second."""
+    def _seconds_left(self) -> float:
+        return self._seconds / self._step * (self.num_steps - self._step)
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        """Prints a train line of metrics.jsonl: the first, the last, and of others at most one a second.
+
+        `record` is of the newest step that `advance` was told of.
+        """
         now = time.monotonic()
         self._newest = record
         if now - self._printed < 1.0 and record["step"] not in (1, self.num_steps):
@@ -212,7 +217,7 @@ class TrainingLines:
             "norm": f"grad norm {record['grad_norm']:.3g}",
             "lr": f"lr {record['learning_rate']:.2e}",
             "rate": f"{record['pairs_per_second']:,.1f} pairs/s",
-            "left": f"{format_seconds(seconds_left)} left",
+            "left": f"{format_seconds(self._seconds_left())} left",
         }
         for least_important in ("lr", "norm", "rate", "left", "accuracy", "margin"):
             if not self.console.is_terminal or len("  ".join(pieces.values())) <= self.console.width:

@@ -70,10 +70,10 @@ def test_auto_copies_what_fits_and_shards_what_does_not(
         np.prod(shape) for shape in _shapes(directory / "model" / "model.safetensors").values()
     )
     needed = 16 * num_parameters
-    monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / strategies.STATE_SHARE) + 9)
+    monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / 0.6) + 9)
     copies = chosen(directory)
     assert copies.name == "ddp" and not copies.shards and "parameters with gradients" in copies.sentence()
-    monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / strategies.STATE_SHARE) - 9)
+    monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / 0.6) - 9)
     shards = chosen(directory)
     assert shards.name == "fsdp2" and shards.mesh == ("cpu", (2,)) and "a device has" in shards.reason
     assert chosen(directory, "model.lora={r: 4, alpha: 8}").name == "ddp"
@@ -100,7 +100,7 @@ def test_auto_counts_a_reference_that_moves_and_the_casts_of_weights(
     shapes = _shapes(directory / "model" / "model.safetensors")
     needed = parameter_bytes * sum(np.prod(shape) for shape in shapes.values())
     for spare, name in ((9, "ddp"), (-9, "fsdp2")):
-        memory = int(needed / strategies.STATE_SHARE) + spare
+        memory = int(needed / 0.6) + spare
         monkeypatch.setattr(strategies, "device_memory", lambda device: memory)  # noqa: B023
         assert chosen(directory, *overrides).name == name
 

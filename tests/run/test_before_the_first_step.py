@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from support.tiny_models import tiny_config
 from support.whole_runs import text
 from transformers import AutoModelForCausalLM
 
@@ -18,11 +19,11 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.batches import offline_source
 from dpo_pack.run.describe import describe_run
-from dpo_pack.run.prepare import Prepared, load_policy, prepare
+from dpo_pack.run.prepare import Prepared, check_data, load_policy, longest_sequence, prepare
 from dpo_pack.run.reference_stage import prepare_reference
 from dpo_pack.run.saving import run_identity
 from dpo_pack.system.console import format_count, keep_log, make_console
-from dpo_pack.system.errors import CacheError
+from dpo_pack.system.errors import CacheError, UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +85,25 @@ def test_a_cache_that_cannot_be_written_ends_a_run_before_a_log_prob_is_computed
     monkeypatch.setattr(CompletionLogps, "forward", lambda scorer, row: pytest.fail("a row was computed"))
     with pytest.raises(CacheError, match="No space left on device; free space, or set reference.cache_dir"):
         prepare_reference(prepared, begun[1])
+
+
+def test_llama_4_is_refused_if_a_pair_longer_than_every_budget_would_reach_its_scaled_positions(
+    assets: Path,
+) -> None:
+    budgets = ["packing.token_budget=8", "reference.token_budget=8"]
+    prepared = prepare(load_recipe(assets / "recipe.yaml", budgets), Console(quiet=True))
+    longest_row = 2 * longest_sequence(prepared.tables)  # without a shared prompt it is there twice
+
+    def check(floor_scale: int) -> None:
+        config = tiny_config(
+            "llama4_text",
+            vocab_size=len(prepared.tokenizer),
+            attention_chunk_size=128,
+            attn_temperature_tuning=True,
+            floor_scale=floor_scale,
+        )
+        check_data(prepared, replace(prepared.policy_facts, config=config))
+
+    check(longest_row + 1)
+    with pytest.raises(UnsupportedModelError, match=f"rows may have {longest_row} tokens"):
+        check(longest_row)

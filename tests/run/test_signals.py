@@ -85,6 +85,19 @@ def test_a_signal_raises_at_once_where_nothing_defers_it(number: str, status: in
     assert caught.value.exit_status == status and not caught.value.is_urgent
 
 
+@pytest.mark.parametrize("signum", interrupts.STOP_SIGNALS)
+def test_only_sighup_makes_a_process_look_whether_its_terminal_is_gone(
+    signum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if signal.getsignal(signum) is signal.SIG_IGN:
+        pytest.skip(f"{signal.Signals(signum).name} is ignored here, as under nohup")
+    looked: list[bool] = []
+    monkeypatch.setattr(interrupts, "_leave_lost_terminal", lambda: looked.append(True))
+    with interrupts.recorded() as received:
+        signal.raise_signal(signum)
+    assert received == [signum] and bool(looked) == (signum == signal.SIGHUP)
+
+
 def test_sighup_that_was_ignored_at_the_start_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:

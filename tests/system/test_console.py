@@ -24,7 +24,8 @@ def test_brackets_in_names_and_paths_are_no_markup(capsys: pytest.CaptureFixture
 
 
 def test_seconds_are_told_in_the_unit_that_fits() -> None:
-    told = {0: "0.0 s", 0.04: "0.0 s", 9.94: "9.9 s", 9.96: "10 s", 99: "99 s", 150: "2 min", 6000: "1.7 h"}
+    told = {0: "0.0 s", 0.04: "0.0 s", 9.94: "9.9 s", 9.96: "10 s", 99: "99 s"}
+    told |= {100: "2 min", 150: "2 min", 6000: "1.7 h"}
     assert {seconds: format_seconds(seconds) for seconds in told} == told
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import dpo_pack.system.memory as memory
 from dpo_pack.system.memory import AvailableMemory, free_memory_bytes, host_memory, machine_memory_bytes
 
 GIB = 2**30
@@ -78,3 +79,10 @@ def test_a_container_that_is_told_the_host_s_path_has_the_limit_at_the_mount_poi
 def test_a_system_that_does_not_say_is_none(tmp_path: Path) -> None:
     assert host_memory(tmp_path) is None
     assert 0 < free_memory_bytes() <= machine_memory_bytes()
+
+
+def test_free_memory_is_what_the_system_says_or_else_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_memory", lambda: AvailableMemory(free=5 * GIB, total=8 * GIB))
+    assert (free_memory_bytes(), machine_memory_bytes()) == (5 * GIB, 8 * GIB)
+    monkeypatch.setattr(memory, "host_memory", lambda: None)
+    assert free_memory_bytes() == machine_memory_bytes() > 0

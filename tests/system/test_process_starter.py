@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -117,6 +119,21 @@ def test_of_several_failures_the_first_counts(first: int, second: int, tmp_path:
     waits = f"until [ -s {pid} ] && ! kill -0 $(cat {pid}) 2> {tmp_path}/gone; do sleep 0.02; done"
     script = f"[ $RANK = 1 ] && echo $$ > {pid} && exit {first}; {waits}; exit {second}"
     assert start_ranks(shell(script), 2) == first
+
+
+@pytest.mark.parametrize(("status", "seconds"), [(1, 5), (2, 5), (130, 600), (143, 600)])
+def test_after_a_failure_the_others_get_five_seconds_and_after_an_interruption_ten_minutes(
+    status: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(process_starter, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    ranks: list[Any] = [SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: status)]
+    assert process_starter._watch(ranks, received=[]) == status
+    assert now[0] - 100.0 == pytest.approx(seconds, abs=0.2)
 
 
 def test_a_killed_rank_is_named_and_nothing_is_left_of_the_others(

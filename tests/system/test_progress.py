@@ -110,7 +110,8 @@ def test_training_shows_its_first_and_last_step_and_at_most_one_a_second_between
 ) -> None:
     lines = TrainingLines(console, num_steps=20)
     for step in range(1, 21):
-        lines.show(_record(step), seconds_left=0.4 * (20 - step))
+        lines.advance(step, 0.4 * step)
+        lines.show(_record(step))
         clock.now += 0.4
     first, note, *others = text_of(console).splitlines()
     shown = [first, *others]
@@ -120,6 +121,7 @@ def test_training_shows_its_first_and_last_step_and_at_most_one_a_second_between
         "  step  1/20  loss 0.5000  margin +0.2500  accuracy 0.750  grad norm 12  lr 5.00e-07  "
         "1,234.5 pairs/s  7.6 s left"
     )
+    assert shown[1].endswith("6.4 s left") and shown[-1].endswith("0.0 s left")
     assert len({len(line) for line in shown}) == 1  # columns stay in place
 
 
@@ -128,7 +130,7 @@ def test_lines_of_training_fit_the_terminal_and_lose_what_matters_least(width: i
     console = terminal(width)
     lines = TrainingLines(console, num_steps=2000)
     lines.advance(120, 180.0)
-    lines.show(_record(120), seconds_left=2820.0)
+    lines.show(_record(120))
     clock.now += 6
     printed, moving = text_of(console).rstrip("\n"), lines._line().fitted(width).plain
     assert max(cell_len(printed), cell_len(moving)) <= width
