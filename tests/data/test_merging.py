@@ -162,6 +162,16 @@ def test_pairs_that_take_fewer_tokens_apart_stay_apart_in_plan_and_row() -> None
     assert builder.build(row).row.num_tokens == alone.sum()
 
 
+def test_pairs_that_take_as_many_tokens_merged_as_apart_stay_apart() -> None:
+    begun = ([5] * 10, [6] * 10)  # of both completions of a pair
+    table = make_table([([3] * 20, [*own, *[7] * 40], [*own, *[8] * 40]) for own in begun])
+    merging = prompt_merging(table, SHAPE)
+    assert (
+        merging.measure(np.arange(2)).tokens == 220 == pair_lengths(table).row_tokens(share_prompt=True).sum()
+    )
+    assert [group.tolist() for group in merging.groups_of(np.arange(2))] == [[0], [1]]
+
+
 def test_a_drawn_row_shows_a_merged_group_as_one_part_with_all_its_tokens() -> None:
     prompt, chosen = [3] * 20, [5] * 3
     table = make_table([(prompt, chosen, [6] * 2), (prompt, chosen, [7] * 4), ([4] * 10, [5] * 2, [6])])

@@ -12,8 +12,9 @@ from support.loss_options import loss_options
 from torch import Tensor
 
 from dpo_pack.losses import LOSSES, PairLogps
+from dpo_pack.losses.reference_free import REFERENCE_FREE
 
-NAMES = ("sft", "simpo", "orpo", "cpo")
+NAMES = tuple(REFERENCE_FREE)
 OPTIONS = loss_options(beta=0.4, simpo_gamma=0.3, cpo_alpha=0.7, mean_chosen_tokens=2.5)
 # Summed log-probs and token counts of three pairs.
 CHOSEN, CHOSEN_TOKENS = [-12.0, -3.5, -0.02], [4, 2, 3]
@@ -129,6 +130,7 @@ EXTREMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_extreme_log_probs_stay_finite(name: str) -> None:
+    assert name in EXTREMES, f"add {name} to EXTREMES in tests/losses/test_reference_free.py"
     for (chosen, rejected), (value, slope) in zip(([0.0, -1e4], [-1e4, 0.0]), EXTREMES[name], strict=True):
         leaves = [torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (chosen, rejected)]
         loss = function(name)(pairs(*leaves), NOTHING, OPTIONS)

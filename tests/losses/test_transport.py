@@ -11,8 +11,9 @@ from support.loss_options import loss_options
 from torch import Tensor
 
 from dpo_pack.losses import LOSSES, PairLogps
+from dpo_pack.losses.transport import COUPLED
 
-NAMES = ("aot", "aot_unpaired")
+NAMES = tuple(COUPLED)
 
 
 def function(name: str) -> Callable[..., Tensor]:

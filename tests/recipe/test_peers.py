@@ -465,6 +465,18 @@ def test_the_margin_of_simpo_is_the_recipe_s(peer: str, key: str, tmp_path: Path
     assert "# - simpo_gamma: 1.3 - only simpo reads it" in text
 
 
+def test_axolotl_smooths_labels_for_dpo_alone(tmp_path: Path) -> None:
+    content = {"rl": "dpo", "dpo_label_smoothing": 0.1}
+    assert translated(tmp_path, "axolotl", content)[1].loss.label_smoothing == 0.1
+    text, recipe = translated(tmp_path, "axolotl", content | {"rl": "simpo"})
+    assert recipe.loss.label_smoothing == 0.0 and "# - dpo_label_smoothing: 0.1 - only dpo reads it" in text
+
+
+@pytest.mark.parametrize(("old", "new"), [("kto_pair", "bco_pair"), ("aot_pair", "aot")])
+def test_losses_under_trl_s_earlier_names_are_known(old: str, new: str, tmp_path: Path) -> None:
+    assert translated(tmp_path, "trl", {"loss_type": old})[1].loss.type == new
+
+
 @pytest.mark.parametrize(("size", "fraction"), [(0.1, 0.1), (1, 0.02), (100, 0.02)])
 def test_a_mixture_s_test_split_is_a_fraction_and_a_number_of_pairs_is_said_to_be_none(
     size: float, fraction: float, tmp_path: Path

@@ -38,6 +38,15 @@ _COLUMNS: dict[str, dict[str, str]] = {
 }
 
 
+def _label_smoothing(value: Any, settings: Settings) -> Any:
+    """Returns the value, or Unneeded: axolotl passes it on for `rl: dpo` alone."""
+    return (
+        reads("label_smoothing")(value, settings)
+        if settings["rl"] == "dpo"
+        else Unneeded("only dpo reads it")
+    )
+
+
 def _rl(value: Any, settings: Settings) -> Any:
     """Returns our loss for axolotl's `rl`. Raises RecipeError for a run without preference pairs."""
     beta = {"loss.beta": settings["orpo_alpha"]} if settings.get("orpo_alpha") is not None else {}
@@ -184,7 +193,7 @@ AXOLOTL: Table = {
     **each("dpo_loss_type dpo_loss_weights cpo_alpha orpo_alpha", part_of("loss.type")),
     "rl_beta": to("loss.beta"),
     "trl.beta": to("loss.beta"),
-    "dpo_label_smoothing": to("loss.label_smoothing", reads("label_smoothing")),
+    "dpo_label_smoothing": to("loss.label_smoothing", _label_smoothing),
     "dpo_use_weighting": to("loss.weighting", if_on("wpo"), "true: wpo"),
     "simpo_gamma": to(
         "loss.simpo_gamma", lambda value, s: value if s["rl"] == "simpo" else Unneeded("only simpo reads it")

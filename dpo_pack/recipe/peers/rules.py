@@ -382,6 +382,7 @@ TRL_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
     "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
 )  # fmt: skip
+_OLD_NAMES = {"kto_pair": "bco_pair", "aot_pair": "aot"}  # of earlier releases of TRL
 
 
 def loss_terms(settings: Settings) -> list[tuple[str, float]]:
@@ -389,7 +390,7 @@ def loss_terms(settings: Settings) -> list[tuple[str, float]]:
     key = "loss_type" if "loss_type" in settings else "dpo_loss_type"
     types = settings.get(key, "sigmoid")
     types = [types] if isinstance(types, str) else list(types)
-    types = ["bco_pair" if name == "kto_pair" else name for name in types]
+    types = [_OLD_NAMES.get(name, name) for name in types]
     weights = settings.get("loss_weights", settings.get("dpo_loss_weights")) or [1.0] * len(types)
     for name in types:
         if name not in TRL_LOSSES:
