@@ -192,14 +192,17 @@ def _labels(view: SourceView) -> list[Fault]:
     """Returns a fault for each part of the pairs that holds ids or categories instead of texts."""
     faults = []
     format = FORMATS[view.format]
-    columns = dict(zip(SIDES, format.completion_columns, strict=False)) | {"prompt": format.prompt_column}
     for part in ("prompt", *SIDES):
         texts = [_text_of(getattr(pair.pair, part)).strip() for pair in view.pairs]
         if all(texts) and are_labels(texts):
             examples = ", ".join(map(quoted, texts[:3]))
             sentence = f"{part} is an id or a category, no text: {examples}, and others"
-            column = columns.get(part) or format.completion_columns[0]
-            remedy = f"wrong column? Name the column of the texts in {view.origin.key}.columns.{column}"
+            if part == "prompt" and format.prompt_column:
+                columns: tuple[str, ...] = (format.prompt_column,)
+            else:  # a row's preference may decide which of the columns is chosen
+                columns = (part,) if part in format.completion_columns else format.completion_columns
+            keys = " or ".join(f"{view.origin.key}.columns.{column}" for column in columns)
+            remedy = f"wrong column? Name the column of the texts in {keys}"
             faults.append(_fault(view, f"{part}_is_a_label", sentence, remedy, view.pairs))
     return faults
 

@@ -27,7 +27,7 @@ from dpo_pack.data.keys import content_key
 from dpo_pack.data.locating import LocatedSource, locate_source
 from dpo_pack.data.readers import TAKEN_ONCE, NumberedRow, OpenRows, missing_column
 from dpo_pack.data.splits import Prompt
-from dpo_pack.data.store import TokenStore, open_store, write_store
+from dpo_pack.data.store import PairTable, TokenStore, open_store, write_store
 from dpo_pack.data.tokenization import (
     TOKENIZATION_VERSION,
     DroppedRow,
@@ -130,10 +130,10 @@ def load_prompt_source(
 
 def check_source(
     source: SourceRecipe, key: str, data: DataRecipe, tokenizer: Tokenizer, max_new_tokens: int | None
-) -> str:
-    """Reads and tokenises the first rows of a source, and returns two lines about them. Writes nothing.
+) -> tuple[str, PairTable]:
+    """Reads and tokenises the first rows of a source. Returns two lines about them, and their pairs.
 
-    `max_new_tokens` is None if rows are pairs. Raises like `load_source`.
+    Writes nothing. `max_new_tokens` is None if rows are pairs. Raises like `load_source`.
     """
     ingestion = Ingestion(
         located=locate_source(source, key, None, prompts_suffice=max_new_tokens is not None),
@@ -143,14 +143,14 @@ def check_source(
         completion_tokens=max_new_tokens,
         max_rows=_CHECKED_ROWS,
     )
-    for _ in ingestion.batches():
-        pass
+    pairs = PairTable.of([batch.pairs for batch in ingestion.batches()])
     dropped = ", ".join(f"{rows:,} {reason}" for reason, rows in ingestion.dropped_counts.items())
-    return (
+    lines = (
         f"{key}: {source.path}, format {ingestion.format}, the first {ingestion.num_rows:,} rows have "
         f"{ingestion.num_kept:,} {ingestion.kept_word}{f', left out: {dropped}' if dropped else ''}\n"
         f"  {columns_sentence(ingestion.columns_read, ingestion.columns_not_read)}"
     )
+    return lines, pairs
 
 
 def columns_sentence(read: Mapping[str, str], not_read: Sequence[str]) -> str:

@@ -67,7 +67,7 @@ class ColumnNames:
         """Returns the mapping with the columns of the known data set that has all the columns in `present`.
 
         Raises DataError if two known ones differ in the column that says which answer is better, or if each
-        row has one answer and a label (KTO).
+        row has one answer and a label (KTO). Neither matters where only prompts are read.
         """
         columns = frozenset(present)  # a set, because a row can have very many columns
         if any(theirs is not None and theirs not in columns for theirs in self.mapping.values()):
@@ -88,7 +88,7 @@ class ColumnNames:
                 completed = {**self.mapping, **added}
                 if added and columns.issuperset(added.values()) and completed not in found:
                     found.append(completed)
-        if len(found) > 1:
+        if len(found) > 1 and not self.prompts_suffice:
             ours = next(ours for ours in found[0] if found[0][ours] != found[1].get(ours))
             choices = " or ".join(f"{{{ours}: {mapping[ours]}}}" for mapping in found)
             raise DataError(

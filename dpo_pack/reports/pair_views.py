@@ -1,6 +1,7 @@
 """Shows pairs as the model gets them: writes the sentences about a pair, and prints pairs in the terminal.
 
-The HTML page uses the same sentences."""
+The HTML page uses the same sentences.
+"""
 
 from __future__ import annotations
 

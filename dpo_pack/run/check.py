@@ -10,12 +10,13 @@ import torch
 
 from dpo_pack.data.ingest import check_source
 from dpo_pack.data.splits import HELD_OUT
-from dpo_pack.model.config import known_positions
+from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.model.config import check_positions, known_positions
 from dpo_pack.model.loading import load_config
 from dpo_pack.recipe.load import Recipe, source_names
-from dpo_pack.recipe.schema import EvalFraction
-from dpo_pack.run.models import check_model, recipe_precision, resolve_model
-from dpo_pack.run.prepare import prepare_tokenizer, recipe_objective
+from dpo_pack.recipe.schema import EvalFraction, SourceRecipe
+from dpo_pack.run.models import check_model, recipe_precision, resolve_model, resolve_policy
+from dpo_pack.run.prepare import longest_sequence, prepare_tokenizer, recipe_objective
 from dpo_pack.run.run_dir import find_run
 from dpo_pack.run.selection import find_selection
 from dpo_pack.system import ranks
@@ -51,10 +52,9 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     except DpoPackError as error:
         return found, [*wrong, str(error)]  # without it, no row can be read
     found.append(f"tokenizer: {len(tokenizer):,} tokens")
-    max_new_tokens = None if online is None else online.max_new_tokens
     for part, sources in (("train", data.train), ("eval", data.eval_sources)):
         for number, source in enumerate(sources):
-            check(check_source, source, f"data.{part}.{number}", data, tokenizer, max_new_tokens)
+            check(_check_source, recipe, source, f"data.{part}.{number}", tokenizer)
     return found, wrong
 
 
@@ -86,6 +86,18 @@ def _check_model(recipe: Recipe, path: str, key: str) -> str:
             f"so a longer pair would stop a run; set data.max_length: {known}"
         )
     return f"{key}: {facts.label}, {facts.config.model_type}; {weights}{positions}"
+
+
+def _check_source(recipe: Recipe, source: SourceRecipe, key: str, tokenizer: Tokenizer) -> str:
+    """Checks the first rows of a source, and that the model can read their longest sequence."""
+    max_new_tokens = None if recipe.online is None else recipe.online.max_new_tokens
+    lines, pairs = check_source(source, key, recipe.data, tokenizer, max_new_tokens)
+    try:
+        model = resolve_policy(recipe, recipe_precision(recipe, _device()))
+    except DpoPackError:
+        return lines  # `_check_model` says what is wrong with it
+    check_positions(model.config, longest_sequence([pairs]) + (max_new_tokens or 0))
+    return lines
 
 
 def _check_judge(recipe: Recipe, path: str, key: str) -> str:

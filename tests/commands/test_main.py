@@ -848,10 +848,22 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
 def test_recipe_check_says_that_pairs_may_be_longer_than_the_model_reads(
     recipe: Path, dpopack: Dpopack
 ) -> None:
-    _with_few_positions(recipe.parent)
+    _edit_json(recipe.parent / "model" / "config.json", max_position_embeddings=64)
     checked = dpopack("recipe", "--check", recipe, "data.max_length=99")
-    assert "data.max_length is 99, but this model is exact for 16 positions only" in checked.out
-    assert "set data.max_length: 16\n" in checked.out
+    assert "data.max_length is 99, but this model is exact for 64 positions only" in checked.out
+    assert "set data.max_length: 64\n" in checked.out
+    assert checked.out.endswith("is in order\n")
+
+
+def test_recipe_check_refuses_pairs_that_are_longer_than_the_model_reads(
+    recipe: Path, dpopack: Dpopack
+) -> None:
+    _with_few_positions(recipe.parent)
+    long = recipe.parent / "long.jsonl"
+    write_rows(long, [{"prompt": "a b c", "chosen": "d " * 16, "rejected": "e"}])
+    checked = dpopack("recipe", "--check", recipe, f"data.train={long}", "data.max_length=99")
+    assert checked.status == 2 and "in order" not in checked.out
+    assert re.search(r"error: data\.max_length: the longest sequence has \d+ tokens", checked.err)
 
 
 def test_recipe_check_has_a_line_for_each_thing_that_would_stop_the_run(

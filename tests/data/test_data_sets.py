@@ -452,6 +452,16 @@ def test_prompts_of_these_formats_are_read_for_online_runs(name: str, tmp_path: 
     assert len(splits.prompts.train[0].messages or ()) == num_messages
 
 
+def test_a_data_set_with_two_columns_for_the_better_answer_gives_prompts_without_a_choice(
+    tmp_path: Path,
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", [PKU])
+    recipe = DataRecipe.model_validate({"train": str(tmp_path / "rows.jsonl")})
+    splits = load_prompts(recipe, tokenizer=TOKENIZER, max_new_tokens=4, seed=0, cache_dir=tmp_path / "cache")
+    assert splits.prompts is not None
+    assert splits.prompts.train[0].messages == [{"role": "user", "content": PKU["prompt"]}]
+
+
 def test_a_fault_names_the_column_of_the_format_where_its_texts_are(tmp_path: Path) -> None:
     rows = [
         {"instruction": f"why, {number}?", "chosen": f"id-{number}", "rejected": f"no {number}"}
@@ -470,7 +480,11 @@ def test_a_fault_names_the_column_of_the_format_where_its_texts_are(tmp_path: Pa
             data.train[0], "data.train.0", data, TOKENIZER, name="a", label="a", progress=lambda *task: None
         )
         remedies += [fault.remedy for fault in find_faults(view) if fault.name.endswith("_is_a_label")]
-    assert [remedy.rsplit(".", 1)[1] for remedy in remedies] == ["chosen", "prompt", "first"]
+    assert [re.findall(r"columns\.(\w+)", remedy) for remedy in remedies] == [
+        ["chosen"],
+        ["prompt"],
+        ["first", "second"],  # a row's preference decides which of them is chosen
+    ]
 
 
 # ---- Keys of the hub
