@@ -64,17 +64,24 @@ def flex_attention(
 
 
 @functools.cache
-def flex_obstacle(device: torch.device) -> str | None:
-    """Returns why FlexAttention cannot be used on `device`, or None when it can. Tries it on a small row."""
+def flex_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
+    """Returns why FlexAttention cannot be used on `device`, or None when it can.
+
+    Tries it on a small row of this dtype and these head dimensions, because large heads in fp32 can need more
+    memory than a GPU's core has.
+    """
     obstacle = compiler_obstacle(device)
     if obstacle is not None:
         return obstacle
     segments = make_segments((3, 5), (3, 5), device)
-    states = torch.ones(8, 1, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    states, values = (
+        torch.ones(8, 1, dim, dtype=dtype, device=device, requires_grad=True)
+        for dim in (head_dim, value_head_dim)
+    )
     try:
         with torch.enable_grad():
             options = AttentionOptions(scale=1.0, window=None, softcap=1.0, sinks=None)
-            out = flex_attention(states, states, states, segments, options)
+            out = flex_attention(states, states, values, segments, options)
             out.sum().backward()
     except Exception as error:
         return f"FlexAttention does not run on this device ({first_line(error)})"
@@ -87,7 +94,8 @@ def _kernel(device_type: str) -> Callable[..., Any]:
     from torch.nn.attention import flex_attention as torch_flex
 
     plain: Callable[..., Any] = torch_flex.flex_attention
-    return torch.compile(plain, dynamic=True) if device_type == "cuda" else plain
+    # With `fullgraph`, a failure is an error. Else torch could compute all T x K logits without a message.
+    return torch.compile(plain, dynamic=True, fullgraph=True) if device_type == "cuda" else plain
 
 
 def _block_mask(segments: RowSegments, window: int | None, device: torch.device) -> Any:

@@ -67,7 +67,7 @@ def backend_obstacle(
     if name == "flex":
         if not (needs.has_softcap or needs.has_sinks):
             return "the model has neither softcaps nor sinks, and only models with these need it"
-        return flex_obstacle(device)
+        return flex_obstacle(device, dtype, needs.head_dim, needs.value_head_dim)
     capability = _compute_capability(device)
     if capability is not None and capability < (8, 0):  # for example V100 and T4
         return "FlashAttention needs compute capability 8.0, and the device has {}.{}".format(*capability)
