@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import DistributedDataParallelKwargs
 from rich.console import Console
 from support.run_files import assert_same_run
 from support.tiny_run import tiny_run
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from dpo_pack.model.layout import Row, layout_row, packed_row
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy
@@ -36,8 +39,18 @@ def a_row(loaded: LoadedModel) -> Row:
     return packed_row(layout_row(proof_groups(loaded.model.config.vocab_size), share_prompt=True), CUDA)
 
 
+class PreparesForOneRank:
+    """Stands in for an Accelerator, which wraps no model in DDP where there is one process."""
+
+    ddp_handler: DistributedDataParallelKwargs
+
+    def prepare_model(self, model: Any, *, device_placement: bool) -> DistributedDataParallel:
+        return DistributedDataParallel(model, **self.ddp_handler.to_kwargs())
+
+
 def gradient(loaded: LoadedModel, strategy: Strategy = ALONE) -> Tensor:
-    sums = distribute_policy(loaded.scorer, strategy)(a_row(loaded)).sums
+    accelerator: Any = PreparesForOneRank()
+    sums = distribute_policy(loaded.scorer, strategy, accelerator=accelerator)(a_row(loaded)).sums
     (sums * torch.linspace(-1.0, 1.0, len(sums), device=CUDA)).sum().backward()
     grads = [p.grad for _, p in sorted(loaded.model.named_parameters()) if p.grad is not None]
     return torch.cat([getattr(grad, "full_tensor", grad.clone)().flatten().cpu() for grad in grads])
