@@ -5,6 +5,7 @@ Legend: N scored completion tokens, D hidden size, V vocabulary, C tokens of one
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -342,12 +343,13 @@ class HeadPasses:
     backward: Callable[..., tuple[Tensor, Tensor | None]] = _chunk_backward
 
 
-def compile_head(*, backend: str = "inductor") -> HeadPasses:
-    """Compiles `HeadPasses`, which then read a chunk's logits only twice forward and once backward."""
-    return HeadPasses(
-        forward=torch.compile(_chunk_forward, backend=backend, fullgraph=True),
-        backward=torch.compile(_chunk_backward, backend=backend, fullgraph=True),
-    )
+def compile_head(*, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False) -> HeadPasses:
+    """Compiles `HeadPasses`, which then read a chunk's logits only twice forward and once backward.
+
+    With `falls_back`, torch runs them uncompiled where it cannot compile them, as `compile_layers` says.
+    """
+    compiled = functools.partial(torch.compile, backend=backend, fullgraph=not falls_back)
+    return HeadPasses(forward=compiled(_chunk_forward), backward=compiled(_chunk_backward))
 
 
 def softmax_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -24,13 +24,15 @@ from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Group
 from dpo_pack.model.logps import sequence_sums
+from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.recurrence import torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.model.speed import stock_layers
+from dpo_pack.model.speed import outermost_layers, stock_layers
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.leaks import prove_causality, prove_isolation
 from dpo_pack.proofs.recurrence import prove_recurrence
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, pair_sums, proof_groups, proof_row, replaced
+from dpo_pack.system.errors import is_out_of_memory, one_line
 
 # Allowed error of a sequence's log-prob in fp32, in nats.
 FLOAT32_BOUND = 1e-4
@@ -61,6 +63,37 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
             ]
         in_every_mode = (prove_causality, prove_equivalence, prove_head)
         return [*proofs, *(prove_one(scorer, groups, device) for prove_one in in_every_mode)]
+
+
+def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | None:
+    """Returns why torch cannot compile the layers or the head of a model with `is_compiled`; None if it can.
+
+    Computes a small row and gradients, so that torch compiles them now. Else it would compile gradients in
+    the first step, perhaps hours after the start, and a failure there would end the run.
+    """
+    if not scorer.is_compiled:
+        return None
+    trained = [p for p in outermost_layers(scorer.model)[0].parameters() if p.requires_grad]
+    # The gradients of one layer are enough: torch must compute those of all later layers for them. In a
+    # sharded model, autograd knows only the gathered weights, so it computes the gradients of all.
+    inputs = None if is_sharded(scorer.model) else trained or None
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch._dynamo.config.patch(suppress_errors=False),
+    ):
+        torch.manual_seed(0)
+        groups = proof_groups(int(scorer.model.config.get_text_config().vocab_size))
+        try:
+            sums = pair_sums(scorer, groups, device)
+            if sums.requires_grad:  # not those of a reference
+                sums.sum().backward(inputs=inputs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return one_line(getattr(error, "inner_exception", error))
+        finally:
+            scorer.zero_grad(set_to_none=True)
+    return None
 
 
 # -------------------------------------------------------------------------------------------- equivalence

@@ -54,6 +54,8 @@ def describe_run(
     # On a GPU a slower attention backend costs money, so the reason is always printed there.
     say_why = console.print if prepared.device.type == "cuda" else functools.partial(print_detail, console)
     say_why(f"  attention is {attention.name}: {attention.reason}")
+    if policy.not_compiled is not None:
+        say_why(f"  layers are not compiled: {policy.not_compiled}")
     for kernel in policy.kernels:
         say_why(f"  recurrent layers: {kernel}")
     packing = recipe.packing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import importlib.util
 import time
@@ -29,7 +30,7 @@ from dpo_pack.model.speed import check_compiler, check_kernels, compile_layers, 
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.rows import Proof, ProofOutcome
-from dpo_pack.proofs.start_up import prove
+from dpo_pack.proofs.start_up import compiling_obstacle, prove
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import default_cache_directory, namespace_digest
 from dpo_pack.system import ranks
@@ -255,8 +256,9 @@ def load_weights(
         is_selective = recipe.model.gradient_checkpointing == "selective"
         is_plain = not is_selective and model.quantization is None
         if is_plain and compiles(recipe.model.compile, loaded.model, device):
-            compile_layers(loaded.model, falls_back=recipe.model.compile == "auto")
-            loaded.scorer.head_passes = compile_head()
+            falls_back = recipe.model.compile == "auto"
+            compile_layers(loaded.model, falls_back=falls_back)
+            loaded.scorer.head_passes = compile_head(falls_back=falls_back)
             loaded.scorer.is_compiled = True
     if strategy.shards:
         shard_model(loaded.scorer, strategy, device)
@@ -276,11 +278,26 @@ def load_and_prove(
 
     If the proof has passed before with the same model, settings, device and code, its result is read from the
     cache, unless `again` is set. Either all ranks run the proof, or all use the result that rank 0 has read.
+
+    With `model.compile: auto` a model that torch cannot compile is loaded once more, uncompiled.
     """
-    loaded = load_weights(recipe, model, device=device, strategy=strategy, adapter=adapter)
+
+    def load(recipe: Recipe) -> LoadedModel:
+        loaded = load_weights(recipe, model, device=device, strategy=strategy, adapter=adapter)
+        if device.type == "cuda":
+            loaded.kernels.extend(take_kernels(loaded.scorer, device))
+        return loaded
+
+    loaded = load(recipe)
+    if recipe.model.compile == "auto":
+        obstacles = ranks.every_rank_says(compiling_obstacle(loaded.scorer, device))
+        if any(obstacles):
+            del loaded
+            gc.collect()  # compiled layers have references to themselves
+            settings = recipe.model.model_copy(update={"compile": False})
+            loaded = load(recipe.model_copy(update={"model": settings}))
+            loaded = replace(loaded, not_compiled=next(filter(None, obstacles)))
     begun = time.monotonic()
-    if device.type == "cuda":
-        loaded.kernels.extend(take_kernels(loaded.scorer, device))
     setting: dict[str, Any] = {
         "model": model.namespace,
         "lora": None if adapter is None else asdict(adapter),

@@ -21,6 +21,7 @@ from support.reference_pairs import load_scorer
 from support.tiny_models import VOCABULARY, tiny_model
 from support.tiny_run import tiny_run
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import dpo_pack.model.loading as loading
@@ -31,13 +32,14 @@ from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.attention import register_attention
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
 from dpo_pack.model.logps import HeadPasses, compile_head
-from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.model.scorer import CompletionLogps, Precision
 from dpo_pack.model.speed import check_compiler, compile_layers, compiles
 from dpo_pack.proofs.kernel import prove_wiring
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.fill import fill_cache
+from dpo_pack.run.models import load_and_prove, resolve_policy
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.train import train
 
@@ -275,13 +277,58 @@ def test_code_that_torch_cannot_compile_runs_as_it_is_where_nobody_asked_for_com
         raise NotImplementedError("no such kernel")
 
     scorer, row = load_scorer(model_path), make_row(0)
-    expected = scorer(row).sums
+    expected, gradient = logps_and_gradient(scorer, row)
     compile_layers(scorer.model, backend=broken, falls_back=True)
-    assert torch.equal(scorer(row).sums, expected)
+    scorer.head_passes = compile_head(backend=broken, falls_back=True)
+    sums, same_gradient = logps_and_gradient(scorer, row)
+    assert torch.equal(sums, expected) and torch.equal(same_gradient, gradient)
     torch._dynamo.reset()
     compile_layers(scorer.model, backend=broken)
     with pytest.raises(Exception, match="no such kernel"):
         scorer(row)
+
+
+def fails(graph: Any, inputs: Any) -> Any:
+    raise NotImplementedError("no such kernel")
+
+
+BACKENDS = {
+    "layers": fails,
+    "gradients": aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=fails),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BACKENDS)
+def test_a_model_that_cannot_be_compiled_is_found_at_the_start_and_loaded_uncompiled(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling = functools.partial(compile_layers, backend=BACKENDS[what])
+    monkeypatch.setattr(recipe_models, "compile_layers", compiling)
+    monkeypatch.setattr(recipe_models, "compile_head", lambda **_: HeadPasses())
+    monkeypatch.setattr(recipe_models, "compiles", lambda setting, model, device: setting == "auto")
+    recipe = load_recipe(tiny_run(tmp_path))
+    policy = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
+    loaded, outcome = load_and_prove(recipe, policy, device=CPU)
+    assert loaded.not_compiled is not None and "no such kernel" in loaded.not_compiled
+    assert not loaded.scorer.is_compiled and all(proof.passed for proof in outcome.proofs)
+    logps_and_gradient(loaded.scorer, make_row(0))
+
+
+@pytest.mark.slow
+def test_a_model_that_can_be_compiled_stays_compiled_and_has_no_gradients_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_models, "compile_layers", compile_quickly)
+    monkeypatch.setattr(recipe_models, "compile_head", functools.partial(compile_head, backend="aot_eager"))
+    monkeypatch.setattr(recipe_models, "compiles", lambda setting, model, device: setting == "auto")
+    recipe = load_recipe(tiny_run(tmp_path))
+    policy = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
+    state = torch.get_rng_state()
+    loaded, _ = load_and_prove(recipe, policy, device=CPU)
+    assert loaded.scorer.is_compiled and loaded.not_compiled is None
+    assert all(parameter.grad is None for parameter in loaded.scorer.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_recipe_compiles_as_its_key_says_and_the_console_names_it(
@@ -291,7 +338,7 @@ def test_a_recipe_compiles_as_its_key_says_and_the_console_names_it(
     monkeypatch.setattr(
         recipe_models, "compile_layers", lambda model, *, falls_back: asked.append(falls_back)
     )
-    monkeypatch.setattr(recipe_models, "compile_head", HeadPasses)
+    monkeypatch.setattr(recipe_models, "compile_head", lambda *, falls_back: HeadPasses())
     recipe = tiny_run(tmp_path)
     for setting in ("auto", "true"):
         train(load_recipe(recipe, [f"model.compile={setting}"]), Console(width=200), dry_run=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import dpo_pack.run.models as recipe_models
 from dpo_pack.losses import LOSSES, Objective, PairLogps, ScoredPairs, weighted_losses
 from dpo_pack.model import parallel
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.logps import compile_head
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy, full_state, is_sharded, shard_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
-from dpo_pack.proofs.start_up import prove
+from dpo_pack.model.speed import compile_layers
+from dpo_pack.proofs.start_up import compiling_obstacle, prove
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.models import load_weights, new_adapter, resolve_policy
 from dpo_pack.system import ranks
@@ -158,11 +162,14 @@ def compare(
     """(largest difference in a log-prob, norm of that in the gradient, relative) from one process.
 
     Rank 0 has the first two rows, rank 1 the third and an idle one. Two rounds, because DDP finds only in the
-    second that a parameter had no gradient in the first.
+    second that a parameter had no gradient in the first. The one process never compiles.
     """
     plain = Precision(parameters=precision.gathered or precision.parameters, autocast=None)
-    alone = loaded_policy(recipe, plain, strategy=ALONE)
+    uncompiled = recipe.model.model_copy(update={"compile": False})
+    alone = loaded_policy(recipe.model_copy(update={"model": uncompiled}), plain, strategy=ALONE)
     shared = loaded_policy(recipe, precision, strategy=strategy)
+    assert shared.scorer.is_compiled == (recipe.model.compile is True)
+    assert compiling_obstacle(shared.scorer, CPU) is None
     assert is_sharded(shared.model) == strategy.shards
     expected = []
     for row in rows:
@@ -227,6 +234,21 @@ def test_shards_have_the_log_probs_and_gradients_of_one_process(models: Path) ->
 @pytest.mark.slow
 def test_shards_of_tied_adapted_and_recomputed_models_have_the_gradients_of_one_process(models: Path) -> None:
     assert_as_on_one_process(models, MORE_SHARDS, most=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_copies_and_shards_have_the_gradients_of_one_process_that_does_not_compile(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_models, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    monkeypatch.setattr(recipe_models, "compile_head", partial(compile_head, backend="aot_eager"))
+    compiled = {"section": {"compile": True}}
+    settings = {
+        "copies": Setting(fsdp2=None, **compiled),
+        "shards": Setting(**compiled),
+        "whole gradients": Setting(fsdp2={"accumulate_unsharded": True}, **compiled),
+    }
+    assert_as_on_one_process(models, settings, most=1e-5)
 
 
 @pytest.mark.slow
