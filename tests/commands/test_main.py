@@ -848,10 +848,10 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
 def test_recipe_check_says_that_pairs_may_be_longer_than_the_model_reads(
     recipe: Path, dpopack: Dpopack
 ) -> None:
-    _edit_json(recipe.parent / "model" / "config.json", max_position_embeddings=64)
+    _edit_json(recipe.parent / "model" / "config.json", max_position_embeddings=80)
     checked = dpopack("recipe", "--check", recipe, "data.max_length=99")
-    assert "data.max_length is 99, but this model is exact for 64 positions only" in checked.out
-    assert "set data.max_length: 64\n" in checked.out
+    assert "data.max_length is 99, but this model is exact for 80 positions only" in checked.out
+    assert "set data.max_length: 80\n" in checked.out
     assert checked.out.endswith("is in order\n")
 
 

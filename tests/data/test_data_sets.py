@@ -459,7 +459,7 @@ def test_a_data_set_with_two_columns_for_the_better_answer_gives_prompts_without
     recipe = DataRecipe.model_validate({"train": str(tmp_path / "rows.jsonl")})
     splits = load_prompts(recipe, tokenizer=TOKENIZER, max_new_tokens=4, seed=0, cache_dir=tmp_path / "cache")
     assert splits.prompts is not None
-    assert splits.prompts.train[0].messages == [{"role": "user", "content": PKU["prompt"]}]
+    assert splits.prompts.train[0].messages == ({"role": "user", "content": PKU["prompt"]},)
 
 
 def test_a_fault_names_the_column_of_the_format_where_its_texts_are(tmp_path: Path) -> None:

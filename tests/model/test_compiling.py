@@ -292,7 +292,7 @@ def fails(graph: Any, inputs: Any) -> Any:
     raise NotImplementedError("no such kernel")
 
 
-BACKENDS = {
+BACKENDS: dict[str, Any] = {
     "layers": fails,
     "gradients": aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=fails),
 }

@@ -242,11 +242,11 @@ def test_compiled_copies_and_shards_have_the_gradients_of_one_process_that_does_
 ) -> None:
     monkeypatch.setattr(recipe_models, "compile_layers", partial(compile_layers, backend="aot_eager"))
     monkeypatch.setattr(recipe_models, "compile_head", partial(compile_head, backend="aot_eager"))
-    compiled = {"section": {"compile": True}}
+    compiled = {"compile": True}
     settings = {
-        "copies": Setting(fsdp2=None, **compiled),
-        "shards": Setting(**compiled),
-        "whole gradients": Setting(fsdp2={"accumulate_unsharded": True}, **compiled),
+        "copies": Setting(section=compiled, fsdp2=None),
+        "shards": Setting(section=compiled),
+        "whole gradients": Setting(section=compiled, fsdp2={"accumulate_unsharded": True}),
     }
     assert_as_on_one_process(models, settings, most=1e-5)
 
