@@ -169,7 +169,8 @@ def test_the_sweep_tries_every_setting_once_under_its_own_name() -> None:
 
 
 def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "flash_attn" else None)
+    monkeypatch.setattr("dpo_pack.model.attention.flash.flash_attn_obstacle", lambda: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     best = trl(4, precompute=True)
     out_of_memory = [trl(16), trl(16, gradient_checkpointing=True)]
     expected = [
@@ -177,6 +178,15 @@ def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyP
         trl(4, precompute=True, attention="flash_attention_2"),
     ]
     assert list(trl_variants([best], out_of_memory, device="cuda", compiled=False)) == expected
+
+
+def test_flash_attention_is_not_tried_with_a_package_that_only_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)  # as the wheel flash-attn-4 installs it
+    monkeypatch.syspath_prepend(tmp_path)
+    found = trl_variants([trl(4)], [], device="cuda", compiled=False)
+    assert not any(one.attention == "flash_attention_2" for one in found)
 
 
 def test_eager_attention_compiling_and_malloc_are_open_to_trl_on_a_cpu() -> None:
