@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -241,12 +242,71 @@ def test_what_cannot_run_here_is_recorded_and_costs_the_others_nothing(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_what_compiles_without_end_is_ended_and_costs_the_others_nothing(
-    tiny: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "COMPILED_LIMIT_SECONDS", 0.2)
-    (run,) = process.measure([trl(1, compiled=True)], tiny)
+def test_what_compiles_without_end_is_ended_and_costs_the_others_nothing(tiny: Setting) -> None:
+    (run,) = process.measure([trl(1, compiled=True)], tiny, compiled_seconds=0.2)
     assert run.failure == "ended after 0 seconds"
+
+
+def test_a_measurement_ends_when_the_time_is_up_and_is_no_failure(tiny: Setting) -> None:
+    begun = time.monotonic()
+    measured = process.measure([trl(1), trl(2)], tiny, stop_at=begun + 0.2)
+    with pytest.raises(SystemExit, match="--minutes: time is up; the same command goes on"):
+        next(measured)
+    assert time.monotonic() - begun < 5
+    with pytest.raises(process.TimeIsUp):
+        process.profile(ours(64), tiny, stop_at=time.monotonic() + 0.2)
+
+
+def test_after_a_failure_the_others_have_a_new_process(
+    monkeypatch: pytest.MonkeyPatch, tiny: Setting
+) -> None:
+    """A process ends itself after a failure, but not for lack of memory; one that dies is tried once more."""
+    jobs: list[list[str]] = []
+
+    def run(job: dict[str, Any], *_: Any, **__: Any) -> Iterator[dict[str, Any]]:
+        jobs.append(names := [contender["name"] for contender in job["contenders"]])
+        for name in names:
+            if name == "spoils":
+                yield Measurement(contender=name, failure="CUDA error").to_json()
+                return
+            if name == "dies" or (name == "suffers" and len(jobs) == 2):
+                raise process.ProcessDied("its process died of SIGSEGV")
+            yield Measurement(contender=name).to_json()
+
+    monkeypatch.setattr(process, "_run", run)
+    names = ["well", "spoils", "fine", "suffers", "dies", "last"]
+    runs = list(process.measure([ours(64, name=name) for name in names], tiny))
+    assert jobs == [names, names[2:], names[3:], names[4:], names[5:]]
+    assert [run.contender for run in runs] == names
+    died = "its process died of SIGSEGV"
+    assert [run.failure for run in runs] == [None, "CUDA error", None, None, died, None]
+
+
+@pytest.mark.parametrize(("failure", "others"), [("CUDA error", 0), (process.OUT_OF_MEMORY, 1), (None, 1)])
+def test_a_process_ends_after_a_failure_that_may_have_spoilt_it(
+    failure: str | None, others: int, tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        process, "_measure_here", lambda one, *_: Measurement(contender=one.name, failure=failure)
+    )
+    job = {"kind": "measure", "setting": asdict(tiny), "spawned_at": 0.0}
+    job["contenders"] = [asdict(ours(64)), asdict(ours(128))]
+    assert len(list(process._do(job, tmp_path))) == 1 + others
+
+
+@pytest.mark.parametrize(("signal", "told"), [("KILL", process.OUT_OF_MEMORY), ("SEGV", "died of SIGSEGV")])
+def test_a_process_that_is_killed_is_told_from_one_that_fails(
+    signal: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/usr/bin/env bash\nkill -{signal} $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(process.ProcessDied, match=told):
+        list(process._run({"kind": "measure"}, "cpu"))
+    python.write_text("#!/usr/bin/env bash\nexit 1\n")
+    with pytest.raises(SystemExit, match="a measurement failed"):
+        list(process._run({"kind": "measure"}, "cpu"))
 
 
 @pytest.mark.parametrize(
