@@ -41,6 +41,7 @@ from benchmarking.contenders import (
     trl_sweep,
     trl_variants,
 )
+from benchmarking.kinds import OPTIMIZER
 from benchmarking.process import (
     OUT_OF_MEMORY,
     measure,
@@ -50,12 +51,15 @@ from benchmarking.process import (
     save_model,
     visible_devices,
 )
-from benchmarking.report import PADDED, TRL_BEST, Report, markdown
+from benchmarking.projection import roofline
+from benchmarking.report import PADDED, TRL_BEST, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, machine, other_work
 from benchmarking.shapes import SHAPES, flops_shape
 from benchmarking.work import Work, work_of
 from benchmarking.workloads import HH_VOCABULARY, WORKLOADS, Workload, make_workload
 
+from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
+from dpo_pack.packing.lengths import PairLengths
 from dpo_pack.system.machine import git_commit
 
 FEWEST_STEPS = 4  # timed steps of every run that ranks settings
@@ -262,7 +266,41 @@ def run_plan(plan: Plan, model: str, *, with_profile: bool) -> Report:
         prediction=plan.prediction,
         differences=differences,
         disagreements=disagreements,
-        profile=plan.results.get("profile"),
+        profile=profile_of(plan, shape, lengths, plan.results.get("profile"), peaks[0]),
+    )
+
+
+def profile_of(
+    plan: Plan,
+    shape: ModelShape,
+    lengths: PairLengths,
+    found: dict[str, dict[str, float]] | None,
+    peak: dict[str, float],
+) -> Profile | None:
+    """The profiled steps beside what they take at the least; None where there is no profile."""
+    if not found:
+        return None
+    pairs_per_step, lora = plan.setting.pairs_per_step, plan.setting.lora
+    first, counted = (int(found["steps"][name]) for name in ("first", "counted"))
+    profiled = lengths.select(np.arange(first * pairs_per_step, counted * pairs_per_step))
+    others = lengths.select(np.arange(counted * pairs_per_step, (counted + 1) * pairs_per_step))
+    tokens, other_tokens = (float(some.row_tokens(share_prompt=True).sum()) for some in (profiled, others))
+    # The optimizer moves its bytes once a step; the bytes of the other kinds grow with the tokens.
+    moved = {
+        kind: value * (counted - first if kind == OPTIMIZER else tokens / other_tokens)
+        for kind, value in found["bytes"].items()
+    }
+    passes = ADAPTER_PASSES if lora else TRAINING_PASSES
+    return Profile(
+        num_steps=counted - first,
+        seconds=found["seconds"],
+        flops=float(pair_flops(shape, profiled, share_prompt=True, passes=passes).sum()),
+        bytes_a_second=peak["copied"],
+        least=roofline(
+            shape, profiled, moved, peak_flops=peak["best"], bytes_a_second=peak["copied"], lora=lora
+        )
+        if moved
+        else {},
     )
 
 

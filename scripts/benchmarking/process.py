@@ -98,12 +98,14 @@ def measure_series(contender: Contender, setting: Setting) -> list[Measurement]:
 
 
 def measure_peak(device: str, dtype: str) -> dict[str, float]:
-    """FLOPs a second of large matrix products, in a new process: `best` and `median`."""
+    """What this machine reaches, in a new process: see peak.py."""
     return next(_run({"kind": "peak", "device": device, "dtype": dtype}, device))
 
 
-def profile(contender: Contender, setting: Setting, *, stop_at: float = float("inf")) -> dict[str, float]:
-    """Seconds of a few steps by kind of operation, see profiling.py; empty where the profiler failed."""
+def profile(
+    contender: Contender, setting: Setting, *, stop_at: float = float("inf")
+) -> dict[str, dict[str, float]]:
+    """A few steps by kind of operation, see profiling.py; empty where the profiler failed."""
     job = {"kind": "profile", "contenders": [asdict(contender)], "setting": asdict(setting)}
     limit = seconds_until(stop_at)
     try:
@@ -183,9 +185,9 @@ def _run(
 def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
     """What this process was started for, its results one by one."""
     if job["kind"] == "peak":
-        from benchmarking.peak import matrix_product_peak
+        from benchmarking.peak import copy_peak, matrix_product_peak
 
-        yield matrix_product_peak(job["device"], job["dtype"])
+        yield {**matrix_product_peak(job["device"], job["dtype"]), "copied": copy_peak(job["device"])}
         return
     if job["kind"] == "model":
         from benchmarking.shapes import save_model as save

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,9 @@ from benchmarking.kinds import (
     kind_of,
 )
 from benchmarking.memory import peak_memory_bytes
-from benchmarking.profiling import profile_steps
-from benchmarking.report import NOT_COMPARABLE, PADDED, TRL_BEST, Report, markdown
+from benchmarking.profiling import MarksBytes, bytes_of_kinds, profile_steps
+from benchmarking.projection import num_weights, roofline
+from benchmarking.report import NOT_COMPARABLE, PADDED, TRL_BEST, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, hardware, largest_differences, other_work
 from benchmarking.shapes import SHAPES, flops_shape, save_model
 from benchmarking.work import Work, work_of
@@ -60,7 +61,8 @@ from benchmarking.workloads import (
     synthetic_token_ids,
 )
 
-from dpo_pack.packing.flops import pair_flops
+from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
+from dpo_pack.packing.lengths import PairLengths
 
 
 @pytest.fixture(scope="module")
@@ -345,11 +347,68 @@ def test_padding_counts_as_computed(tiny: Setting, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_profiled_time_falls_into_the_kinds_that_a_step_has(tiny: Setting, tmp_path: Path) -> None:
-    seconds = profile_steps(ours(1024), tiny, tmp_path)
-    assert list(seconds) == list(KINDS)
+    found = profile_steps(ours(1024), tiny, tmp_path)
+    seconds = found["seconds"]
+    assert list(seconds) == list(found["bytes"]) == list(KINDS) and found["steps"] == {
+        "first": 1,
+        "counted": 3,
+    }
     assert seconds[MATRIX_PRODUCTS] > seconds[OPTIMIZER] / 10  # not only the odd one of them
     absent = [kind for kind, value in seconds.items() if value <= 0]
     assert not absent, f"no operator was told to be of {absent}: were functions renamed?"
+    # AdamW moves 32 bytes a weight, and clipping reads and writes its gradient.
+    of_a_weight = found["bytes"][OPTIMIZER] / num_weights("tiny")
+    assert 32 < of_a_weight < 64
+    assert min(found["bytes"][HEAD_STATISTICS], found["bytes"][OTHER_OPERATORS]) > 0
+
+
+def test_bytes_are_counted_by_kind_without_views_allocations_and_what_a_gather_leaves() -> None:
+    table, ids = torch.zeros(1000, 8, requires_grad=True), torch.tensor([3, 5])
+    optimizer = torch.optim.AdamW([table], fused=True)
+    table.grad = torch.zeros_like(table)
+
+    def counted(function: Callable[[], Any]) -> dict[str, float]:
+        with (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+            MarksBytes(),
+        ):
+            function()
+        return {kind: value for kind, value in bytes_of_kinds(profiler.events()).items() if value}
+
+    few = torch.zeros(1000)
+    assert counted(lambda: few.view(10, 100) + 1.0) == {OTHER_OPERATORS: 8000}
+    assert counted(lambda: few.mul_(2.0)) == {OTHER_OPERATORS: 8000}
+    assert counted(lambda: torch.empty_like(few).copy_(few)) == {OTHER_OPERATORS: 8000}
+    read_and_written = 2 * 2 * 8 * 4
+    assert counted(lambda: torch.nn.functional.embedding(ids, table)) == {OTHER_OPERATORS: read_and_written}
+    optimizer.step()
+    found = counted(optimizer.step)  # weight, gradient and two moments; its schema says it writes them all
+    assert found == {OPTIMIZER: pytest.approx(8 * 8000 * 4, rel=0.01)}
+
+
+def test_the_roofline_is_flops_over_the_peak_and_bytes_over_the_bandwidth() -> None:
+    lengths = PairLengths(
+        prompt=np.array([10]), chosen=np.array([4]), rejected=np.array([6]), shared=np.array([10])
+    )
+    shape = ModelShape(
+        token_weights=1000.0,
+        head_weights=500,
+        attention=(AttentionKind(num_layers=1, width=10, window=None),),
+    )
+    moved = {HEAD_STATISTICS: 8.0, OTHER_OPERATORS: 16.0, OPTIMIZER: 4.0}
+    found = roofline(shape, lengths, moved, peak_flops=100.0, bytes_a_second=4.0, lora=False)
+    area = 14 * 15 / 2 + 16 * 17 / 2 - 10 * 11 / 2
+    assert found == {
+        MATRIX_PRODUCTS: pytest.approx(3 * 2 * 1000 * 20 / 100),
+        HEAD_PRODUCTS: pytest.approx(3 * 2 * 500 * 10 / 100),
+        ATTENTION: pytest.approx(2 * 10 * area / 100 * (1 / 0.5 + 2 / 0.4)),
+        HEAD_STATISTICS: 2.0,
+        OTHER_OPERATORS: 4.0,
+        OPTIMIZER: 1.0,
+    }
+    adapters = roofline(shape, lengths, moved, peak_flops=100.0, bytes_a_second=4.0, lora=True)
+    assert adapters[MATRIX_PRODUCTS] == pytest.approx(found[MATRIX_PRODUCTS] * 2 / 3)
+    assert adapters[ATTENTION] == found[ATTENTION]
 
 
 def test_operators_are_told_by_what_called_them() -> None:
@@ -372,6 +431,8 @@ def test_memory_and_the_peak_of_products_are_measured(monkeypatch: pytest.Monkey
     assert peak_memory_bytes("cpu") > 100 * 2**20
     rates = peak.matrix_product_peak("cpu", "float32")
     assert rates["best"] >= rates["median"] > 1e9
+    monkeypatch.setitem(peak.COPIED_BYTES, "cpu", 2**22)
+    assert peak.copy_peak("cpu") > 1e8
 
 
 # ---- Work, agreement, results
@@ -575,7 +636,10 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
         finalists=[slower, grouped, trl_name],
         differences={slower: {"loss": 1e-6}, trl_name: {"loss": 1e-6}},
         disagreements=[],
-        profile=dict.fromkeys(KINDS, 1.0),
+        profile=Profile(
+            num_steps=2, seconds=dict.fromkeys(KINDS, 1.0), least={MATRIX_PRODUCTS: 0.5, OPTIMIZER: 2.0},
+            flops=1.4e11, bytes_a_second=1e10,
+        ),
     )  # fmt: skip
     text = markdown(report)
     assert NOT_COMPARABLE not in text
@@ -587,6 +651,10 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
     assert f"- {grouped}: not compared" in text and f"- {trl_name}: not compared" not in text
     assert "loss, nats: 1.0e-06" in text and "- TRL, micro-batch 8: out of memory" in text
     assert "43% of the time is inside matrix products and attention" in text  # 3 of 7 kinds
+    assert "MFU of these steps: 20.0%" in text  # 140 GFLOPs in 7 s
+    assert f"| {MATRIX_PRODUCTS} | 500 | 14.3% | 250 | 2.00 |" in text
+    assert f"| {OPTIMIZER} | 500 | 14.3% | 1,000 | 0.50 |" in text
+    assert f"| {OUTSIDE} | 500 | 14.3% |  |  |\n| together | 3,500 | 100.0% | 1,250 | 2.80 |" in text
     assert "reference 21.4%; forward 19.6%; backward 39.3%" in text  # of 14 seconds
     assert "- dpo-pack: 16.00, 32.00, 8.00\n" in text  # every turn, in its order
     assert "> Ours: 5x.\n> TRL: slower." in text
@@ -624,7 +692,7 @@ def test_other_work_is_told_by_the_page_and_by_the_exit_status_when_all_is_measu
                 microbatches="", warmup_steps=0, with_ablations=False, also=["optim.lr=1.0"],
                 with_profile=False,
             )  # fmt: skip
-        monkeypatch.setattr(benchmark, "measure", lambda *_: pytest.fail("everything was measured"))
+        monkeypatch.setattr(benchmark, "measure", lambda *_, **__: pytest.fail("everything was measured"))
     page = (tmp_path / "out.md").read_text()
     assert NOT_COMPARABLE in page and f"- {told}" in page and page.count("| 4.00 |") == 2
     gpu_script = Path(benchmark.__file__).with_name("benchmark_gpu.sh").read_text()
@@ -658,7 +726,7 @@ def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
     assert all(seconds > 0 for runs in report.runs.values() for seconds in runs[0].step_seconds)
     assert "against TRL's best" in markdown(report)
 
-    monkeypatch.setattr("benchmark.measure", lambda *_: pytest.fail("everything was measured"))
+    monkeypatch.setattr("benchmark.measure", lambda *_, **__: pytest.fail("everything was measured"))
     monkeypatch.setattr("benchmark.measure_series", lambda *_: pytest.fail("everything was measured"))
     again = run_plan(plan_of(tiny, tmp_path, **changes), "tiny", with_profile=True)
     assert again.runs == report.runs and again.profile == report.profile and again.series == report.series
