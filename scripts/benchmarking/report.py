@@ -26,7 +26,9 @@ OTHER_PROGRAMS = """Other programs that pack pairs, and why they are not measure
   implementation"), whose kernels are for GPUs.
 - TRL itself: version 1.16 has `padding_free`, and turns it off with a warning.
 """
-NOT_COMPARABLE = "**These times cannot be compared:**"  # benchmark_gpu.sh looks for it
+# benchmark_gpu.sh looks for these two.
+NOT_COMPARABLE = "**These times cannot be compared:**"
+NOT_WHOLE = "**Not everything is measured.**"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class Report:
     differences: dict[str, dict[str, float]]  # contender -> its differences from dpo-pack
     disagreements: Sequence[str]  # contenders that did other work, and the proof
     profile: Profile | None
+    missing: Sequence[str]  # what is yet to be measured
+    is_quick: bool  # whether dpo-pack was measured before TRL's sweep
 
     @property
     def warmup_steps(self) -> int:
@@ -104,6 +108,7 @@ def markdown(report: Report) -> str:
     """The page."""
     sections = [
         _heading(report),
+        _missing(report),
         _disagreements(report),
         _prediction(report),
         _table(report),
@@ -162,6 +167,15 @@ def _disagreements(report: Report) -> str:
     if not report.disagreements:
         return ""
     return "\n".join([f"{NOT_COMPARABLE}\n", *(f"- {line}" for line in report.disagreements), ""])
+
+
+def _missing(report: Report) -> str:
+    lines = []
+    if report.missing:
+        lines += [f"{NOT_WHOLE} Missing:", "", *(f"- {name}" for name in report.missing), ""]
+    if report.is_quick:
+        lines += ["Little time: dpo-pack was measured before TRL's sweep, not in turns with TRL.", ""]
+    return "\n".join(lines)
 
 
 def _table(report: Report) -> str:

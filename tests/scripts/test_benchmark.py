@@ -46,7 +46,7 @@ from benchmarking.kinds import (
 from benchmarking.memory import peak_memory_bytes
 from benchmarking.profiling import MarksBytes, bytes_of_kinds, profile_steps
 from benchmarking.projection import num_weights, roofline
-from benchmarking.report import NOT_COMPARABLE, PADDED, TRL_BEST, Profile, Report, markdown
+from benchmarking.report import NOT_COMPARABLE, NOT_WHOLE, PADDED, TRL_BEST, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, hardware, largest_differences, other_work
 from benchmarking.shapes import SHAPES, flops_shape, save_model
 from benchmarking.work import Work, work_of
@@ -538,7 +538,7 @@ def test_when_time_is_up_what_was_measured_is_kept_and_nothing_else_is_begun(
 ) -> None:
     ended: list[bool] = []
 
-    def measure(contenders: Sequence[Contender], _: Setting) -> Iterator[Measurement]:
+    def measure(contenders: Sequence[Contender], *_: Any, **__: Any) -> Iterator[Measurement]:
         try:
             for contender in contenders:
                 plan.results.content["time"] -= 1
@@ -553,6 +553,73 @@ def test_when_time_is_up_what_was_measured_is_kept_and_nothing_else_is_begun(
     with pytest.raises(SystemExit, match="--minutes: time is up; the same command goes on"):
         benchmark._measure_missing(plan, {"a": trl(1), "b": trl(2), "c": trl(4)}, tiny)
     assert ended and list(plan.results.content["entries"]) == ["a", "b"]
+
+
+class StandIns:
+    """In place of measuring: each contender takes a second a pair, and time is up where `stops_at` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stops_at: str = "nothing") -> None:
+        self.stops_at = stops_at
+        profile = {
+            "seconds": dict.fromkeys(KINDS, 1.0),
+            "bytes": dict.fromkeys(KINDS, 1e9),
+            "steps": {"first": 1, "counted": 3},
+        }
+        monkeypatch.setattr(benchmark, "measure_peak", lambda *_: {"best": 1e11, "copied": 1e10})
+        monkeypatch.setattr(benchmark, "measure", self.measure)
+        monkeypatch.setattr(benchmark, "profile", lambda *_, **__: profile)
+
+    def measure(self, contenders: Sequence[Contender], *_: Any, **__: Any) -> Iterator[Measurement]:
+        for contender in contenders:
+            if self.stops_at in contender.name:
+                raise process.TimeIsUp
+            run = steps([0.69] * 4)
+            run.contender, run.pairs, run.step_seconds, run.digest = contender.name, 8, [2.0] * 4, "ids"
+            yield run
+
+
+def test_with_little_time_ours_and_its_profile_come_first_and_each_result_is_on_the_page(
+    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StandIns(monkeypatch)
+    pages: list[str] = []
+    plan = plan_of(tiny, tmp_path, quick=True, also=["model.compile=true"])
+    report = run_plan(plan, "tiny", with_profile=True, show=lambda report: pages.append(markdown(report)))
+    keys = list(plan.results.content["entries"])
+    assert keys[:4] == ["peak/0", "run/0/dpo-pack", "run/0/dpo-pack, model.compile=true", "profile"]
+    assert all(key.startswith("sweep/TRL") for key in keys[4:-2]) and "grouped by length" in keys[4]
+    assert all(key.startswith("run/0/TRL") for key in keys[-2:])
+    # The first page is that of the first run, and the last one has everything.
+    assert len(pages) == len(keys) - 1 and "| dpo-pack | 1.00 |" in pages[0]
+    assert (
+        f"{NOT_WHOLE} Missing:\n\n- dpo-pack, model.compile=true, turn 1\n- the profile\n- TRL\n" in pages[0]
+    )
+    assert "roofline" not in pages[1] and "roofline" in pages[2]
+    assert not report.missing and NOT_WHOLE not in pages[-1]
+    assert all("dpo-pack was measured before TRL's sweep" in page for page in pages)
+
+
+def test_when_little_time_is_up_the_page_says_what_is_missing(
+    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins = StandIns(monkeypatch, stops_at="live")
+    plan = plan_of(tiny, tmp_path, quick=True)
+    report = run_plan(plan, "tiny", with_profile=True)
+    first = "TRL, micro-batch 2, precomputed reference, in batches of 2, grouped by length"
+    assert report.finalists[0] == first
+    assert "TRL, micro-batch 2, live reference, in the sweep" in report.missing
+    with pytest.raises(process.TimeIsUp):
+        stand_ins.stops_at = "dpo-pack"
+        run_plan(plan_of(tiny, tmp_path / "other", quick=True), "tiny", with_profile=True)
+    stand_ins.stops_at = "nothing"  # the same command goes on
+    again = run_plan(plan, "tiny", with_profile=True)
+    assert not again.missing and len(again.finalists) == 2
+
+
+def test_each_part_of_little_time_has_half_of_what_is_left(tiny: Setting, tmp_path: Path) -> None:
+    plan = plan_of(tiny, tmp_path, stop_at=time.monotonic() + 100)
+    assert 49 < benchmark._half(plan).stop_at - time.monotonic() < 50
+    assert benchmark._half(plan_of(tiny, tmp_path)).stop_at == float("inf")
 
 
 def test_the_page_says_where_hh_s_rows_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,6 +707,8 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
             num_steps=2, seconds=dict.fromkeys(KINDS, 1.0), least={MATRIX_PRODUCTS: 0.5, OPTIMIZER: 2.0},
             flops=1.4e11, bytes_a_second=1e10,
         ),
+        missing=[],
+        is_quick=False,
     )  # fmt: skip
     text = markdown(report)
     assert NOT_COMPARABLE not in text
@@ -671,7 +740,7 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
 def test_other_work_is_told_by_the_page_and_by_the_exit_status_when_all_is_measured(
     same_ids: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(contenders: Sequence[Contender], _: Setting) -> Iterator[Measurement]:
+    def measure(contenders: Sequence[Contender], *_: Any, **__: Any) -> Iterator[Measurement]:
         for contender in contenders:
             is_ours = contender.name == "dpo-pack"
             run = steps([0.69, 0.68] if is_ours else [0.69, 0.5])
@@ -695,8 +764,6 @@ def test_other_work_is_told_by_the_page_and_by_the_exit_status_when_all_is_measu
         monkeypatch.setattr(benchmark, "measure", lambda *_, **__: pytest.fail("everything was measured"))
     page = (tmp_path / "out.md").read_text()
     assert NOT_COMPARABLE in page and f"- {told}" in page and page.count("| 4.00 |") == 2
-    gpu_script = Path(benchmark.__file__).with_name("benchmark_gpu.sh").read_text()
-    assert NOT_COMPARABLE.strip("*:") in gpu_script  # which does not take such a page for a result
 
 
 # ---- End to end
