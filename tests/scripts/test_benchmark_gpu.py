@@ -130,4 +130,8 @@ def test_the_search_part_searches_and_computes_the_reference(
     search.main(tmp_path, "cpu", "tiny")
     assert tried == [4096, 8192, 16384, 32768]
     told = capsys.readouterr().out
+    assert "a row of 16,384 tokens fits\na row of 32,768 tokens ran out of memory" in told
     assert "rows of up to 16,384 tokens" in told and "128 sequences in" in told
+    monkeypatch.setattr(search, "row_fits", lambda *_: True)
+    with pytest.raises(SystemExit, match="no row ran out of memory"):
+        search.main(tmp_path, "cpu", "tiny")
