@@ -8,7 +8,8 @@
 #   OUTPUT          a directory: OUTPUT/*.md, *.json, proofs-*.txt, tests.txt
 #   hh.jsonl.gz     HH-RLHF's transcript rows; without them, pairs of HH's lengths
 #   PYTHON          an interpreter with dpo-pack and its extras [dev,benchmark] (default: python)
-#   BENCHMARK_WORK  a directory for random models, 40 GB (default: OUTPUT/work)
+#   BENCHMARK_WORK  a directory for random models: 40 GB, with --quick 3 GB (default: OUTPUT/work; with --quick a
+#                   temporary directory, removed at the end)
 # Each measurement is written at once, and finished parts are not repeated: after an interruption, run the same
 # command again. A part that fails is reported, and the others still run.
 set -uo pipefail
@@ -26,23 +27,34 @@ while [[ ${1:-} == --* ]]; do
 done
 [[ -z $quick || -n $minutes ]] || minutes=9
 [[ $# -ge 1 && $minutes =~ ^[0-9]*$ ]] || {
-    sed -n '2,14s/^# \?//p' "$script" >&2
+    sed -n '2,15s/^# \?//p' "$script" >&2
     exit 2
 }
-cd "$(dirname "$script")/.."
-output=$1
+[[ -z $minutes ]] || minutes=$((10#$minutes))
+# Paths are the caller's, and the parts run in the repository.
+output=$(realpath -m -- "$1")
 hh=(--workload hh-like)
-[[ $# -lt 2 ]] || hh=(--workload hh --pairs "$2")
+[[ $# -lt 2 ]] || hh=(--workload hh --pairs "$(realpath -m -- "$2")")
 python=${PYTHON:-python}
-work=${BENCHMARK_WORK:-$output/work}
+[[ $python != */* ]] || python=$(realpath -s -- "$python") # -s: an environment's interpreter is a link
+work=$(realpath -m -- "${BENCHMARK_WORK:-$output/work}")
+cd "$(dirname "$script")/.."
+export PYTHONPATH=$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}
+# As dpopack itself sets it, before torch is imported.
+[[ -n ${PYTORCH_CUDA_ALLOC_CONF:-} ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 # A stand-in for machines without a GPU: the quick parts on the CPU, with a tiny model.
 device=${BENCHMARK_DEVICE:-cuda}
-[[ $device == cpu ]] || "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+((${#call[@]})) || [[ $device == cpu ]] ||
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
     echo "error: no CUDA device" >&2
     exit 2
 }
+if [[ -n $quick && -z ${BENCHMARK_WORK:-} ]]; then
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+fi
 mkdir -p "$output" "$work"
-export BENCHMARK_OUTPUT=$output
+export BENCHMARK_OUTPUT=$output BENCHMARK_WORK=$work PYTHON=$python
 shape=0.5b
 [[ $device == cuda ]] || shape=tiny
 failed=()
@@ -168,7 +180,7 @@ kept() {
 
 # model NAME DTYPE: writes a random model of this shape into $work, unless it is there.
 model() {
-    [[ -d $work/model-$1-$2 ]] || PYTHONPATH=scripts "$python" -c "
+    [[ -d $work/model-$1-$2 ]] || "$python" -c "
 from pathlib import Path
 from benchmarking.process import save_model
 save_model('$1', Path('$work/model-$1-$2'), parameters='$2', device='cuda')"
