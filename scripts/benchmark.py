@@ -11,7 +11,8 @@ attention, compiled and with other settings of malloc. The fastest of all take t
 fastest in the turns is its best, which we compare with. All contenders must agree in every step's loss,
 gradient norm and log-probs, but those that group by length: their steps hold other pairs. How often
 everything is measured is fixed before the start, and every measurement is on the page. Results are kept
-after every measurement: run the same command again and it goes on. Needs `pip install -e '.[benchmark]'`.
+after every measurement, on the page too: run the same command again and it goes on. Needs
+`pip install -e '.[benchmark]'`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -41,21 +42,29 @@ from benchmarking.contenders import (
     trl_sweep,
     trl_variants,
 )
+from benchmarking.kinds import OPTIMIZER
 from benchmarking.process import (
+    COMPILED_LIMIT_SECONDS,
     OUT_OF_MEMORY,
+    TimeIsUp,
     measure,
     measure_peak,
     measure_series,
     profile,
     save_model,
+    seconds_until,
     visible_devices,
 )
-from benchmarking.report import PADDED, TRL_BEST, Report, markdown
+from benchmarking.projection import roofline
+from benchmarking.report import PADDED, TRL_BEST, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, machine, other_work
 from benchmarking.shapes import SHAPES, flops_shape
 from benchmarking.work import Work, work_of
 from benchmarking.workloads import HH_VOCABULARY, WORKLOADS, Workload, make_workload
 
+from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
+from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.machine import git_commit
 
 FEWEST_STEPS = 4  # timed steps of every run that ranks settings
@@ -83,7 +92,10 @@ class Plan:
     series: int = 0  # how often four runs on the same pairs are measured
     targets: dict[str, float] = field(default_factory=dict)  # contender -> our least speed-up
     prediction: str = ""  # what was expected, written before the measurement
-    stop_at: float = float("inf")  # time.monotonic(): begin no measurement after it
+    # Little time: ours and its profile come first, and each part takes at most half of the time that is left.
+    quick: bool = False
+    stop_at: float = float("inf")  # time.monotonic(): no measurement goes on after it
+    compiled_seconds: float = COMPILED_LIMIT_SECONDS  # the most for a setting of TRL's that compiles
 
     def __post_init__(self) -> None:
         step = self.setting.pairs_per_step
@@ -101,7 +113,7 @@ class Plan:
 
     def counts(self) -> dict[str, object]:
         """What is fixed before the start: with other counts it is another benchmark."""
-        measured = {"setting", "workload", "results", "stop_at"}
+        measured = {"setting", "workload", "results", "stop_at", "compiled_seconds"}
         return {name: getattr(self, name) for name in Plan.__dataclass_fields__ if name not in measured}
 
     @property
@@ -150,13 +162,24 @@ def main(
         Path | None, typer.Option(help="A text for the page, committed before the start: what is expected.")
     ] = None,
     minutes: Annotated[
-        float, typer.Option(help="Begin no measurement after so many; the same command goes on.")
+        float, typer.Option(help="Ends after so many minutes; the same command goes on.")
     ] = float("inf"),
+    compiled_seconds: Annotated[
+        float, typer.Option(help="TRL's settings that compile end after so many.")
+    ] = COMPILED_LIMIT_SECONDS,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Little time: ours and its profile come first, and TRL's sweep has half of the rest.",
+        ),
+    ] = False,
     with_profile: Annotated[bool, typer.Option("--profile/--no-profile")] = True,
     work: Annotated[Path | None, typer.Option(help="Keep pairs and models here for other runs.")] = None,
 ) -> None:
     """Run the sweeps and the comparison; prints as it goes. Exits with 1 where contenders disagree."""
     _check_choices(workload, pairs, model, device, parameters)
+    stop_at = time.monotonic() + 60 * minutes
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(device)  # the page names the device
     with tempfile.TemporaryDirectory(prefix="dpo-pack-benchmark-") as scratch:
         directory = work or Path(scratch)
@@ -198,71 +221,192 @@ def main(
                 name: times for name, times in ((TRL_BEST, target_trl), (PADDED, target_padded)) if times
             },
             prediction="" if prediction is None else prediction.read_text(encoding="utf-8").strip(),
-            stop_at=time.monotonic() + 60 * minutes,
+            quick=quick,
+            stop_at=stop_at,
+            compiled_seconds=compiled_seconds,
         )
         identity = _identity(plan, model)
         plan = replace(plan, results=Results.open(output.with_suffix(".json"), identity))
-        report = run_plan(plan, model, with_profile=with_profile)
-    page = markdown(report)
-    output.with_suffix(".md").write_text(page, encoding="utf-8")
-    print(page)
-    if report.disagreements:
-        raise SystemExit("\n".join(report.disagreements))
+
+        def write(report: Report) -> None:
+            write_text_atomically(output.with_suffix(".md"), markdown(report))
+
+        report = run_plan(plan, model, with_profile=with_profile, show=write)
+    write(report)
+    print(markdown(report))
+    lines = [*report.disagreements, *(f"not measured: {name}" for name in report.missing)]
+    if lines:
+        raise SystemExit("\n".join(lines))
 
 
-def run_plan(plan: Plan, model: str, *, with_profile: bool) -> Report:
-    """Measure what the results lack, and put the report together."""
-    lengths = plan.workload.lengths().select(np.arange(plan.setting.num_pairs))
-    shape = flops_shape(model)
-    work = work_of(shape, lengths, lora=plan.setting.lora)
-    peaks = [_peak(plan, 0)]
+def run_plan(
+    plan: Plan, model: str, *, with_profile: bool, show: Callable[[Report], object] = lambda _: None
+) -> Report:
+    """Measure what the results lack, and put the report together.
+
+    From the first run of ours on, `show` gets the report after each result.
+    """
+    facts = Facts.of(plan, model)
+    peak = _peak(plan, 0)["best"]
     if plan.setting.device == "cpu":
-        minutes = estimated_minutes(plan, work, peaks[0]["best"], is_recurrent=shape.kept_numbers > 0)
+        minutes = estimated_minutes(plan, facts.work, peak, is_recurrent=facts.shape.kept_numbers > 0)
         print(f"estimated: {minutes:.0f} minutes in all, on an idle machine", flush=True)
     best_budget = best_own_budget(plan)
-    finalists, for_series = fastest_of_trl(plan)
-    contenders = [ours(best_budget), *finalists]
-    contenders += ablations(best_budget) if plan.with_ablations else ()
-    contenders += [ours(best_budget, setting, name=f"dpo-pack, {setting}") for setting in plan.also]
+    own = [ours(best_budget), *(ablations(best_budget) if plan.with_ablations else ())]
+    own += [ours(best_budget, setting, name=f"dpo-pack, {setting}") for setting in plan.also]
+    selection = Selection(own=own, with_profile=with_profile, is_trl_known=not plan.microbatches)
+
+    def show_what_is_there() -> None:
+        if f"run/0/{own[0].name}" in plan.results:
+            show(report_of(plan, facts, selection))
+
+    plan.results.after_put = show_what_is_there
+    if plan.quick:
+        for contender in own:
+            _measure_missing(_half(plan), {f"run/0/{contender.name}": contender}, plan.setting)
+        if with_profile:
+            _profile_missing(_half(plan), own[0])
+    selection.finalists, for_series, selection.untried = fastest_of_trl(_half(plan) if plan.quick else plan)
+    selection.is_trl_known = True
+    if plan.series:
+        selection.series = [own[0], *([for_series] if for_series else [])]
     for repeat in range(plan.repeats):
-        peaks[repeat:] = [_peak(plan, repeat)]
-        for contender in contenders:
+        _peak(plan, repeat)
+        for contender in selection.contenders:
             _measure_missing(plan, {f"run/{repeat}/{contender.name}": contender}, plan.setting)
-    if with_profile and "profile" not in plan.results:
-        _check_time(plan)
-        plan.results.put("profile", profile(contenders[0], plan.setting))
+    if with_profile:
+        _profile_missing(plan, own[0])
+    for contender in selection.series:
+        _measure_series(plan, contender)
+    if f"run/0/{own[0].name}" not in plan.results:
+        raise TimeIsUp  # there is nothing to report on
+    return report_of(plan, facts, selection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known before anything is measured."""
+
+    shape: ModelShape
+    lengths: PairLengths
+    work: Work
+    fields: dict[str, Any]  # of the report
+
+    @classmethod
+    def of(cls, plan: Plan, model: str) -> Facts:
+        setting = plan.setting
+        lengths = plan.workload.lengths().select(np.arange(setting.num_pairs))
+        shape = flops_shape(model)
+        work = work_of(shape, lengths, lora=setting.lora)
+        fields = {
+            "title": f"{plan.workload.name}, {model} model, {setting.device}",
+            "command": " ".join(["python", *sys.argv]),
+            "date": datetime.date.today().isoformat(),
+            "machine": machine(),
+            "setting": {
+                name: getattr(setting, name) for name in Setting.__dataclass_fields__ if name != "workload"
+            },
+            "origin": plan.workload.origin,
+            "work": work,
+            "sweep_pairs": plan.sweep_pairs,
+            "targets": plan.targets,
+            "prediction": plan.prediction,
+            "is_quick": plan.quick,
+        }
+        return cls(shape=shape, lengths=lengths, work=work, fields=fields)
+
+
+@dataclass(slots=True, kw_only=True)
+class Selection:
+    """Who is to be on the page, as far as it is known by now."""
+
+    own: list[Contender]
+    with_profile: bool
+    is_trl_known: bool  # whether TRL's sweep is over
+    finalists: list[Contender] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)  # settings of TRL's that the sweep had no time for
+    series: list[Contender] = field(default_factory=list)
+
+    @property
+    def contenders(self) -> list[Contender]:
+        return [self.own[0], *self.finalists, *self.own[1:]]
+
+    def missing(self, plan: Plan) -> list[str]:
+        """What has no result yet."""
+        wanted = {f"{one.name}, turn {repeat + 1}": f"run/{repeat}/{one.name}"
+                  for repeat in range(plan.repeats) for one in self.contenders}  # fmt: skip
+        if self.with_profile:
+            wanted["the profile"] = "profile"
+        for repeat in range(plan.series):
+            wanted |= {f"{one.name}, four runs": f"series/{repeat}/{one.name}" for one in self.series}
+        missing = [name for name, key in wanted.items() if key not in plan.results]
+        missing += [] if self.is_trl_known else ["TRL"]
+        return [*missing, *(f"{name}, in the sweep" for name in self.untried)]
+
+
+def report_of(plan: Plan, facts: Facts, selection: Selection) -> Report:
+    """The report on what there is. Of the turns it has those that all have had, or else the first."""
+    results = plan.results
+    contenders = [one for one in selection.contenders if f"run/0/{one.name}" in results]
+    turns = [
+        repeat
+        for repeat in range(plan.repeats)
+        if not repeat or all(f"run/{repeat}/{one.name}" in results for one in selection.contenders)
+    ]
     runs: dict[str, Sequence[Measurement]] = {
-        contender.name: [
-            plan.results.measurement(f"run/{repeat}/{contender.name}") for repeat in range(plan.repeats)
-        ]
-        for contender in contenders
+        one.name: [results.measurement(f"run/{repeat}/{one.name}") for repeat in turns] for one in contenders
     }
     differences, disagreements = compare_work(plan, contenders, runs)
+    peaks = [results[f"peak/{repeat}"] for repeat in turns if f"peak/{repeat}" in results]
+    series: dict[str, Sequence[Sequence[Measurement]]] = {
+        one.name: [
+            [Measurement(**run) for run in results[f"series/{repeat}/{one.name}"]]
+            for repeat in range(plan.series)
+        ]
+        for one in selection.series
+        if all(f"series/{repeat}/{one.name}" in results for repeat in range(plan.series))
+    }
     return Report(
-        title=f"{plan.workload.name}, {model} model, {plan.setting.device}",
-        command=" ".join(["python", *sys.argv]),
-        date=datetime.date.today().isoformat(),
-        machine=machine(),
-        setting={
-            name: getattr(plan.setting, name) for name in Setting.__dataclass_fields__ if name != "workload"
-        },
-        origin=plan.workload.origin,
-        work=work,
+        **facts.fields,
         peaks=peaks,
         sweep=list(_sweeps(plan)),
-        sweep_pairs=plan.sweep_pairs,
         runs=runs,
-        series={
-            contender.name: list(_measure_series(plan, contender))
-            for contender in (contenders[0], for_series)
-            if contender is not None and plan.series
-        },
-        finalists=[contender.name for contender in finalists],
-        targets=plan.targets,
-        prediction=plan.prediction,
+        series=series,
+        finalists=[one.name for one in selection.finalists if one in contenders],
         differences=differences,
         disagreements=disagreements,
-        profile=plan.results.get("profile"),
+        missing=selection.missing(plan),
+        profile=profile_of(plan, facts, results.get("profile"), peaks[0]),
+    )
+
+
+def profile_of(
+    plan: Plan, facts: Facts, found: dict[str, dict[str, float]] | None, peak: dict[str, float]
+) -> Profile | None:
+    """The profiled steps beside what they take at the least; None where there is no profile."""
+    if not found:
+        return None
+    pairs_per_step, lora = plan.setting.pairs_per_step, plan.setting.lora
+    first, counted = (int(found["steps"][name]) for name in ("first", "counted"))
+    lengths = facts.lengths.select(np.arange(first * pairs_per_step, counted * pairs_per_step))
+    others = facts.lengths.select(np.arange(counted * pairs_per_step, (counted + 1) * pairs_per_step))
+    tokens, other_tokens = (float(some.row_tokens(share_prompt=True).sum()) for some in (lengths, others))
+    # The optimizer moves its bytes once a step; the bytes of the other kinds grow with the tokens.
+    moved = {
+        kind: value * (counted - first if kind == OPTIMIZER else tokens / other_tokens)
+        for kind, value in found["bytes"].items()
+    }
+    passes = ADAPTER_PASSES if lora else TRAINING_PASSES
+    return Profile(
+        num_steps=counted - first,
+        seconds=found["seconds"],
+        flops=float(pair_flops(facts.shape, lengths, share_prompt=True, passes=passes).sum()),
+        bytes_a_second=peak["copied"],
+        least=roofline(
+            facts.shape, lengths, moved, peak_flops=peak["best"], bytes_a_second=peak["copied"], lora=lora
+        )
+        if moved
+        else {},
     )
 
 
@@ -296,21 +440,23 @@ def best_own_budget(plan: Plan) -> int:
         if not rates:
             raise SystemExit("--token-budgets: none of them fits in memory; lower them")
         best = tried[max(rates, key=lambda contender: rates[contender])]
-    if plan.setting.device == "cpu" and plan.microbatches:  # TRL is tried with these settings too
+    if plan.setting.device == "cpu" and plan.microbatches and not plan.quick:  # as TRL is
         names = {malloc: f", {malloc}" if malloc else ", malloc as it sets it" for malloc in MALLOCS}
         own = [replace(ours(best, name=f"dpo-pack{name}"), malloc=malloc) for malloc, name in names.items()]
         _sweep(plan, own)
     return best
 
 
-def fastest_of_trl(plan: Plan) -> tuple[list[Contender], Contender | None]:
+def fastest_of_trl(plan: Plan) -> tuple[list[Contender], Contender | None, list[str]]:
     """TRL at its fastest settings in a short run, and at that which is fastest for several runs on the same
-    pairs; empty and None where it ran at none, or was not asked for.
+    pairs; empty and None where it ran at none, or was not asked for. Also what there was no time to try.
     """
     if not plan.microbatches:
-        return [], None
-    alone = _sweep(plan, list(trl_references(plan.reference_batches)))
-    reference_batch = max(alone, key=lambda contender: alone[contender]).reference_batch if alone else 0
+        return [], None, []
+    reference_batch = plan.reference_batches[0]
+    if len(plan.reference_batches) > 1:
+        alone = _sweep(plan, list(trl_references(plan.reference_batches)))
+        reference_batch = max(alone, key=lambda one: alone[one]).reference_batch if alone else 0
     sweep = list(
         trl_sweep(
             plan.microbatches,
@@ -318,15 +464,22 @@ def fastest_of_trl(plan: Plan) -> tuple[list[Contender], Contender | None]:
             gradient_checkpointing=plan.setting.gradient_checkpointing,
         )
     )
+    if plan.quick:
+        sweep.reverse()  # those that are most often the fastest come first
     rates = _sweep(plan, sweep)
-    runs = {contender: plan.results.measurement(f"sweep/{contender.name}") for contender in sweep}
-    failed = [contender for contender, run in runs.items() if run.failure == OUT_OF_MEMORY]
+    tried = [contender for contender in sweep if f"sweep/{contender.name}" in plan.results]
+    failed = [
+        contender
+        for contender in tried
+        if plan.results.measurement(f"sweep/{contender.name}").failure == OUT_OF_MEMORY
+    ]
     sides = [[contender for contender in rates if contender.grouped is side] for side in (False, True)]
     fastest = [max(side, key=lambda contender: rates[contender]) for side in sides if side]
     # Compiling is no part of the work, so a compiled contender needs a step that is not timed.
     compiled = plan.setting.warmup_steps > 0
-    variants = trl_variants(fastest, failed, device=plan.setting.device, compiled=compiled)
-    rates |= _sweep(plan, list(variants))
+    variants = list(trl_variants(fastest, failed, device=plan.setting.device, compiled=compiled))
+    rates |= _sweep(plan, variants)
+    untried = [one.name for one in (*sweep, *variants) if f"sweep/{one.name}" not in plan.results]
     finalists = sorted(rates, key=lambda contender: -rates[contender])[: plan.finalists]
 
     def seconds_of_series(contender: Contender) -> float:
@@ -334,7 +487,7 @@ def fastest_of_trl(plan: Plan) -> tuple[list[Contender], Contender | None]:
         training = run.train_seconds(warmup_steps=plan.setting.warmup_steps)
         return len(SERIES_LEARNING_RATES) * training + run.reference_seconds
 
-    return finalists, min(rates, key=seconds_of_series, default=None)
+    return finalists, min(rates, key=seconds_of_series, default=None), untried
 
 
 def compare_work(
@@ -358,14 +511,14 @@ def compare_work(
 
 
 def _sweep(plan: Plan, contenders: Sequence[Contender]) -> dict[Contender, float]:
-    """Pairs a second of a short run of each, in one process; those that failed are left out."""
+    """Pairs a second of a short run of each; those that failed, or had no time, are left out."""
     setting = replace(plan.setting, num_pairs=plan.sweep_pairs)
     _measure_missing(plan, {f"sweep/{contender.name}": contender for contender in contenders}, setting)
     rates = {}
     for contender in contenders:
-        run = plan.results.measurement(f"sweep/{contender.name}")
-        if run.failure is None:
-            rates[contender] = 1 / run.seconds_a_pair(warmup_steps=setting.warmup_steps)
+        run = plan.results.get(f"sweep/{contender.name}")
+        if run is not None and run["failure"] is None:
+            rates[contender] = 1 / Measurement(**run).seconds_a_pair(warmup_steps=setting.warmup_steps)
     return rates
 
 
@@ -375,44 +528,60 @@ def _sweeps(plan: Plan) -> Iterator[Measurement]:
             yield plan.results.measurement(key)
 
 
+def _half(plan: Plan) -> Plan:
+    """With half of the time that is left."""
+    now = time.monotonic()
+    return replace(plan, stop_at=now + (plan.stop_at - now) / 2)
+
+
 def _measure_missing(plan: Plan, wanted: dict[str, Contender], setting: Setting) -> None:
-    """Measure what has no entry yet, and keep each result as soon as it is there."""
+    """Measure what has no entry yet, and keep each result as soon as it is there.
+
+    Raises TimeIsUp; in little time it leaves the rest, and the page says what is missing.
+    """
     missing = {key: contender for key, contender in wanted.items() if key not in plan.results}
     if not missing:
         return
-    with closing(measure(list(missing.values()), setting)) as measured:
+    measured = measure(
+        list(missing.values()), setting, stop_at=plan.stop_at, compiled_seconds=plan.compiled_seconds
+    )
+    with closing(measured), _leaving_the_rest(plan):
         for key in missing:
-            _check_time(plan)
+            seconds_until(plan.stop_at)
             run = next(measured)
             plan.results.put(key, run.to_json())
             rate = 0.0 if run.failure else 1 / run.seconds_a_pair(warmup_steps=setting.warmup_steps)
             print(f"{key}: {run.failure or f'{rate:.2f} pairs/s'}", flush=True)
 
 
-def _measure_series(plan: Plan, contender: Contender) -> Iterator[list[Measurement]]:
+def _profile_missing(plan: Plan, contender: Contender) -> None:
+    if "profile" not in plan.results:
+        with _leaving_the_rest(plan):
+            plan.results.put("profile", profile(contender, plan.setting, stop_at=plan.stop_at))
+
+
+def _leaving_the_rest(plan: Plan) -> AbstractContextManager[object]:
+    return suppress(TimeIsUp) if plan.quick else nullcontext()
+
+
+def _measure_series(plan: Plan, contender: Contender) -> None:
     """Each measurement of the runs on the same pairs: as many runs as learning rates."""
     for repeat in range(plan.series):
         key = f"series/{repeat}/{contender.name}"
         if key not in plan.results:
-            _check_time(plan)
+            seconds_until(plan.stop_at)
             runs = measure_series(contender, replace(plan.setting, num_pairs=plan.sweep_pairs))
             plan.results.put(key, [run.to_json() for run in runs])
             print(f"{key}: {len(runs)} runs", flush=True)
-        yield [Measurement(**run) for run in plan.results[key]]
 
 
 def _peak(plan: Plan, repeat: int) -> dict[str, float]:
     key = f"peak/{repeat}"
     if key not in plan.results:
-        _check_time(plan)
+        seconds_until(plan.stop_at)
         plan.results.put(key, measure_peak(plan.setting.device, plan.compute_dtype))
     found: dict[str, float] = plan.results[key]
     return found
-
-
-def _check_time(plan: Plan) -> None:
-    if time.monotonic() > plan.stop_at:
-        raise SystemExit("--minutes: time is up; the same command goes on from here")
 
 
 def _check_choices(workload: str, pairs: Path | None, model: str, device: str, parameters: str) -> None:

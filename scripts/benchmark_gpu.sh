@@ -8,7 +8,8 @@
 #   OUTPUT          a directory: OUTPUT/*.md, *.json, proofs-*.txt, tests.txt
 #   hh.jsonl.gz     HH-RLHF's transcript rows; without them, pairs of HH's lengths
 #   PYTHON          an interpreter with dpo-pack and its extras [dev,benchmark] (default: python)
-#   BENCHMARK_WORK  a directory for random models, 40 GB (default: OUTPUT/work)
+#   BENCHMARK_WORK  a directory for random models: 40 GB, with --quick 3 GB (default: OUTPUT/work; with --quick a
+#                   temporary directory, removed at the end)
 # Each measurement is written at once, and finished parts are not repeated: after an interruption, run the same
 # command again. A part that fails is reported, and the others still run.
 set -uo pipefail
@@ -26,41 +27,57 @@ while [[ ${1:-} == --* ]]; do
 done
 [[ -z $quick || -n $minutes ]] || minutes=9
 [[ $# -ge 1 && $minutes =~ ^[0-9]*$ ]] || {
-    sed -n '2,14s/^# \?//p' "$script" >&2
+    sed -n '2,15s/^# \?//p' "$script" >&2
     exit 2
 }
-cd "$(dirname "$script")/.."
-output=$1
+[[ -z $minutes ]] || minutes=$((10#$minutes))
+# Paths are the caller's, and the parts run in the repository.
+output=$(realpath -m -- "$1")
 hh=(--workload hh-like)
-[[ $# -lt 2 ]] || hh=(--workload hh --pairs "$2")
+[[ $# -lt 2 ]] || hh=(--workload hh --pairs "$(realpath -m -- "$2")")
 python=${PYTHON:-python}
-work=${BENCHMARK_WORK:-$output/work}
+[[ $python != */* ]] || python=$(realpath -s -- "$python") # -s: an environment's interpreter is a link
+work=$(realpath -m -- "${BENCHMARK_WORK:-$output/work}")
+cd "$(dirname "$script")/.."
+export PYTHONPATH=$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}
+# As dpopack itself sets it, before torch is imported.
+[[ -n ${PYTORCH_CUDA_ALLOC_CONF:-} ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 # A stand-in for machines without a GPU: the quick parts on the CPU, with a tiny model.
 device=${BENCHMARK_DEVICE:-cuda}
-[[ $device == cpu ]] || "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+((${#call[@]})) || [[ $device == cpu ]] ||
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
     echo "error: no CUDA device" >&2
     exit 2
 }
+if [[ -n $quick && -z ${BENCHMARK_WORK:-} ]]; then
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+fi
 mkdir -p "$output" "$work"
-export BENCHMARK_OUTPUT=$output
+export BENCHMARK_OUTPUT=$output BENCHMARK_WORK=$work PYTHON=$python
 shape=0.5b
 [[ $device == cuda ]] || shape=tiny
-failed=()
+failed=() with_failures=()
+# A script that was started in the background ignores SIGINT, and so would its parts.
+reset=()
+! env --default-signal=INT true 2>/dev/null || reset=(env --default-signal=INT)
 
-# left: prints the seconds that are left; nothing if there is no limit.
-# in_time COMMAND...: runs the command, and ends it when time is up, or after $most seconds.
+# left: prints the seconds that are left, or the most for a part, ${most}; nothing if neither is limited.
+# in_time COMMAND...: runs the command, and ends it with ${signal} when they are over.
 left() {
-    [[ -z $minutes ]] || echo $((minutes * 60 - SECONDS))
+    local seconds=${most:-}
+    [[ -z $minutes ]] || seconds=$((minutes * 60 - SECONDS))
+    [[ -z ${most:-} ]] || ((seconds <= most)) || seconds=$most
+    echo "$seconds"
 }
 
 in_time() {
     local seconds
     seconds=$(left)
-    [[ -z $seconds ]] || ((${most:-$seconds} >= seconds)) || seconds=$most
     if [[ -z $seconds ]]; then
         "$@"
     elif ((seconds > 10)); then
-        timeout --kill-after=5 "$seconds" "$@"
+        timeout --signal="${signal:-TERM}" --kill-after=10 "$seconds" "${reset[@]}" "$@"
     else
         echo "no time left for this part"
         return 124
@@ -69,18 +86,55 @@ in_time() {
 
 # part FILE TITLE COMMAND...: runs the command and appends its output to OUTPUT/FILE while it runs.
 part() {
-    local file=$output/$1 title=$2 status
+    local file=$output/$1 title=$2 begun=$SECONDS seconds
     shift 2
-    [[ -f $file ]] && grep -qxF "== $title: done" "$file" && return
-    echo "== $title ($(left) s left)" | tee -a "$file"
+    seconds=$(left)
+    grep -sq "^== $title: done" "$file" && return
+    echo "== $title${seconds:+ (at most $seconds s)}" | tee -a "$file"
     in_time "$@" 2>&1 | tee -a "$file"
     status=${PIPESTATUS[0]}
     if [[ $status == 0 ]]; then
-        echo "== $title: done" | tee -a "$file"
+        echo "== $title: done after $((SECONDS - begun)) s" | tee -a "$file"
     else
-        echo "== $title: ended with status $status" | tee -a "$file"
+        echo "== $title: ended with status $status after $((SECONDS - begun)) s" | tee -a "$file"
         failed+=("$title")
     fi
+}
+
+# tests MOST TITLE FILES...: runs tests that need a GPU. The part is over, too, if tests fail or take longer than MOST
+# seconds: run again, they would do the same and leave no time for the benchmarks.
+tests() {
+    local most=$1 title=$2 signal=INT seconds # when pytest is interrupted, it still tells what failed
+    shift 2
+    if ! grep -sqxF "== $title: done, with failures" "$output/tests.txt"; then
+        seconds=$(left) status=0
+        part tests.txt "$title" "$python" -m pytest -v --tb=short -m gpu -p no:cacheprovider \
+            --continue-on-collection-errors -o faulthandler_timeout=60 "$@"
+        # 1: tests failed; 124 and 137: time was up.
+        ((status == 1 || (status == 124 || status == 137) && seconds == most && most > 10)) || return 0
+        unset "failed[-1]"
+        echo "== $title: done, with failures" | tee -a "$output/tests.txt"
+    fi
+    with_failures+=("$title")
+}
+
+# end: says what was not done, and ends the script.
+end() {
+    ((${#with_failures[@]} == 0)) || echo "failures, see $output/tests.txt: $(list "${with_failures[@]}")"
+    ((${#failed[@]} == 0)) || echo "not done: $(list "${failed[@]}"); run the same command again"
+    exit $((${#failed[@]} + ${#with_failures[@]} > 0))
+}
+
+list() {
+    local all
+    all=$(printf ', %s' "$@")
+    echo "${all:2}"
+}
+
+# in_minutes SECONDS: prints them as minutes, at least 0.
+in_minutes() {
+    local seconds=$(($1 > 0 ? $1 : 0))
+    printf '%d.%02d' $((seconds / 60)) $((seconds % 60 * 100 / 60))
 }
 
 # proofs_at_head_dimensions: the start-up proofs on small random models, with plain and compiled layers.
@@ -121,54 +175,41 @@ END
 }
 
 quick_parts() {
-    export HF_HUB_OFFLINE=1
-    local files
-    mapfile -t files < <(grep -rl "mark.gpu" tests --include="test_*.py")
-    most=$((minutes * 20)) part tests.txt "tests that need a GPU" \
-        "$python" -m pytest -q -m gpu -p no:cacheprovider "${files[@]}"
-    most=$((minutes * 15)) part doctor.txt "proofs at head dimensions 64, 128 and 256, eager and compiled" \
+    export HF_HUB_OFFLINE=1 TQDM_DISABLE=1
+    tests $((minutes * 15)) "tests that need a GPU" "${files[@]}"
+    most=$((minutes * 12)) part doctor.txt "proofs at head dimensions 64, 128 and 256, eager and compiled" \
         "$BASH" "$script" --call proofs_at_head_dimensions
-    local sizes=(--num-pairs 256 --sweep-pairs 160 --pairs-per-step 32 --token-budgets 16384)
-    local batches=2,4
-    [[ $device == cuda ]] || batches=1,2
-    [[ $device == cuda ]] || sizes=(--num-pairs 10 --sweep-pairs 10 --pairs-per-step 2 --token-budgets 4096)
-    # A tenth of the time stays for the last part.
-    most=$(($(left) - minutes * 6)) part speed.txt "$shape at Tulu 3 lengths, one turn, with a profile" \
+    local sizes=(--num-pairs 160 --sweep-pairs 160 --pairs-per-step 32 --token-budgets 16384 --microbatches 2,4)
+    [[ $device == cuda ]] ||
+        sizes=(--num-pairs 10 --sweep-pairs 10 --pairs-per-step 2 --token-budgets 4096 --microbatches 1,2)
+    # A tenth of the time stays for the last part, and some seconds for the benchmark to end by itself.
+    local seconds=$(($(left) - minutes * 6))
+    most=$seconds part speed.txt "$shape at Tulu 3 lengths, one turn, with a profile" \
         "$python" scripts/benchmark.py --device "$device" --output "$output/speed" --work "$work" --workload tulu3 \
-        --model "$shape" --repeats 1 --microbatches "$batches" --reference-batches 2 --finalists 2 \
-        "${sizes[@]}" --no-ablations \
-        --also model.compile=true
-    most=$((minutes * 12)) part reference.txt "search of the longest row with a tenth of the memory" \
-        env PYTHONPATH="scripts${PYTHONPATH:+:$PYTHONPATH}" \
+        --model "$shape" --quick --minutes "$(in_minutes $((seconds - 15)))" --repeats 1 --reference-batches 2 \
+        --finalists 2 "${sizes[@]}" --no-ablations --also model.compile=true
+    most=$((minutes * 12)) part reference.txt "search of the longest row with little memory" \
         "$python" -m benchmarking.search "$work" "$device" "$shape"
 }
 
-# measure NAME ARGUMENTS...: runs one benchmark, unless its page is there and its contenders agree.
+# measure NAME ARGUMENTS...: runs one benchmark, unless its page is there, whole, and its contenders agree.
 measure() {
-    local name=$1
+    local name=$1 limit=()
     shift
-    [[ -f $output/$name.md ]] && ! grep -q "These times cannot be compared" "$output/$name.md" && return
+    [[ -f $output/$name.md ]] &&
+        ! grep -qE "These times cannot be compared|Not everything is measured" "$output/$name.md" && return
     echo "== $name"
+    # A setting that compiles for longer than a piece of N minutes must not be begun again in each piece.
+    [[ -z $minutes ]] || limit=(
+        --minutes "$(in_minutes $(($(left) - 15)))" --compiled-seconds $((minutes < 20 ? minutes * 30 : 600))
+    )
     in_time "$python" scripts/benchmark.py --device cuda --output "$output/$name" --work "$work" \
-        --pairs-per-step 64 --warmup-steps 2 "$@" || failed+=("$name")
-}
-
-# kept NAME COMMAND...: runs the command; if it succeeds, its output is in OUTPUT/NAME, and it is not run again.
-kept() {
-    local name=$1
-    shift
-    [[ -f $output/$name ]] && return
-    echo "== $name"
-    if in_time "$@" 2>&1 | tee "$output/.$name"; then
-        mv "$output/.$name" "$output/$name"
-    else
-        failed+=("$name")
-    fi
+        --pairs-per-step 64 --warmup-steps 2 "${limit[@]}" "$@" || failed+=("$name")
 }
 
 # model NAME DTYPE: writes a random model of this shape into $work, unless it is there.
 model() {
-    [[ -d $work/model-$1-$2 ]] || PYTHONPATH=scripts "$python" -c "
+    [[ -d $work/model-$1-$2 ]] || "$python" -c "
 from pathlib import Path
 from benchmarking.process import save_model
 save_model('$1', Path('$work/model-$1-$2'), parameters='$2', device='cuda')"
@@ -189,15 +230,22 @@ if ((${#call[@]})); then
     "${call[@]}"
     exit
 fi
+# Whole models come first.
+mapfile -t files < <(grep -rlF "mark.gpu" tests/model/test_on_cuda.py tests --include="test_*.py" | awk '!seen[$0]++')
 if [[ -n $quick ]]; then
     quick_parts
-    echo "in $output: $(ls "$output" | grep -v '^work$' | tr '\n' ' '); not done: ${failed[*]:-nothing} ($SECONDS s)"
-    exit $((${#failed[@]} > 0))
+    echo "in $output after $SECONDS s: $(cd "$output" && list *)"
+    end
 fi
 
-# First the tests and proofs, then the benchmarks, the most important first.
-kept tests.txt "$python" -m pytest -q -m gpu --continue-on-collection-errors
-kept proofs-0.5b.txt "$BASH" "$script" --call prove 0.5b float32
+# First the tests and proofs, then the benchmarks, the most important first. Each file of tests has a process of its
+# own: after some CUDA errors all later tests of a process fail.
+most_tests=600
+[[ -z $minutes ]] || ((minutes >= 30)) || most_tests=$((minutes * 20))
+for file in "${files[@]}"; do
+    tests $most_tests "$file" "$file"
+done
+most=$most_tests part proofs-0.5b.txt "proofs at 0.5b" "$BASH" "$script" --call prove 0.5b float32
 
 # TRL's micro-batches are pairs. Two steps are not timed, and in the sweeps four are.
 budgets=8192,16384,32768,65536
@@ -224,11 +272,7 @@ measure ultrafeedback-0.5b --workload ultrafeedback --model 0.5b --num-pairs 512
     --microbatches 1,2,4,8 --token-budgets $budgets --no-ablations
 measure long16k-0.5b --workload long16k --model 0.5b --num-pairs 384 --sweep-pairs 384 --repeats 2 \
     --microbatches 1,2,4 --token-budgets 16384,32768 --no-ablations
-kept proofs-1.5b.txt "$BASH" "$script" --call prove 1.5b float32
-kept proofs-8b.txt "$BASH" "$script" --call prove 8b bfloat16
-
-if ((${#failed[@]})); then
-    echo "not done: ${failed[*]}; run the same command again" >&2
-    exit 1
-fi
-echo "all of it is in $output"
+part proofs-1.5b.txt "proofs at 1.5b" "$BASH" "$script" --call prove 1.5b float32
+part proofs-8b.txt "proofs at 8b" "$BASH" "$script" --call prove 8b bfloat16
+echo "in $output after $SECONDS s: $(cd "$output" && list *)"
+end

@@ -196,13 +196,15 @@ def trl_variants(
     """What else could be its best: checkpointing where memory ran out; the fastest settings with other
     attention, compiled, with kernels that are installed here, with other settings of malloc.
     """
+    from dpo_pack.model.attention.flash import flash_attn_obstacle
+
     for contender in out_of_memory:
         if not contender.gradient_checkpointing:
             yield changed(contender, gradient_checkpointing=True)
     for contender in fastest:
         if device == "cpu":  # on a GPU it takes memory and time that grow with the square of the length
             yield changed(contender, attention="eager")
-        if importlib.util.find_spec("flash_attn") is not None:
+        if flash_attn_obstacle() is None:
             yield changed(contender, attention="flash_attention_2")
         if importlib.util.find_spec("liger_kernel") is not None:
             yield changed(contender, liger=True)

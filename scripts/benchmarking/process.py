@@ -7,9 +7,11 @@ The parent writes the job and reads results from the standard output, a line as 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,49 +31,88 @@ COMPILED_LIMIT_SECONDS = 600.0  # a library may compile again for each new lengt
 RESULT_MARK = "@result "
 
 
-def measure(contenders: Sequence[Contender], setting: Setting) -> Generator[Measurement]:
-    """Each contender measured, one after another; those that a process did not reach have failed.
+class ProcessDied(Exception):
+    """A process was ended by a signal: the kernel's, a library's or ours. The message says by which."""
+
+
+class TimeIsUp(SystemExit):
+    """No time is left for another measurement. What was measured is kept."""
+
+    def __init__(self) -> None:
+        super().__init__("--minutes: time is up; the same command goes on from here")
+
+
+def seconds_until(stop_at: float) -> float:
+    """Seconds until this time (time.monotonic()). Raises TimeIsUp if it is over."""
+    if (seconds := stop_at - time.monotonic()) < 0:
+        raise TimeIsUp
+    return seconds
+
+
+def measure(
+    contenders: Sequence[Contender],
+    setting: Setting,
+    *,
+    stop_at: float = float("inf"),
+    compiled_seconds: float = COMPILED_LIMIT_SECONDS,
+) -> Generator[Measurement]:
+    """Each contender measured, one after another. Raises TimeIsUp at `stop_at`.
 
     Neighbours have a process in common, unless one of them is compiled or wants other variables at its start.
+    After a failure that is not about memory the others get a new process, because a CUDA error spoils all
+    that comes after it. If a process dies, its contender is tried once more in a new process, unless it was
+    the first one there.
     """
     for _, batch in itertools.groupby(
         contenders, key=lambda one: one.name if one.compiled or one.malloc else ""
     ):
         together = list(batch)
-        job: dict[str, Any] = {"kind": "measure"}
-        job["contenders"] = [asdict(contender) for contender in together]
-        limit = COMPILED_LIMIT_SECONDS if together[0].compiled else None
-        job["setting"] = asdict(setting)
-        begun = time.monotonic()
-        lines = _run(job, setting.device, together[0].environment, limit_seconds=limit)
-        for contender in together:
-            line = next(lines, None)
-            is_late = limit is not None and time.monotonic() - begun >= limit
-            failure = f"ended after {limit:.0f} seconds" if is_late else OUT_OF_MEMORY
-            yield (
-                Measurement(contender=contender.name, failure=failure)
-                if line is None
-                else Measurement(**line)
-            )
-        for _ in lines:  # reads to the end, where the checksum is checked
-            pass
+        while together:
+            limit = seconds_until(stop_at)
+            if together[0].compiled:
+                limit = min(limit, compiled_seconds)
+            job: dict[str, Any] = {"kind": "measure", "setting": asdict(setting)}
+            job["contenders"] = [asdict(contender) for contender in together]
+            begun, num_measured, failure = time.monotonic(), 0, "its process left no result"
+            try:
+                for line in _run(job, setting.device, together[0].environment, limit_seconds=limit):
+                    num_measured += 1
+                    yield Measurement(**line)
+            except ProcessDied as death:
+                seconds_until(stop_at)
+                is_late = time.monotonic() - begun >= limit
+                failure = f"ended after {limit:.0f} seconds" if is_late else str(death)
+            if num_measured == 0:
+                num_measured = 1
+                yield Measurement(contender=together[0].name, failure=failure)
+            together = together[num_measured:]
 
 
 def measure_series(contender: Contender, setting: Setting) -> list[Measurement]:
     """Runs on the same pairs, with SERIES_LEARNING_RATES; the first leaves its reference to the others."""
     job = {"kind": "series", "contenders": [asdict(contender)], "setting": asdict(setting)}
-    return [Measurement(**line) for line in _run(job, setting.device, contender.environment)]
+    runs: list[Measurement] = []
+    with contextlib.suppress(ProcessDied):  # the page says that a run failed
+        runs.extend(Measurement(**line) for line in _run(job, setting.device, contender.environment))
+    return runs
 
 
 def measure_peak(device: str, dtype: str) -> dict[str, float]:
-    """FLOPs a second of large matrix products, in a new process: `best` and `median`."""
+    """What this machine reaches, in a new process: see peak.py."""
     return next(_run({"kind": "peak", "device": device, "dtype": dtype}, device))
 
 
-def profile(contender: Contender, setting: Setting) -> dict[str, float]:
-    """Seconds of a few steps by kind of operation, see profiling.py; empty where the profiler failed."""
+def profile(
+    contender: Contender, setting: Setting, *, stop_at: float = float("inf")
+) -> dict[str, dict[str, float]]:
+    """A few steps by kind of operation, see profiling.py; empty where the profiler failed."""
     job = {"kind": "profile", "contenders": [asdict(contender)], "setting": asdict(setting)}
-    return next(_run(job, setting.device, contender.environment))
+    limit = seconds_until(stop_at)
+    try:
+        return next(_run(job, setting.device, contender.environment, limit_seconds=limit))
+    except ProcessDied:
+        seconds_until(stop_at)
+        return {}
 
 
 def save_model(name: str, target: Path, *, parameters: str, device: str) -> None:
@@ -91,9 +132,9 @@ def _run(
     device: str,
     variables: dict[str, str] | None = None,
     *,
-    limit_seconds: float | None = None,
+    limit_seconds: float = float("inf"),
 ) -> Iterator[dict[str, Any]]:
-    """Results as the process left them. Exits with its last lines unless it ran out of memory.
+    """Results as the process left them. Raises ProcessDied; after an error exits with its last lines.
 
     The process is ended after `limit_seconds`, and if the caller wants no more of its results.
     """
@@ -120,29 +161,33 @@ def _run(
             ) as process,
         ):
             assert process.stdout is not None
-            timer = threading.Timer(limit_seconds or 0.0, process.kill)
-            if limit_seconds is not None:
-                timer.start()
+            timer = threading.Timer(min(limit_seconds, threading.TIMEOUT_MAX), process.kill)
+            timer.daemon = True
+            timer.start()
             try:
                 for line in process.stdout:  # libraries print to it, too
                     if line.startswith(RESULT_MARK):
                         yield json.loads(line.removeprefix(RESULT_MARK))
-            except GeneratorExit:
+            except BaseException:
                 process.kill()
                 raise
             finally:
                 timer.cancel()
         sys.stderr.write(errors.read_text()[-4000:] if "Traceback" in errors.read_text() else "")
-        if process.returncode not in (0, -9):  # -9: the kernel killed it because it took too much memory
+        if process.returncode == -signal.SIGKILL:  # the kernel does so with what takes too much memory
+            raise ProcessDied(OUT_OF_MEMORY)
+        if process.returncode < 0:
+            raise ProcessDied(f"its process died of {signal.Signals(-process.returncode).name}")
+        if process.returncode > 0:
             sys.exit(f"a measurement failed ({job['kind']}):\n{errors.read_text()[-4000:]}")
 
 
 def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
     """What this process was started for, its results one by one."""
     if job["kind"] == "peak":
-        from benchmarking.peak import matrix_product_peak
+        from benchmarking.peak import copy_peak, matrix_product_peak
 
-        yield matrix_product_peak(job["device"], job["dtype"])
+        yield {**matrix_product_peak(job["device"], job["dtype"]), "copied": copy_peak(job["device"])}
         return
     if job["kind"] == "model":
         from benchmarking.shapes import save_model as save
@@ -171,7 +216,10 @@ def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
     for number, contender in enumerate(contenders):
         directory = scratch / str(number)
         directory.mkdir()
-        yield _measure_here(contender, setting, directory, spawned_at).to_json()
+        measurement = _measure_here(contender, setting, directory, spawned_at)
+        yield measurement.to_json()
+        if measurement.failure not in (None, OUT_OF_MEMORY):
+            return  # after most CUDA errors nothing runs in this process
 
 
 def _measure_here(

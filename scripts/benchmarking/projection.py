@@ -6,8 +6,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarking.kinds import (
+    ATTENTION,
+    HEAD_PRODUCTS,
+    HEAD_STATISTICS,
+    MATRIX_PRODUCTS,
+    OPTIMIZER,
+    OTHER_OPERATORS,
+)
 from benchmarking.shapes import SHAPES, flops_shape
 from dpo_pack.packing.flops import (
+    ADAPTER_PASSES,
     TRAINING_PASSES,
     ModelShape,
     padded_flops,
@@ -198,6 +207,36 @@ class HeadOnGpu:
     def layers(self, shape: ModelShape, num_tokens: int) -> float:
         """Seconds of the layers' products, attention left out."""
         return TRAINING_PASSES * 2 * num_tokens * shape.token_weights / self.layer_flops
+
+
+# What attention reaches of the peak of square products, forward and backward: 350 and 280 of 700 TFLOP/s,
+# modelled for an H100.
+ATTENTION_OF_PEAK = (0.5, 0.4)
+
+
+def roofline(
+    shape: ModelShape,
+    lengths: PairLengths,
+    bytes_by_kind: dict[str, float],
+    *,
+    peak_flops: float,
+    bytes_a_second: float,
+    lora: bool,
+) -> dict[str, float]:
+    """Seconds that training steps on these packed pairs take at the least, by kind of operation.
+
+    Products and attention by their FLOPs, the other kinds by the bytes that they move.
+    """
+    parts, num_pairs = forward_parts(shape, lengths), len(lengths.prompt)
+    products = num_pairs * (ADAPTER_PASSES if lora else TRAINING_PASSES) / peak_flops
+    forward, backward = (share * peak_flops for share in ATTENTION_OF_PEAK)
+    moving = (HEAD_STATISTICS, OTHER_OPERATORS, OPTIMIZER)
+    return {
+        MATRIX_PRODUCTS: products * parts.layers,
+        HEAD_PRODUCTS: products * parts.head,
+        ATTENTION: num_pairs * parts.attention * (1 / forward + 2 / backward),
+        **{kind: bytes_by_kind[kind] / bytes_a_second for kind in moving},
+    }
 
 
 def num_weights(name: str) -> float:

@@ -26,7 +26,20 @@ OTHER_PROGRAMS = """Other programs that pack pairs, and why they are not measure
   implementation"), whose kernels are for GPUs.
 - TRL itself: version 1.16 has `padding_free`, and turns it off with a warning.
 """
-NOT_COMPARABLE = "**These times cannot be compared:**"  # benchmark_gpu.sh looks for it
+# benchmark_gpu.sh looks for these two.
+NOT_COMPARABLE = "**These times cannot be compared:**"
+NOT_WHOLE = "**Not everything is measured.**"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Some training steps of ours under torch's profiler."""
+
+    num_steps: int
+    seconds: dict[str, float]  # by kind of operation; together the wall time
+    least: dict[str, float]  # what they take at the least; empty where their bytes could not be counted
+    flops: float  # of their pairs, prompts once
+    bytes_a_second: float  # of copying
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +63,9 @@ class Report:
     prediction: str  # empty: there was none
     differences: dict[str, dict[str, float]]  # contender -> its differences from dpo-pack
     disagreements: Sequence[str]  # contenders that did other work, and the proof
-    profile: dict[str, float] | None
+    profile: Profile | None
+    missing: Sequence[str]  # what is yet to be measured
+    is_quick: bool  # whether dpo-pack was measured before TRL's sweep
 
     @property
     def warmup_steps(self) -> int:
@@ -93,6 +108,7 @@ def markdown(report: Report) -> str:
     """The page."""
     sections = [
         _heading(report),
+        _missing(report),
         _disagreements(report),
         _prediction(report),
         _table(report),
@@ -151,6 +167,15 @@ def _disagreements(report: Report) -> str:
     if not report.disagreements:
         return ""
     return "\n".join([f"{NOT_COMPARABLE}\n", *(f"- {line}" for line in report.disagreements), ""])
+
+
+def _missing(report: Report) -> str:
+    lines = []
+    if report.missing:
+        lines += [f"{NOT_WHOLE} Missing:", "", *(f"- {name}" for name in report.missing), ""]
+    if report.is_quick:
+        lines += ["Little time: dpo-pack was measured before TRL's sweep, not in turns with TRL.", ""]
+    return "\n".join(lines)
 
 
 def _table(report: Report) -> str:
@@ -317,17 +342,39 @@ def _phases(report: Report) -> str:
 
 
 def _profile(report: Report) -> str:
-    assert report.profile is not None
-    total = sum(report.profile.values())
-    productive = sum(report.profile[kind] for kind in PRODUCTIVE_KINDS) / total
+    """Measured times beside the roofline."""
+    profile = report.profile
+    assert profile is not None
+    total = sum(profile.seconds.values())
+    productive = sum(profile.seconds[kind] for kind in PRODUCTIVE_KINDS) / total
+
+    def row(kind: str, seconds: float, least: float | None) -> str:
+        beside = " | " if not least else f"{_ms(least, profile)} | {seconds / least:.2f}"
+        return f"| {kind} | {_ms(seconds, profile)} | {seconds / total:.1%} | {beside} |"
+
     lines = [
-        f"Some steps of dpo-pack by kind of operation, under torch's profiler, which slows them down: "
-        f"{productive:.0%} of the time is inside matrix products and attention.\n",
-        "| | of the time |",
-        "|---|---|",
-        *(f"| {kind} | {seconds / total:.1%} |" for kind, seconds in report.profile.items()),
+        f"Steps of dpo-pack by kind of operation, mean of {profile.num_steps}, under torch's profiler, which "
+        f"slows them down: {productive:.0%} of the time is inside matrix products and attention. MFU of "
+        f"these steps: {profile.flops / total / report.peak_flops:.1%}.\n",
+        "| | ms a step | of the time | roofline, ms | measured / roofline |",
+        "|---|---|---|---|---|",
+        *(row(kind, seconds, profile.least.get(kind)) for kind, seconds in profile.seconds.items()),
+        row("together", total, sum(profile.least.values())),
+        "",
+        "Roofline: products at the measured peak; attention at half of the peak forward and 0.4 of it "
+        "backward, as modelled for an H100; other kinds by the bytes that "
+        "their operations read and write, counted in one more step, at the "
+        f"{profile.bytes_a_second / 1e9:,.0f} GB/s that copying reaches here. What operations find in a "
+        "cache counts as read from memory, so a ratio can be below 1. Not in the roofline: products that are "
+        "computed again (a GPU computes the head's logits twice), launches and Python.",
     ]
     return "\n".join([*lines, ""])
+
+
+def _ms(seconds: float, profile: Profile) -> str:
+    """Of a step."""
+    milliseconds = 1e3 * seconds / profile.num_steps
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
 
 def _sweep(report: Report) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ class Results:
 
     path: Path
     content: dict[str, Any]
+    after_put: Callable[[], object] = lambda: None
 
     @classmethod
     def open(cls, path: Path, setting: dict[str, Any]) -> Results:
@@ -49,6 +51,7 @@ class Results:
         self.content["entries"][key] = value
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomically(self.path, self.content)
+        self.after_put()
 
     def measurement(self, key: str) -> Measurement:
         return Measurement(**self[key])

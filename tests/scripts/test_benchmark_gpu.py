@@ -6,20 +6,24 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from benchmarking import search, shapes
+from benchmarking.report import NOT_COMPARABLE, NOT_WHOLE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmark_gpu.sh"
+REPOSITORY = SCRIPT.parents[1]
 # Notes its arguments, leaves a page where the benchmark would, and fails at what the file `fails` names.
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "{directory}/calls"
+echo "$PYTHONPATH" >> "{directory}/paths"
 echo "output of $1 $2"
 [[ ! -e "{directory}/hangs" ]] || sleep 20
-[[ ! -s "{directory}/fails" || "$*" != *$(<"{directory}/fails")* ]] || exit 3
+[[ ! -s "{directory}/fails" || "$*" != *$(<"{directory}/fails")* ]] || exit $(<"{directory}/status")
 while (($#)); do
-    [[ $1 != --output ]] || {{ touch "$2.json" && echo page > "$2.md"; }}
+    [[ $1 != --output ]] || {{ touch "$2.json" && cp "{directory}/page" "$2.md"; }}
     shift
 done
 """
@@ -32,21 +36,26 @@ class Gpu:
         self.directory, self.output = directory, directory / "out"
         (directory / "python").write_text(PYTHON.format(directory=directory))
         (directory / "python").chmod(0o755)
+        (directory / "page").write_text("page")
 
     def start(self, *arguments: str, device: str = "cpu") -> subprocess.Popen[str]:
-        environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(self.directory / "python")}
-        environment["BENCHMARK_DEVICE"] = device
+        """The paths that it is given are relative to the directory."""
+        environment = {"PATH": "/usr/bin:/bin", "PYTHON": "./python", "PYTHONPATH": "/the/user's"}
+        environment |= {"BENCHMARK_DEVICE": device, "TMPDIR": str(self.directory)}
         return subprocess.Popen(
-            ["bash", str(SCRIPT), *arguments, str(self.output)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+            ["bash", str(SCRIPT), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=self.directory,
             start_new_session=True,
         )  # fmt: skip
 
-    def run(self, *arguments: str, fails: str = "", device: str = "cpu") -> tuple[int, str]:
-        """(exit status, what it said); Python fails at what is given arguments with `fails` in them."""
+    def run(
+        self, *options: str, fails: str = "", status: int = 3, device: str = "cpu", pairs: Sequence[str] = ()
+    ) -> tuple[int, str]:
+        """(exit status, what it said); Python exits with `status` if its arguments have `fails` in them."""
         (self.directory / "fails").write_text(fails)
+        (self.directory / "status").write_text(str(status))
         (self.directory / "calls").write_text("")
-        with self.start(*arguments, device=device) as script:
+        with self.start(*options, "out", *pairs, device=device) as script:
             said, _ = script.communicate(timeout=120)
         return script.returncode, said
 
@@ -60,7 +69,7 @@ class Gpu:
 
     @property
     def files(self) -> set[str]:
-        return {path.name for path in self.output.iterdir() if path.name != "work"}
+        return {path.name for path in self.output.iterdir()}
 
 
 @pytest.fixture
@@ -81,9 +90,68 @@ def test_quick_leaves_six_files_and_repeats_only_the_part_that_failed(gpu: Gpu) 
     assert gpu.calls == []
 
 
+def test_quick_removes_the_models_that_it_has_made(gpu: Gpu) -> None:
+    gpu.run("--quick")
+    (call,) = (call for call in gpu.calls if "scripts/benchmark.py" in call)
+    work = Path(call.split("--work ")[1].split(" ")[0])
+    assert work.parent.is_dir() and not work.exists() and not work.is_relative_to(gpu.output)
+
+
+def test_only_files_with_tests_for_a_gpu_are_collected(gpu: Gpu) -> None:
+    gpu.run("--quick")
+    (call,) = (call for call in gpu.calls if "-m pytest" in call)
+    assert "tests/model/test_on_cuda.py" in call and "test_benchmark" not in call
+    mark = ".".join(("mark", "gpu"))  # the script looks for it, also in this file
+    assert all(mark in Path(REPOSITORY, file).read_text() for file in call.split() if "tests/" in file)
+
+
+def test_paths_are_the_caller_s_and_minutes_may_begin_with_a_zero(gpu: Gpu) -> None:
+    status, said = gpu.run("--quick", "--minutes", "08")
+    assert status == 0, said
+    assert any(f"--output {gpu.output}/speed" in call for call in gpu.calls)
+    gpu.run(device="cuda", pairs=["hh.jsonl.gz"])
+    assert any(f"--pairs {gpu.directory}/hh.jsonl.gz" in call for call in gpu.calls)
+    paths = (gpu.directory / "paths").read_text().splitlines()
+    assert all(path.startswith(f"{REPOSITORY}:") and path.endswith(":/the/user's") for path in paths)
+
+
+def test_quick_leaves_the_benchmark_time_to_end_by_itself(gpu: Gpu) -> None:
+    gpu.run("--quick")
+    (call,) = (call for call in gpu.calls if "scripts/benchmark.py" in call)
+    assert (
+        "--quick" in call and 7.5 < float(call.split("--minutes ")[1].split(" ")[0]) < 7.9
+    )  # 9 * 0.9 - 15 s
+
+
+@pytest.mark.parametrize("status", [1, 124], ids=["some failed", "they took too long"])
+def test_tests_that_fail_are_kept_and_told_and_not_run_again(gpu: Gpu, status: int) -> None:
+    told = f"failures, see {gpu.output}/tests.txt: tests/"
+    found, said = gpu.run(fails="-m pytest", status=status, device="cuda")
+    assert found == 1 and told in said and "not done" not in said
+    assert "output of -m pytest" in gpu.said("tests.txt") and "long16k-0.5b.md" in gpu.files
+    found, said = gpu.run(device="cuda")
+    assert found == 1 and told in said and not any("-m pytest" in call for call in gpu.calls)
+
+
+def test_tests_that_end_otherwise_are_run_again(gpu: Gpu) -> None:
+    gpu.run(fails="test_on_cuda", device="cuda")
+    status, _ = gpu.run(device="cuda")
+    assert status == 0 and sum("-m pytest" in call for call in gpu.calls) == 1
+
+
+@pytest.mark.parametrize("mark", [NOT_COMPARABLE, NOT_WHOLE])
+def test_a_page_that_is_not_whole_or_not_comparable_is_measured_again(gpu: Gpu, mark: str) -> None:
+    (gpu.directory / "page").write_text(f"a page\n\n{mark}\n")
+    gpu.run(device="cuda")
+    benchmarks = [call for call in gpu.calls if "scripts/benchmark.py" in call]
+    assert len(benchmarks) == 8
+    gpu.run(device="cuda")
+    assert [call for call in gpu.calls if "scripts/benchmark.py" in call] == benchmarks
+
+
 def test_what_a_part_has_said_is_kept_when_the_script_is_killed(gpu: Gpu) -> None:
     (gpu.directory / "hangs").touch()
-    with gpu.start("--quick") as script:
+    with gpu.start("--quick", "out") as script:
         try:
             until = time.monotonic() + 15
             while time.monotonic() < until and "output of" not in gpu.said("tests.txt"):
@@ -108,7 +176,7 @@ def test_with_no_minutes_left_nothing_is_run_and_the_same_command_goes_on(gpu: G
 
 def test_a_benchmark_that_fails_costs_the_later_ones_nothing(gpu: Gpu) -> None:
     status, said = gpu.run(fails="tulu3-0.5b", device="cuda")
-    assert status == 1 and "not done: tulu3-0.5b;" in said
+    assert status == 1 and "not done: tulu3-0.5b; run the same command again" in said
     assert "long16k-0.5b.md" in gpu.files and "tulu3-0.5b.md" not in gpu.files
     gpu.run(device="cuda")
     measured = [call for call in gpu.calls if "benchmark.py" in call]
@@ -130,4 +198,8 @@ def test_the_search_part_searches_and_computes_the_reference(
     search.main(tmp_path, "cpu", "tiny")
     assert tried == [4096, 8192, 16384, 32768]
     told = capsys.readouterr().out
+    assert "a row of 16,384 tokens fits\na row of 32,768 tokens ran out of memory" in told
     assert "rows of up to 16,384 tokens" in told and "128 sequences in" in told
+    monkeypatch.setattr(search, "row_fits", lambda *_: True)
+    with pytest.raises(SystemExit, match="no row ran out of memory"):
+        search.main(tmp_path, "cpu", "tiny")
