@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -376,12 +377,12 @@ def report_of(plan: Plan, facts: Facts, selection: Selection) -> Report:
         differences=differences,
         disagreements=disagreements,
         missing=selection.missing(plan),
-        profile=profile_of(plan, facts, results.get("profile"), peaks[0]),
+        profile=profile_of(plan, facts, results.get("profile"), peaks),
     )
 
 
 def profile_of(
-    plan: Plan, facts: Facts, found: dict[str, dict[str, float]] | None, peak: dict[str, float]
+    plan: Plan, facts: Facts, found: dict[str, dict[str, float]] | None, peaks: Sequence[dict[str, float]]
 ) -> Profile | None:
     """The profiled steps beside what they take at the least; None where there is no profile."""
     if not found:
@@ -397,14 +398,13 @@ def profile_of(
         for kind, value in found["bytes"].items()
     }
     passes = ADAPTER_PASSES if lora else TRAINING_PASSES
+    best, copied = (statistics.median(peak[name] for peak in peaks) for name in ("best", "copied"))
     return Profile(
         num_steps=counted - first,
         seconds=found["seconds"],
         flops=float(pair_flops(facts.shape, lengths, share_prompt=True, passes=passes).sum()),
-        bytes_a_second=peak["copied"],
-        least=roofline(
-            facts.shape, lengths, moved, peak_flops=peak["best"], bytes_a_second=peak["copied"], lora=lora
-        )
+        bytes_a_second=copied,
+        least=roofline(facts.shape, lengths, moved, peak_flops=best, bytes_a_second=copied, lora=lora)
         if moved
         else {},
     )

@@ -4,14 +4,15 @@
 #   scripts/benchmark_gpu.sh [--minutes N] OUTPUT [hh.jsonl.gz]
 #   scripts/benchmark_gpu.sh --quick [--minutes N] OUTPUT
 #   --quick         only the most important parts, in at most N minutes (default: 9); at most six small files
-#   --minutes N     ends after N minutes; the same command continues from there
-#   OUTPUT          a directory: OUTPUT/*.md, *.json, proofs-*.txt, tests.txt
-#   hh.jsonl.gz     HH-RLHF's transcript rows; without them, pairs of HH's lengths
+#   --minutes N     stop after N minutes; to continue, run the same command again
+#   OUTPUT          a directory for the results: *.md, *.json, *.txt
+#   hh.jsonl.gz     HH-RLHF's transcript rows; without this file, random tokens with HH's lengths
 #   PYTHON          an interpreter with dpo-pack and its extras [dev,benchmark] (default: python)
 #   BENCHMARK_WORK  a directory for random models: 40 GB, with --quick 3 GB (default: OUTPUT/work; with --quick a
 #                   temporary directory, removed at the end)
 # Each measurement is written at once, and finished parts are not repeated: after an interruption, run the same
-# command again. A part that fails is reported, and the others still run.
+# command again. A part that fails is reported, and the others still run. Failed tests are not repeated; to repeat
+# them, remove OUTPUT/tests.txt.
 set -uo pipefail
 script=$(realpath "${BASH_SOURCE[0]}")
 # --call FUNCTION ARGUMENTS...: one part, in a process that `timeout` can end.
@@ -27,7 +28,7 @@ while [[ ${1:-} == --* ]]; do
 done
 [[ -z $quick || -n $minutes ]] || minutes=9
 [[ $# -ge 1 && $minutes =~ ^[0-9]*$ ]] || {
-    sed -n '2,15s/^# \?//p' "$script" >&2
+    sed -n '2,16s/^# \?//p' "$script" >&2
     exit 2
 }
 [[ -z $minutes ]] || minutes=$((10#$minutes))

@@ -199,7 +199,7 @@ def _labels(view: SourceView) -> list[Fault]:
             sentence = f"{part} is an id or a category, no text: {examples}, and others"
             if part == "prompt" and format.prompt_column:
                 columns: tuple[str, ...] = (format.prompt_column,)
-            else:  # a row's preference may decide which of the columns is chosen
+            else:  # the row's preference can decide which column has the chosen answer
                 columns = (part,) if part in format.completion_columns else format.completion_columns
             keys = " or ".join(f"{view.origin.key}.columns.{column}" for column in columns)
             remedy = f"wrong column? Name the column of the texts in {keys}"

@@ -67,7 +67,7 @@ class ColumnNames:
         """Returns the mapping with the columns of the known data set that has all the columns in `present`.
 
         Raises DataError if two known ones differ in the column that says which answer is better, or if each
-        row has one answer and a label (KTO). Neither matters where only prompts are read.
+        row has one answer and a label (KTO). Where only prompts are read, neither is an error.
         """
         columns = frozenset(present)  # a set, because a row can have very many columns
         if any(theirs is not None and theirs not in columns for theirs in self.mapping.values()):

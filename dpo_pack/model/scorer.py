@@ -240,7 +240,7 @@ class LoadedModel:
     attention: BackendChoice
     replaced: dict[str, Any]  # the config's own values of keys that training changes
     kernels: list[str] = field(default_factory=list)  # for the user: a line for each recurrent kernel
-    not_compiled: str | None = None  # for the user: why `model.compile: auto` did not compile the layers
+    not_compiled: str | None = None  # for the user: why `model.compile: auto` does not compile
 
     @property
     def model(self) -> PreTrainedModel:

@@ -66,7 +66,7 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
 
 
 def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | None:
-    """Returns why torch cannot compile the layers or the head of a model with `is_compiled`; None if it can.
+    """Returns why torch cannot compile the layers or the head; None if it can, or if it is not to compile.
 
     Computes a small row and gradients, so that torch compiles them now. Else it would compile gradients in
     the first step, perhaps hours after the start, and a failure there would end the run.
@@ -74,8 +74,8 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
     if not scorer.is_compiled:
         return None
     trained = [p for p in outermost_layers(scorer.model)[0].parameters() if p.requires_grad]
-    # The gradients of one layer are enough: torch must compute those of all later layers for them. In a
-    # sharded model, autograd knows only the gathered weights, so it computes the gradients of all.
+    # The first layer's gradients are enough: to get them, torch runs the backward of all later layers. In a
+    # sharded model the graph has the gathered weights, not the shards, so `inputs` cannot name a layer's.
     inputs = None if is_sharded(scorer.model) else trained or None
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),

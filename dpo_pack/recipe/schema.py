@@ -75,7 +75,8 @@ class ModelRecipe(Section):
     matrix products and attention, which take most of the time; not with compiled layers."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the layers (for rows of any length) and the work on logits with torch.compile; every start is
-    some seconds to minutes longer. auto: on CUDA, if a C++ compiler and triton are there; not on a CPU."""
+    some seconds to minutes longer. auto: on CUDA, if a C++ compiler and triton are there and a small row
+    compiles; not on a CPU."""
     kernels: Literal["none", "liger"] = "none"
     """liger: liger-kernel computes norms, rotary positions and gated MLPs; on CUDA, for families it fits."""
     trust_remote_code: bool = False

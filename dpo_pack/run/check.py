@@ -89,7 +89,7 @@ def _check_model(recipe: Recipe, path: str, key: str) -> str:
 
 
 def _check_source(recipe: Recipe, source: SourceRecipe, key: str, tokenizer: Tokenizer) -> str:
-    """Checks the first rows of a source, and that the model can read their longest sequence."""
+    """Checks the first rows of a source, and that the model is exact for their longest sequence."""
     max_new_tokens = None if recipe.online is None else recipe.online.max_new_tokens
     lines, pairs = check_source(source, key, recipe.data, tokenizer, max_new_tokens)
     try:

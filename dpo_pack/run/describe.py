@@ -55,7 +55,7 @@ def describe_run(
     say_why = console.print if prepared.device.type == "cuda" else functools.partial(print_detail, console)
     say_why(f"  attention is {attention.name}: {attention.reason}")
     if policy.not_compiled is not None:
-        say_why(f"  layers are not compiled: {policy.not_compiled}")
+        say_why(f"  torch.compile failed, so the model runs uncompiled: {policy.not_compiled}")
     for kernel in policy.kernels:
         say_why(f"  recurrent layers: {kernel}")
     packing = recipe.packing

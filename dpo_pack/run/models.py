@@ -293,7 +293,7 @@ def load_and_prove(
         obstacles = ranks.every_rank_says(compiling_obstacle(loaded.scorer, device))
         if any(obstacles):
             del loaded
-            gc.collect()  # compiled layers have references to themselves
+            gc.collect()  # compiled layers are in reference cycles, so only this frees their memory
             settings = recipe.model.model_copy(update={"compile": False})
             loaded = load(recipe.model_copy(update={"model": settings}))
             loaded = replace(loaded, not_compiled=next(filter(None, obstacles)))

@@ -361,12 +361,11 @@ def _profile(report: Report) -> str:
         *(row(kind, seconds, profile.least.get(kind)) for kind, seconds in profile.seconds.items()),
         row("together", total, sum(profile.least.values())),
         "",
-        "Roofline: products at the measured peak; attention at half of the peak forward and 0.4 of it "
-        "backward, as modelled for an H100; other kinds by the bytes that "
-        "their operations read and write, counted in one more step, at the "
-        f"{profile.bytes_a_second / 1e9:,.0f} GB/s that copying reaches here. What operations find in a "
-        "cache counts as read from memory, so a ratio can be below 1. Not in the roofline: products that are "
-        "computed again (a GPU computes the head's logits twice), launches and Python.",
+        "The roofline is an estimate of the least time. Products run at the measured peak. Attention "
+        "reaches half of the peak forward and 0.4 of it backward (a model of an H100). The other kinds read "
+        "and write their bytes, counted in one more step, at the "
+        f"{profile.bytes_a_second / 1e9:,.0f} GB/s that copying reaches here. Data in a cache counts as read from memory, so a ratio can be below 1. Not counted: "
+        "recomputed products (a GPU computes the head's logits twice), launches and Python.",
     ]
     return "\n".join([*lines, ""])
 

@@ -68,7 +68,7 @@ def flex_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, value
     """Returns why FlexAttention cannot be used on `device`, or None when it can.
 
     Tries it on a small row of this dtype and these head dimensions, because large heads in fp32 can need more
-    memory than a GPU's core has.
+    shared memory than a GPU has.
     """
     obstacle = compiler_obstacle(device)
     if obstacle is not None:
@@ -94,7 +94,8 @@ def _kernel(device_type: str) -> Callable[..., Any]:
     from torch.nn.attention import flex_attention as torch_flex
 
     plain: Callable[..., Any] = torch_flex.flex_attention
-    # With `fullgraph`, a failure is an error. Else torch could compute all T x K logits without a message.
+    # With `fullgraph`, a failure to compile is an error. Without it, torch may compute all T x K logits of
+    # attention and say nothing.
     return torch.compile(plain, dynamic=True, fullgraph=True) if device_type == "cuda" else plain
 
 
