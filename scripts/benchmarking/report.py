@@ -364,8 +364,9 @@ def _profile(report: Report) -> str:
         "The roofline is an estimate of the least time. Products run at the measured peak. Attention "
         "reaches half of the peak forward and 0.4 of it backward (a model of an H100). The other kinds read "
         "and write their bytes, counted in one more step, at the "
-        f"{profile.bytes_a_second / 1e9:,.0f} GB/s that copying reaches here. Data in a cache counts as read from memory, so a ratio can be below 1. Not counted: "
-        "recomputed products (a GPU computes the head's logits twice), launches and Python.",
+        f"{profile.bytes_a_second / 1e9:,.0f} GB/s that copying reaches here. Data in a cache counts as read "
+        "from memory, so a ratio can be below 1. Not counted: recomputed products (a GPU computes the head's "
+        "logits twice), launches and Python.",
     ]
     return "\n".join([*lines, ""])
 
