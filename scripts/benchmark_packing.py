@@ -263,7 +263,7 @@ def hh_workload(path: Path, tokenizer: Path) -> Workload:
     """HH-RLHF as a run reads it."""
     from dpo_pack.data.store import pair_lengths
     from dpo_pack.recipe.load import parse_recipe
-    from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
+    from dpo_pack.run.setup import prepare_data, prepare_tokenizer
     from dpo_pack.system.console import make_console
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -23,10 +23,9 @@ from benchmarking.shapes import save_model
 from rich.live import Live
 
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.recording import Recorder
-from dpo_pack.run.session import Learner
+from dpo_pack.run.log import RunLog
 from dpo_pack.system.console import make_console
-from dpo_pack.train import train
+from dpo_pack.trainer import Trainer, train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,12 +65,12 @@ def main(directory: Path) -> None:
         ],
     )  # fmt: skip
     for name in ("end_step", "write_step", "flush_pairs"):
-        timed(Recorder, name)
+        timed(RunLog, name)
     timed(Live, "refresh")  # its own thread calls it, and so do lines printed above it: those count twice
     begun: list[float] = []  # CPU seconds of the process after each step
     wall: list[float] = []
 
-    def look(learner: Learner) -> None:
+    def look(trainer: Trainer) -> None:
         if not begun:
             _seconds.clear()  # drops start-up, the reference pass and the first step
             wall.append(time.monotonic())

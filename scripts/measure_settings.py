@@ -31,8 +31,9 @@ from dpo_pack.model.logps import (
     token_logps,
 )
 from dpo_pack.model.speed import times_transposed
-from dpo_pack.run.checkpoint.state import Identity, Place, TrainState, checkpoint_content
-from dpo_pack.run.checkpoint.writer import CheckpointWriter
+from dpo_pack.run.checkpoint import checkpoint_content
+from dpo_pack.run.checkpoint_files import CheckpointWriter
+from dpo_pack.run.state import Identity, Place, TrainState
 from dpo_pack.system.memory import keep_freed_memory
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
@@ -220,7 +221,7 @@ def checkpoints(num_parameters: int = 25_000_000, repeats: int = 6) -> None:
     policy: Any = nn.ParameterList(nn.Parameter(torch.randn(num_parameters // 24, 1)) for _ in range(24))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    state = TrainState(policy=policy, optimizer=optimizer, scheduler=scheduler, source=_NoSource())
+    state = TrainState(scorer=policy, optimizer=optimizer, scheduler=scheduler, source=_NoSource())
     identity = Identity(fingerprints={}, words={}, versions={}, ranks="", judged_by="")
     place = Place(step=0, metrics_offset=0, source={})
 

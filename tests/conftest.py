@@ -87,7 +87,7 @@ def straight(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rich.console import Console
     from support.whole_runs import whole_run
 
-    from dpo_pack.train import train
+    from dpo_pack.trainer import train
 
     run = tmp_path_factory.mktemp("straight") / "run"
     train(whole_run(assets, run), Console(quiet=True))

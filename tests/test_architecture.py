@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "dpo_pack"
 ROOMS = (
     "__main__",
     "commands",
-    "train",
+    "trainer",
     "reports",
     "run",
     "online",

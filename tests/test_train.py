@@ -29,11 +29,11 @@ from transformers import AutoModelForCausalLM
 import dpo_pack.model.loading as loading
 import dpo_pack.model.scorer as scorer
 import dpo_pack.run.models as recipe_models
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 NUM_PAIRS = 22  # not a multiple of the step: the last step is a partial one
 
@@ -171,18 +171,18 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(assets, tmp_path / "run", "checkpoint.every_steps=3")
-    one_step = train_module.train_step
+    one_step = train_module.Trainer.train_step
 
     def die(session: Any, batch: Any) -> Any:
         if session.state.step == 8:
             raise KeyboardInterrupt("as good as kill -9: nothing is saved on the way out")
         return one_step(session, batch)
 
-    monkeypatch.setattr(train_module, "train_step", die)
+    monkeypatch.setattr(train_module.Trainer, "train_step", die)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, console)
     assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == list(range(1, 9))
-    monkeypatch.setattr(train_module, "train_step", one_step)
+    monkeypatch.setattr(train_module.Trainer, "train_step", one_step)
     train(recipe, console)
     assert "Going on after step 6" in console.file.getvalue()  # type: ignore[attr-defined]
     assert_same_run(straight, tmp_path / "run")
@@ -223,7 +223,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
 ) -> None:
     recipe = make_recipe(assets, tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "finish", lambda session: 1 / 0)
+        patch.setattr(train_module.Trainer, "finish", lambda session: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(recipe, console)
     assert read_json(tmp_path / "run" / "run.json")["status"] == "failed"
@@ -262,7 +262,7 @@ def test_a_run_that_was_killed_before_its_page_was_whole_gets_it_from_the_same_c
     text = (run / "report.html").read_text(encoding="utf-8")
     (run / "report.html").rename(run / ".report.html.7ca8311c.tmp")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("dpo_pack.train.start_session", None)  # no step is taken
+        patched.setattr("dpo_pack.trainer.Trainer", None)  # no step is taken
         train(make_recipe(assets, run), console)
     assert not list(run.glob(".*.tmp"))
     assert len((run / "report.html").read_text(encoding="utf-8")) == pytest.approx(len(text), rel=0.05)
@@ -286,7 +286,7 @@ def test_a_run_that_failed_before_its_first_step_is_no_hindrance(
         raise RuntimeError("before a step")
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="before a step"):
-        patched.setattr("dpo_pack.train.take_steps", fail)
+        patched.setattr("dpo_pack.trainer.Trainer.take_steps", fail)
         train(make_recipe(assets, tmp_path / "run", "train.max_steps=1"), console)
     assert read_json(tmp_path / "run" / "run.json")["status"] == "failed"
     train(make_recipe(assets, tmp_path / "run", "train.max_steps=1", "optim.lr=2e-3"), console)
@@ -423,16 +423,16 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_rows(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
-    step = train_module.accumulate_gradients
+    step = train_module.Trainer.accumulate_gradients
 
     def poisoned(session: Any, batch: Any, balance: Any) -> Any:
         values = step(session, batch, balance)
-        parameter = next(session.state.policy.parameters())
+        parameter = next(session.state.scorer.parameters())
         seen.append(parameter.detach().clone())
         parameter.grad.fill_(float("nan"))
         return values
 
-    monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)
+    monkeypatch.setattr(train_module.Trainer, "accumulate_gradients", poisoned)
     with pytest.raises(RunError, match=r"step 1: .*not finite.*rows of data\.train \("):
         train(make_recipe(assets, tmp_path / "run", "data.eval=[]", "train.eval_every_steps=null"), console)
     assert len(seen) == 1 and read_json(tmp_path / "run" / "run.json")["status"] == "failed"
@@ -467,17 +467,17 @@ def test_a_stop_names_the_step_and_leaves_the_parameters_before_it(
     """The host learns of it when it logs; meanwhile no step changes anything."""
     before: list[torch.Tensor] = []
     after: list[torch.Tensor] = []
-    step = train_module.accumulate_gradients
+    step = train_module.Trainer.accumulate_gradients
 
     def poisoned(session: Any, batch: Any, balance: Any) -> Any:
         values = step(session, batch, balance)
-        parameter = next(session.state.policy.parameters())
+        parameter = next(session.state.scorer.parameters())
         (before if session.state.step < 3 else after).append(parameter.detach().clone())
         if session.state.step == 2:
             parameter.grad.view(-1)[0] = torch.inf
         return values
 
-    monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)
+    monkeypatch.setattr(train_module.Trainer, "accumulate_gradients", poisoned)
     log = (f"logging.every_steps={every_steps}", "data.eval=[]", "train.eval_every_steps=null")
     with pytest.raises(RunError, match=r"step 3: .*listed in .*nonfinite-step-000003\.json"):
         train(make_recipe(assets, tmp_path / "run", *log), console)
@@ -490,15 +490,15 @@ def test_a_stop_names_the_step_and_leaves_the_parameters_before_it(
 def test_a_run_that_skips_goes_on_and_leaves_the_step_s_pairs(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = train_module.accumulate_gradients
+    step = train_module.Trainer.accumulate_gradients
 
     def poisoned(session: Any, batch: Any, balance: Any) -> Any:
         values = step(session, batch, balance)
         if session.state.step == 2:
-            next(session.state.policy.parameters()).grad.fill_(torch.nan)
+            next(session.state.scorer.parameters()).grad.fill_(torch.nan)
         return values
 
-    monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)
+    monkeypatch.setattr(train_module.Trainer, "accumulate_gradients", poisoned)
     run = tmp_path / "run"
     train(make_recipe(assets, run, "train.stop_on_nonfinite=false", "train.max_steps=6"), console)
     told = console.file.getvalue()  # type: ignore[attr-defined]
@@ -515,7 +515,7 @@ def test_a_step_that_is_not_logged_reads_nothing_from_the_device(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the gradients on; what the model's own forward does is its own affair."""
-    step, records = train_module.accumulate_gradients, train_module.step_record
+    step, records = train_module.Trainer.accumulate_gradients, train_module.Trainer.step_record
     logged = []
 
     def then_watch(session: Any, batch: Any, balance: Any) -> Any:
@@ -532,10 +532,10 @@ def test_a_step_that_is_not_logged_reads_nothing_from_the_device(
         logged.append(session.state.step)
         return records(session, batch, outcome)
 
-    watching, whole_step = contextlib.ExitStack(), train_module.train_step
-    monkeypatch.setattr(train_module, "accumulate_gradients", then_watch)
-    monkeypatch.setattr(train_module, "train_step", one_step)
-    monkeypatch.setattr(train_module, "step_record", record)
+    watching, whole_step = contextlib.ExitStack(), train_module.Trainer.train_step
+    monkeypatch.setattr(train_module.Trainer, "accumulate_gradients", then_watch)
+    monkeypatch.setattr(train_module.Trainer, "train_step", one_step)
+    monkeypatch.setattr(train_module.Trainer, "step_record", record)
     train(make_recipe(assets, tmp_path / "run", "logging.every_steps=5"), console)
     assert logged == [5, 10]
     assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == [5, 10]

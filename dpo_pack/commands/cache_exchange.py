@@ -41,7 +41,7 @@ from dpo_pack.reference.parts import (
     tokens_of,
 )
 from dpo_pack.reference.work import ReferenceWork, find_work
-from dpo_pack.run.prepare import Prepared, prepare
+from dpo_pack.run.setup import Setup, prepare
 from dpo_pack.system.errors import CacheError, first_line
 from dpo_pack.system.files import parse_json
 
@@ -84,10 +84,10 @@ def export_recipe(recipe: Recipe, target: Path, console: Console) -> int:
     Each row also names the first use of the sequence (source, row number, chosen or rejected) and has sha256
     hashes of the decoded texts, special tokens included. Raises CacheError if the cache lacks a sequence.
     """
-    prepared = prepare(recipe, console, runs_models=False)
-    namespace = prepared.reference_facts.namespace
-    cache = ReferenceCache(prepared.reference_facts.cache_dir, namespace)
-    work = find_work(cache, prepared.tables)
+    setup = prepare(recipe, console, runs_models=False)
+    namespace = setup.reference_facts.namespace
+    cache = ReferenceCache(setup.reference_facts.cache_dir, namespace)
+    work = find_work(cache, setup.tables)
     if work.num_missing:
         raise CacheError(
             f"{work.num_missing:,} of the recipe's {work.num_unique:,} sequences have no log-prob yet; run "
@@ -95,7 +95,7 @@ def export_recipe(recipe: Recipe, target: Path, console: Console) -> int:
         )
     keys = work.all_keys[work.sides]
     columns = {
-        **_places(prepared, work),
+        **_places(setup, work),
         KEY: key_column(keys),
         NUM_TOKENS: work.lengths.completions[work.sides].astype(np.int32),
     }
@@ -114,11 +114,11 @@ def import_into(recipe: Recipe, file: Path, console: Console) -> None:
     Raises CacheError if the file is wrong or cannot be read.
     """
     table = _read_file(file)
-    prepared = prepare(recipe, console, runs_models=False)
-    namespace = prepared.reference_facts.namespace
+    setup = prepare(recipe, console, runs_models=False)
+    namespace = setup.reference_facts.namespace
     _check_same_model(file, table, namespace)
-    cache = ReferenceCache(prepared.reference_facts.cache_dir, namespace)
-    work = find_work(cache, prepared.tables)
+    cache = ReferenceCache(setup.reference_facts.cache_dir, namespace)
+    work = find_work(cache, setup.tables)
     logps = _Rows(
         keys=keys_of(table),
         sums=numbers_of(table[SUM]),
@@ -140,8 +140,8 @@ def import_into(recipe: Recipe, file: Path, console: Console) -> None:
         added = sequence_table(logps.keys[rows], logps.sums[rows], logps.num_tokens[rows], tokens)
         cache.append(added, {"origin": f"imported from {file.name}"})
         num_added += len(added)
-    cache.note_use(prepared.reference_facts.label)
-    after = find_work(cache, prepared.tables)
+    cache.note_use(setup.reference_facts.label)
+    after = find_work(cache, setup.tables)
     console.print(
         f"{file}: {len(table):,} rows, {num_added:,} sequences added, {len(index) - num_added:,} were in the "
         f"cache before; it now has {after.num_cached:,} of the recipe's {after.num_unique:,} sequences"
@@ -244,9 +244,9 @@ def _problems(
     )
 
 
-def _places(prepared: Prepared, work: ReferenceWork) -> dict[str, list[object]]:
+def _places(setup: Setup, work: ReferenceWork) -> dict[str, list[object]]:
     """Returns columns [S]: where each sequence is used first, and the hashes of its texts."""
-    names = _source_names(prepared)
+    names = _source_names(setup)
     columns: dict[str, list[object]] = {
         name: [] for name in ("source", "row_number", "side", "prompt_sha256", "completion_sha256")
     }
@@ -258,21 +258,21 @@ def _places(prepared: Prepared, work: ReferenceWork) -> dict[str, list[object]]:
         columns["row_number"].append(int(table.row_numbers[pair]))
         columns["side"].append("rejected" if side else "chosen")
         for name, ids in (("prompt_sha256", table.prompt(pair)), ("completion_sha256", completion)):
-            text = str(prepared.tokenizer.decode(ids.tolist()))
+            text = str(setup.tokenizer.decode(ids.tolist()))
             columns[name].append(hashlib.sha256(text.encode()).hexdigest())
     return columns
 
 
-def _source_names(prepared: Prepared) -> list[tuple[str, ...]]:
+def _source_names(setup: Setup) -> list[tuple[str, ...]]:
     """Returns the source names of each table of the recipe. Raises CacheError if two names are equal."""
-    recipe = prepared.recipe
+    recipe = setup.recipe
     train_names = source_names(recipe.data.train)
     # A held-out fraction is taken from the training sources; any other held-out set is one source.
     is_fraction = not isinstance(recipe.data.eval, tuple)
-    held_out = [train_names if is_fraction else (name,) for name in prepared.data.eval]
+    held_out = [train_names if is_fraction else (name,) for name in setup.data.eval]
     names = [train_names, *held_out]
     stores: dict[str, Path | None] = {}
-    for table, names_of_table in zip(prepared.tables, names, strict=True):
+    for table, names_of_table in zip(setup.tables, names, strict=True):
         for name, store in zip(names_of_table, table.stores, strict=True):
             if stores.setdefault(name, store.directory) != store.directory:
                 raise CacheError(f"two sources of the recipe are called {name!r}; give one another name")

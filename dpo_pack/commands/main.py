@@ -172,7 +172,7 @@ def train(
 
     with on_every_rank(loaded, verbose=verbose) as console:
         with many_imports():
-            from dpo_pack.train import train as run_training
+            from dpo_pack.trainer import train as run_training
 
         run_training(loaded, console, overwrite=overwrite, dry_run=dry_run)
 
@@ -188,8 +188,8 @@ def precompute_ref(recipe: RecipeFile, overrides: Overrides = None, verbose: Ver
 
     with on_every_rank(loaded, verbose=verbose) as console:
         with many_imports():
-            from dpo_pack.run.prepare import prepare, recipe_objective
-            from dpo_pack.run.reference_stage import prepare_reference
+            from dpo_pack.run.reference_pass import prepare_reference
+            from dpo_pack.run.setup import prepare, recipe_objective
 
         if not recipe_objective(loaded).needs_reference:
             raise RecipeError("loss.type: this loss needs no reference, so there is nothing to precompute")
@@ -223,7 +223,7 @@ def inspect_packing(
     with many_imports():
         from dpo_pack.packing.report import to_json
         from dpo_pack.reports.pages import packing_page
-        from dpo_pack.run.batches import inspect_recipe
+        from dpo_pack.run.plans import inspect_recipe
         from dpo_pack.system.console import make_console
 
     console = make_console(quiet=json_file == Path("-"))
@@ -322,7 +322,7 @@ def evaluate(
     with on_every_rank(loaded, quiet=json_file == Path("-")) as console:
         with many_imports():
             from dpo_pack.reports import evaluation_tables as tables
-            from dpo_pack.run.evaluation import compare_models, evaluate_models
+            from dpo_pack.run.evaluate import compare_models, evaluate_models
             from dpo_pack.system import ranks
             from dpo_pack.system.files import write_json_atomically
 

@@ -78,7 +78,7 @@ def train(recipe: AnyRecipe, *, overwrite: bool = False, **overrides: Any) -> Ru
     KeyboardInterrupt.
     """
     with _prepared(recipe, overrides, trains=True) as (loaded, console):
-        from dpo_pack.train import train as run_training
+        from dpo_pack.trainer import train as run_training
 
         run_training(loaded, console, overwrite=overwrite)
     return Run(path=Path(loaded.output_dir))
@@ -91,7 +91,7 @@ def evaluate(recipe: AnyRecipe, model: str | Path | None = None, **overrides: An
     """
     with _prepared(recipe, overrides) as (loaded, console):
         from dpo_pack.reports.evaluation_tables import render_results, results_json
-        from dpo_pack.run.evaluation import evaluate_models
+        from dpo_pack.run.evaluate import evaluate_models
 
         (results,) = evaluate_models(loaded, [None if model is None else str(model)], console)
         render_results(results, console)
@@ -108,7 +108,7 @@ def inspect_packing(
     """Prints how full packed rows are and what packing saves, and returns the numbers; loads no weights."""
     with _prepared(recipe, overrides) as (loaded, console):
         from dpo_pack.reports.packing_tables import render_packing
-        from dpo_pack.run.batches import inspect_recipe
+        from dpo_pack.run.plans import inspect_recipe
 
         report = inspect_recipe(loaded, console, num_ranks=ranks, budgets=budgets)
         render_packing(report, console)
@@ -140,7 +140,7 @@ def _prepared(
     let_segments_grow(loaded)
     check_environment(loaded, trains=trains)
     with many_imports():
-        import dpo_pack.train  # noqa: F401
+        import dpo_pack.trainer  # noqa: F401
         from dpo_pack.commands.launch import on_every_rank
     try:
         with on_every_rank(loaded) as console:

@@ -19,7 +19,6 @@ from dpo_pack.recipe.machine import TOKENIZER_FILES
 from dpo_pack.recipe.schema import SamplesRecipe
 from dpo_pack.reports.completions import render_completions
 from dpo_pack.run.models import ModelFacts, check_model, load_weights, resolve_model, resolve_policy
-from dpo_pack.run.prepare import prepare_data, prepare_prompts, prepare_tokenizer
 from dpo_pack.run.run_dir import RECIPE_FILE
 from dpo_pack.run.samples import (
     SamplePrompt,
@@ -29,6 +28,7 @@ from dpo_pack.run.samples import (
     prompt_of,
     sample_prompts,
 )
+from dpo_pack.run.setup import prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, first_line
 from dpo_pack.system.memory import release_memory
@@ -83,8 +83,7 @@ def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[st
     if texts:
         prompts = [_prompt(text, tokenizer, most_tokens=room) for text in texts]
     else:
-        read = prepare_data if recipe.online is None else prepare_prompts
-        data = read(recipe, tokenizer, console)
+        data = prepare_data(recipe, tokenizer, console, takes_prompts=True)
         prompts = sample_prompts(recipe, data, tokenizer, num=num or settings.num, most_tokens=room)
     if not prompts:
         raise RecipeError(

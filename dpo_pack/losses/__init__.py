@@ -13,17 +13,16 @@ a reference, `transport.py` the losses in which the value of a pair depends on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-from torch import Tensor
 
 from dpo_pack.losses.contrastive import CONTRASTIVE
 from dpo_pack.losses.custom import load_custom_loss
-from dpo_pack.losses.interface import Loss, LossOptions, PairLogps
 from dpo_pack.losses.objective import (
+    Loss,
+    LossOptions,
     Objective,
+    PairLogps,
     ScoredPairs,
     length_desensitized_sums,
     length_desensitized_weights,
@@ -32,32 +31,16 @@ from dpo_pack.losses.objective import (
 )
 from dpo_pack.losses.reference_free import REFERENCE_FREE
 from dpo_pack.losses.transport import COUPLED
-from dpo_pack.recipe.loss import LOSS_DECLARATIONS, LossRecipe
 
 __all__ = [
     "LOSSES", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs", "length_desensitized_sums",
     "length_desensitized_weights", "make_objective", "weighted_losses", "wpo_weights",
 ]  # fmt: skip
 
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {**CONTRASTIVE, **REFERENCE_FREE, **COUPLED}
-_OPTIONS = {option for declared in LOSS_DECLARATIONS.values() for option in declared.options}
-_FILES = "contrastive.py, reference_free.py or transport.py"
-# Where a loss or an option must be -> the names that are not there.
-_MISSING = {
-    f"the table at the end of {_FILES} in losses/": LOSS_DECLARATIONS.keys() - _FUNCTIONS.keys(),
-    "LOSS_DECLARATIONS in recipe/loss.py": _FUNCTIONS.keys() - LOSS_DECLARATIONS.keys(),
-    "LossRecipe in recipe/loss.py": _OPTIONS - LossRecipe().options.keys(),
-    "LossOptions in losses/interface.py": _OPTIONS - {field.name for field in fields(LossOptions)},
-}
-for _place, _names in _MISSING.items():
-    assert not _names, f"add {', '.join(sorted(_names))} to {_place}"
 LOSSES: dict[str, Loss] = {
-    name: Loss(
-        function=_FUNCTIONS[name],
-        needs_reference=declared.needs_reference,
-        couples_pairs=declared.couples_pairs,
-    )
-    for name, declared in LOSS_DECLARATIONS.items()
+    **{name: Loss(function=loss, needs_reference=True) for name, loss in CONTRASTIVE.items()},
+    **{name: Loss(function=loss, needs_reference=False) for name, loss in REFERENCE_FREE.items()},
+    **{name: Loss(function=loss, needs_reference=True, couples_pairs=True) for name, loss in COUPLED.items()},
 }
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpo_pack.losses.interface import LossOptions, PairLogps
+from dpo_pack.losses.objective import LossOptions, PairLogps
 
 
 def sigmoid(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpo_pack.losses.interface import Loss, LossOptions, PairLogps
+from dpo_pack.losses.objective import Loss, LossOptions, PairLogps
 from dpo_pack.system.errors import RecipeError, first_line
 from dpo_pack.system.imports import load_function
 

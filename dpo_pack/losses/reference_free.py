@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpo_pack.losses.contrastive import mixed_logistic
-from dpo_pack.losses.interface import LossOptions, PairLogps
+from dpo_pack.losses.objective import LossOptions, PairLogps
 
 
 def sft(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:

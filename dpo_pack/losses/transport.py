@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpo_pack.losses.contrastive import mixed_logistic
-from dpo_pack.losses.interface import LossOptions, PairLogps
+from dpo_pack.losses.objective import LossOptions, PairLogps
 
 
 def aot(policy: PairLogps, reference: PairLogps, options: LossOptions, weights: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from rich.console import Console
 from dpo_pack.reports.tables import Cells, terminal_table
 
 if TYPE_CHECKING:  # these modules import torch; run pages use this file without torch
-    from dpo_pack.run.evaluation import Comparison
-    from dpo_pack.training.held_out import HeldOutResult
+    from dpo_pack.training.held_out import Comparison, HeldOutResult
 
 METRIC_NAMES = {
     "rewards/accuracies": "reward accuracy",

@@ -15,10 +15,10 @@ from dpo_pack.model.config import check_positions, known_positions
 from dpo_pack.model.loading import load_config
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction, SourceRecipe
+from dpo_pack.run.evaluate import find_selection
 from dpo_pack.run.models import check_model, recipe_precision, resolve_model, resolve_policy
-from dpo_pack.run.prepare import longest_sequence, prepare_tokenizer, recipe_objective
 from dpo_pack.run.run_dir import find_run
-from dpo_pack.run.selection import find_selection
+from dpo_pack.run.setup import longest_sequence, prepare_tokenizer, recipe_objective
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DpoPackError
 from dpo_pack.training.optim import check_optimizer

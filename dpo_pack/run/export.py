@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,31 +36,32 @@ def export_model(
     recipe: Recipe,
     totals: dict[str, Any],
     evaluation: dict[str, dict[str, float]],
-    samples: Sequence[tuple[str, Sample]] = (),
+    samples: Callable[[], Sequence[tuple[str, Sample]]] = tuple,
 ) -> None:
     """Writes weights, config, generation config, tokenizer and README.md; the directory is whole or absent.
 
-    `evaluation` maps the name of each held-out set to its latest metrics; `samples` are those of
+    `evaluation` maps the name of each held-out set to its latest metrics; `samples` returns those of
     `before_and_after`, for the card. All ranks must call this; rank 0 writes. If the model is sharded, rank 0
     gathers the shards first.
     """
     state = None
     if is_sharded(loaded.model):
         state = full_state(loaded.model, trained_only=loaded.adapter is not None)
-    with ranks.first_goes_first():
-        if not ranks.is_first():
-            return
+
+    def write() -> None:
         with written_aside(target) as temporary:
-            base = None if loaded.adapter is None else loaded.adapter.base
             card = model_card(
                 recipe,
                 totals=totals,
                 evaluation=evaluation,
-                samples=samples,
-                adapter_base=base,
+                samples=samples(),
+                adapter_base=None if loaded.adapter is None else loaded.adapter.base,
                 is_chat=tokenizer.chat_template is not None,
             )
             write_model(loaded, tokenizer, temporary, card, state=state)
+
+    with ranks.first_goes_first():
+        ranks.only_first(write)
 
 
 def write_model(

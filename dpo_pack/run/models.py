@@ -233,7 +233,7 @@ def load_weights(
                 f"{model.recipe_key}: the weights of {model.path} are quantised, and quantised weights "
                 "cannot be in shards; set distributed.strategy: ddp"
             )
-        weights_on = torch.device("cpu" if ranks.is_first() else "meta")
+        weights_on = ranks.of_first(torch.device("cpu")) or torch.device("meta")
     with ranks.first_goes_first() if strategy.shards else contextlib.nullcontext():
         loaded = load_model(
             model.path,
@@ -319,8 +319,8 @@ def load_and_prove(
     if remembered is not None and not again:
         return loaded, ProofOutcome(what=what, proofs=remembered, seconds=0.0, is_remembered=True)
     proofs = tuple(prove(loaded.scorer, device))
-    if all(proof.passed for proof in proofs) and ranks.is_first():
-        add_to_json(memo_path, shape, {key: proofs})
+    if all(proof.passed for proof in proofs):
+        ranks.only_first(lambda: add_to_json(memo_path, shape, {key: proofs}))
     seconds = time.monotonic() - begun
     return loaded, ProofOutcome(what=what, proofs=proofs, seconds=seconds, is_remembered=False)
 

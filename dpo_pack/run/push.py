@@ -21,7 +21,7 @@ from huggingface_hub.utils.tqdm import (
     enable_progress_bars,
 )
 
-from dpo_pack.run.checkpoint.directory import checkpoints, step_of
+from dpo_pack.run.checkpoint_files import checkpoints, step_of
 from dpo_pack.system.errors import RunError, first_line
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import HUB_ID, repo_fault, why_no_upload

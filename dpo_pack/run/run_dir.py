@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +19,15 @@ from dpo_pack.model.scorer import Precision
 from dpo_pack.recipe.changes import changed_values
 from dpo_pack.recipe.errors import show
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
-from dpo_pack.run.checkpoint.directory import (
+from dpo_pack.run.checkpoint_files import (
     FileSum,
     checkpoints,
     damage_of_files,
     file_sums,
     find_damage,
+    saved_counters,
     step_of,
 )
-from dpo_pack.run.checkpoint.state import saved_counters
 from dpo_pack.run.models import resolve_policy
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError, RunError
@@ -122,18 +123,20 @@ class RunDir:
         sums = ranks.first_does(lambda: file_sums(self.model))
         return {name: total for name, total in sums.items() if name != "README.md"}
 
+    def write(self, work: Callable[[], object]) -> None:
+        """Runs `work`, which writes files of this run, on rank 0; the other ranks go on."""
+        ranks.only_first(work)
+
     def remove_leftovers(self) -> None:
-        """Removes the temporary files that a killed process has left; only rank 0 does it."""
-        if ranks.is_first():
-            for directory in (self.root, self.checkpoints, self.rollouts, self.pairs):
-                for leftover in directory.glob(".*.tmp"):
-                    discard(leftover)
+        """Removes the temporary files that a killed process has left."""
+        for directory in (self.root, self.checkpoints, self.rollouts, self.pairs):
+            for leftover in directory.glob(".*.tmp"):
+                self.write(functools.partial(discard, leftover))
 
     def update(self, **changes: Any) -> None:
-        """Sets keys of `run.json` and writes the file; only rank 0 writes."""
+        """Sets keys of `run.json` and writes the file."""
         self.info.update(changes)
-        if ranks.is_first():
-            write_json_atomically(self.root / INFO_FILE, self.info)
+        self.write(lambda: write_json_atomically(self.root / INFO_FILE, self.info))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.types import MAX_ROW_TOKENS
-from dpo_pack.run.prepare import Prepared
+from dpo_pack.run.setup import Setup
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError, first_line
 from dpo_pack.system.files import parse_json, write_text_atomically
@@ -61,23 +61,23 @@ class Sampler:
     If the model is in shards, all ranks generate the same completions together, and rank 0 writes them.
     """
 
-    def __init__(self, prepared: Prepared, policy: CompletionLogps, path: Path) -> None:
+    def __init__(self, setup: Setup, policy: CompletionLogps, path: Path) -> None:
         """Chooses the prompts. `path`: samples.jsonl. Prints why there are no samples, if there are none."""
         self.path = path
-        self.console: Console = prepared.console
+        self.console: Console = setup.console
         self.every_steps: int | None = None
         self.prompts: list[SamplePrompt] = []
-        settings, recipe = prepared.recipe.logging.samples, prepared.recipe
+        settings, recipe = setup.recipe.logging.samples, setup.recipe
         if settings is None:
             return
         if settings.every_evals is not None and recipe.train.eval_every_steps is not None:
             self.every_steps = settings.every_evals * recipe.train.eval_every_steps
         self.generator = greedy_generator(
             policy,
-            prepared.tokenizer,
+            setup.tokenizer,
             max_new_tokens=settings.max_new_tokens,
             token_budget=recipe.packing.token_budget,
-            device=prepared.device,
+            device=setup.device,
             console=self.console,
         )
         self.is_sharded = is_sharded(policy.model)
@@ -86,7 +86,7 @@ class Sampler:
         else:
             room = most_prompt_tokens(policy.model.config, settings.max_new_tokens)
             self.prompts = sample_prompts(
-                recipe, prepared.data, prepared.tokenizer, num=settings.num, most_tokens=room
+                recipe, setup.data, setup.tokenizer, num=settings.num, most_tokens=room
             )
             if not self.prompts:
                 self._give_up(f"no prompt leaves the model room for {settings.max_new_tokens} tokens")

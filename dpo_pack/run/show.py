@@ -23,9 +23,9 @@ from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.report import DrawnRow, draw_row
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import SourceRecipe
-from dpo_pack.run.batches import plan_settings
 from dpo_pack.run.models import recipe_precision, resolve_policy
-from dpo_pack.run.prepare import prepare_tokenizer, require_pairs
+from dpo_pack.run.plans import plan_settings
+from dpo_pack.run.setup import prepare_tokenizer, require_pairs
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.output import printable
 

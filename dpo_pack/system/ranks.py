@@ -135,6 +135,17 @@ def first_does(work: Callable[[], Value]) -> Value:
     return every_rank_does(lambda: work() if is_first() else None)[0]  # type: ignore[return-value]
 
 
+def of_first(value: Value) -> Value | None:
+    """Returns the value on rank 0, None on the other ranks."""
+    return value if is_first() else None
+
+
+def only_first(work: Callable[[], object]) -> None:
+    """Runs `work` on rank 0; the other ranks go on and do not wait."""
+    if is_first():
+        work()
+
+
 def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Value]]) -> list[Value]:
     """Splits `items` over ranks and runs `work` on each part; returns the values of all items on every rank.
 

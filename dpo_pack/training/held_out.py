@@ -69,6 +69,15 @@ class HeldOutResult:
     record: dict[str, Any]  # averages, intervals, groups: the line of metrics.jsonl
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The results of two models on one held-out set, and the paired difference: second minus first."""
+
+    first: HeldOutResult
+    second: HeldOutResult
+    difference: dict[str, Any]
+
+
 @torch.no_grad()
 def evaluate_pairs(
     policy: CompletionLogps,

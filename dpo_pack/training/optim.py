@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from dpo_pack.recipe.machine import NO_MASTER_WEIGHTS
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.split_adamw import SplitAdamW
 
@@ -47,7 +46,10 @@ def build_optimizer(
             return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     if trains_bfloat16:
-        raise RecipeError(f"optim.name: {name} {NO_MASTER_WEIGHTS}")
+        raise RecipeError(
+            f"optim.name: {name} keeps no fp32 master weights, so updates of parameters in bfloat16 would "
+            "round away; set optim.name: adamw or model.dtype: float32"
+        )
     if name == "adafactor":
         return Adafactor(groups, lr=lr, weight_decay=weight_decay)
     assert name == "adamw_8bit"

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import dpo_pack.train
+import dpo_pack.trainer
 from benchmarking.contenders import Contender, Setting
 from benchmarking.kinds import KINDS, OUTSIDE, kind_of
 from benchmarking.run_dpo_pack import make_recipe, train_without_export
@@ -43,7 +43,9 @@ def profile_steps(contender: Contender, setting: Setting, scratch: Path) -> dict
     settings = (*contender.settings, f"train.max_steps={counted + 1}")
     recipe = make_recipe(replace(contender, settings=settings), setting, scratch)
     steps = ProfiledSteps(first=first, counted=counted, on_cuda=setting.device == "cuda")
-    with patch.object(dpo_pack.train, "train_step", steps.around(dpo_pack.train.train_step)):
+    with patch.object(
+        dpo_pack.trainer.Trainer, "train_step", steps.around(dpo_pack.trainer.Trainer.train_step)
+    ):
         try:
             train_without_export(recipe)
         except Exception:

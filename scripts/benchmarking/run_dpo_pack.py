@@ -10,8 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-import dpo_pack.run.session
-import dpo_pack.train
+import dpo_pack.trainer
 from benchmarking.contenders import (
     BETA,
     LORA_ALPHA,
@@ -25,10 +24,10 @@ from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.proofs.rows import proof_groups, proof_row
 from dpo_pack.recipe.load import Recipe, parse_recipe
-from dpo_pack.run.prepare import Prepared
-from dpo_pack.run.reference_stage import ReferencePass, prepare_reference
-from dpo_pack.run.session import Session
+from dpo_pack.run.reference_pass import ReferencePass, prepare_reference
+from dpo_pack.run.setup import Setup
 from dpo_pack.system.console import make_console
+from dpo_pack.trainer import Trainer
 from dpo_pack.training.offline import OfflineSource
 from dpo_pack.training.throughput import PHASES
 
@@ -40,22 +39,22 @@ def run_dpo_pack(
 ) -> Measurement:
     """Measure it in this process; `spawned_at` is when the process was started (Unix time)."""
     begun = time.time()
-    session = train_without_export(make_recipe(contender, setting, scratch))
+    trainer = train_without_export(make_recipe(contender, setting, scratch))
     startup_seconds = None
     if spawned_at is not None:
-        startup_seconds = begun - spawned_at + session.recorder.seconds.startup
-    assert isinstance(session.state.source, OfflineSource)
-    plan = session.state.source.first_plan
-    tokens = pair_lengths(session.recorder.prepared.data.train).row_tokens(share_prompt=False)
-    lines = [json.loads(line) for line in session.run.metrics.read_text(encoding="utf-8").splitlines()]
+        startup_seconds = begun - spawned_at + trainer.log.startup_seconds
+    assert isinstance(trainer.source, OfflineSource)
+    plan = trainer.source.first_plan
+    tokens = pair_lengths(trainer.setup.data.train).row_tokens(share_prompt=False)
+    lines = [json.loads(line) for line in trainer.run.metrics.read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line["split"] == "train"]
     return Measurement(
         contender=contender.name,
-        digest=digest_of_table(session.recorder.prepared.data.train),
+        digest=digest_of_table(trainer.setup.data.train),
         pairs=sum(step["pairs"] for step in steps),
         step_seconds=[step["seconds"] for step in steps],
         step_tokens=[int(tokens[plan.pairs(step)].sum()) for step in range(len(steps))],
-        reference_seconds=session.recorder.seconds.reference,
+        reference_seconds=trainer.log.reference_seconds,
         startup_seconds=startup_seconds,
         computed_tokens=sum(plan.tokens_in(row) for ranks in plan for rows in ranks for row in rows),
         losses=[step["loss"] for step in steps],
@@ -66,24 +65,24 @@ def run_dpo_pack(
     )
 
 
-def train_without_export(recipe: Recipe) -> Session:
-    """Train as `dpopack train` does, but leave the model where it is; the session when it is over.
+def train_without_export(recipe: Recipe) -> Trainer:
+    """Train as `dpopack train` does, but leave the model where it is; the trainer when it is over.
 
     A compiled model makes its code for the reference pass before the pass begins, so that this counts as
     start-up, where `dpopack train` makes it on the first rows. That of the steps is in the warm-up steps.
     """
-    finished: list[Session] = []
+    finished: list[Trainer] = []
 
-    def prepare_warmed(prepared: Prepared, policy: LoadedModel | None) -> ReferencePass:
+    def prepare_warmed(setup: Setup, policy: LoadedModel | None) -> ReferencePass:
         if policy is not None:
-            warm_up_reference(policy, prepared.device)
-        return prepare_reference(prepared, policy)
+            warm_up_reference(policy, setup.device)
+        return prepare_reference(setup, policy)
 
     with (
-        patch.object(dpo_pack.train, "finish", finished.append),
-        patch.object(dpo_pack.run.session, "prepare_reference", prepare_warmed),
+        patch.object(Trainer, "finish", lambda trainer: finished.append(trainer)),
+        patch.object(dpo_pack.trainer, "prepare_reference", prepare_warmed),
     ):
-        dpo_pack.train.train(recipe, make_console(quiet=True))
+        dpo_pack.trainer.train(recipe, make_console(quiet=True))
     return finished[0]
 
 

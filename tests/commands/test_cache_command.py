@@ -23,8 +23,8 @@ from dpo_pack.data.keys import sequence_key
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.parts import KEY, NUM_TOKENS, SUM, TokenLogps, part_paths, sequence_table
-from dpo_pack.run.prepare import Prepared, prepare
-from dpo_pack.run.reference_stage import ReferencePass, prepare_reference
+from dpo_pack.run.reference_pass import ReferencePass, prepare_reference
+from dpo_pack.run.setup import Setup, prepare
 from dpo_pack.system import files
 from dpo_pack.system.console import make_console
 from dpo_pack.system.errors import DpoPackError
@@ -254,7 +254,7 @@ def recipe(tmp_path: Path) -> Path:
     return tiny_run(tmp_path / "work")
 
 
-def prepared_of(recipe: Path, *overrides: str) -> Prepared:
+def prepared_of(recipe: Path, *overrides: str) -> Setup:
     return prepare(load_recipe(recipe, overrides), make_console(quiet=True))
 
 

@@ -28,7 +28,7 @@ from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import own_code
 from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.system.machine import package_versions
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence", "head"]
 

@@ -31,11 +31,11 @@ from dpo_pack.commands import launch
 from dpo_pack.commands import main as cli
 from dpo_pack.commands.launch import wanted_processes
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.prepare import prepare
+from dpo_pack.run.setup import prepare
 from dpo_pack.system.console import make_console
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.placement import ALONE, Placement
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 PROBE = [sys.executable, str(Path(__file__).parents[1] / "support" / "launched.py"), "probe"]
 DPOPACK = [sys.executable, "-m", "dpo_pack"]

@@ -28,13 +28,13 @@ from support.tiny_run import NUM_PAIRS, tiny_run, write_rows
 
 import dpo_pack
 import dpo_pack.recipe.machine as machine
-import dpo_pack.train as training
+import dpo_pack.trainer as training
 from dpo_pack.commands.main import let_segments_grow, main
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports import pages
 from dpo_pack.run.export import export_model
 from dpo_pack.system.errors import CacheError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -433,12 +433,12 @@ def test_control_characters_in_names_never_reach_the_terminal(
 
 
 def _raise_in_training(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, where: str = "accumulate_gradients"
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, where: str = "Trainer.accumulate_gradients"
 ) -> None:
     def fail(*arguments: Any, **settings: Any) -> None:
         raise error
 
-    monkeypatch.setattr(f"dpo_pack.train.{where}", fail)
+    monkeypatch.setattr(f"dpo_pack.trainer.{where}", fail)
 
 
 def test_running_out_of_device_memory_names_the_keys_that_need_less(
@@ -512,7 +512,7 @@ def test_a_signal_ends_a_command_with_the_shell_s_status(
     def interrupt(*arguments: Any, **settings: Any) -> None:
         signal.raise_signal(signum)
 
-    monkeypatch.setattr("dpo_pack.run.prepare.load_data", interrupt)
+    monkeypatch.setattr("dpo_pack.run.setup.load_data", interrupt)
     outcome = dpopack(command, recipe)
     assert outcome.status == status
     assert outcome.err == f"stopped by {signum.name}; run the same command again; it uses what was saved\n"
@@ -534,7 +534,7 @@ def test_a_signal_while_the_model_is_exported_waits_for_it(
         signal.raise_signal(signal.SIGTERM)
         export_model(*arguments, **settings)
 
-    monkeypatch.setattr("dpo_pack.run.saving.export_model", interrupted)
+    monkeypatch.setattr("dpo_pack.run.checkpoint.export_model", interrupted)
     assert dpopack("train", recipe).status == 0
     assert (recipe.parent / "run" / "model" / "model.safetensors").is_file()
 

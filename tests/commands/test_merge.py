@@ -24,7 +24,7 @@ from dpo_pack.commands.main import app
 from dpo_pack.commands.merge import merge_adapter
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system.errors import CacheError, DpoPackError, ModelError, RunError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 # peft reads an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

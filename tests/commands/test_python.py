@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from datasets import Dataset
-from support.file_operations import in_forks
 from support.tiny_run import tiny_run
 
 import dpo_pack
-import dpo_pack.train as train_module
 from dpo_pack.commands.python import load
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system.errors import RecipeError
@@ -59,24 +56,6 @@ def test_a_run_from_python_is_the_run_of_the_command(
     assert results[name]["rewards/accuracies"] == pytest.approx(
         run.evaluation[name]["rewards/accuracies"], abs=1e-6
     )
-
-
-def test_the_module_and_the_function_of_one_name_do_not_replace_each_other() -> None:
-    code = """
-import dpo_pack
-assert callable(dpo_pack.train)
-import dpo_pack.train
-assert callable(dpo_pack.train) and dpo_pack.train.take_steps
-from dpo_pack.train import train
-assert train is not dpo_pack.train
-"""
-
-    def as_in_a_new_process() -> None:
-        del sys.modules["dpo_pack"], sys.modules["dpo_pack.train"]
-        exec(code, {})
-
-    in_forks([as_in_a_new_process])
-    assert callable(train_module)
 
 
 def test_a_name_that_the_package_lacks_is_an_error_of_python() -> None:

@@ -18,7 +18,7 @@ from dpo_pack.commands import sample
 from dpo_pack.commands.sample import sample_models
 from dpo_pack.run.samples import read_samples
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 

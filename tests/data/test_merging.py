@@ -31,9 +31,9 @@ from dpo_pack.model.layout import Group, layout_row
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
 from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.run.batches import offline_source, trained_pair_sizes
-from dpo_pack.run.prepare import prepare, prepare_data, prepare_tokenizer
-from dpo_pack.train import train
+from dpo_pack.run.plans import offline_source, trained_pair_sizes
+from dpo_pack.run.setup import prepare, prepare_data, prepare_tokenizer
+from dpo_pack.trainer import train
 from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.throughput import Meter
 

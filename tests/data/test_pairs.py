@@ -31,8 +31,8 @@ from dpo_pack.data.splits import DataSplits, split_by_prompt
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.recipe.types import Problem
-from dpo_pack.run import prepare
-from dpo_pack.run.prepare import prepare_data
+from dpo_pack.run import setup
+from dpo_pack.run.setup import prepare_data
 from dpo_pack.system.errors import CacheError, DataError, DpoPackError, RecipeError
 
 TOKENIZER = tiny_tokenizer()
@@ -586,7 +586,7 @@ def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_ou
     for _ in range(2):  # the second start reads the cache
         splits = prepare_data(recipe, TOKENIZER, console)
         assert isinstance(console.file, io.StringIO) and "not read" not in console.file.getvalue()
-        prepare.print_columns_not_read(splits, console)  # training does
+        setup.print_columns_not_read(splits, console)  # training does
         printed = console.file.getvalue().splitlines()
         assert printed[1:] == [
             "  a: 3 rows read, left out: 1 empty_completion",
@@ -797,7 +797,7 @@ def test_a_split_that_is_not_by_prompt_is_said(tmp_path: Path) -> None:
     held_out: dict[str, Any] = {"eval": {"fraction": 0.1}}
     for settings, said in ((held_out, True), ({}, False)):
         console = Console(file=io.StringIO(), width=300)
-        prepare._print_notes(load(tmp_path, path, **settings), console)
+        setup._print_notes(load(tmp_path, path, **settings), console, "assistant")
         printed = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("no column has the prompts: pairs with the same first 2 characters" in printed) == said
 

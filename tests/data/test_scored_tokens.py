@@ -20,7 +20,7 @@ from dpo_pack.data.store import write_store
 from dpo_pack.data.view import view_source
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
-from dpo_pack.run.prepare import prepare_data
+from dpo_pack.run.setup import prepare_data
 from dpo_pack.system.errors import DataError
 
 ROW: dict[str, Any] = {"prompt_ids": [5, 6], "chosen_ids": [7, 8, 9, 2], "rejected_ids": [7, 10, 2]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import exp, log
 from typing import Any
 
@@ -233,6 +233,14 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         self.read.add(name)
         return getattr(self.value, name)
+
+
+def test_each_loss_and_each_option_is_in_all_tables() -> None:
+    """A forgotten line is named: the function's table, LOSS_DECLARATIONS, LossRecipe or LossOptions."""
+    options = {option for declared in LOSS_DECLARATIONS.values() for option in declared.options}
+    assert LOSSES.keys() == LOSS_DECLARATIONS.keys(), "losses/*.py and recipe/loss.py"
+    assert options <= LossRecipe().options.keys(), "add it to LossRecipe in recipe/loss.py"
+    assert options <= {field.name for field in fields(LossOptions)}, "add it to losses/objective.py"
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -16,7 +16,7 @@ from support.tiny_models import VOCABULARY, tiny_model
 from support.tiny_run import tiny_run
 from torch.optim import AdamW
 
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
@@ -25,7 +25,7 @@ from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 from dpo_pack.training.optim import build_optimizer
 
 # peft reads an attribute that transformers has renamed.
@@ -75,7 +75,7 @@ def test_an_interrupted_run_in_bfloat16_goes_on_bitwise(
     straight: Path, recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of updates that no parameter shows yet: the masters' low halves are part of the checkpoint."""
-    one_step = train_module.train_step
+    one_step = train_module.Trainer.train_step
 
     def step_then_signal(session: Any, batch: Any) -> Any:
         outcome = one_step(session, batch)
@@ -83,10 +83,10 @@ def test_an_interrupted_run_in_bfloat16_goes_on_bitwise(
             signal.raise_signal(signal.SIGTERM)
         return outcome
 
-    monkeypatch.setattr(train_module, "train_step", step_then_signal)
+    monkeypatch.setattr(train_module.Trainer, "train_step", step_then_signal)
     with pytest.raises(Interrupted):
         run_of(recipe_path, tmp_path / "run", "model.dtype=bfloat16")
-    monkeypatch.setattr(train_module, "train_step", one_step)
+    monkeypatch.setattr(train_module.Trainer, "train_step", one_step)
     run_of(recipe_path, tmp_path / "run", "model.dtype=bfloat16")
     assert losses(tmp_path / "run", "train") == losses(straight, "train")
     ours, theirs = weights(tmp_path / "run"), weights(straight)

@@ -27,7 +27,7 @@ from torch._dynamo.utils import counters
 import dpo_pack.model.loading as loading
 import dpo_pack.model.speed as speed
 import dpo_pack.run.models as recipe_models
-import dpo_pack.run.reference_stage as prepare_reference
+import dpo_pack.run.reference_pass as prepare_reference
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.attention import register_attention
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
@@ -41,7 +41,7 @@ from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.fill import fill_cache
 from dpo_pack.run.models import load_and_prove, resolve_policy
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # torch hides this one of its own from people, and not from a filter that makes warnings errors.

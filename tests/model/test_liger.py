@@ -30,7 +30,7 @@ from dpo_pack.model.speed import apply_liger, check_kernels, stock_layers
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import check_environment, load_recipe
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -22,7 +22,7 @@ from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import load_weights, resolve_policy
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -17,9 +17,9 @@ from dpo_pack.model.parallel import Strategy
 from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.packing.flops import pair_flops
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.batches import plan_settings, row_builder
 from dpo_pack.run.models import resolve_policy
-from dpo_pack.run.prepare import prepare
+from dpo_pack.run.plans import plan_settings, row_builder
+from dpo_pack.run.setup import prepare
 from dpo_pack.run.strategy import choose_strategy
 from dpo_pack.system import ranks
 from dpo_pack.training.batches import GlobalBatch

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD_OUT_PROMPTS = 150

@@ -31,7 +31,7 @@ from dpo_pack.online.judges import LlmJudge
 from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.interrupts import Interrupted, interruptible
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 SAMPLING = SamplingSettings(completions_per_prompt=3, max_new_tokens=12, top_k=9, min_p=0.1, stop=("END",))
 SOONER = 25.0  # seconds; whatever stalls or pauses here takes longer: only who waits for it is later

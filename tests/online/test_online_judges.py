@@ -31,8 +31,8 @@ from dpo_pack.online.reward_model import (
     prove_reward_model,
     without_padding,
 )
-from dpo_pack.run.online import build_judge
-from dpo_pack.run.prepare import prepare, prepare_prompts
+from dpo_pack.run.rollouts import build_judge
+from dpo_pack.run.setup import prepare
 from dpo_pack.system.errors import ModelError, RunError
 from dpo_pack.system.imports import load_function
 
@@ -222,7 +222,7 @@ def test_each_judge_of_a_recipe_is_one_of_its_type_with_its_weight(tmp_path: Pat
         {"type": "llm", "endpoint": server, "weight": 0.5},
     ]
     recipe = online_recipe(tmp_path / "assets", tmp_path / "run", judges=judges)
-    combined = build_judge(prepare(recipe, Console(quiet=True), prepare_prompts))
+    combined = build_judge(prepare(recipe, Console(quiet=True), takes_prompts=True))
     assert isinstance(combined, WeightedJudges)
     kinds = [(type(judge), weight) for judge, weight in combined.judges]
     assert kinds == [(FunctionJudge, 1.0), (RewardModelJudge, 2.0), (LlmJudge, 0.5)]

@@ -19,13 +19,13 @@ from support.tiny_recipe import message_of
 from support.two_ranks import run_on_ranks
 
 import dpo_pack.run.strategy as strategies
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.model.parallel import Strategy
 from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import resolve_policy
 from dpo_pack.system import ranks
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 Settings = tuple[tuple[str, ...], dict[str, Any]]  # overrides, keys of `online`
 
@@ -71,18 +71,19 @@ def _train_and_die(directory: Path, runs: dict[str, Settings]) -> None:
     """The runs, and once more the first one, which is left after step 5 with a checkpoint of step 4."""
     _train(directory, runs)
     name, settings = next(iter(runs.items()))
-    one_step = train_module.train_step
+    trainer_class: Any = train_module.Trainer
+    one_step = trainer_class.train_step
 
-    def die(learner: Any, batch: Any) -> Any:
-        if learner.state.step == 5:
+    def die(trainer: Any, batch: Any) -> Any:
+        if trainer.state.step == 5:
             raise KeyboardInterrupt("as good as kill -9: nothing is saved on the way out")
-        return one_step(learner, batch)
+        return one_step(trainer, batch)
 
     recipe = recipe_of(directory, "dead", settings, "checkpoint.every_steps=2")
-    train_module.train_step = die
+    trainer_class.train_step = die
     with pytest.raises(KeyboardInterrupt):
         train(recipe, Console(quiet=True))
-    train_module.train_step = one_step
+    trainer_class.train_step = one_step
     ranks.wait_for_all()
     train(recipe, Console(quiet=True))
 

@@ -19,14 +19,14 @@ from support.tiny_online import online_recipe
 from support.tiny_run import NUM_PAIRS, write_rows
 from support.whole_runs import at_step
 
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.online import phases
 from dpo_pack.online.interface import Draw
 from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.run.evaluation import evaluate_models
+from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 QUEUED = {"pairing": {"type": "all_pairs"}, "rollouts_per_update": 5, "completions_per_prompt": 3}
 
@@ -166,17 +166,17 @@ def test_a_killed_run_makes_the_phases_after_its_checkpoint_anew(
 ) -> None:
     held_out = f"data.eval={assets}/heldout.jsonl"
     recipe = online_recipe(assets, tmp_path / "run", held_out, "checkpoint.every_steps=2", **QUEUED)
-    one_step = train_module.train_step
+    one_step = train_module.Trainer.train_step
 
     def die(session: Any, batch: Any) -> Any:
         if session.state.step == 5:
             raise KeyboardInterrupt("as good as kill -9: nothing is saved on the way out")
         return one_step(session, batch)
 
-    monkeypatch.setattr(train_module, "train_step", die)
+    monkeypatch.setattr(train_module.Trainer, "train_step", die)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, console)
-    monkeypatch.setattr(train_module, "train_step", one_step)
+    monkeypatch.setattr(train_module.Trainer, "train_step", one_step)
     half_written = tmp_path / "run" / "rollouts.parquet" / ".part-000009.parquet.0123abcd.tmp"
     half_written.touch()
     train(recipe, console)
@@ -190,7 +190,7 @@ def test_a_run_that_goes_on_forgets_rollouts_of_steps_it_has_not_taken_yet(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = online_recipe(assets, tmp_path / "run", "checkpoint.every_steps=2")
-    one_step = train_module.train_step
+    one_step = train_module.Trainer.train_step
     dies_at, stops_at = 5, 3
 
     def die(session: Any, batch: Any) -> Any:
@@ -204,12 +204,12 @@ def test_a_run_that_goes_on_forgets_rollouts_of_steps_it_has_not_taken_yet(
             signal.raise_signal(signal.SIGTERM)
         return outcome
 
-    monkeypatch.setattr(train_module, "train_step", die)
+    monkeypatch.setattr(train_module.Trainer, "train_step", die)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, console)
     assert max(row["step"] for row in rollouts(tmp_path / "run")) > stops_at
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
-    monkeypatch.setattr(train_module, "train_step", stop)
+    monkeypatch.setattr(train_module.Trainer, "train_step", stop)
     with pytest.raises(Interrupted):
         train(
             recipe.model_copy(

@@ -22,7 +22,7 @@ from test_online_generation import draws, loaded
 from test_online_runs import lines, rollouts
 
 import dpo_pack.online.vllm_generator as vllm_generator
-import dpo_pack.run.online as build
+import dpo_pack.run.rollouts as build
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.interface import Completion, Failure
 from dpo_pack.online.sampling import SamplingSettings, completion_seed
@@ -30,7 +30,7 @@ from dpo_pack.online.vllm_generator import VllmGenerator, check_installed, prove
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.recipe.machine import check_environment
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 # peft reads an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -365,7 +365,7 @@ def test_runs_that_cannot_be_are_refused_before_the_policy_is_loaded(
     fake: type[fake_vllm.LLM], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = online_recipe(tmp_path / "assets", tmp_path / "run", "online.generator.type=vllm")
-    monkeypatch.setattr("dpo_pack.run.session.load_policy", lambda prepared: pytest.fail("loaded"))
+    monkeypatch.setattr("dpo_pack.trainer.load_policy", lambda prepared: pytest.fail("loaded"))
     with monkeypatch.context() as patch:
         patch.setattr("dpo_pack.online.vllm_generator._installed", lambda: ("vllm", "0.32.0"))
         assert "is built for cuda" in refusal(recipe, console)
@@ -375,7 +375,7 @@ def test_runs_that_cannot_be_are_refused_before_the_policy_is_loaded(
         patch.setattr("dpo_pack.run.models.ModelFacts.quantization", quantised)
         assert "vllm cannot take quantised weights" in refusal(recipe, console)
     with monkeypatch.context() as patch:
-        patch.setattr("dpo_pack.run.online.ranks.num_ranks", lambda: 2)
+        patch.setattr("dpo_pack.run.rollouts.ranks.num_ranks", lambda: 2)
         told = "vllm answers in one process, and this run has 2; set distributed.num_processes: 1"
         with pytest.raises(RecipeError, match=told):
             build.check_generator(prepared_of(recipe, console))
@@ -389,4 +389,4 @@ def refusal(recipe: Any, console: Console) -> str:
 
 
 def prepared_of(recipe: Any, console: Console) -> Any:
-    return type("Prepared", (), {"recipe": recipe, "console": console, "device": CPU})()
+    return type("Setup", (), {"recipe": recipe, "console": console, "device": CPU})()

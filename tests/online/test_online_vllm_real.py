@@ -38,7 +38,7 @@ from dpo_pack.online.vllm_generator import (
 )
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.system.errors import ModelError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),

@@ -421,7 +421,7 @@ def lengths_like_hh() -> PairLengths:
 def real_lengths(shared_dir: Path, cache_dir: Path) -> PairLengths:
     """Lengths of HH-RLHF harmless-base test under the conformance model's tokenizer."""
     from dpo_pack.data.store import pair_lengths
-    from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
+    from dpo_pack.run.setup import prepare_data, prepare_tokenizer
 
     recipe = parse_recipe(
         {

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.tiny_recipe import load
 
+from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.fill import largest_token_budget, remember_budget, remembered_budget
-from dpo_pack.run.prepare import reference_token_budget
+from dpo_pack.run.setup import Setup
 
 
 @pytest.mark.parametrize(
@@ -48,9 +50,13 @@ def test_a_budget_is_remembered_beside_others_and_damage_forgets(tmp_path: Path)
         assert remembered_budget(memo, "a") is None
 
 
+def budget(recipe: Recipe, device: torch.device) -> int:
+    return Setup.reference_token_budget.fget(SimpleNamespace(recipe=recipe, device=device))  # type: ignore[attr-defined, no-any-return]
+
+
 def test_on_cpu_auto_is_a_constant_and_a_number_is_taken_as_it_is() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert reference_token_budget(load("packing.token_budget=99999"), cpu) == 4096
-    assert reference_token_budget(load("packing.token_budget=1000"), cuda) == 4000  # where the search begins
+    assert budget(load("packing.token_budget=99999"), cpu) == 4096
+    assert budget(load("packing.token_budget=1000"), cuda) == 4000  # where the search begins
     for device in (cpu, cuda):
-        assert reference_token_budget(load("reference.token_budget=777"), device) == 777
+        assert budget(load("reference.token_budget=777"), device) == 777

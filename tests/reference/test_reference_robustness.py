@@ -23,8 +23,8 @@ from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reference.parts import sequence_table
-from dpo_pack.run.prepare import prepare
-from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.setup import prepare
 from dpo_pack.system.console import make_console
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -109,8 +109,8 @@ os.environ["ACCELERATE_USE_CPU"] = "true"
 accelerator = Accelerator(cpu=True)
 assert accelerator.num_processes == 2 and dist.get_backend() == "gloo"
 from dpo_pack.system.console import make_console
-from dpo_pack.run.prepare import prepare
-from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.run.setup import prepare
+from dpo_pack.run.reference_pass import prepare_reference
 from dpo_pack.recipe.load import load_recipe
 from pathlib import Path
 prepared = prepare(load_recipe(Path(sys.argv[1]), ["reference.token_budget=100"]), make_console(quiet=True))
@@ -155,8 +155,8 @@ import torch
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
 from dpo_pack.system.console import make_console
-from dpo_pack.run.prepare import prepare
-from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.run.setup import prepare
+from dpo_pack.run.reference_pass import prepare_reference
 from dpo_pack.reference.compute import release_memory
 from dpo_pack.recipe.load import load_recipe
 

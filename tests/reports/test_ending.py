@@ -16,7 +16,7 @@ from dpo_pack.reports.ending import print_ending
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.samples import read_samples
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 from dpo_pack.training.health import Health, RunFacts
 
 

@@ -11,8 +11,7 @@ from support.whole_runs import text
 
 from dpo_pack.reports.evaluation_tables import BREAKDOWNS, render_comparisons, render_results
 from dpo_pack.reports.tables import Cells, terminal_table
-from dpo_pack.run.evaluation import Comparison
-from dpo_pack.training.held_out import HeldOutResult, PairTraits, compare_results, means_by_group
+from dpo_pack.training.held_out import Comparison, HeldOutResult, PairTraits, compare_results, means_by_group
 
 
 def result(*margins: float) -> HeldOutResult:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.run_files import disagreements, read_run
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_PAIRS, NUM_FLIPPED = 2000, 400  # so 20 of any hundred pairs

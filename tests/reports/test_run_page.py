@@ -31,7 +31,7 @@ from dpo_pack.reports.pages import run_page, write_run_page
 from dpo_pack.reports.run_curves import thinned
 from dpo_pack.reports.run_files import disagreements, read_run
 from dpo_pack.system.errors import RunError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 WARNING = "both rewards are falling. Lower optim.lr"
 METRICS = (

@@ -28,7 +28,7 @@ from dpo_pack.commands.launch import on_every_rank, wanted_processes
 from dpo_pack.model import parallel
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.prepare import prepare
+from dpo_pack.run.setup import prepare
 from dpo_pack.system.errors import RecipeError
 
 # What `accelerate config` writes, with its defaults, for one process on the CPU and for two with devices.

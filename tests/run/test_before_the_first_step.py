@@ -17,22 +17,22 @@ from transformers import AutoModelForCausalLM
 
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.batches import offline_source
-from dpo_pack.run.describe import describe_run
-from dpo_pack.run.prepare import Prepared, check_data, load_policy, longest_sequence, prepare
-from dpo_pack.run.reference_stage import prepare_reference
-from dpo_pack.run.saving import run_identity
+from dpo_pack.run.checkpoint import run_identity
+from dpo_pack.run.log import describe_run
+from dpo_pack.run.plans import offline_source
+from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.setup import Setup, check_data, load_policy, longest_sequence, prepare
 from dpo_pack.system.console import format_count, keep_log, make_console
 from dpo_pack.system.errors import CacheError, UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
-def begun(assets: Path) -> tuple[Prepared, LoadedModel]:
+def begun(assets: Path) -> tuple[Setup, LoadedModel]:
     prepared = prepare(load_recipe(assets / "recipe.yaml"), Console(quiet=True))
     return prepared, load_policy(prepared)
 
 
-def test_the_size_of_the_policy_is_told(begun: tuple[Prepared, LoadedModel], console: Console) -> None:
+def test_the_size_of_the_policy_is_told(begun: tuple[Setup, LoadedModel], console: Console) -> None:
     prepared, policy = begun
     describe_run(replace(prepared, console=console), policy, None, num_steps=3)
     model = AutoModelForCausalLM.from_pretrained(prepared.recipe.model.path)
@@ -44,7 +44,7 @@ def test_the_size_of_the_policy_is_told(begun: tuple[Prepared, LoadedModel], con
 def test_on_a_gpu_the_reason_for_the_attention_backend_is_printed_and_elsewhere_it_is_in_the_log(
     device: str,
     is_printed: bool,
-    begun: tuple[Prepared, LoadedModel],
+    begun: tuple[Setup, LoadedModel],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -61,7 +61,7 @@ def test_on_a_gpu_the_reason_for_the_attention_backend_is_printed_and_elsewhere_
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_checkpoints_of_an_adapter_belong_to_its_base_and_those_of_a_whole_model_to_no_weights(
-    begun: tuple[Prepared, LoadedModel], assets: Path
+    begun: tuple[Setup, LoadedModel], assets: Path
 ) -> None:
     adapted = prepare(load_recipe(assets / "recipe.yaml", ["model.lora={r: 2}"]), Console(quiet=True))
     for prepared, policy in (begun, (adapted, load_policy(adapted))):
@@ -73,7 +73,7 @@ def test_checkpoints_of_an_adapter_belong_to_its_base_and_those_of_a_whole_model
 
 
 def test_a_cache_that_cannot_be_written_ends_a_run_before_a_log_prob_is_computed(
-    begun: tuple[Prepared, LoadedModel], assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begun: tuple[Setup, LoadedModel], assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(assets / "recipe.yaml", [f"reference.cache_dir={tmp_path}"])
     prepared = prepare(recipe, Console(quiet=True))

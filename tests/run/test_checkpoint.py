@@ -23,22 +23,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.optim import Adafactor
 
-import dpo_pack.run.checkpoint.directory as checkpoint_dir
-import dpo_pack.run.checkpoint.state as checkpoint_state
-import dpo_pack.run.checkpoint.writer as checkpoint_writer
+import dpo_pack.run.checkpoint as checkpoint_state
+import dpo_pack.run.checkpoint_files as checkpoint_dir
+import dpo_pack.run.checkpoint_files as checkpoint_writer
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.run.checkpoint.directory import checkpoints, drop_later_checkpoints, find_damage
-from dpo_pack.run.checkpoint.state import (
-    Identity,
-    Place,
-    TrainState,
-    checkpoint_content,
-    load_checkpoint,
-    load_policy,
+from dpo_pack.run.checkpoint import checkpoint_content, load_checkpoint, load_trained
+from dpo_pack.run.checkpoint_files import (
+    CheckpointContent,
+    CheckpointWriter,
+    checkpoints,
+    drop_later_checkpoints,
+    find_damage,
 )
-from dpo_pack.run.checkpoint.writer import CheckpointContent, CheckpointWriter
 from dpo_pack.run.run_dir import damage_of
-from dpo_pack.run.selection import Standing
+from dpo_pack.run.state import Identity, Place, Standing, TrainState
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.seeding import seed_everything, seed_step
@@ -95,13 +93,13 @@ def new_state(
     else:
         optimizer = SplitAdamW(policy.parameters(), **settings)
     scheduler = learning_rate_schedule(optimizer, "cosine", num_steps=10, warmup_steps=2, min_lr_ratio=0.0)
-    return TrainState(policy=policy, optimizer=optimizer, scheduler=scheduler, source=EmptySource())
+    return TrainState(scorer=policy, optimizer=optimizer, scheduler=scheduler, source=EmptySource())
 
 
 def take_step(state: TrainState) -> None:
     """A step whose gradients are drawn."""
     seed_step(7, step=state.step, rank=0)
-    for parameter in state.policy.parameters():
+    for parameter in state.scorer.parameters():
         parameter.grad = torch.randn_like(parameter)
     state.optimizer.step()
     state.scheduler.step()
@@ -147,7 +145,7 @@ def tensors(state: TrainState) -> dict[str, Tensor]:
         for number, values in state.optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }
-    return {**state.policy.state_dict(), **moments}
+    return {**state.scorer.state_dict(), **moments}
 
 
 def assert_same(one: TrainState, other: TrainState) -> None:
@@ -201,13 +199,13 @@ def test_parameters_that_never_had_a_gradient_have_no_optimizer_state_before_or_
 ) -> None:
     """Not even a checkpoint before the first update changes what the optimizer keeps."""
     never_updated, partly_updated = state_at(0, **settings), state_at(0, **settings)
-    for parameter in list(partly_updated.policy.parameters())[2:]:
+    for parameter in list(partly_updated.scorer.parameters())[2:]:
         parameter.grad = torch.ones_like(parameter)
     partly_updated.optimizer.step()
     for state, name in ((never_updated, "never"), (partly_updated, "partly")):
         before = len(state.optimizer.state)
         path = save(tmp_path / name, state)
-        assert len(state.optimizer.state) == before < len(list(state.policy.parameters()))
+        assert len(state.optimizer.state) == before < len(list(state.scorer.parameters()))
         resumed = new_state(seed=1, **settings)
         load(path, resumed)
         assert_same(resumed, state)
@@ -245,7 +243,7 @@ class EightBitSGD(torch.optim.Optimizer):
 def test_an_8_bit_optimizer_s_codes_scales_and_numbers_are_what_they_were(tmp_path: Path) -> None:
     straight, resumed = new_state(), new_state(seed=1)
     for state in (straight, resumed):
-        state.optimizer = EightBitSGD(state.policy.parameters())
+        state.optimizer = EightBitSGD(state.scorer.parameters())
         state.scheduler = learning_rate_schedule(
             state.optimizer, "constant", num_steps=10, warmup_steps=0, min_lr_ratio=0.0
         )
@@ -276,12 +274,12 @@ def test_a_checkpoint_of_an_earlier_format_is_refused(
 def test_gradients_that_are_kept_as_views_are_the_same_after_loading(tmp_path: Path) -> None:
     """DDP's are where it reduces them."""
     straight, resumed = state_at(2), new_state(seed=1)
-    gradients = [torch.zeros_like(parameter) for parameter in resumed.policy.parameters()]
-    for parameter, gradient in zip(resumed.policy.parameters(), gradients, strict=True):
+    gradients = [torch.zeros_like(parameter) for parameter in resumed.scorer.parameters()]
+    for parameter, gradient in zip(resumed.scorer.parameters(), gradients, strict=True):
         parameter.grad = gradient
     load(save(tmp_path, straight), resumed)
     assert_same(resumed, straight)
-    for parameter, gradient in zip(resumed.policy.parameters(), gradients, strict=True):
+    for parameter, gradient in zip(resumed.scorer.parameters(), gradients, strict=True):
         assert parameter.grad is gradient and not gradient.any()
 
 
@@ -289,12 +287,12 @@ def test_frozen_weights_are_not_saved_and_tied_ones_once(tmp_path: Path) -> None
     state = new_state(tied=True)
     path = save(tmp_path, state)
     names = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
-    assert sorted(names) == sorted(f"policy.{name}" for name, _ in state.policy.named_parameters())
-    for name, parameter in state.policy.named_parameters():
+    assert sorted(names) == sorted(f"policy.{name}" for name, _ in state.scorer.named_parameters())
+    for name, parameter in state.scorer.named_parameters():
         parameter.requires_grad_(name.endswith("norm.weight"))  # the tied weights are frozen
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     state.optimizer = build_optimizer(
-        "adamw", state.policy, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+        "adamw", state.scorer, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
     state.optimizer.step()
     names = FileSystemReader(save(tmp_path, state) / "tensors").read_metadata().state_dict_metadata
@@ -303,9 +301,9 @@ def test_frozen_weights_are_not_saved_and_tied_ones_once(tmp_path: Path) -> None
 
 def test_the_weights_alone_can_be_had_too(tmp_path: Path) -> None:
     best, later = state_at(2), state_at(4)
-    assert load_policy(save(tmp_path, best), later.policy) == best.evaluation
-    for name, weights in best.policy.state_dict().items():
-        assert torch.equal(weights, later.policy.state_dict()[name])
+    assert load_trained(save(tmp_path, best), later.scorer) == best.evaluation
+    for name, weights in best.scorer.state_dict().items():
+        assert torch.equal(weights, later.scorer.state_dict()[name])
     assert tensors(later)["0 step"] == 4
 
 
@@ -687,7 +685,7 @@ def test_what_was_best_by_another_measure_is_forgotten(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, state_at(1))
     state = new_state()
-    state.policy.model.register_parameter("more", nn.Parameter(torch.zeros(1)))
+    state.scorer.model.register_parameter("more", nn.Parameter(torch.zeros(1)))
     assert "other parameters" in one_line(lambda: load(path, state))
 
 

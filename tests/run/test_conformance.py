@@ -28,8 +28,8 @@ from support.plain_loop import COARSE_CASES, plain_loop
 
 from dpo_pack.recipe.load import load_recipe, parse_recipe
 from dpo_pack.recipe.peers.translate import translate
-from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
-from dpo_pack.train import train
+from dpo_pack.run.setup import prepare_data, prepare_tokenizer
+from dpo_pack.trainer import train
 
 
 def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from support.release import RELEASE, STEPS, STEPS_DONE, losses, release_cache, r
 from support.whole_runs import text
 
 from dpo_pack.system.errors import DpoPackError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 EXPECTED: dict[str, Any] = json.loads((RELEASE / "expected.json").read_text(encoding="utf-8"))
 REMAKE = "these files are of this very release: read them, or run scripts/make_golden_values.py --release"

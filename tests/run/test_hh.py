@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.system.errors import DataError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 
 def make_recipe(shared_dir: Path, output_dir: Path, *overrides: str) -> Recipe:

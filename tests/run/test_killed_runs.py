@@ -21,7 +21,7 @@ import pytest
 from support.tiny_run import tiny_run
 from support.whole_runs import OVERRIDES, assert_same_run
 
-from dpo_pack.run.checkpoint.directory import checkpoints, find_damage
+from dpo_pack.run.checkpoint_files import checkpoints, find_damage
 
 TESTS = Path(__file__).resolve().parents[1]
 

@@ -24,17 +24,17 @@ from transformers import AutoModelForCausalLM
 
 import dpo_pack.model.loading as loading
 import dpo_pack.run.models as recipe_models
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.recipe.machine import check_environment
-from dpo_pack.run.evaluation import evaluate_models
-from dpo_pack.run.prepare import load_policy, prepare
-from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.run.evaluate import evaluate_models
+from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.setup import load_policy, prepare
 from dpo_pack.system.errors import ModelError, RecipeError, RunError
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 # peft reads an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -141,7 +141,7 @@ def test_a_policy_that_is_not_its_reference_is_caught_before_the_first_step(
                 torch.nn.init.constant_(parameter, 0.05)
         return loaded
 
-    monkeypatch.setattr("dpo_pack.run.session.load_policy", moved)
+    monkeypatch.setattr("dpo_pack.trainer.load_policy", moved)
     with pytest.raises(RunError, match="the policy at step 0 is not its cached reference"):
         train(recipe_in(assets, LORA, at(tmp_path / "run")), Console(quiet=True))
 
@@ -172,7 +172,7 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
     lora = f"model.lora={{r: 4, alpha: 8, dropout: {dropout}}}"
     recipes = [recipe_in(copy, lora, at(tmp_path / name)) for name in ("straight", "stopped")]
     train(recipes[0], Console(quiet=True))
-    one_step = train_module.train_step
+    one_step = train_module.Trainer.train_step
 
     def step_then_signal(session: Any, batch: Any) -> Any:
         outcome = one_step(session, batch)
@@ -180,10 +180,10 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
             signal.raise_signal(signal.SIGTERM)
         return outcome
 
-    monkeypatch.setattr(train_module, "train_step", step_then_signal)
+    monkeypatch.setattr(train_module.Trainer, "train_step", step_then_signal)
     with pytest.raises(Interrupted):
         train(recipes[1], Console(quiet=True))
-    monkeypatch.setattr(train_module, "train_step", one_step)
+    monkeypatch.setattr(train_module.Trainer, "train_step", one_step)
     train(recipes[1], Console(quiet=True))
     assert timeless(tmp_path / "straight") == timeless(tmp_path / "stopped")
     ours, theirs = adapter_weights(tmp_path / "straight"), adapter_weights(tmp_path / "stopped")
@@ -200,7 +200,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_knows_its_base(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train_module, "finish", killed)
+        patch.setattr(train_module.Trainer, "finish", killed)
         train(recipe, Console(quiet=True))
     newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     saved = FileSystemReader(newest / "tensors").read_metadata().state_dict_metadata

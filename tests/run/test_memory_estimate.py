@@ -29,7 +29,6 @@ import dpo_pack.run.memory.report as memory_report
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.batches import offline_source
 from dpo_pack.run.memory.estimate import (
     GIB,
     MemoryFacts,
@@ -42,11 +41,12 @@ from dpo_pack.run.memory.estimate import (
     training_bytes,
 )
 from dpo_pack.run.memory.report import advice, available_memory, format_bytes, largest_row
-from dpo_pack.run.prepare import prepare, prepare_prompts, recipe_objective
+from dpo_pack.run.plans import offline_source
+from dpo_pack.run.setup import prepare, recipe_objective
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.memory import AvailableMemory
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 from dpo_pack.training.optim import build_optimizer
 
 # peft reads an attribute that transformers has renamed.
@@ -495,7 +495,7 @@ def test_an_online_run_whose_policy_answers_is_not_sharded_nor_adapted_with_an_o
     tmp_path: Path, eight_billion: MemoryShape
 ) -> None:
     recipe = online_recipe(tmp_path / "assets", tmp_path / "run", offload_reference=True)
-    prepared = prepare(recipe, Console(quiet=True), prepare_prompts)
+    prepared = prepare(recipe, Console(quiet=True), takes_prompts=True)
     facts, longest_pair = memory_report.memory_facts(prepared, recipe_objective(recipe), None)
     assert facts.row.scored == facts.row.tokens >= longest_pair
     found = advised(recipe, eight_billion)

@@ -27,13 +27,13 @@ from dpo_pack.commands.main import app
 from dpo_pack.commands.merge import merge_adapter
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run import push as push_module
+from dpo_pack.run.checkpoint import Saver
 from dpo_pack.run.push import push
-from dpo_pack.run.saving import Saver
 from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import read_json, write_json_atomically
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 pytestmark = [
     # peft reads an attribute that transformers has renamed.

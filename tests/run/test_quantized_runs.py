@@ -26,14 +26,14 @@ from dpo_pack.model.quantize import Quantization, check_quantizable, compute_res
 from dpo_pack.model.shape import without_weights
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.recipe.machine import check_environment
-from dpo_pack.run.describe import describe_run
-from dpo_pack.run.evaluation import evaluate_models
+from dpo_pack.run.evaluate import evaluate_models
+from dpo_pack.run.log import describe_run
 from dpo_pack.run.models import load_and_prove, new_adapter
-from dpo_pack.run.prepare import load_policy, prepare
+from dpo_pack.run.setup import load_policy, prepare
 from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import ModelError, RecipeError, UnsupportedModelError
 from dpo_pack.system.files import read_json
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 pytest.importorskip("bitsandbytes", reason="model.quantize needs bitsandbytes")
 # peft reads an attribute that transformers has renamed.
@@ -153,8 +153,8 @@ def test_a_quantised_base_is_a_reference_of_its_own(assets: Path, tmp_path: Path
 def test_a_stopped_run_on_a_quantised_base_goes_on_bitwise(assets: Path, tmp_path: Path) -> None:
     recipe = recipe_in(assets, LORA, NF4, f"output_dir={tmp_path / 'run'}", "checkpoint.every_steps=2")
 
-    def stop(learner: Any) -> None:
-        if learner.state.step == 3:
+    def stop(trainer: Any) -> None:
+        if trainer.state.step == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -17,15 +17,15 @@ from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.model import loading
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.batches import inspect_recipe
-from dpo_pack.run.evaluation import evaluate_models
-from dpo_pack.run.prepare import prepare
-from dpo_pack.run.reference_stage import prepare_reference
-from dpo_pack.train import train
+from dpo_pack.run.evaluate import evaluate_models
+from dpo_pack.run.plans import inspect_recipe
+from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.setup import prepare
+from dpo_pack.trainer import train
 
 
 @dataclass(slots=True)
@@ -78,8 +78,8 @@ def recipe_path(tmp_path: Path) -> Path:
 
 def start(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything up to the first step, as `dpopack train` does it."""
-    monkeypatch.setattr(train_module, "run_steps", lambda *_: None)
-    monkeypatch.setattr(train_module, "finish", lambda session: None)
+    monkeypatch.setattr(train_module.Trainer, "run_steps", lambda *_: None)
+    monkeypatch.setattr(train_module.Trainer, "finish", lambda session: None)
     train(recipe, Console(quiet=True))
 
 
@@ -119,7 +119,7 @@ def test_a_run_that_goes_on_resolves_nothing_twice(
 ) -> None:
     recipe = load_recipe(recipe_path, ["checkpoint.every_steps=1"])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train_module, "finish", killed)
+        patch.setattr(train_module.Trainer, "finish", killed)
         train(recipe, Console(quiet=True))
     for counter in (calls.configs, calls.builds, calls.plans):
         counter.clear()

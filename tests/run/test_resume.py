@@ -24,13 +24,13 @@ from support.whole_runs import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.run.checkpoint.directory import checkpoints, find_damage, read_counters, write_counters
+from dpo_pack.run.checkpoint_files import checkpoints, find_damage, read_counters, write_counters
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 # Steps this long overshoot: the loss of the held-out pairs rises and falls.
 OVERSHOOTS = ("optim.lr=0.05", "optim.schedule=constant", "train.eval_every_steps=1", "loss.beta=1")
@@ -140,7 +140,7 @@ def test_a_run_killed_after_it_has_stopped_early_does_not_go_on(
     stopping = ("train.early_stopping={patience: 1}", "checkpoint.every_steps=1", "checkpoint.keep=9")
     recipe = whole_run(assets, tmp_path / "run", *OVERSHOOTS, *stopping)
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "finish", lambda session: 1 / 0)
+        patch.setattr(train_module.Trainer, "finish", lambda session: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(recipe, console)
     before = lines(tmp_path / "run")
@@ -172,7 +172,7 @@ def test_a_run_without_a_best_evaluation_has_its_last_step_saved(
     """Nothing else was, and the remedy must not cost the training."""
     run, best = tmp_path / "run", ("checkpoint.keep_best=1", "checkpoint.load_best=true")
     with monkeypatch.context() as patch:
-        patch.setattr("dpo_pack.run.evaluation.judge", lambda standing, *rest, **options: standing)
+        patch.setattr("dpo_pack.run.evaluate.judge", lambda standing, *rest, **options: standing)
         with pytest.raises(RunError, match="no evaluation gave a finite metric; with checkpoint.load_best=f"):
             train(whole_run(assets, run, *best), console)
     assert checkpoint_steps(run) == [8]

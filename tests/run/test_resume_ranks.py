@@ -17,12 +17,12 @@ from support.two_ranks import run_on_ranks
 from support.whole_runs import assert_same_run, checkpoint_steps, lines, whole_run
 
 import dpo_pack.system.interrupts as interrupts
-import dpo_pack.train as train_module
-from dpo_pack.run.checkpoint.directory import checkpoints, find_damage
+import dpo_pack.trainer as train_module
+from dpo_pack.run.checkpoint_files import checkpoints, find_damage
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RecipeError
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 # Rows of one pair each, five in a step: one rank has three of them, the other two.
 ROWS = ("packing.pairs_per_step=5", "packing.token_budget=1", "data.train.0.max_pairs=13")
@@ -51,19 +51,20 @@ def _run(directory: Path, name: str, *overrides: str) -> int:
 
 def _stopped(directory: Path, name: str, *overrides: str) -> int:
     """A run of which the last rank is asked to stop, before its second row of step 4."""
-    poll, seconds = train_module.poll_before_pass, interrupts.POLL_SECONDS
+    trainer_class: Any = train_module.Trainer
+    poll, seconds = trainer_class.poll_before_pass, interrupts.POLL_SECONDS
 
-    def with_signal(learner: Any, batch: Any, number: int) -> None:
-        if ranks.rank() == ranks.num_ranks() - 1 and learner.state.step == 3 and number == 2:
+    def with_signal(trainer: Any, batch: Any, number: int) -> None:
+        if ranks.rank() == ranks.num_ranks() - 1 and trainer.state.step == 3 and number == 2:
             signal.raise_signal(signal.SIGUSR1)
-        poll(learner, batch, number)
+        poll(trainer, batch, number)
 
-    train_module.poll_before_pass = with_signal
+    trainer_class.poll_before_pass = with_signal
     interrupts.POLL_SECONDS = 0.0  # the rows of such a run take milliseconds
     try:
         return _run(directory, name, *overrides)
     finally:
-        train_module.poll_before_pass, interrupts.POLL_SECONDS = poll, seconds
+        trainer_class.poll_before_pass, interrupts.POLL_SECONDS = poll, seconds
 
 
 def _without_space(directory: Path, name: str, *overrides: str) -> str:

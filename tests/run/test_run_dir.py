@@ -16,7 +16,7 @@ from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe, parse_recipe
 from dpo_pack.run import run_dir
 from dpo_pack.run.run_dir import RUN_DIRECTORIES, RUN_FILES, begin_run, find_run, only_run
 from dpo_pack.system.errors import RunError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 
 def recipe_in(root: Path, **data: str) -> Recipe:

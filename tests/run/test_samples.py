@@ -23,11 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.run.samples import Sample, Sampler, read_samples, sample_prompts
-from dpo_pack.run.session import Learner
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.train import train
+from dpo_pack.trainer import Trainer, train
 
 SOME = "logging.samples={num: 2, max_new_tokens: 4, every_evals: 2}"  # an evaluation after every other step
 
@@ -79,8 +78,8 @@ def test_the_model_is_set_up_for_training_again_after_samples(assets: Path, tmp_
     for name, setting in (("with", SOME), ("without", "logging.samples=null")):
         seen = modes.setdefault(name, [])
 
-        def look(learner: Learner, seen: list[Any] = seen) -> None:
-            model = learner.state.policy.model
+        def look(trainer: Trainer, seen: list[Any] = seen) -> None:
+            model = trainer.state.scorer.model
             seen.append((model.config._attn_implementation, [part.training for part in model.modules()]))
             seen.append(torch.get_rng_state().tolist())
 

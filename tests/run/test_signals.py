@@ -27,16 +27,16 @@ from support.whole_runs import (
 )
 
 import dpo_pack.online.source as online_source
-import dpo_pack.run.checkpoint.writer as checkpoint_writer
-import dpo_pack.run.evaluation as evaluate_module
+import dpo_pack.run.checkpoint_files as checkpoint_writer
+import dpo_pack.run.evaluate as evaluate_module
 import dpo_pack.system.interrupts as interrupts
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.endings import end_soon
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 TERM = signal.SIGTERM
 
@@ -179,16 +179,14 @@ def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.
     monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
     monkeypatch.setattr(ranks, "largest_numbers", lambda signum, seconds: [float(TERM), seconds])
     interruption = Interruption()
-    learner = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         interruption=interruption,
         state=SimpleNamespace(step=4),
-        seed=0,
-        clock=SimpleNamespace(lap=lambda phase: None),
+        evaluator=SimpleNamespace(ends_run=lambda state: False),
     )
-    session: Any = SimpleNamespace(learner=learner, evaluator=SimpleNamespace(ends_run=lambda state: False))
     batches: Iterator[Any] = iter(["the next step's"])
     with interruption.deferred(), pytest.raises(Interrupted):
-        train_module.next_batch(session, batches)
+        train_module.Trainer.next_batch(trainer, batches)
     assert list(batches) == ["the next step's"], "it was taken, though nobody would train on it"
 
 
@@ -309,7 +307,7 @@ def test_what_is_saved_already_is_not_saved_again(
     straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = whole_run(assets, tmp_path / "run", "checkpoint.every_steps=3")
-    step = train_module.accumulate_gradients
+    step = train_module.Trainer.accumulate_gradients
 
     def signal_in_step_4(session: Any, batch: Any, balance: Any) -> Any:
         if session.state.step == 3:
@@ -317,7 +315,7 @@ def test_what_is_saved_already_is_not_saved_again(
         return step(session, batch, balance)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "accumulate_gradients", signal_in_step_4)
+        patch.setattr(train_module.Trainer, "accumulate_gradients", signal_in_step_4)
         for _ in range(2):  # in the step after the checkpoint, then there again
             stopped(recipe, console)
     assert text(console).count("saved /") == 1 and text(console).count("step 3 is saved already") == 2

@@ -15,12 +15,12 @@ from support.marks import slow
 from support.run_files import losses, records, weights
 from support.tiny_run import write_rows
 
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.model import loading
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run import models as recipe_models
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 Make = Callable[..., Recipe]
 
@@ -75,16 +75,16 @@ def test_only_losses_that_couple_pairs_pay_for_a_second_forward(
     make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forwards: list[bool] = []
-    step = train_module.accumulate_gradients
+    step = train_module.Trainer.train_step
 
-    def counting(session: Any, batch: Any, balance: Any) -> Any:
-        hook = session.state.policy.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+    def counting(session: Any, batch: Any) -> Any:
+        hook = session.state.scorer.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
         try:
-            return step(session, batch, balance)
+            return step(session, batch)
         finally:
             hook.remove()
 
-    monkeypatch.setattr(train_module, "accumulate_gradients", counting)
+    monkeypatch.setattr(train_module.Trainer, "train_step", counting)
     one_step = ("train.max_steps=1", "data.eval=[]")
     for name, loss in (("plain", "[{type: sigmoid}, {type: sft}]"), ("coupled", "aot")):
         recipe = make(name, f"loss.type={loss}", *one_step)
@@ -100,7 +100,7 @@ def test_a_loss_without_a_reference_computes_and_keeps_none(
     name: str, make: Make, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    monkeypatch.setattr("dpo_pack.run.session.prepare_reference", lambda *_: pytest.fail("a reference pass"))
+    monkeypatch.setattr("dpo_pack.trainer.prepare_reference", lambda *_: pytest.fail("a reference pass"))
     loaded: list[str] = []
 
     def spy(path: str, **settings: Any) -> Any:
@@ -127,7 +127,7 @@ def test_a_loss_without_a_reference_resumes_bitwise(
     )
     train(straight, console)
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "finish", lambda session: 1 / 0)
+        patch.setattr(train_module.Trainer, "finish", lambda session: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(resumed, console)
     train(resumed, console)
@@ -156,7 +156,7 @@ def test_one_s_own_loss_trains_as_the_built_in_one(
 def test_a_loss_that_cannot_be_imported_is_refused_before_anything_loads(
     make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpo_pack.run.session.prepare", lambda *_: pytest.fail("data was read first"))
+    monkeypatch.setattr("dpo_pack.trainer.prepare", lambda *_: pytest.fail("data was read first"))
     with pytest.raises(RecipeError, match=r"^loss\.type: cannot import no_such_losses"):
         train(make("run", "loss.type=no_such_losses:mine"), console)
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.data.formats import FORMATS
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "scripts"

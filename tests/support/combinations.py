@@ -15,7 +15,7 @@ import torch
 import yaml
 from rich.console import Console
 
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.recipe.load import Recipe, load_recipe
 from support.pairwise import Combination, Forbidden, forbids, pairwise
 from support.plain_steps import PlainPair, plain_steps
@@ -282,13 +282,13 @@ def train_and_watch(recipe: Recipe, processes: str = "one") -> list[list[int]]:
         assert one == other
         return list(one)
     steps: list[list[int]] = []
-    accumulate = train_module.accumulate_gradients
+    accumulate = train_module.Trainer.accumulate_gradients
 
-    def watching(learner: Any, batch: Any, balance: Any) -> Any:
+    def watching(trainer: Any, batch: Any, balance: Any) -> Any:
         steps.append(sorted(int(pair) for row in batch.row_pairs for pair in row))
-        return accumulate(learner, batch, balance)
+        return accumulate(trainer, batch, balance)
 
-    with patch.object(train_module, "accumulate_gradients", watching):
+    with patch.object(train_module.Trainer, "accumulate_gradients", watching):
         train_module.train(recipe, Console(quiet=True))
     return steps
 

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.system.endings import ending_of
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 from dpo_pack.training.throughput import device_peak
 from support.file_operations import Half, Operation, Refusal, traced
 from support.tiny_run import tiny_run

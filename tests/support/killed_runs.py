@@ -28,13 +28,13 @@ import torch.distributed as dist
 from rich.console import Console
 
 import dpo_pack.online.source as online_source
-import dpo_pack.run.checkpoint.writer as checkpoint_writer
-import dpo_pack.run.reference_stage as prepare_reference
-import dpo_pack.train as train_module
+import dpo_pack.run.checkpoint as checkpoint
+import dpo_pack.run.checkpoint_files as checkpoint_writer
+import dpo_pack.run.reference_pass as prepare_reference
+import dpo_pack.trainer as train_module
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.run import saving
-from dpo_pack.run.checkpoint.directory import find_damage
-from dpo_pack.run.evaluation import Evaluator
+from dpo_pack.run.checkpoint_files import find_damage
+from dpo_pack.run.evaluate import Evaluator
 from dpo_pack.system import ranks
 from support.tiny_online import online_recipe
 from support.tiny_run import tiny_run
@@ -42,11 +42,11 @@ from support.whole_runs import lines, saved_weights, whole_run
 
 PHASES: dict[str, tuple[Any, str]] = {
     "reference": (prepare_reference, "fill_cache"),
-    "step": (train_module, "accumulate_gradients"),
+    "step": (train_module.Trainer, "accumulate_gradients"),
     "rollouts": (online_source, "run_phase"),
     "evaluation": (Evaluator, "evaluate"),
     "checkpoint": (checkpoint_writer, "_write"),
-    "export": (saving, "export_model"),
+    "export": (checkpoint, "export_model"),
 }
 SAVING = ("checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.keep_best=1")
 _TIMEOUT_SECONDS = 60.0

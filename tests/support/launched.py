@@ -32,18 +32,19 @@ def probe(recipe: Path, what: str, overrides: list[str]) -> None:
 
 def killed_train(recipe: Path, overrides: list[str]) -> None:
     """Trains; in torchrun's first attempt rank 1 is killed after step 3."""
-    import dpo_pack.train as train_module  # and with it transformers, which no other command here needs
+    import dpo_pack.trainer as train_module  # and with it transformers, which no other command here needs
 
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
-        one_step = train_module.train_step
+        trainer_class: Any = train_module.Trainer
+        one_step = trainer_class.train_step
 
-        def step_and_die(learner: Any, batch: Any) -> Any:
-            outcome = one_step(learner, batch)
-            if learner.state.step == 3:
+        def step_and_die(trainer: Any, batch: Any) -> Any:
+            outcome = one_step(trainer, batch)
+            if trainer.state.step == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             return outcome
 
-        train_module.train_step = step_and_die
+        trainer_class.train_step = step_and_die
     cli.train(recipe, overrides)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 from support.family_errors import packs
 from support.run_files import records
 from support.tiny_models import tiny_config, tiny_model

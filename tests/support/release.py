@@ -20,9 +20,9 @@ from rich.console import Console
 import dpo_pack
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
+from dpo_pack.run.setup import prepare_data, prepare_tokenizer
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 from support.reference_pairs import all_sums
 from support.tiny_models import tiny_model
 from support.tiny_run import write_rows

@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.session import Learner
+from dpo_pack.trainer import Trainer
 
 OVERRIDES = ("packing.pairs_per_step=4", "train.epochs=2", "train.eval_every_steps=2")
 _TIMES = ("seconds", "mfu", "tokens_per_second", "pairs_per_second")
@@ -61,11 +61,11 @@ def text(console: Console) -> str:
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
-def at_step(step: int, action: Callable[[], object]) -> Callable[[Learner], None]:
+def at_step(step: int, action: Callable[[], object]) -> Callable[[Trainer], None]:
     """For `train`'s `after_step`: does `action` when this step is taken."""
 
-    def act(learner: Learner) -> None:
-        if learner.state.step == step:
+    def act(trainer: Trainer) -> None:
+        if trainer.state.step == step:
             action()
 
     return act

@@ -12,7 +12,7 @@ from support.tiny_run import tiny_run
 from dpo_pack.commands.doctor import describe_environment, render_environment
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system.machine import bfloat16_instructions, is_intel, package_versions
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_run_says_when_bfloat16_is_the_slower_choice(
     console: Console,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dpo_pack.run.describe.bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr("dpo_pack.run.log.bfloat16_instructions", lambda: instructions)
     train(load_recipe(tiny_run(tmp_path), [f"model.autocast={autocast}"]), console, dry_run=True)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("no instructions for bfloat16" in told) == warns

@@ -28,7 +28,7 @@ from support.reference_pairs import (
 from support.tiny_run import tiny_run
 
 import dpo_pack.reference.compute as reference_pass
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.layout import Group, layout_row, packed_row
 from dpo_pack.model.scorer import Precision
@@ -40,7 +40,7 @@ from dpo_pack.reference.work import find_work
 from dpo_pack.run.models import load_weights, resolve_policy
 from dpo_pack.system.errors import ModelError
 from dpo_pack.system.memory import HostCopies
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 from dpo_pack.training import offline
 from dpo_pack.training.batches import GlobalBatch, RowBuilder
 from dpo_pack.training.offline import OfflineSource
@@ -141,8 +141,8 @@ def test_the_next_batch_is_made_before_the_host_waits_for_the_step(
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(train_module, "accumulate_gradients")
-    note(train_module, "step_record")
+    note(train_module.Trainer, "accumulate_gradients")
+    note(train_module.Trainer, "step_record")
     note(offline, "global_batch")
     train(load_recipe(tiny_run(tmp_path), ["train.epochs=2"]), console)
     one_step = ["accumulate_gradients", "global_batch", "step_record"]
@@ -255,7 +255,7 @@ def test_copies_are_read_without_waiting_for_what_was_queued_later() -> None:
 def test_on_cuda_a_step_of_packed_rows_and_the_next_batch_wait_for_nothing(
     loss: str, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, prepare = train_module.train_step, OfflineSource.prepare_next
+    step, prepare = train_module.Trainer.train_step, OfflineSource.prepare_next
     watched: list[int] = []
 
     def train_step(session: Any, batch: GlobalBatch) -> Any:
@@ -269,7 +269,7 @@ def test_on_cuda_a_step_of_packed_rows_and_the_next_batch_wait_for_nothing(
         with waiting_is_an_error() if watched else contextlib.nullcontext():
             prepare(source)
 
-    monkeypatch.setattr(train_module, "train_step", train_step)
+    monkeypatch.setattr(train_module.Trainer, "train_step", train_step)
     monkeypatch.setattr(OfflineSource, "prepare_next", prepare_next)
     # Compiling waits for the device, and each step may have code of its own.
     overrides = [loss, "train.epochs=3", "model.autocast=bfloat16", "model.compile=false"]
@@ -303,7 +303,7 @@ def test_on_cuda_a_row_of_more_than_3072_tokens_waits_for_nothing(tmp_path: Path
 def test_on_cuda_memory_is_flat_over_steps(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, allocated = train_module.step_record, []
+    record, allocated = train_module.Trainer.step_record, []
 
     def step_record(session: Any, batch: GlobalBatch, outcome: Any) -> dict[str, Any]:
         line = record(session, batch, outcome)
@@ -311,7 +311,7 @@ def test_on_cuda_memory_is_flat_over_steps(
         torch.cuda.reset_peak_memory_stats()
         return line
 
-    monkeypatch.setattr(train_module, "step_record", step_record)
+    monkeypatch.setattr(train_module.Trainer, "step_record", step_record)
     overrides = ["train.epochs=20", "data.shuffle=false", "model.compile=false"]
     train(load_recipe(tiny_run(tmp_path), overrides), console)
     first, later = allocated[2:4], allocated[4:]  # two steps an epoch, the same ones; the first make state

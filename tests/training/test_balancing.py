@@ -28,10 +28,9 @@ from dpo_pack.model.routing import RouterBalance
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.check import check_recipe
-from dpo_pack.run.session import Learner
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
-from dpo_pack.train import train
+from dpo_pack.trainer import Trainer, train
 from dpo_pack.training.balancing import StepBalance
 from dpo_pack.training.batches import token_copies
 
@@ -254,8 +253,8 @@ def test_a_mixture_does_not_go_on_with_another_load_balancing_loss(assets: Path,
         options: dict[str, Any] = {"packing": {}, "checkpoint": {"every_steps": 1}}
         return recipe_of(assets, tmp_path / run, loss={"router_aux_coef": coefficient}, **options)
 
-    def stop(learner: Learner) -> None:
-        if learner.state.step == NUM_STEPS:
+    def stop(trainer: Trainer) -> None:
+        if trainer.state.step == NUM_STEPS:
             raise RunError("stopped")
 
     for run, then, now in (("without", 0.0, None), ("with", None, 0.0)):

@@ -19,9 +19,8 @@ from support.two_ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 
 from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.run.session import Learner
 from dpo_pack.system import ranks
-from dpo_pack.train import train
+from dpo_pack.trainer import Trainer, train
 
 Run = tuple[str, str, str]  # strategy, case, layout
 # Neither layout nor strategy changes what a loss makes of log-probs: a few losses meet all of them. One is
@@ -36,8 +35,8 @@ def _steps_of_runs(directory: Path, tmp_path: Path, runs: list[Run]) -> dict[Run
     kinds: set[type] = set()
     strategy = ""
 
-    def look(learner: Learner) -> None:
-        parameters = list(learner.state.policy.parameters())
+    def look(trainer: Trainer) -> None:
+        parameters = list(trainer.state.scorer.parameters())
         kinds.update(type(parameter.data) for parameter in parameters)
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if strategy == "ddp":  # they stay in its buckets

@@ -20,13 +20,13 @@ from support.tiny_recipe import load, message_of
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import dpo_pack.train as train_module
+import dpo_pack.trainer as train_module
 from dpo_pack.model.attention.select import BackendChoice
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.prepare import prepare_data, prepare_tokenizer
+from dpo_pack.run.setup import prepare_data, prepare_tokenizer
 from dpo_pack.system.errors import ModelError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
 from dpo_pack.training.references import LiveReference, Sync
 
 # peft reads an attribute that transformers has renamed.
@@ -147,7 +147,7 @@ def test_a_moving_reference_is_not_computed_beforehand_and_its_log_probs_are_not
     make: Make, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    monkeypatch.setattr("dpo_pack.run.session.prepare_reference", lambda *_: pytest.fail("a reference pass"))
+    monkeypatch.setattr("dpo_pack.trainer.prepare_reference", lambda *_: pytest.fail("a reference pass"))
     recipe = make("run", "{every_steps: 1, mixup: 0.5}", f"reference.cache_dir={cache}")
     train(recipe, console)
     assert not (recipe.output_dir / "reference.parquet").exists()
@@ -193,7 +193,7 @@ def test_a_run_with_a_moving_reference_resumes_bitwise(
         for name in ("straight", "resumed")
     )
     train(straight, console)
-    one_step = train_module.train_step
+    one_step = train_module.Trainer.train_step
 
     def die(session: Any, batch: Any) -> Any:
         if session.state.step == 5:
@@ -201,7 +201,7 @@ def test_a_run_with_a_moving_reference_resumes_bitwise(
         return one_step(session, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "train_step", die)
+        patch.setattr(train_module.Trainer, "train_step", die)
         with pytest.raises(KeyboardInterrupt):
             train(resumed, console)
     train(resumed, console)

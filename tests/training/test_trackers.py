@@ -16,13 +16,13 @@ from accelerate.tracking import GeneralTracker
 from support.full_disk import no_file_beyond
 
 from dpo_pack.recipe.load import Recipe, parse_recipe
-from dpo_pack.run import prepare
+from dpo_pack.run import setup
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.training.trackers import MetricsLog, end_trackers, start_trackers, track, tracked_prefix
 
 
-class Recorder:
+class RunLog:
     """Stands in for an accelerator with trackers."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Recorder:
 
 
 def tracked(record: dict[str, Any], prefix: str, *, breakdowns: bool = False) -> tuple[dict[str, Any], int]:
-    recorder = Recorder()
+    recorder = RunLog()
     track(cast(Accelerator, recorder), record, prefix=prefix, breakdowns=breakdowns)
     (only,) = recorder.logged
     return only
@@ -265,8 +265,8 @@ def test_a_device_that_is_neither_cuda_nor_the_cpu_is_not_taken(
         asked.append(cpu)
         return SimpleNamespace(num_processes=1, process_index=0)
 
-    monkeypatch.setattr("dpo_pack.run.prepare.Accelerator", accelerator)
+    monkeypatch.setattr("dpo_pack.run.setup.Accelerator", accelerator)
     for has_cuda in (False, True):
         monkeypatch.setattr("torch.cuda.is_available", lambda has_cuda=has_cuda: has_cuda)
-        prepare._accelerator(tracked_recipe(tmp_path / str(has_cuda)))
+        setup._accelerator(tracked_recipe(tmp_path / str(has_cuda)))
     assert asked == [True, False]

@@ -28,7 +28,7 @@ from dpo_pack.packing.lengths import IntArray
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import Recipe, check_environment, parse_recipe
 from dpo_pack.run.memory.estimate import MemoryFacts, RowSize, estimate_memory, memory_shape, state_bytes
-from dpo_pack.run.prepare import Prepared, longest_sequence
+from dpo_pack.run.setup import Setup, longest_sequence
 from dpo_pack.run.strategy import num_gradients, num_local_ranks
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
@@ -43,13 +43,13 @@ _GATHERED_SHARE = 0.75
 LORA_RANK = 16
 
 
-def print_memory_estimate(prepared: Prepared, objective: Objective, plan: PackingPlan | None) -> None:
+def print_memory_estimate(setup: Setup, objective: Objective, plan: PackingPlan | None) -> None:
     """Prints the memory that the run needs on one device, the free memory, and changes that make the run fit.
 
     `plan` is the plan of the first epoch; None if the run is online.
     """
-    recipe, console, available = prepared.recipe, prepared.console, available_memory(prepared.device)
-    facts, longest_pair = memory_facts(prepared, objective, plan)
+    recipe, console, available = setup.recipe, setup.console, available_memory(setup.device)
+    facts, longest_pair = memory_facts(setup, objective, plan)
     estimate, in_host = estimate_memory(recipe, facts), 0.0
     needed = sum(estimate.values())
     if facts.num_shards > 1 and recipe.distributed.cpu_offload:
@@ -70,7 +70,7 @@ def print_memory_estimate(prepared: Prepared, objective: Objective, plan: Packin
             console.print(f"  {name:<17}{format_bytes(num_bytes):>11}  {texts.get(name, '')}".rstrip())
     if recipe.online is not None:
         console.print("  not counted: the completions' keys and values, judges, and models of a server")
-    if _keeps_scores(prepared):
+    if _keeps_scores(setup):
         console.print(
             "  not counted: attention scores, which are kept because this model has softcaps or sinks; "
             "with them, activations may take 4 times the memory above"
@@ -93,14 +93,14 @@ def print_memory_estimate(prepared: Prepared, objective: Objective, plan: Packin
         )
 
 
-def _keeps_scores(prepared: Prepared) -> bool:
+def _keeps_scores(setup: Setup) -> bool:
     """Returns whether attention keeps queries x keys scores for its backward pass. Fused kernels do not."""
-    needs = attention_needs(prepared.policy_facts.config)
+    needs = attention_needs(setup.policy_facts.config)
     if not (needs.has_softcap or needs.has_sinks):
         return False
-    requested, dtype = prepared.recipe.model.attention, prepared.precision.activations
-    choice = select_backend(requested, needs, device=prepared.device, dtype=dtype)
-    return choice.name == "sdpa" or not prepared.is_packed
+    requested, dtype = setup.recipe.model.attention, setup.precision.activations
+    choice = select_backend(requested, needs, device=setup.device, dtype=dtype)
+    return choice.name == "sdpa" or not setup.is_packed
 
 
 def _gathering(facts: MemoryFacts) -> str:
@@ -114,26 +114,24 @@ def _what_is_free(memory: AvailableMemory) -> str:
 # ------------------------------------------------------------------------------------------ facts of a run
 
 
-def memory_facts(
-    prepared: Prepared, objective: Objective, plan: PackingPlan | None
-) -> tuple[MemoryFacts, int]:
+def memory_facts(setup: Setup, objective: Objective, plan: PackingPlan | None) -> tuple[MemoryFacts, int]:
     """Returns the facts of a run for the estimate, and the tokens of its longest pair. Reads no weights."""
-    policy, mesh = prepared.policy_facts, prepared.strategy.mesh
-    row, longest_pair = _unknown_row(prepared) if plan is None else _largest_row(prepared, plan)
+    policy, mesh = setup.policy_facts, setup.strategy.mesh
+    row, longest_pair = _unknown_row(setup) if plan is None else _largest_row(setup, plan)
     quantised = policy.quantization
     facts = MemoryFacts(
         shape=memory_shape(policy.config, policy.shape, policy.num_parameters),
         row=row,
-        device=prepared.device,
-        lora_rank=_lora_rank(prepared),
+        device=setup.device,
+        lora_rank=_lora_rank(setup),
         # Experts are not linear layers of torch, so bitsandbytes leaves them as they are: an upper limit.
         bits=None if quantised is None or routes_tokens(policy.config) else bits_per_weight(quantised),
-        can_shard=quantised is None and prepared.reference_facts.quantization is None,
-        has_second_model=objective.needs_reference and prepared.recipe.reference.sync is not None,
+        can_shard=quantised is None and setup.reference_facts.quantization is None,
+        has_second_model=objective.needs_reference and setup.recipe.reference.sync is not None,
         num_shards=1 if mesh is None else mesh.size(mesh.ndim - 1),
-        num_gradients=num_gradients(policy.config) if prepared.strategy.name == "ddp" else 1,
+        num_gradients=num_gradients(policy.config) if setup.strategy.name == "ddp" else 1,
     )
-    return replace(facts, stays_gathered=_can_stay_gathered(prepared.recipe, facts)), longest_pair
+    return replace(facts, stays_gathered=_can_stay_gathered(setup.recipe, facts)), longest_pair
 
 
 def _can_stay_gathered(recipe: Recipe, facts: MemoryFacts) -> bool:
@@ -146,39 +144,39 @@ def _can_stay_gathered(recipe: Recipe, facts: MemoryFacts) -> bool:
     return ranks.largest_numbers(lacking)[0] <= 0
 
 
-def stays_gathered(prepared: Prepared, objective: Objective, plan: PackingPlan | None) -> bool:
+def stays_gathered(setup: Setup, objective: Objective, plan: PackingPlan | None) -> bool:
     """Returns whether a run gathers its shards once a step, and prints it. All ranks must call it."""
-    if not prepared.strategy.shards:
+    if not setup.strategy.shards:
         return False
-    facts, _ = memory_facts(prepared, objective, plan)
-    prepared.console.print(f"Shards: gathered {_gathering(facts)} (the devices' free memory decides)")
+    facts, _ = memory_facts(setup, objective, plan)
+    setup.console.print(f"Shards: gathered {_gathering(facts)} (the devices' free memory decides)")
     return facts.stays_gathered
 
 
-def _lora_rank(prepared: Prepared) -> int | None:
-    new, saved = prepared.recipe.model.lora, prepared.policy_facts.adapter
+def _lora_rank(setup: Setup) -> int | None:
+    new, saved = setup.recipe.model.lora, setup.policy_facts.adapter
     if new is not None:
         return new.r
-    return None if saved is None else read_adapter(saved, prepared.policy_facts.recipe_key).rank
+    return None if saved is None else read_adapter(saved, setup.policy_facts.recipe_key).rank
 
 
-def _unknown_row(prepared: Prepared) -> tuple[RowSize, int]:
+def _unknown_row(setup: Setup) -> tuple[RowSize, int]:
     """Returns the size of the largest possible row of an online run, and the tokens of its longest pair.
 
     The pairs of an online run do not exist yet, so the real sizes are unknown.
     """
-    assert prepared.recipe.online is not None
-    longest = 2 * (longest_sequence(prepared.tables) + prepared.recipe.online.max_new_tokens)
-    tokens = max(prepared.recipe.packing.token_budget, longest)
+    assert setup.recipe.online is not None
+    longest = 2 * (longest_sequence(setup.tables) + setup.recipe.online.max_new_tokens)
+    tokens = max(setup.recipe.packing.token_budget, longest)
     return RowSize(tokens=tokens, keys=tokens, scored=tokens), longest
 
 
-def _largest_row(prepared: Prepared, plan: PackingPlan) -> tuple[RowSize, int]:
+def _largest_row(setup: Setup, plan: PackingPlan) -> tuple[RowSize, int]:
     """Returns the size of this rank's largest row, and the tokens of the longest pair on any rank."""
     pairs = largest_row(plan, rank=ranks.rank())
-    lengths = pair_lengths(prepared.data.train).select(pairs)
+    lengths = pair_lengths(setup.data.train).select(pairs)
     tokens = plan.tokens_in(pairs)
-    is_shared = prepared.is_packed and prepared.recipe.shares_prompts
+    is_shared = setup.is_packed and setup.recipe.shares_prompts
     size = RowSize(
         tokens=tokens,
         keys=int(lengths.row_tokens(share_prompt=False).sum()) if is_shared else tokens,

@@ -1,12 +1,13 @@
-"""The first stage of every command: finds device, facts of models, tokenizer and data; loads models.
+"""What a command knows before the weights of a model are loaded: device, models' facts, tokenizer, data.
 
-The reference log-probs come next (reference_stage.py), then the batches (batches.py).
+Then it loads models and proves that they compute rows exactly. Also the check of a recipe, which takes the
+same steps on the first rows of each source and goes on after an error.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from dpo_pack.training.references import LiveReference, Sync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Setup:
     """A recipe with all that is known before the weights of a model are loaded. `prepare` creates it."""
 
     recipe: Recipe
@@ -82,23 +83,20 @@ class Prepared:
     @property
     def eval_names(self) -> list[str]:
         """The names of the held-out sets, in the recipe's order."""
-        if self.data.prompts is not None:
-            return list(self.data.prompts.eval)
-        return list(self.data.eval)
+        prompts = self.data.prompts
+        return list(self.data.eval if prompts is None else prompts.eval)
 
     @property
     def reference_token_budget(self) -> int:
-        return reference_token_budget(self.recipe, self.device)
+        """The most tokens of a row when reference log-probs are computed (`reference.token_budget`).
 
-
-def reference_token_budget(recipe: Recipe, device: torch.device) -> int:
-    """Returns the most tokens of a row when reference log-probs are computed (`reference.token_budget`).
-
-    If the key is `auto` and the device is not a CPU, a search for a larger budget starts at this value.
-    """
-    if isinstance(recipe.reference.token_budget, int):
-        return recipe.reference.token_budget
-    return CPU_TOKEN_BUDGET if device.type == "cpu" else START_FACTOR * recipe.packing.token_budget
+        If the key is `auto` and the device is not a CPU, a search for a larger budget starts at this value.
+        """
+        budget = self.recipe.reference.token_budget
+        if isinstance(budget, int):
+            return budget
+        on_cpu = self.device.type == "cpu"
+        return CPU_TOKEN_BUDGET if on_cpu else START_FACTOR * self.recipe.packing.token_budget
 
 
 def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -129,36 +127,42 @@ def require_pairs(recipe: Recipe) -> None:
         )
 
 
-def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:
-    """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out."""
-    require_pairs(recipe)
+def prepare_data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console, *, takes_prompts: bool = False
+) -> DataSplits:
+    """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out.
+
+    With `takes_prompts`, an online recipe is accepted, and the result has its prompts.
+    """
+    if not takes_prompts:
+        require_pairs(recipe)
     begun = time.monotonic()
-    with reading_progress(console) as progress:
-        data = load_data(
-            recipe.data,
-            tokenizer=tokenizer,
-            seed=recipe.seed,
-            cache_dir=cache_directory(recipe),
-            progress=progress,
-        )
-    held_out = ", ".join(f"{_held_out_size(data, name)} held out ({name})" for name in data.eval)
-    console.print(
-        f"Data: {data.train.num_pairs:,} pairs to train on{', ' + held_out if held_out else ''}; "
-        f"{format_seconds(time.monotonic() - begun)}"
-    )
+    settings: dict[str, Any] = {"seed": recipe.seed, "cache_dir": cache_directory(recipe)}
+    if recipe.online is not None:
+        most = recipe.online.max_new_tokens
+        data = load_prompts(recipe.data, tokenizer=tokenizer, max_new_tokens=most, **settings)
+        assert data.prompts is not None
+        sizes = {name: f"{len(prompts):,}" for name, prompts in data.prompts.eval.items()}
+        what = f"{len(data.prompts.train):,} prompts to answer"
+    else:
+        with reading_progress(console) as progress:
+            data = load_data(recipe.data, tokenizer=tokenizer, progress=progress, **settings)
+        sizes = {name: _held_out_size(data, name) for name in data.eval}
+        what = f"{data.train.num_pairs:,} pairs to train on"
+    held_out = "".join(f", {size} held out ({name})" for name, size in sizes.items())
+    took = "" if recipe.online is not None else f"; {format_seconds(time.monotonic() - begun)}"
+    console.print(f"Data: {what}{held_out}{took}")
     _print_notes(data, console, recipe.data.scored_turns)
     return data
 
 
 def _held_out_size(data: DataSplits, name: str) -> str:
-    """Returns the number of pairs of a held-out set, and that of prompts where some pairs share a prompt."""
     num_pairs, num_prompts = data.eval[name].num_pairs, data.report["eval"][name]["prompts"]
     return f"{num_pairs:,}" + (f" pairs of {num_prompts:,} prompts" if num_prompts < num_pairs else "")
 
 
-def _print_notes(data: DataSplits, console: Console, scored_turns: str = "assistant") -> None:
-    """Prints notes: whether the split is not by prompt, rows that are left out, on how many pairs
-    `scored_turns` matters."""
+def _print_notes(data: DataSplits, console: Console, scored_turns: str) -> None:
+    """Prints whether the split is not by prompt, which rows are left out, where `scored_turns` matters."""
     shared = data.report["held_out_by"]
     if shared not in (None, "prompt"):
         console.print(
@@ -193,34 +197,13 @@ def print_columns_not_read(data: DataSplits, console: Console) -> None:
             console.print(f"  columns of {', '.join(dict.fromkeys(names))} that are not read: {columns}")
 
 
-def prepare_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> DataSplits:
-    """Returns the tokenised prompts of an online run; prints how many were kept and left out."""
-    assert recipe.online is not None
-    data = load_prompts(
-        recipe.data,
-        tokenizer=tokenizer,
-        max_new_tokens=recipe.online.max_new_tokens,
-        seed=recipe.seed,
-        cache_dir=cache_directory(recipe),
-    )
-    assert data.prompts is not None
-    held_out = ", ".join(f"{len(prompts):,} held out ({name})" for name, prompts in data.prompts.eval.items())
-    console.print(f"Data: {len(data.prompts.train):,} prompts to answer{', ' + held_out if held_out else ''}")
-    _print_notes(data, console, recipe.data.scored_turns)
-    return data
-
-
 def prepare(
-    recipe: Recipe,
-    console: Console,
-    read_data: Callable[[Recipe, PreTrainedTokenizerBase, Console], DataSplits] = prepare_data,
-    *,
-    runs_models: bool = True,
-) -> Prepared:
+    recipe: Recipe, console: Console, *, takes_prompts: bool = False, runs_models: bool = True
+) -> Setup:
     """Finds device, facts of the models, tokenizer and data. Checks that take little time come first.
 
     It writes only into caches. If `runs_models` is false, the command loads no model: it runs in one process
-    and ignores `distributed.num_processes`.
+    and ignores `distributed.num_processes`. `takes_prompts`: see `prepare_data`.
     """
     wanted, num_ranks = recipe.distributed.num_processes, ranks.num_ranks()
     if runs_models and wanted not in ("auto", num_ranks):
@@ -246,17 +229,16 @@ def prepare(
     if num_ranks > 1:
         console.print(f"Strategy: {strategy.sentence()}")
     ranks.require_shared(cache_directory(recipe), "reference.cache_dir")
-    if ranks.is_first():
-        for leftover in find_leftovers(cache_directory(recipe)):
-            discard(leftover)
+    for leftover in ranks.of_first(find_leftovers(cache_directory(recipe))) or ():
+        discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads and tokens from the caches
         tokenizer = prepare_tokenizer(recipe)
-        data = read_data(recipe, tokenizer, console)
+        data = prepare_data(recipe, tokenizer, console, takes_prompts=takes_prompts)
     ranks.require_same(
         {"the data": data.fingerprint, "the held-out data": data.eval_fingerprint},
         "every node must see the same data files and the same reference.cache_dir",
     )
-    prepared = Prepared(
+    setup = Setup(
         recipe=recipe,
         console=console,
         accelerator=accelerator,
@@ -267,8 +249,8 @@ def prepare(
         data=data,
         strategy=strategy,
     )
-    check_data(prepared, policy)
-    return prepared
+    check_data(setup, policy)
+    return setup
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
@@ -288,24 +270,24 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def check_data(prepared: Prepared, model: ModelFacts) -> None:
+def check_data(setup: Setup, model: ModelFacts) -> None:
     """Checks that the model can read the longest sequence and all token ids, and compute the longest row.
 
     Raises ModelError, UnsupportedModelError.
     """
-    recipe, online = prepared.recipe, prepared.recipe.online
-    longest = longest_sequence(prepared.tables) + (0 if online is None else online.max_new_tokens)
+    recipe, online = setup.recipe, setup.recipe.online
+    longest = longest_sequence(setup.tables) + (0 if online is None else online.max_new_tokens)
     check_positions(model.config, longest)
-    if prepared.is_packed:
+    if setup.is_packed:
         # A prompt with its completions that exceeds the budget gets its own row. Without a shared prompt, the
         # row repeats the prompt for each completion.
         most_sequences = 2 if online is None else online.completions_per_prompt
-        budgets = (recipe.packing.token_budget, prepared.reference_token_budget)
+        budgets = (recipe.packing.token_budget, setup.reference_token_budget)
         longest_row = max(*budgets, most_sequences * longest)
         check_rows(model.config, longest_sequence=longest, longest_row=longest_row)
     num_embeddings = int(model.config.get_text_config().vocab_size)
     # Some tokenizers have more entries than the model embeds, but never produce the additional ids.
-    largest = _largest_token_id(prepared.tables) if len(prepared.tokenizer) > num_embeddings else 0
+    largest = _largest_token_id(setup.tables) if len(setup.tokenizer) > num_embeddings else 0
     if largest >= num_embeddings:
         raise ModelError(
             f"{model.recipe_key}: the data has token id {largest}, but {model.path} embeds "
@@ -328,45 +310,45 @@ def _largest_token_id(tables: Sequence[PairTable]) -> int:
     )
 
 
-def load_policy(prepared: Prepared) -> LoadedModel:
+def load_policy(setup: Setup) -> LoadedModel:
     """Loads the starting policy with `load_proved`, and a new adapter if the recipe has one."""
-    return load_proved(prepared, prepared.policy_facts, new_adapter(prepared.recipe))
+    return load_proved(setup, setup.policy_facts, new_adapter(setup.recipe))
 
 
-def load_second_model(prepared: Prepared) -> LoadedModel:
+def load_second_model(setup: Setup) -> LoadedModel:
     """Loads the reference as a second model beside the policy, with frozen weights. Raises ModelError."""
-    check_data(prepared, prepared.reference_facts)
-    loaded = load_proved(prepared, prepared.reference_facts)
+    check_data(setup, setup.reference_facts)
+    loaded = load_proved(setup, setup.reference_facts)
     loaded.scorer.requires_grad_(False)
     return loaded
 
 
-def load_moving_reference(prepared: Prepared) -> LiveReference:
+def load_moving_reference(setup: Setup) -> LiveReference:
     """Loads the reference as a second model that follows the policy (`reference.sync`). Raises ModelError."""
-    facts, sync = prepared.reference_facts, prepared.recipe.reference.sync
+    facts, sync = setup.reference_facts, setup.recipe.reference.sync
     assert sync is not None
     if facts.adapter is not None:
         raise ModelError(
             f"reference.sync: the reference {facts.label} is an adapter; merge it first (dpopack merge)"
         )
     return LiveReference(
-        model=load_second_model(prepared),
-        device=prepared.device,
+        model=load_second_model(setup),
+        device=setup.device,
         sync=Sync(every_steps=sync.every_steps, mixup=sync.mixup),
     )
 
 
-def load_proved(prepared: Prepared, model: ModelFacts, adapter: LoraSettings | None = None) -> LoadedModel:
+def load_proved(setup: Setup, model: ModelFacts, adapter: LoraSettings | None = None) -> LoadedModel:
     """Loads a model with the run's settings (sharded, if the run shards), and prints the proof's result.
 
     The proof tests that the model computes packed rows exactly. Raises ModelError if it fails.
     """
     loaded, outcome = load_and_prove(
-        prepared.recipe, model, device=prepared.device, strategy=prepared.strategy, adapter=adapter
+        setup.recipe, model, device=setup.device, strategy=setup.strategy, adapter=adapter
     )
     outcome.raise_failure()
-    prepared.console.print(f"Proof: {outcome.sentence()}")
-    print_detail(prepared.console, f"  {outcome.details()}")
+    setup.console.print(f"Proof: {outcome.sentence()}")
+    print_detail(setup.console, f"  {outcome.details()}")
     return loaded
 
 

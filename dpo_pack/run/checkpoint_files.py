@@ -1,4 +1,8 @@
-"""Writes checkpoints: all ranks write into a temporary directory, and rank 0 renames it when it is complete.
+"""Checkpoint directories: all ranks write one, rank 0 completes it; finds, checks and removes old ones.
+
+A checkpoint is written into a temporary directory, which rank 0 renames to `step-000100/` when all its files
+are on the disk. Removal also begins with a rename. So a directory of that name is always complete. Its
+`checkpoint.json` has a checksum of every other file, which shows damage by a disk or a copy.
 
 torch.distributed.checkpoint writes the tensors: each rank writes its shards, or its part of the tensors that
 all ranks have. A thread can also write a checkpoint in the background, from a copy in the host's memory. The
@@ -10,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,16 +35,149 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from dpo_pack.run.checkpoint.directory import checkpoint_path, file_sums, prune, write_counters
+from dpo_pack.run.state import Counters
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import CacheError
-from dpo_pack.system.files import discard, path_aside, put_in_place, writing
+from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.files import (
+    discard,
+    parse_json,
+    path_aside,
+    put_in_place,
+    remove_directory,
+    write_json_atomically,
+    writing,
+)
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.memory import free_memory_bytes
 
-TENSORS, HOST_STATE, MODEL = "tensors", "host.pt", "model"
+COUNTERS, TENSORS, HOST_STATE, MODEL = "checkpoint.json", "tensors", "host.pt", "model"
 Value = TypeVar("Value")
+_CHUNK_BYTES = 2**24
 _LONGEST_WRITE = timedelta(days=1)  # the longest time that the other ranks wait for rank 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSum:
+    """The size and the CRC-32 of a file as it was written."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileList:
+    files: dict[str, FileSum]
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Returns the path of the checkpoint that is taken after `step` steps."""
+    return directory / f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Returns the checkpoints of a run, oldest first, including damaged ones."""
+    found = (file.parent for file in directory.glob(f"step-*/{COUNTERS}"))
+    return sorted((path for path in found if path.name.removeprefix("step-").isdigit()), key=step_of)
+
+
+def drop_later_checkpoints(directory: Path, step: int) -> None:
+    """Removes checkpoints after `step`, because the run resumes at `step` and takes the later steps again."""
+    for path in checkpoints(directory):
+        if step_of(path) > step:
+            remove_directory(path)
+
+
+def prune(directory: Path, *, keep: int, also: Collection[int]) -> None:
+    """Removes all checkpoints except the newest `keep` and those of the steps in `also`."""
+    for path in checkpoints(directory)[:-keep]:
+        if step_of(path) not in also:
+            remove_directory(path)
+
+
+def file_sums(directory: Path, *, pattern: str = "*") -> dict[str, dict[str, int]]:
+    """Returns bytes and CRC-32 of each file, by its path in `directory`; leaves `checkpoint.json` out."""
+    files = (file for file in sorted(directory.rglob(pattern)) if file.is_file())
+    return {
+        file.relative_to(directory).as_posix(): {"bytes": file.stat().st_size, "crc32": _crc32(file)}
+        for file in files
+        if file.name != COUNTERS
+    }
+
+
+def write_counters(path: Path, counters: dict[str, Any]) -> None:
+    """Writes `checkpoint.json` with a checksum of its content; this makes the directory a checkpoint."""
+    write_json_atomically(path / COUNTERS, {**counters, "crc32": _crc32_of(counters)})
+
+
+def read_counters(path: Path, shape: Any = dict[str, Any]) -> Any:
+    """Returns the content of `checkpoint.json` without its checksum; None if it is missing or damaged.
+
+    Raises OSError if the disk cannot be read.
+    """
+    try:
+        text = (path / COUNTERS).read_bytes()
+    except FileNotFoundError:
+        return None
+    counters = parse_json(text) or {}
+    checksum = counters.pop("crc32", None)
+    return parse_json(json.dumps(counters).encode(), shape) if checksum == _crc32_of(counters) else None
+
+
+def _crc32_of(counters: dict[str, Any]) -> int:
+    # Numbers that were read from JSON are written with the same characters, so the checksum stays the same.
+    return zlib.crc32(json.dumps(counters, sort_keys=True).encode())
+
+
+def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
+    """Returns a text about the first damaged file, or None; each rank checks a part of the files.
+
+    Raises OSError if a file cannot be read: if a disk does not answer for a moment, this is no damage.
+    """
+    listed: _FileList | None = read_counters(path, _FileList)
+    if listed is None:
+        return f"{COUNTERS} is missing or damaged"
+    mine = sorted(listed.files.items())[rank::num_ranks]
+    return damage_of_files(path, dict(mine))
+
+
+def damage_of_files(directory: Path, sums: Mapping[str, FileSum]) -> str | None:
+    """Returns a text about the first file that is missing or differs from `sums`, or None. Raises OSError."""
+    for name, expected in sums.items():
+        try:
+            num_bytes = (directory / name).stat().st_size
+            if num_bytes != expected.bytes:
+                return f"{name} has {num_bytes:,} bytes instead of {expected.bytes:,}"
+            if _crc32(directory / name) != expected.crc32:
+                return f"{name} has other content than was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+    return None
+
+
+def _crc32(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def saved_counters(path: Path) -> Counters:
+    """Returns the content of a checkpoint's checkpoint.json. Raises RunError if it cannot be read."""
+    counters: Counters | None = read_counters(path, Counters)
+    if counters is None:
+        raise RunError(
+            f"{path} is not a checkpoint of this version of dpo-pack (no readable checkpoint.json); give "
+            "another with checkpoint.resume, or set it to never"
+        )
+    return counters
+
+
+# ------------------------------------------------------------------------------------------------ writing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +221,11 @@ class CheckpointWriter:
         path = checkpoint_path(self.directory, content.step)
         temporary = ranks.first_says(path_aside(path))
         if self.in_background == "auto":
-            self.in_background = not ranks.any_rank(not _has_room_for_copy(_local_tensors(content.tensors)))
-        with _discarded_on_failure(temporary):
-            _on_every_rank(
-                path, self._group, lambda: temporary.mkdir(parents=True) if ranks.is_first() else None
+            self.in_background = not ranks.any_rank(
+                not _has_room_for_copy(list(_local_tensors(content.tensors)))
             )
+        with _discarded_on_failure(temporary):
+            _on_every_rank(path, self._group, lambda: ranks.only_first(lambda: temporary.mkdir(parents=True)))
             if export is not None:
                 _on_every_rank(path, self._group, lambda: export(temporary / MODEL))
             if self.in_background:
@@ -149,8 +288,7 @@ class CheckpointWriter:
 
 
 def _one_thread() -> ThreadPoolExecutor:
-    """Returns a pool of one thread that uses the caller's GPU. By default a new thread would use GPU 0, and
-    torch's `save` makes CUDA streams."""
+    # By default a new thread would use GPU 0, and torch's `save` makes CUDA streams.
     choose_device = None
     if torch.cuda.is_available():
         choose_device = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
@@ -166,10 +304,8 @@ def _local_tensors(tree: Mapping[str, Any]) -> Iterator[Tensor]:
             yield value.to_local() if isinstance(value, DTensor) else value
 
 
-def _has_room_for_copy(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether any tensor is on a GPU and the copies of all ranks of this machine fit into half the
-    free RAM."""
-    tensors = list(tensors)
+def _has_room_for_copy(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor is on a GPU, and copies of all ranks of this machine fit into half the free RAM."""
     num_bytes = sum(tensor.nbytes for tensor in tensors) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return any(tensor.is_cuda for tensor in tensors) and 2 * num_bytes <= free_memory_bytes()
 
@@ -181,30 +317,26 @@ def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) 
     """
     with _discarded_on_failure(temporary):
         _on_every_rank(path, group, lambda: _save_tensors(content.tensors, temporary / TENSORS, group))
-        sums = _on_every_rank(path, group, lambda: _sums_of_this_rank(temporary / TENSORS))
+        own_files = f"__{ranks.rank()}_*"
+        sums = _on_every_rank(path, group, lambda: file_sums(temporary / TENSORS, pattern=own_files))
         files = {f"{TENSORS}/{name}": total for part in sums for name, total in part.items()}
-        _on_every_rank(path, group, lambda: _complete(content, temporary, path, files))
-
-
-def _sums_of_this_rank(directory: Path) -> dict[str, dict[str, int]]:
-    """Returns the checksums of the tensor files that this rank has written."""
-    sums = file_sums(directory, pattern=f"__{ranks.rank()}_*")
-    return sums | file_sums(directory, pattern=".metadata") if ranks.is_first() else sums
+        complete = functools.partial(_complete, content, temporary, path, files)
+        _on_every_rank(path, group, lambda: ranks.only_first(complete))
 
 
 def _complete(
     content: CheckpointContent, temporary: Path, path: Path, files: dict[str, dict[str, int]]
 ) -> None:
-    """Rank 0 adds the values that are not tensors, renames the checkpoint and removes old checkpoints.
+    """Adds the values that are not tensors, renames the checkpoint and removes old checkpoints.
 
     `files` are the checksums of all ranks' tensor files.
     """
-    if not ranks.is_first():
-        return
     with (temporary / HOST_STATE).open("wb") as file:  # given a path, torch.save does not report a full disk
         torch.save(content.host, file)
-    model = {f"{MODEL}/{name}": total for name, total in file_sums(temporary / MODEL).items()}
-    files = {**files, **file_sums(temporary, pattern=HOST_STATE), **model}
+    for directory, pattern in ((TENSORS, ".metadata"), (MODEL, "*")):
+        sums = file_sums(temporary / directory, pattern=pattern)
+        files |= {f"{directory}/{name}": total for name, total in sums.items()}
+    files |= file_sums(temporary, pattern=HOST_STATE)
     write_counters(temporary, {**content.counters, "files": files})
     put_in_place(temporary, path)
     prune(path.parent, keep=content.keep, also={content.step, *content.keep_steps})
@@ -238,6 +370,5 @@ def _discarded_on_failure(temporary: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if ranks.is_first():
-            discard(temporary)
+        ranks.only_first(lambda: discard(temporary))
         raise

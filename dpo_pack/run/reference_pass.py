@@ -19,7 +19,7 @@ from dpo_pack.reference.fill import BudgetSearch, fill_cache
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reference.work import find_work
 from dpo_pack.run.models import ModelFacts, cache_directory
-from dpo_pack.run.prepare import Prepared, check_data, load_proved, longest_sequence
+from dpo_pack.run.setup import Setup, check_data, load_proved, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.errors import UnsupportedModelError
@@ -41,36 +41,36 @@ class ReferencePass:
         return FrozenReference.take(self.cache, self.tables, per_token=self.per_token)
 
 
-def resume_reference(prepared: Prepared, frozen: Path) -> tuple[FrozenReference, float]:
+def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float]:
     """Returns the reference log-probs of a resumed run, and the seconds of the reference pass.
 
     `frozen` is the file of reference log-probs that the run wrote when it began. Only held-out pairs that the
     file lacks need a reference pass. Raises CacheError if the file is missing or damaged.
     """
-    per_token = prepared.recipe.loss.ld_alpha is not None
+    per_token = setup.recipe.loss.ld_alpha is not None
     reference = FrozenReference.load(frozen, per_token=per_token)
-    lacking = [pairs for pairs in prepared.data.eval.values() if not reference.covers(pairs)]
+    lacking = [pairs for pairs in setup.data.eval.values() if not reference.covers(pairs)]
     if not ranks.any_rank(bool(lacking)):
         return reference, 0.0
-    filled = prepare_reference(prepared, tables=lacking)
+    filled = prepare_reference(setup, tables=lacking)
     return reference.joined(filled.values()), filled.seconds
 
 
 def prepare_reference(
-    prepared: Prepared, policy: LoadedModel | None = None, *, tables: Sequence[PairTable] | None = None
+    setup: Setup, policy: LoadedModel | None = None, *, tables: Sequence[PairTable] | None = None
 ) -> ReferencePass:
     """Computes every reference log-prob that the cache lacks for the recipe's pairs (or for `tables`).
 
     If the starting policy is the reference and the caller has loaded it, the caller passes it as `policy`.
     Otherwise this function loads the reference if something is missing, and frees it before it returns.
     """
-    facts, console = prepared.reference_facts, prepared.console
-    if facts is not prepared.policy_facts:
-        check_data(prepared, facts)
-    tables = prepared.tables if tables is None else tables
+    facts, console = setup.reference_facts, setup.console
+    if facts is not setup.policy_facts:
+        check_data(setup, facts)
+    tables = setup.tables if tables is None else tables
     cache = ReferenceCache(facts.cache_dir, facts.namespace)
     cache.note_use(facts.label)
-    per_token = prepared.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
+    per_token = setup.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
     work = find_work(cache, tables, per_token=per_token)
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
     work = replace(work, missing=ranks.first_says(work.missing))
@@ -79,16 +79,16 @@ def prepare_reference(
         f"Reference log-probs of {sum(table.num_pairs for table in tables):,} pairs: "
         f"{work.num_cached:,} of {work.num_unique:,} different sequences cached"
         f"{f', {todo:,} to compute' if todo else ''}"
-        f"{f' (cache: {cache_directory(prepared.recipe)})' if work.num_cached else ''}"
+        f"{f' (cache: {cache_directory(setup.recipe)})' if work.num_cached else ''}"
     )
     seconds = 0.0
     if todo:
         begun = time.monotonic()
         cache.check_writable()
-        loaded = policy or load_proved(prepared, facts)
+        loaded = policy or load_proved(setup, facts)
         keeps_tokens = per_token or any(table.has_token_weights.any() for table in tables)
-        settings = _pass_settings(prepared, loaded, per_token=keeps_tokens)
-        search = _budget_search(prepared, facts)
+        settings = _pass_settings(setup, loaded, per_token=keeps_tokens)
+        search = _budget_search(setup, facts)
         with loaded.as_reference():
             fill_cache(cache, work, loaded.scorer, facts.shape, settings, search=search, console=console)
         for names in ranks.every_rank_says(cache.named_parts):  # all ranks' files are read next
@@ -106,32 +106,32 @@ def prepare_reference(
     )
 
 
-def _pass_settings(prepared: Prepared, loaded: LoadedModel, *, per_token: bool) -> PassSettings:
-    token_budget = prepared.reference_token_budget
+def _pass_settings(setup: Setup, loaded: LoadedModel, *, per_token: bool) -> PassSettings:
+    token_budget = setup.reference_token_budget
     return PassSettings(
         token_budget=token_budget,
-        share_prompt=prepared.recipe.packing.share_prompt,
-        device=prepared.device,
+        share_prompt=setup.recipe.packing.share_prompt,
+        device=setup.device,
         per_token=per_token,
         rank=ranks.rank(),
         num_ranks=ranks.num_ranks(),
-        in_lockstep=prepared.strategy.shards,
+        in_lockstep=setup.strategy.shards,
         metadata={
             "origin": f"dpo-pack {dpo_pack.__version__}",
             "attention": loaded.attention.name,
-            "device": prepared.device.type,
+            "device": setup.device.type,
             "token_budget": str(token_budget),
         },
     )
 
 
-def _budget_search(prepared: Prepared, model: ModelFacts) -> BudgetSearch | None:
+def _budget_search(setup: Setup, model: ModelFacts) -> BudgetSearch | None:
     """Returns the search for the largest token budget that fits into memory; None if nothing is searched.
 
     A search needs `reference.token_budget: auto`, a CUDA device and a model without shards.
     """
-    recipe, device = prepared.recipe, prepared.device
-    if recipe.reference.token_budget != "auto" or device.type != "cuda" or prepared.strategy.shards:
+    recipe, device = setup.recipe, setup.device
+    if recipe.reference.token_budget != "auto" or device.type != "cuda" or setup.strategy.shards:
         return None  # a sharded model computes only on all ranks together
     properties = torch.cuda.get_device_properties(device)
     setting = {
@@ -139,7 +139,7 @@ def _budget_search(prepared: Prepared, model: ModelFacts) -> BudgetSearch | None
         "device": [properties.name, properties.total_memory],
         "rows": [recipe.model.attention, recipe.packing.mode, recipe.packing.share_prompt],
     }
-    longest = longest_sequence(prepared.tables)
+    longest = longest_sequence(setup.tables)
 
     def is_exact(token_budget: int) -> bool:
         if not model.is_packed:

@@ -22,8 +22,8 @@ from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, 
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.recipe.online import EndpointRecipe, JudgeRecipe, OnlineRecipe
-from dpo_pack.run.batches import plan_settings, row_builder
-from dpo_pack.run.prepare import Prepared, load_moving_reference, load_second_model
+from dpo_pack.run.plans import plan_settings, row_builder
+from dpo_pack.run.setup import Setup, load_moving_reference, load_second_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.imports import load_function
@@ -31,19 +31,19 @@ from dpo_pack.training.references import LiveReference
 
 
 def build_online(
-    prepared: Prepared, policy: LoadedModel, *, rollouts: Path
+    setup: Setup, policy: LoadedModel, *, directory: Path
 ) -> tuple[OnlineSource, WinRate | None]:
     """Returns the source of batches, and the evaluation on the prompts of `data.eval` (None without prompts).
 
-    The policy must have its starting weights. Raises RecipeError or ModelError if a generator or a judge
-    cannot be created.
+    All rollouts are written into `directory`. The policy must have its starting weights. Raises RecipeError
+    or ModelError if a generator or a judge cannot be created.
     """
-    recipe, online, prompts = prepared.recipe, _section(prepared), prepared.data.prompts
+    recipe, online, prompts = setup.recipe, _section(setup), setup.data.prompts
     assert recipe.train.max_steps is not None and prompts is not None
-    judge, seed = build_judge(prepared), recipe.seed
+    judge, seed = build_judge(setup), recipe.seed
     source = OnlineSource(
-        prepared.data,
-        generator=_generator(prepared, policy),
+        setup.data,
+        generator=_generator(setup, policy),
         judge=judge,
         pairing=PairingSettings(
             method=online.pairing.type,
@@ -61,60 +61,60 @@ def build_online(
         ),
         rows=RowSettings(
             plan=plan_settings(recipe),
-            builder=partial(row_builder, prepared, is_trained=True),
-            shape=prepared.policy_facts.shape if prepared.is_packed else None,
-            equal_rows=prepared.strategy.shards,
+            builder=partial(row_builder, setup, is_trained=True),
+            shape=setup.policy_facts.shape if setup.is_packed else None,
+            equal_rows=setup.strategy.shards,
         ),
-        log=RolloutLog(directory=rollouts) if ranks.is_first() else None,
+        log=ranks.of_first(RolloutLog(directory=directory)),
     )
     if not prompts.eval:
         return source, None
-    return source, WinRate(prompts.eval, _policy_generator(prepared, policy, 1), judge, seed=seed)
+    return source, WinRate(prompts.eval, _policy_generator(setup, policy, 1), judge, seed=seed)
 
 
-def check_generator(prepared: Prepared) -> None:
+def check_generator(setup: Setup) -> None:
     """Checks, before a model is loaded, that the generator can work. Raises RecipeError, ModelError."""
-    if _section(prepared).generator.type != "vllm":
+    if _section(setup).generator.type != "vllm":
         return
     if ranks.num_ranks() > 1:
         raise RecipeError(
             f"{KEY}: vllm answers in one process, and this run has {ranks.num_ranks()}; set "
             "distributed.num_processes: 1, or use http with a vLLM server"
         )
-    check_installed(prepared.device)
-    if prepared.policy_facts.quantization is not None:
+    check_installed(setup.device)
+    if setup.policy_facts.quantization is not None:
         raise ModelError(
             f"{KEY}: vllm cannot take quantised weights; use transformers, or a base that is not quantised"
         )
 
 
-def _generator(prepared: Prepared, policy: LoadedModel) -> Generator:
+def _generator(setup: Setup, policy: LoadedModel) -> Generator:
     """Returns the generator that answers the training prompts."""
-    online = _section(prepared)
+    online = _section(setup)
     if online.generator.type == "vllm":
-        return _vllm_generator(prepared, policy)
+        return _vllm_generator(setup, policy)
     if online.generator.endpoint is not None:
         return HttpGenerator(
             endpoint=_endpoint(online.generator.endpoint, "online.generator.endpoint"),
-            tokenizer=prepared.tokenizer,
+            tokenizer=setup.tokenizer,
             sampling=_sampling(online),
-            seed=prepared.recipe.seed,
-            console=prepared.console,
+            seed=setup.recipe.seed,
+            console=setup.console,
         )
-    return _policy_generator(prepared, policy, online.completions_per_prompt)
+    return _policy_generator(setup, policy, online.completions_per_prompt)
 
 
-def _vllm_generator(prepared: Prepared, policy: LoadedModel) -> VllmGenerator:
+def _vllm_generator(setup: Setup, policy: LoadedModel) -> VllmGenerator:
     """Starts vLLM with the policy's weights; proves that vLLM and the policy compute the same log-probs."""
-    recipe, online = prepared.recipe, _section(prepared)
-    assert prepared.data.prompts is not None
-    prompts = prepared.data.prompts.train
-    dtype = prepared.precision.activations
+    recipe, online = setup.recipe, _section(setup)
+    assert setup.data.prompts is not None
+    prompts = setup.data.prompts.train
+    dtype = setup.precision.activations
     engine = start_engine(
         policy.model,
-        prepared.tokenizer,
+        setup.tokenizer,
         dtype=dtype,
-        device=prepared.device,
+        device=setup.device,
         max_tokens=max(len(prompt.ids) for prompt in prompts) + online.max_new_tokens,
         gpu_memory_utilization=online.generator.gpu_memory_utilization,
         trust_remote_code=recipe.model.trust_remote_code,
@@ -127,31 +127,31 @@ def _vllm_generator(prepared: Prepared, policy: LoadedModel) -> VllmGenerator:
         max_new_tokens=online.max_new_tokens,
         dtype=dtype,
     )
-    prepared.console.print(
+    setup.console.print(
         f"vLLM {engine.version}: has the policy's weights; log-probs differ by {difference:.1e} nats a token"
     )
     return VllmGenerator(
         engine=engine,
         policy=policy.scorer,
-        tokenizer=prepared.tokenizer,
+        tokenizer=setup.tokenizer,
         sampling=_sampling(online),
         seed=recipe.seed,
     )
 
 
 def _policy_generator(
-    prepared: Prepared, policy: LoadedModel, completions_per_prompt: int
+    setup: Setup, policy: LoadedModel, completions_per_prompt: int
 ) -> TransformersGenerator:
     """Returns the object that samples answers from the policy itself, with transformers' own engine."""
-    online = _section(prepared)
+    online = _section(setup)
     return TransformersGenerator(
         policy=policy.scorer,
-        tokenizer=prepared.tokenizer,
+        tokenizer=setup.tokenizer,
         sampling=replace(_sampling(online), completions_per_prompt=completions_per_prompt),
-        seed=prepared.recipe.seed,
+        seed=setup.recipe.seed,
         token_budget=online.generator.token_budget,
-        device=prepared.device,
-        console=prepared.console,
+        device=setup.device,
+        console=setup.console,
     )
 
 
@@ -160,29 +160,29 @@ def _sampling(online: OnlineRecipe) -> SamplingSettings:
     return SamplingSettings(**online.model_dump(include={field.name for field in fields(SamplingSettings)}))
 
 
-def build_judge(prepared: Prepared) -> Judge:
+def build_judge(setup: Setup) -> Judge:
     """Combines the recipe's judges. Raises RecipeError or ModelError if a judge cannot be created."""
     with ranks.first_goes_first():  # the other ranks then find rank 0's downloads in the caches
         judges = [
-            (_judge(prepared, judge, f"online.judges.{number}"), judge.weight)
-            for number, judge in enumerate(_section(prepared).judges)
+            (_judge(setup, judge, f"online.judges.{number}"), judge.weight)
+            for number, judge in enumerate(_section(setup).judges)
         ]
     return WeightedJudges(judges=tuple(judges))
 
 
-def _judge(prepared: Prepared, judge: JudgeRecipe, key: str) -> Judge:
+def _judge(setup: Setup, judge: JudgeRecipe, key: str) -> Judge:
     if judge.function is not None:
         function = load_function(judge.function, f"{key}.function")
         return FunctionJudge(name=judge.function, function=function, retries=judge.retries)
     if judge.path is not None:
-        return _reward_model(prepared, judge.path, f"{key}.path")
+        return _reward_model(setup, judge.path, f"{key}.path")
     assert judge.endpoint is not None
     endpoint = _endpoint(judge.endpoint, f"{key}.endpoint")
     return LlmJudge(endpoint=endpoint, instructions=judge.instructions or INSTRUCTIONS)
 
 
-def _reward_model(prepared: Prepared, path: str, key: str) -> RewardModelJudge:
-    recipe = prepared.recipe
+def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
+    recipe = setup.recipe
     trusts = recipe.model.trust_remote_code
     tokenizer = load_tokenizer(
         path, revision=None, trust_remote_code=trusts, chat_template=None, recipe_key=key
@@ -191,11 +191,11 @@ def _reward_model(prepared: Prepared, path: str, key: str) -> RewardModelJudge:
         path,
         tokenizer,
         trust_remote_code=trusts,
-        precision=prepared.precision,
+        precision=setup.precision,
         attention=recipe.model.attention,
-        packed=prepared.is_packed,
-        token_budget=prepared.reference_token_budget,
-        device=prepared.device,
+        packed=setup.is_packed,
+        token_budget=setup.reference_token_budget,
+        device=setup.device,
         recipe_key=key,
     )
     prove_reward_model(judge, key)
@@ -207,23 +207,23 @@ def _endpoint(endpoint: EndpointRecipe, key: str) -> Endpoint:
     return Endpoint(**endpoint.model_dump(exclude={"api_key_env"}), api_key=key_of_api, recipe_key=key)
 
 
-def live_reference(prepared: Prepared, policy: LoadedModel) -> LiveReference:
+def live_reference(setup: Setup, policy: LoadedModel) -> LiveReference:
     """Returns the reference: the policy without its new adapter, or a second model. The weights of the second
     model are frozen or (with `reference.sync`) follow the policy."""
-    recipe, online = prepared.recipe, _section(prepared)
+    recipe, online = setup.recipe, _section(setup)
     if recipe.reference.sync is not None:
-        return load_moving_reference(prepared)
+        return load_moving_reference(setup)
     if recipe.reference.path is None and policy.adapter is not None and policy.adapter.is_new:
         if online.offload_reference:
             raise ModelError(
                 "online.offload_reference: with model.lora the reference is the policy without its adapter, "
                 "so there is no second model to offload; leave online.offload_reference out"
             )
-        return LiveReference(model=policy, device=prepared.device, is_offloaded=False)
-    model = load_second_model(prepared)
-    return LiveReference(model=model, device=prepared.device, is_offloaded=online.offload_reference)
+        return LiveReference(model=policy, device=setup.device, is_offloaded=False)
+    model = load_second_model(setup)
+    return LiveReference(model=model, device=setup.device, is_offloaded=online.offload_reference)
 
 
-def _section(prepared: Prepared) -> OnlineRecipe:
-    assert prepared.recipe.online is not None
-    return prepared.recipe.online
+def _section(setup: Setup) -> OnlineRecipe:
+    assert setup.recipe.online is not None
+    return setup.recipe.online

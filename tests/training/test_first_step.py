@@ -19,11 +19,11 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import RowLogps
-from dpo_pack.proofs import first_step
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.prepare import load_policy
+from dpo_pack.run.setup import load_policy
 from dpo_pack.system.errors import RunError
-from dpo_pack.train import train
+from dpo_pack.trainer import train
+from dpo_pack.training import first_step
 from dpo_pack.training.batches import PairRow, by_pair
 
 
@@ -123,7 +123,7 @@ def test_dropout_stops_the_run_before_the_first_step(
         )
         return loaded
 
-    monkeypatch.setattr("dpo_pack.run.session.load_policy", with_dropout)
+    monkeypatch.setattr("dpo_pack.trainer.load_policy", with_dropout)
     torch.manual_seed(0)
     with pytest.raises(RunError, match="not repeatable.*dropout.*config.json"):
         start(job, tmp_path / "cache", console)

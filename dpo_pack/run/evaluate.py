@@ -1,10 +1,15 @@
-"""Evaluates models on a recipe's held-out sets, in a run and for `dpopack evaluate`; compares two models."""
+"""Evaluates models on a recipe's held-out sets, in a run and for `dpopack evaluate`; compares two models.
+
+`judge` finds the best evaluation of a run and so decides when early stopping ends it. A checkpoint holds the
+standing, so a resumed run ends at the same step as a run that was not interrupted.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +19,23 @@ from dpo_pack.losses import Objective
 from dpo_pack.model.lora import is_adapter
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.win_rate import WinRate, win_rate_sentence
+from dpo_pack.recipe.errors import show
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
-from dpo_pack.run.batches import row_builder
-from dpo_pack.run.checkpoint.state import TrainState
+from dpo_pack.run.log import RunLog
 from dpo_pack.run.models import check_model, resolve_model
-from dpo_pack.run.prepare import Prepared, check_data, load_proved, prepare, recipe_objective
-from dpo_pack.run.recording import Recorder
-from dpo_pack.run.reference_stage import prepare_reference
+from dpo_pack.run.plans import row_builder
+from dpo_pack.run.reference_pass import prepare_reference
 from dpo_pack.run.samples import Sampler
-from dpo_pack.run.selection import Selection, judge
-from dpo_pack.system import ranks
+from dpo_pack.run.setup import Setup, check_data, load_proved, prepare, recipe_objective
+from dpo_pack.run.state import Evaluation, Selection, Standing, TrainState
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.memory import release_memory
 from dpo_pack.system.progress import progress_bar
 from dpo_pack.training.held_out import (
+    Comparison,
     HeldOutResult,
     compare_results,
     evaluate_pairs,
@@ -40,17 +45,8 @@ from dpo_pack.training.held_out import (
 from dpo_pack.training.references import CachedReference, Reference
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """The results of two models on one held-out set, and the paired difference: second minus first."""
-
-    first: HeldOutResult
-    second: HeldOutResult
-    difference: dict[str, Any]
-
-
 def evaluate_sets(
-    prepared: Prepared,
+    setup: Setup,
     policy: CompletionLogps,
     reference: Reference,
     objective: Objective,
@@ -61,17 +57,17 @@ def evaluate_sets(
 
     `between_rows` is called before each row, equally often on every rank.
     """
-    recipe = prepared.recipe
+    recipe = setup.recipe
     # If data.eval is a fraction, its pairs come from all training sources. Any other set has one source.
     sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
-    for name, pairs in prepared.data.eval.items():
-        builder = row_builder(prepared, pairs, reference)
-        with progress_bar(prepared.console, f"Evaluating {name}", pairs.num_pairs, "pairs") as bar:
+    for name, pairs in setup.data.eval.items():
+        builder = row_builder(setup, pairs, reference)
+        with progress_bar(setup.console, f"Evaluating {name}", pairs.num_pairs, "pairs") as bar:
             values = evaluate_pairs(
                 policy,
                 builder,
                 objective,
-                token_budget=prepared.reference_token_budget,
+                token_budget=setup.reference_token_budget,
                 score=reference.score,
                 progress=bar,
                 between_rows=between_rows,
@@ -91,16 +87,15 @@ def evaluate_sets(
 class Evaluator:
     """Evaluates the policy of a run on its held-out sets."""
 
-    prepared: Prepared
+    setup: Setup
     reference: Reference
     objective: Objective
     win_rate: WinRate | None  # only for an online run with held-out prompts, else None
     selection: Selection | None  # None if nothing is held out
     interruption: Interruption
-    every_steps: int | None
     sampler: Sampler
 
-    def evaluate(self, state: TrainState, recorder: Recorder) -> None:
+    def evaluate(self, state: TrainState, log: RunLog) -> None:
         """Computes the metrics of every held-out set; writes them to metrics.jsonl and `state`.
 
         If the run is stopped during the evaluation, `state.owes_evaluation` stays true.
@@ -109,8 +104,8 @@ class Evaluator:
         evaluation: dict[str, dict[str, Any]] = {}
         results = []
         for held_out in evaluate_sets(
-            self.prepared,
-            state.policy,
+            self.setup,
+            state.scorer,
             self.reference,
             self.objective,
             between_rows=self.interruption.poll,
@@ -122,20 +117,20 @@ class Evaluator:
                 f"reward accuracy {result['rewards/accuracies']:.3f} ({low:.3f} to {high:.3f}), "
                 f"margin {result['rewards/margins']:.4f}, loss {result['loss']:.4f}"
             )
-            recorder.write_evaluation(state.step, held_out.name, result, sentence)
-        if results and ranks.is_first():
-            write_held_out_pairs(results, recorder.run.held_out, step=state.step)
+            log.write_evaluation(state.step, held_out.name, result, sentence)
+        if results:
+            log.run.write(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
         with self.interruption.lifted():  # a signal ends it at once; a resumed run repeats it
             win_rates = [] if self.win_rate is None else list(self.win_rate.evaluate())
         for name, result in win_rates:
             evaluation[name] = result
-            recorder.write_evaluation(state.step, name, result, win_rate_sentence(result))
+            log.write_evaluation(state.step, name, result, win_rate_sentence(result))
         with self.interruption.lifted():
             self.sampler.at_evaluation(state.step)
         state.evaluation, state.owes_evaluation = evaluation, False
         if self.selection is not None:
             state.standing = judge(state.standing, self.selection, evaluation, step=state.step)
-        recorder.seconds.evaluation += time.monotonic() - begun
+        log.eval_seconds += time.monotonic() - begun
 
     def ends_run(self, state: TrainState) -> bool:
         """Returns whether early stopping ends the run now."""
@@ -164,7 +159,7 @@ class Evaluator:
         return (
             f"Warning: no evaluation is better than the one before the first step: {selection.metric} of "
             f"{selection.eval_set} was {standing.start:.4g} then, and at best {value:.4g} later, after step "
-            f"{step}. The model that this run leaves is no better than {self.prepared.recipe.model.path}; "
+            f"{step}. The model that this run leaves is no better than {self.setup.recipe.model.path}; "
             "check that chosen and rejected are not swapped, and lower optim.lr"
         )
 
@@ -181,17 +176,17 @@ def evaluate_models(
         raise RecipeError("data.eval: the recipe has no held-out data; name a source or a fraction")
     paths = [_model_path(recipe, model) for model in models]
     objective = recipe_objective(recipe)
-    prepared = prepare(recipe, console)
-    values = prepare_reference(prepared).values() if objective.needs_reference else None
+    setup = prepare(recipe, console)
+    values = prepare_reference(setup).values() if objective.needs_reference else None
     reference = CachedReference(values=values)
     results = []
     for path in paths:
         release_memory()
-        facts = resolve_model(recipe, prepared.precision, str(path), recipe_key="--model")
-        check_model(recipe, facts, prepared.device)
-        check_data(prepared, facts)
-        policy = load_proved(prepared, facts).scorer
-        results.append({r.name: r for r in evaluate_sets(prepared, policy, reference, objective)})
+        facts = resolve_model(recipe, setup.precision, str(path), recipe_key="--model")
+        check_model(recipe, facts, setup.device)
+        check_data(setup, facts)
+        policy = load_proved(setup, facts).scorer
+        results.append({r.name: r for r in evaluate_sets(setup, policy, reference, objective)})
         del policy
     return results
 
@@ -217,3 +212,52 @@ def _model_path(recipe: Recipe, model: str | None) -> Path:
             f"{path}: there is no trained model; finish the run first, or give another one with --model"
         )
     return path
+
+
+# ------------------------------------------------------------------------------- the best evaluation
+
+
+def judge(standing: Standing, selection: Selection, evaluation: Evaluation, *, step: int) -> Standing:
+    """Returns the standing after an evaluation; `evaluation` maps each held-out set to its metrics.
+
+    If two values are equal, the earlier one is better. A value that is not finite or is missing is no
+    improvement; an online run has no value if no prompt could be scored. A later value must be better than
+    the value before the first step (`step` 0) to count as an improvement. But the value of step 0 is never
+    among the best, because the run saves no checkpoint of the weights from which it starts.
+    """
+    value = evaluation[selection.eval_set].get(selection.metric)
+    if value is None or not math.isfinite(value):
+        return replace(standing, num_since_improvement=standing.num_since_improvement + (step > 0))
+    if step == 0:
+        return replace(standing, start=value, bar=value)
+    improves = standing.bar is None or selection.is_better(value, standing.bar, by=selection.min_delta)
+    sign = 1.0 if selection.lower_is_better else -1.0
+    best = sorted((*standing.best, (step, value)), key=lambda entry: (sign * entry[1], entry[0]))
+    return replace(
+        standing,
+        best=tuple(best[: selection.num_best]),
+        bar=value if improves else standing.bar,
+        num_since_improvement=0 if improves else standing.num_since_improvement + 1,
+    )
+
+
+def find_selection(recipe: Recipe, eval_sets: Sequence[str]) -> Selection | None:
+    """Returns the recipe's settings for comparing evaluations; None if nothing is held out.
+
+    Raises RecipeError if the recipe names a held-out set that does not exist.
+    """
+    if not eval_sets:
+        return None
+    wanted, stopping = recipe.checkpoint.eval_set, recipe.train.early_stopping
+    if wanted is not None and wanted not in eval_sets:
+        raise RecipeError(
+            f"checkpoint.eval_set: no held-out set is called {show(wanted)}; there are {', '.join(eval_sets)}"
+        )
+    default = "loss" if recipe.online is None else "online/win_rate"
+    return Selection(
+        metric=recipe.checkpoint.metric or default,
+        eval_set=wanted or eval_sets[0],
+        num_best=max(1, recipe.checkpoint.keep_best),
+        patience=None if stopping is None else stopping.patience,
+        min_delta=0.0 if stopping is None else stopping.min_delta,
+    )

@@ -20,7 +20,7 @@ from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.packing.report import PackingReport, inspect_packing
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import resolve_policy
-from dpo_pack.run.prepare import Prepared, prepare_data, prepare_tokenizer
+from dpo_pack.run.setup import Setup, prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
 from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.offline import OfflineSource
@@ -32,16 +32,16 @@ CPU = torch.device("cpu")
 
 
 def row_builder(
-    prepared: Prepared, table: PairTable, reference: Reference | None = None, *, is_trained: bool = False
+    setup: Setup, table: PairTable, reference: Reference | None = None, *, is_trained: bool = False
 ) -> RowBuilder:
     """Returns a builder of rows from the table's pairs, with the log-probs that `reference` has for them."""
     return RowBuilder(
         table=table,
         reference=None if reference is None else reference.known(table),
-        is_packed=prepared.is_packed,
-        share_prompt=prepared.recipe.shares_prompts,
-        device=prepared.device,
-        counts_copies=is_trained and prepared.policy_facts.balance is not None,
+        is_packed=setup.is_packed,
+        share_prompt=setup.recipe.shares_prompts,
+        device=setup.device,
+        counts_copies=is_trained and setup.policy_facts.balance is not None,
     )
 
 
@@ -84,6 +84,18 @@ def offline_source(
         rank=ranks.rank(),
         num_ranks=ranks.num_ranks(),
         equal_rows=equal_rows,
+    )
+
+
+def plan_pairs(setup: Setup) -> OfflineSource:
+    """Returns the source of the recipe's pairs for a run, without reference log-probs."""
+    return offline_source(
+        setup.recipe,
+        setup.data,
+        setup.policy_facts.shape,
+        device=setup.device,
+        equal_rows=setup.strategy.shards,
+        counts_copies=setup.policy_facts.balance is not None,
     )
 
 
@@ -141,11 +153,11 @@ def packing_report(
     )
 
 
-def trained_pair_sizes(prepared: Prepared, source: OfflineSource, *, trains_adapter: bool) -> PairSizes:
+def trained_pair_sizes(setup: Setup, source: OfflineSource, *, trains_adapter: bool) -> PairSizes:
     """Returns the tokens and the training FLOPs of each pair, without padding."""
-    table, shape = prepared.data.train, prepared.policy_facts.shape
+    table, shape = setup.data.train, setup.policy_facts.shape
     passes = ADAPTER_PASSES if trains_adapter else TRAINING_PASSES
-    share_prompt = prepared.is_packed and prepared.recipe.shares_prompts
+    share_prompt = setup.is_packed and setup.recipe.shares_prompts
     flops = pair_flops(shape, pair_lengths(table), share_prompt=share_prompt, passes=passes)
     merging = source.builder.merging
     if merging is not None and trains_adapter:  # `merging` counts the FLOPs of full training

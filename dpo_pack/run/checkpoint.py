@@ -1,0 +1,449 @@
+"""Checkpoints: what identifies a run, the content of a checkpoint, loading one, and when to write the next.
+
+    step-000100/tensors/         weights, optimizer state, a reference that changes; written by all ranks
+    step-000100/host.pt          state of the schedule, the source of batches and the optimizer's groups
+    step-000100/checkpoint.json  counters, identity of the run, checksums of the other files
+    step-000100/model/           the model for from_pretrained, if checkpoint.export is set
+
+A run can resume from it on any number of ranks and with any strategy: torch.distributed.checkpoint stores
+each tensor under a name that is the same on any number of ranks, and the position of each shard in the whole
+tensor. A checkpoint has no state of random generators: a step's random numbers depend on (seed, step, rank),
+see system/seeding.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+
+import dpo_pack
+from dpo_pack.model.fingerprint import relevant_config
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.reference.cache import namespace_digest
+from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.run.checkpoint_files import (
+    HOST_STATE,
+    TENSORS,
+    CheckpointContent,
+    CheckpointWriter,
+    checkpoint_path,
+    saved_counters,
+)
+from dpo_pack.run.export import export_model
+from dpo_pack.run.log import RunLog
+from dpo_pack.run.run_dir import RunDir, damage_of
+from dpo_pack.run.samples import before_and_after
+from dpo_pack.run.setup import Setup
+from dpo_pack.run.state import Counters, Identity, Place, Selection, TrainState, is_multiple
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.files import sync, writing
+from dpo_pack.system.machine import package_versions
+from dpo_pack.training.batches import BatchSource
+
+# Another release of these packages may change the last bits of results.
+_PACKAGES = ("torch", "transformers", "peft")
+_COUNTERS = ("step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation", "owes_evaluation")
+
+
+def run_identity(
+    setup: Setup,
+    policy: LoadedModel,
+    source: BatchSource,
+    selection: Selection | None,
+    *,
+    moves: bool,
+    frozen: FrozenReference | None,
+) -> Identity:
+    """Returns what identifies a run in its checkpoints: hashes that must not change when the run resumes, and
+    values that can. It is equal on all ranks.
+
+    `moves`: the reference follows the policy. `frozen`: the reference's log-probs, if the run has them. The
+    fingerprints include the held-out data only if the recipe uses early stopping.
+    """
+    recipe, data, facts = setup.recipe, setup.data, setup.policy_facts
+    fingerprints = {
+        "data": data.fingerprint,
+        "plan": source.steps_fingerprint,
+        "reference": "moving" if moves else "none" if frozen is None else frozen.only(data.train).fingerprint,
+        # A checkpoint holds weights only. The model's config says what is computed with them.
+        "model config": namespace_digest(relevant_config(facts.config)),
+    }
+    words = {
+        "data": f"{data.train.num_pairs:,} rows to train on",
+        "plan": f"{source.num_steps:,} steps",
+        "reference": recipe.reference.path or "the policy as it starts",
+    }
+    if recipe.train.early_stopping is not None:
+        fingerprints["held-out data"] = data.eval_fingerprint
+    if policy.adapter is not None:  # checkpoints of such a run hold the adapter alone
+        fingerprints["base model"], words["base model"] = facts.namespace["weights"], facts.path
+    if facts.balance is not None:
+        coefficient = f"x {facts.balance.coefficient:g}"
+        fingerprints["load-balancing loss"] = words["load-balancing loss"] = coefficient
+    versions = package_versions()
+    number = ranks.num_ranks()
+    judged_by = ""
+    if selection is not None:
+        judged_by = f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}"
+    return Identity(
+        fingerprints=fingerprints,
+        words=words,
+        versions={
+            "dpo-pack": dpo_pack.__version__,
+            **{package: versions[package] for package in _PACKAGES if package in versions},
+        },
+        ranks="one process" if number == 1 else f"{number} processes ({setup.strategy.name})",
+        judged_by=judged_by,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Saver:
+    """Remembers the latest step from which the run can resume, and writes checkpoints of that step."""
+
+    setup: Setup
+    run: RunDir
+    state: TrainState
+    loaded: LoadedModel  # for exports
+    identity: Identity
+    selection: Selection | None
+    log: RunLog
+    writer: CheckpointWriter
+    place: Place = field(init=False)  # `mark_place` sets it
+    saved: Place | None = None  # the place that the newest checkpoint holds
+
+    def mark_place(self) -> None:
+        """Makes the present step the place. When a checkpoint of it is written, the run can resume there."""
+        offset, crc32 = self.log.written
+        source = self.state.source.state_dict()
+        self.place = Place(step=self.state.step, metrics_offset=offset, metrics_crc32=crc32, source=source)
+
+    def begin(self) -> None:
+        """Marks the place where this process begins to train: step 0, or the checkpoint that it resumes."""
+        self.mark_place()
+        if self.run.has_own_checkpoint:
+            self.saved = self.place
+        if self.run.checkpoint is not None:
+            self._forget_lost_bests()
+
+    @property
+    def is_multiple(self) -> bool:
+        """Whether the step is a multiple of `checkpoint.every_steps`."""
+        return is_multiple(self.state.step, self.setup.recipe.checkpoint.every_steps)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a checkpoint is due: by `checkpoint.every_steps`, or because the evaluation after this step
+        is among the best (`checkpoint.keep_best`)."""
+        best_steps = self.state.standing.best_steps[: self.setup.recipe.checkpoint.keep_best]
+        return self.state.step > 0 and (self.is_multiple or self.state.step in best_steps)
+
+    def save(self) -> None:
+        """Writes a checkpoint of the full state. A run resumed from it goes on as if it had not stopped."""
+        settings = self.setup.recipe.checkpoint
+        self.log.flush_pairs()
+        self.run.write(self._sync_metrics)
+        content = checkpoint_content(
+            self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
+        )
+        path = self.writer.write(content, export=self.export if settings.export else None)
+        self.saved = self.place
+        self.log.print(f"  {'saving' if self.writer.is_busy else 'saved'} {path}")
+
+    def _sync_metrics(self) -> None:
+        with writing(self.run.metrics):
+            sync(self.run.metrics)  # the checkpoint refers to the lines of this file
+
+    def export(self, target: Path) -> None:
+        """Writes the policy as a model that transformers, PEFT or vLLM can load."""
+        export_model(
+            self.loaded,
+            self.setup.tokenizer,
+            target,
+            recipe=self.setup.recipe,
+            totals=self.log.totals(self.state),
+            evaluation=self.state.evaluation,
+            samples=lambda: before_and_after(self.run.samples),
+        )
+
+    def save_on_the_way_out(self) -> None:
+        """Saves the state after the last complete step of an interrupted run; drops an unfinished step."""
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.log.report_nonfinite()
+        if self.state.step == 0:
+            self.log.print("  nothing is trained yet, so there is nothing to save")
+        elif self.saved is self.place:
+            self.log.print(f"  step {self.state.step} is saved already")
+        else:
+            self.save()
+
+    def save_what_is_done(self) -> None:
+        """Saves the last complete step after an error, unless a later step has changed the parameters."""
+        if self.state.step != self.place.step:
+            return
+        try:
+            self.save_on_the_way_out()
+        except CacheError as refused:  # the user must see the error that ends the run, not this one
+            self.log.print(f"  Warning: {refused}")
+
+    def best_evaluation(self) -> dict[str, Any] | None:
+        """Returns for run.json the step with the best evaluation, or None without evaluations. Its
+        `checkpoint` is None if no checkpoint of this step is kept."""
+        standing = self.state.standing
+        if self.selection is None or not standing.best:
+            return None
+        step, value = standing.best[0]
+        path = checkpoint_path(self.run.checkpoints, step)
+        return {
+            "step": step,
+            "metric": self.selection.metric,
+            "eval_set": self.selection.eval_set,
+            "value": value,
+            "start": standing.start,
+            "checkpoint": str(path) if path.is_dir() else None,
+        }
+
+    def require_best(self) -> None:
+        """Raises RunError if `load_best` would find no weights. Every rank must call it.
+
+        It is called before the run ends, so that the caller can still save the last step.
+        """
+        remedy = "with checkpoint.load_best=false the same command exports the last weights"
+        standing = self.state.standing
+        if not standing.best:
+            raise RunError(f"checkpoint.load_best: no evaluation gave a finite metric; {remedy}")
+        path = checkpoint_path(self.run.checkpoints, standing.best_steps[0])
+        self.writer.wait()  # the writer may still be writing this checkpoint
+        damage = damage_of(path)
+        if damage is not None:
+            raise RunError(f"checkpoint.load_best: {path} is damaged: {damage}; {remedy}")
+
+    @property
+    def exported_step(self) -> int:
+        """The step whose weights the run leaves."""
+        loads_best = self.setup.recipe.checkpoint.load_best
+        return self.state.standing.best_steps[0] if loads_best else self.state.step
+
+    def load_best(self) -> None:
+        """Loads the best evaluation's weights into the policy. `require_best` has checked their files."""
+        path = checkpoint_path(self.run.checkpoints, self.exported_step)
+        self.state.evaluation = load_trained(path, self.state.scorer)
+
+    def _forget_lost_bests(self) -> None:
+        """Removes from the list of best evaluations those without a checkpoint in this run's directory.
+
+        Their checkpoint is in another directory, was never written, or was removed for a better one.
+        """
+        standing, directory = self.state.standing, self.run.checkpoints
+        kept = ranks.first_says(
+            tuple(entry for entry in standing.best if checkpoint_path(directory, entry[0]).is_dir())
+        )
+        if self.setup.recipe.checkpoint.keep_best > 0 and kept != standing.best:
+            lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
+            self.log.print(
+                f"Note: the best evaluations were after step {lost}, but {directory} has none of their "
+                "checkpoints; from now on, those of the best later evaluations are kept"
+            )
+            self.state.standing = replace(standing, best=kept)
+
+
+# ------------------------------------------------------------------------------------------------ content
+
+
+def checkpoint_content(
+    state: TrainState, place: Place, identity: Identity, *, keep: int, num_best: int
+) -> CheckpointContent:
+    """Returns the content to write for `state` at `place`: the state's tensors, and copies of the rest."""
+    optimizer = state.optimizer
+    moments: Any = {}
+    if optimizer.state:  # if it is empty, torch would call optimizer.step() to fill it
+        moments = get_optimizer_state_dict(state.scorer, optimizer)["state"]
+    return CheckpointContent(
+        step=state.step,
+        tensors={**_weights(state), "optimizer": moments},
+        host=copy.deepcopy(
+            {
+                "optimizer_groups": [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for group in optimizer.param_groups
+                ],
+                "scheduler": state.scheduler.state_dict(),
+                "source": place.source,
+            }
+        ),
+        counters=copy.deepcopy({name: getattr(state, name) for name in _COUNTERS})
+        | {
+            "standing": asdict(state.standing),
+            "health": asdict(state.health),
+            "metrics_offset": place.metrics_offset,
+            "metrics_crc32": place.metrics_crc32,
+            "identity": identity.fingerprints,
+            "words": identity.words,
+            "versions": identity.versions,
+            "ranks": identity.ranks,
+            "judged_by": identity.judged_by,
+        },
+        keep=keep,
+        keep_steps=state.standing.best_steps[:num_best],
+    )
+
+
+def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tuple[int, list[str]]:
+    """Loads a checkpoint into `state`, which must be new. Every rank must call it.
+
+    Returns the length of metrics.jsonl in bytes when the checkpoint was written, and messages about changes
+    since then that are allowed. The caller must have checked the files with `find_damage`. Raises RunError if
+    the checkpoint belongs to other data, another plan (pairs of each step), another reference or other
+    parameters.
+    """
+    counters = saved_counters(path)
+    _refuse_another_run(path, counters, identity)
+    host = _read_host_state(path / HOST_STATE)
+    weights = _weights(state)
+    saved = _names_of_parameters(path)
+    if any(weights[part].keys() != saved[part] for part in weights):
+        raise RunError(
+            f"{path} holds other parameters than this policy trains, or an earlier version of dpo-pack "
+            "wrote it; delete it and run again"
+        )
+    optimizer = _new_optimizer_state(state)
+    # A parameter that never had a gradient has no moments in the checkpoint.
+    moments = {name: kept for name, kept in optimizer["state"].items() if name in saved["optimizer"]}
+    assert moments.keys() == saved["optimizer"]
+    _read_tensors(path, {**weights, "optimizer": moments})
+    set_optimizer_state_dict(
+        state.scorer,
+        state.optimizer,
+        {**optimizer, "state": moments},
+        options=StateDictOptions(strict=False),
+    )
+    for group, settings in zip(state.optimizer.param_groups, host["optimizer_groups"], strict=True):
+        group.update(settings)
+    state.scheduler.load_state_dict(host["scheduler"])
+    state.source.load_state_dict(host["source"])
+    for name in _COUNTERS:
+        setattr(state, name, getattr(counters, name))
+    if counters.judged_by == identity.judged_by:  # else the saved values cannot be compared
+        state.standing = counters.standing
+    state.health = counters.health
+    return counters.metrics_offset, list(_allowed_changes(counters, identity))
+
+
+def load_trained(path: Path, scorer: nn.Module) -> dict[str, Any]:
+    """Loads a checkpoint's weights into `scorer`; returns its latest evaluation. Every rank must call it."""
+    _read_tensors(path, {"policy": _trained_parameters(scorer)})
+    return saved_counters(path).evaluation
+
+
+def _weights(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """Returns the parameters that change in training: of the policy, and of a reference that follows it."""
+    reference = () if state.reference is None else state.reference.named_parameters()
+    return {
+        "policy": _trained_parameters(state.scorer),
+        "reference": {name: parameter.detach() for name, parameter in reference},
+    }
+
+
+def _trained_parameters(scorer: nn.Module) -> dict[str, Tensor]:
+    """Returns the trained parameters by name, tied weights once. (get_model_state_dict has them twice.)"""
+    return {name: p.detach() for name, p in scorer.named_parameters() if p.requires_grad}
+
+
+def _new_optimizer_state(state: TrainState) -> dict[str, Any]:
+    """Returns the state of a new optimizer: tensors with the right device and shards, to load into.
+
+    torch creates this state by a step that changes nothing, but only if no parameter has a gradient. DDP's
+    parameters have gradients from the start (views of DDP's buffers), so this function removes and restores
+    the gradients.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in state.scorer.parameters()]
+    state.optimizer.zero_grad(set_to_none=True)
+    optimizer_state: dict[str, Any] = get_optimizer_state_dict(state.scorer, state.optimizer)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    return optimizer_state
+
+
+def _refuse_another_run(path: Path, counters: Counters, identity: Identity) -> None:
+    then = counters.identity
+    changed = [
+        f"{name}{_then_and_now(counters.words.get(name), identity.words.get(name))}"
+        for name in {**identity.fingerprints, **then}
+        if then.get(name) != identity.fingerprints.get(name)
+    ]
+    if changed:
+        raise RunError(
+            f"{path} was saved with another {' and another '.join(changed)}, so going on would train "
+            "something else; use another output_dir, or start again with checkpoint.resume=never and "
+            "--overwrite"
+        )
+
+
+def _then_and_now(then: str | None, now: str | None) -> str:
+    return "" if then == now or then is None or now is None else f" ({then} then, {now} now)"
+
+
+def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
+    if counters.judged_by != identity.judged_by and counters.standing.best:
+        yield (
+            "Note: earlier evaluations were compared by another metric or held-out set, so only later ones "
+            "can be the best of the run"
+        )
+    if counters.ranks != identity.ranks:
+        yield f"Note: the checkpoint was written on {counters.ranks}, and this run is on {identity.ranks}"
+    versions = [
+        f"{package} {then} then, {identity.versions.get(package, 'none')} now"
+        for package, then in counters.versions.items()
+        if then != identity.versions.get(package)
+    ]
+    if versions:
+        changed = "; ".join(versions)
+        yield f"Warning: packages have other versions, which may change the last bits of results: {changed}"
+
+
+def _names_of_parameters(path: Path) -> dict[str, set[str]]:
+    """Returns the names of a checkpoint's parameters under `policy`, `reference` and `optimizer`."""
+    names: dict[str, set[str]] = {"policy": set(), "reference": set(), "optimizer": set()}
+    for part, *name in FileSystemReader(path / TENSORS).read_metadata().planner_data.values():
+        names.setdefault(part, set()).update(name[:1])
+    return names
+
+
+def _read_tensors(path: Path, into: dict[str, Any]) -> None:
+    is_alone = ranks.num_ranks() == 1
+    # torch warns if one process loads alone, but here that is right.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
+    try:
+        load(
+            into,
+            storage_reader=FileSystemReader(path / TENSORS),
+            process_group=None if is_alone else ranks.host_group(),
+            no_dist=is_alone,
+        )
+    except CheckpointException as error:
+        (cause, _), *_ = error.failures.values()
+        raise RunError(f"{path} cannot be read ({cause}); delete it and run again") from error
+
+
+def _read_host_state(file: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        return {name: state[name] for name in ("optimizer_groups", "scheduler", "source")}
+    except Exception as error:  # torch.load raises any class for a damaged file
+        raise RunError(f"{file} is missing or damaged; delete {file.parent} and run again") from error

@@ -1,1 +1,0 @@
-"""Checkpoints: their content, and the code that writes, keeps and reads them."""

@@ -1,0 +1,238 @@
+"""The log of a run: describes it, writes metrics.jsonl, trackers and totals, prints lines and warnings."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dpo_pack.data.store import PairTable
+from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
+from dpo_pack.model.routing import router_sentence
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.packing.plan import PackingPlan
+from dpo_pack.recipe.load import source_names
+from dpo_pack.run.run_dir import RunDir
+from dpo_pack.run.setup import Setup
+from dpo_pack.run.state import TrainState, is_multiple
+from dpo_pack.system.console import format_count, print_detail
+from dpo_pack.system.errors import RunError
+from dpo_pack.system.machine import bfloat16_instructions
+from dpo_pack.system.progress import TrainingLines
+from dpo_pack.training.batches import GlobalBatch
+from dpo_pack.training.health import RunFacts, examine
+from dpo_pack.training.metrics import PairValues
+from dpo_pack.training.nonfinite import NonfiniteGuard
+from dpo_pack.training.optim import num_warmup_steps
+from dpo_pack.training.pair_log import PairLog
+from dpo_pack.training.throughput import Meter, PhaseClock
+from dpo_pack.training.trackers import MetricsLog, end_trackers, track, tracked_prefix
+
+
+@dataclass(slots=True, kw_only=True)
+class RunLog:
+    """Writes and prints the results of steps and evaluations."""
+
+    setup: Setup
+    run: RunDir
+    clock: PhaseClock
+    meter: Meter
+    facts: RunFacts
+    guard: NonfiniteGuard
+    pairs: PairLog | None  # writes pairs.parquet
+    offset: int  # bytes of metrics.jsonl that an earlier process wrote and that stay
+    begun: float  # time.monotonic() at the start of the run
+    startup_seconds: float = 0.0
+    reference_seconds: float = 0.0
+    eval_seconds: float = 0.0
+    file: MetricsLog | None = None
+    lines: TrainingLines = field(init=False)
+    step_begun: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.lines = TrainingLines(self.setup.console, num_steps=self.facts.num_steps)
+
+    def print(self, line: str) -> None:
+        self.setup.console.print(line)
+
+    def is_logged(self, step: int) -> bool:
+        """Whether the step gets a line in metrics.jsonl."""
+        return is_multiple(step, self.setup.recipe.logging.every_steps)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Opens metrics.jsonl for the `with` block, and first removes its lines after `offset` bytes."""
+        log = MetricsLog(self.run.metrics, offset=self.offset)
+        with contextlib.closing(log) as self.file, self.lines.moving():
+            yield
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """The present length of metrics.jsonl in bytes, and the CRC-32 of these bytes."""
+        assert self.file is not None
+        return self.file.offset, self.file.crc32
+
+    def begin_step(self) -> None:
+        """Starts the clock of the next step. The time to build the step's rows counts too."""
+        self.step_begun = time.monotonic()
+        self.clock.restart()
+
+    def end_step(self, state: TrainState, batch: GlobalBatch, values: PairValues) -> None:
+        """Adds the step's time and FLOPs to the totals, and the values of this rank's pairs to `pairs`."""
+        seconds = time.monotonic() - self.step_begun
+        state.train_seconds += seconds
+        state.num_flops += self.meter.add(
+            batch.row_pairs, pairs=batch.num_pairs, tokens=batch.num_tokens, seconds=seconds
+        )
+        self.lines.advance(state.step, state.train_seconds)
+        if self.pairs is not None:
+            self.pairs.add(state.step, batch.epoch, batch.pair_indices, values, num_pairs=batch.num_pairs)
+
+    def write_step(self, state: TrainState, record: dict[str, Any]) -> None:
+        """Writes and prints the line of a logged step; prints warnings that follow from the lines so far."""
+        record |= self.meter.take()
+        state.health, warnings = examine(state.health, record, self.facts)
+        self._write(record | ({"warnings": warnings} if warnings else {}))
+        self.lines.show(record)
+        for warning in warnings:
+            self.print(f"  Warning: {warning}")
+
+    def write_evaluation(self, step: int, name: str, result: Mapping[str, Any], sentence: str) -> None:
+        """Writes the result of one held-out set to metrics.jsonl and trackers, and prints `sentence`."""
+        self._write({"split": "eval", "source": name, "step": step, **result})
+        self.print(f"  held out ({name}) after step {step}: {sentence}")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self.file is not None
+        self.file.write(record)
+        prefix = tracked_prefix(record, self.setup.eval_names)
+        breakdowns = self.setup.recipe.logging.breakdowns
+        track(self.setup.accelerator, record, prefix=prefix, breakdowns=breakdowns)
+
+    def report_nonfinite(self) -> None:
+        """Prints each step that made no update because of a non-finite value; writes its pairs to a file.
+
+        Waits for the device; every rank must call it. With `train.stop_on_nonfinite` it does not print the
+        first such step, but raises RunError.
+        """
+        sources = source_names(self.setup.recipe.data.train)
+        for message in self.guard.report(self.run.root, self.setup.data.train, sources):
+            if self.guard.stops:
+                raise RunError(message)
+            self.print(f"  {message}")
+
+    def totals(self, state: TrainState) -> dict[str, Any]:
+        """Returns run.json's totals. All seconds except `train_seconds` are those of this process only."""
+        train_seconds = max(state.train_seconds, 1e-9)
+        peak = self.meter.peak_flops
+        return {
+            **self.run.info.get("totals", {}),
+            "steps": state.step,
+            "pairs": state.num_pairs,
+            "tokens": state.num_tokens,
+            "seconds": time.monotonic() - self.begun,
+            "startup_seconds": self.startup_seconds,
+            "reference_seconds": self.reference_seconds,
+            "train_seconds": state.train_seconds,
+            "eval_seconds": self.eval_seconds,
+            "pairs_per_second": state.num_pairs / train_seconds,
+            "tokens_per_second": state.num_tokens / train_seconds,
+            **({} if peak is None else {"mfu": state.num_flops / train_seconds / peak}),
+        }
+
+    def flush_pairs(self) -> None:
+        """Writes the pairs in memory to pairs.parquet. Every rank must call it."""
+        if self.pairs is not None:
+            self.pairs.flush()
+
+    def close(self) -> None:
+        """Writes the remaining pairs, sends the remaining metrics to the trackers and closes them."""
+        self.flush_pairs()
+        end_trackers(self.setup.accelerator)
+
+
+def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[str]) -> float | None:
+    """Returns the loss of a policy that equals its reference; None if this loss depends on log-probs."""
+    has_own_loss = any(":" in name for name in loss_names)
+    uses_reference = all(loss.needs_reference for loss, _ in objective.terms)
+    if objective.weighting is not None or has_own_loss or not uses_reference:
+        return None
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    same = PairLogps(chosen=zero, rejected=zero, chosen_tokens=one, rejected_tokens=one)
+    weight = torch.from_numpy(table.weights.max(keepdims=True)).double()
+    pair = ScoredPairs(policy=same, reference=same, pair_weights=weight)
+    return float(weighted_losses(objective, pair, mean_chosen_tokens=1.0))
+
+
+def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *, num_steps: int) -> None:
+    """Prints the policy, the steps, and notes on settings whose effect the user may not expect.
+
+    `plan` is the plan of the first epoch; None if the run is online.
+    """
+    recipe, console = setup.recipe, setup.console
+    parameters = list(policy.scorer.parameters())
+    num_trained = sum(p.numel() for p in parameters if p.requires_grad)
+    num_parameters = sum(p.numel() for p in parameters)
+    if setup.policy_facts.quantize is not None:  # two weights of 4 bits count as one element
+        num_parameters = setup.policy_facts.num_parameters + num_trained
+    size = f"{format_count(num_parameters)} parameters"
+    if policy.adapter is not None:
+        size += f", of which the adapter's {format_count(num_trained)} are trained"
+        if policy.adapter.left_out:
+            size += f"; all-linear leaves out {', '.join(policy.adapter.left_out)}, which peft refuses here"
+    precision = str(setup.precision.parameters).removeprefix("torch.")
+    if setup.policy_facts.quantize is not None:
+        precision += f" with linear layers in {setup.policy_facts.quantize}"
+    if setup.precision.autocast is not None:
+        precision += f" with {str(setup.precision.autocast).removeprefix('torch.')} autocast"
+    if setup.precision.gathered is not None:
+        precision += f" gathered in {str(setup.precision.gathered).removeprefix('torch.')}"
+    attention = policy.attention
+    loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
+    warmup_steps = num_warmup_steps(
+        num_steps, warmup_ratio=recipe.optim.warmup_ratio, warmup_steps=recipe.optim.warmup_steps
+    )
+    warm_up = f", {warmup_steps:,} steps of warm-up" if warmup_steps else ", no warm-up"
+    layers = "; layers: compiled" if policy.scorer.is_compiled else ""
+    console.print(
+        f"Policy: {recipe.model.path}, {size}, {precision} on {setup.device}; attention: {attention.name}"
+        f"{layers}"
+    )
+    # On a GPU a slower attention backend costs money, so the reason is always printed there.
+    say_why = console.print if setup.device.type == "cuda" else functools.partial(print_detail, console)
+    say_why(f"  attention is {attention.name}: {attention.reason}")
+    if policy.not_compiled is not None:
+        say_why(f"  torch.compile failed, so the model runs uncompiled: {policy.not_compiled}")
+    for kernel in policy.kernels:
+        say_why(f"  recurrent layers: {kernel}")
+    packing = recipe.packing
+    rows, pairs = f"{packing.rows_per_step} rows", f"{packing.pairs_per_step} pairs"
+    step_size = rows if packing.scope == "epoch" else pairs
+    console.print(
+        f"Training: {num_steps:,} steps of {step_size}, "
+        f"{packing.mode} rows of up to {packing.token_budget:,} tokens; "
+        f"loss {loss}, beta {recipe.loss.beta:g}, lr {recipe.optim.lr:g} {recipe.optim.schedule}{warm_up}"
+    )
+    router = router_sentence(policy.model, recipe.loss.router_aux_coef, setup.policy_facts.balance)
+    if router is not None:
+        console.print(router)
+    is_bfloat16 = setup.precision.activations == torch.bfloat16
+    if is_bfloat16 and setup.device.type == "cpu" and bfloat16_instructions() == ():
+        console.print(
+            "Note: this CPU has no instructions for bfloat16 and converts to float32 and back, which takes "
+            "longer than model.dtype: float32 with model.autocast: none"
+        )
+    if recipe.packing.share_prompt and not recipe.shares_prompts:
+        console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
+    oversize = () if plan is None else plan.oversize_pairs
+    if plan is not None and len(oversize):
+        longest = int(plan.row_tokens[oversize].max())
+        console.print(
+            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "
+            f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"
+        )

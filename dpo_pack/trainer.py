@@ -1,0 +1,660 @@
+"""DPO training, one run from top to bottom. Read this file first.
+
+    train -> Trainer(...)           gets the run ready: data, plan, model, proof, reference, optimizer, resume
+          -> run_steps -> take_steps -> train_step                computes the gradient, clips it, updates
+                                         -> accumulate_gradients  one forward and one backward for each row
+                                     -> close_step                evaluates and saves, if these are due
+          -> finish                 exports the model
+          -> push_model             uploads it, if the recipe says so
+
+A step trains on one global batch: a fixed number of preference pairs, or of rows. A row has up to
+`packing.token_budget` tokens. The loss is the exact mean over the step's pairs, for any number of rows and
+ranks:
+
+    loss = sum over the step's pairs of weight * l(pair) / number of pairs
+
+For DPO (`loss.type: sigmoid`, losses/contrastive.py), pi and ref are the summed log-probs of a completion:
+
+    l(pair) = -log sigmoid(beta * ((pi_chosen - ref_chosen) - (pi_rejected - ref_rejected)))
+
+Words: the `model` has the weights. The `scorer` (model/scorer.py) computes the log-probs of a row with them;
+clipping, the optimizer and forward passes without gradients use it. The `policy` is the scorer as all ranks
+run it together: forward passes that need gradients call it. The reference's log-probs were computed earlier
+and come with the batch, or a reference model computes them in each step (training/references.py).
+
+A *place* is a point from which a run can resume: it holds the step, the length of metrics.jsonl and the state
+of the source of batches. An *idle row* has a gradient of zero. A rank computes an idle row when it has no row
+left but another rank still has one, because each pass needs all ranks.
+
+Legend: P pairs of a row; [2 P] holds chosen, rejected, chosen, rejected, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from torch import Tensor
+
+from dpo_pack.model.parallel import DistributedPolicy, distribute_policy
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.online.win_rate import WinRate
+from dpo_pack.packing.lengths import PairSizes
+from dpo_pack.packing.report import to_json
+from dpo_pack.recipe.load import Recipe, source_names
+from dpo_pack.recipe.machine import check_environment
+from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reports.ending import print_ending
+from dpo_pack.reports.pages import write_run_page
+from dpo_pack.run.checkpoint import Saver, load_checkpoint, run_identity
+from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
+from dpo_pack.run.evaluate import Evaluator, find_selection
+from dpo_pack.run.log import RunLog, describe_run, initial_loss
+from dpo_pack.run.memory.report import (
+    largest_row,
+    print_measured_memory,
+    print_memory_estimate,
+    stays_gathered,
+)
+from dpo_pack.run.plans import packing_report, plan_pairs, trained_pair_sizes
+from dpo_pack.run.push import push, push_command
+from dpo_pack.run.reference_pass import prepare_reference, resume_reference
+from dpo_pack.run.rollouts import build_online, check_generator, live_reference
+from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint, find_run, only_run
+from dpo_pack.run.samples import Sampler
+from dpo_pack.run.setup import (
+    Setup,
+    load_moving_reference,
+    load_policy,
+    prepare,
+    print_columns_not_read,
+    recipe_objective,
+)
+from dpo_pack.run.state import TrainState, is_multiple
+from dpo_pack.system import ranks
+from dpo_pack.system.console import format_seconds, keep_log
+from dpo_pack.system.errors import CacheError, RunError, first_line
+from dpo_pack.system.files import write_json_atomically, write_text_atomically
+from dpo_pack.system.hub import why_no_upload
+from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
+from dpo_pack.system.memory import release_memory
+from dpo_pack.system.progress import waiting_line
+from dpo_pack.system.seeding import seed_everything, seed_step
+from dpo_pack.training.batches import BatchSource, GlobalBatch, by_pair, score_pairs
+from dpo_pack.training.first_step import check_start
+from dpo_pack.training.health import RunFacts
+from dpo_pack.training.metrics import PairValues, averages, pair_values
+from dpo_pack.training.nonfinite import NonfiniteGuard, skip_update_if
+from dpo_pack.training.offline import OfflineSource
+from dpo_pack.training.optim import (
+    build_optimizer,
+    clip_gradients,
+    learning_rate_schedule,
+    num_warmup_steps,
+)
+from dpo_pack.training.pair_log import PairLog
+from dpo_pack.training.references import CachedReference, Reference, check_followable
+from dpo_pack.training.step_loss import StepLoss, begin_step_loss
+from dpo_pack.training.throughput import Meter, PhaseClock, device_peak
+from dpo_pack.training.trackers import start_trackers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """The results of one step. The tensors are still on the device."""
+
+    values: PairValues  # the values of this rank's pairs
+    grad_norm: Tensor  # [] norm of the gradient before clipping
+    learning_rate: float
+    loss: StepLoss
+
+
+AfterStep = Callable[["Trainer"], object]  # called after each update, before the step's line is written
+
+
+def train(
+    recipe: Recipe,
+    console: Console,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    after_step: AfterStep | None = None,
+) -> None:
+    """Trains the recipe's policy and writes it to `output_dir`/model; resumes an earlier run if there is one.
+
+    With `dry_run` it does everything before the first step and writes nothing into `output_dir`.
+    Raises a DpoPackError for an error that the user can correct, Interrupted after Ctrl-C or SIGTERM.
+    """
+    check_environment(recipe)
+    with contextlib.ExitStack() as stack:
+        if not dry_run:
+            stack.enter_context(only_run(recipe.output_dir, console.print))
+        run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
+        if run.is_finished:
+            console.print(f"This run is finished and {run.model} holds its model; nothing to do")
+            if not dry_run and not run.page.exists():  # the process was killed before it wrote the page
+                run.remove_leftovers()
+                write_page(run, console)
+            return
+        obstacle = why_no_upload() if recipe.export.push_to_hub is not None else None
+        if obstacle is not None:  # no error: the recipe may be trained without network, and pushed later
+            console.print(f"Warning: export.push_to_hub: {obstacle}. The run trains all the same")
+        interruption = stack.enter_context(interruptible())
+        trainer = Trainer(recipe, run, console, interruption, is_dry=dry_run)
+        if dry_run:
+            console.print("Dry run: everything up to the first step is in order")
+            return
+        try:
+            trainer.run_steps(after_step)
+            with interruption.deferred():  # all steps are done: a signal waits until the model is written
+                trainer.finish()
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, Interrupted) else "failed"
+            with contextlib.suppress(CacheError):  # the user must see the error that ended the run
+                run.update(status=status, totals=trainer.log.totals(trainer.state))
+            raise
+        # The run is finished: neither an error of the upload nor a signal changes that.
+        push_model(recipe, run, console, interruption)
+
+
+class Trainer:
+    """One rank's part of a run. The constructor gets it ready for its next step, or loads a checkpoint."""
+
+    setup: Setup  # the recipe, and all that is known before weights are loaded
+    run: RunDir  # the files of `output_dir`; only rank 0 writes them
+    pairs: OfflineSource | None  # the planned pairs; None: an online run makes its pairs while it trains
+    loaded: LoadedModel  # the model that is trained, in its scorer
+    source: BatchSource  # the pairs, or online rollouts
+    reference: Reference
+    frozen: FrozenReference | None = None  # reference log-probs, which the run keeps in `output_dir`
+    win_rate: WinRate | None = None  # of an online run with held-out prompts
+    state: TrainState  # weights, optimizer, schedule, counters: all that a checkpoint holds
+    policy: DistributedPolicy
+    log: RunLog
+    evaluator: Evaluator
+    saver: Saver
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunDir,
+        console: Console,
+        interruption: Interruption,
+        *,
+        is_dry: bool = False,
+    ) -> None:
+        """A dry run prints the memory that the run needs, and writes nothing into `output_dir`."""
+        begun = time.monotonic()
+        seed_everything(recipe.seed)
+        self.run, self.console, self.interruption = run, console, interruption
+        self.objective = recipe_objective(recipe)
+        # Data: pairs as token ids, and all that is known of models and machine without weights.
+        self.setup = prepare(recipe, console, takes_prompts=True)
+        print_columns_not_read(self.setup.data, console)
+        self.selection = find_selection(recipe, self.setup.eval_names)
+        choose_checkpoint(run, recipe, console.print)
+        # Plan: which pairs share a step, a rank and a row.
+        self.pairs = None if recipe.online is not None else plan_pairs(self.setup)
+        first_plan = None if self.pairs is None else self.pairs.first_plan
+        if is_dry:
+            print_memory_estimate(self.setup, self.objective, first_plan)
+        gathers_once = stays_gathered(self.setup, self.objective, first_plan)
+        # Model, proof that its packed rows are exact, and the reference's log-probs.
+        seconds = self.load_online() if self.pairs is None else self.load_offline(self.pairs)
+        # Optimizer and schedule, then the state of an earlier run.
+        self.state = self.new_state()
+        self.policy = distribute_policy(
+            self.loaded.scorer, self.setup.strategy, self.setup.accelerator, stays_gathered=gathers_once
+        )
+        self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=self.setup.device)
+        self.clock = PhaseClock(device=self.setup.device)
+        self.identity = run_identity(
+            self.setup,
+            self.loaded,
+            self.source,
+            self.selection,
+            moves=self.reference.moving is not None,
+            frozen=self.frozen,
+        )
+        self.sampler = Sampler(self.setup, self.loaded.scorer, run.samples)
+        self.log = self.open_log(begun, self.load_checkpoint())
+        describe_run(self.setup, self.loaded, first_plan, num_steps=self.source.num_steps)
+        self.measure_memory() if is_dry else self.write_first_files()
+        self.make_evaluator_and_saver()
+        self.log.reference_seconds = seconds
+        self.log.startup_seconds = time.monotonic() - begun - seconds
+
+    # ---------------------------------------------------------------------------------- before the first step
+
+    def load_offline(self, pairs: OfflineSource) -> float:
+        """Loads the model, and gets the pairs' reference log-probs. Returns the seconds of their pass."""
+        setup, recipe, resumes = self.setup, self.setup.recipe, self.run.checkpoint is not None
+        starts_as_reference = recipe.reference.path is None and not resumes
+        loaded = load_policy(setup) if starts_as_reference else None
+        moving: Reference | None = None
+        seconds = 0.0
+        if not self.objective.needs_reference:
+            self.console.print("Reference: none, the loss needs no reference")
+        elif recipe.reference.sync is not None:
+            moving = load_moving_reference(setup)
+            self.console.print("Reference: follows the policy; a second model runs live, nothing is cached")
+        elif resumes:
+            self.frozen, seconds = resume_reference(setup, self.run.resumed_reference)
+        else:
+            filled = prepare_reference(setup, loaded)
+            self.frozen, seconds = filled.values(), filled.seconds
+            self.run.info["totals"] = {
+                "reference_sequences_computed": filled.num_computed,
+                "reference_sequences_cached": filled.num_cached,
+            }
+        if loaded is None:
+            release_memory()
+            loaded = load_policy(setup)
+        self.loaded, self.source = loaded, pairs
+        self.reference = moving or CachedReference(values=self.frozen)
+        if self.frozen is not None:
+            pairs.use_reference(self.frozen.of(setup.data.train))
+            if starts_as_reference:
+                first_row = next(row for rows in pairs.first_plan.pack_step(0) for row in rows)
+                dtype = setup.precision.activations
+                check_start(loaded.scorer, pairs.builder, first_row, dtype=dtype)
+        return seconds
+
+    def load_online(self) -> float:
+        """Loads the policy and the source of pairs, which are made from the policy's own completions."""
+        setup = self.setup
+        check_generator(setup)
+        self.loaded = load_policy(setup)
+        self.source, self.win_rate = build_online(setup, self.loaded, directory=self.run.rollouts)
+        if self.objective.needs_reference:
+            self.reference = live_reference(setup, self.loaded)
+            self.console.print("Reference: live, on the rows of each step")
+        else:
+            self.reference = CachedReference(values=None)
+            self.console.print("Reference: none, the loss needs no reference")
+        return 0.0
+
+    def new_state(self) -> TrainState:
+        """Makes the optimizer and the schedule of the learning rate, for step 0."""
+        settings, scorer, num_steps = self.setup.recipe.optim, self.loaded.scorer, self.source.num_steps
+        if self.reference.moving is not None:
+            check_followable(scorer, self.reference.moving)
+        optimizer = build_optimizer(
+            settings.name,
+            scorer,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        warmup_steps = num_warmup_steps(
+            num_steps, warmup_ratio=settings.warmup_ratio, warmup_steps=settings.warmup_steps
+        )
+        scheduler = learning_rate_schedule(
+            optimizer,
+            settings.schedule,
+            num_steps=num_steps,
+            warmup_steps=warmup_steps,
+            min_lr_ratio=settings.min_lr_ratio,
+        )
+        return TrainState(
+            scorer=scorer,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            source=self.source,
+            reference=self.reference.moving,
+        )
+
+    def load_checkpoint(self) -> int:
+        """Loads the run's checkpoint, if any, into `state`; returns the bytes of metrics.jsonl to keep."""
+        run, state = self.run, self.state
+        if run.checkpoint is None:
+            return 0
+        metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=self.identity)
+        self.console.print(f"Going on after step {state.step} of {self.source.num_steps} ({run.checkpoint})")
+        for note in notes:
+            self.console.print(note)
+        # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
+        return metrics_offset if run.has_own_checkpoint else 0
+
+    def open_log(self, begun: float, offset: int) -> RunLog:
+        """Returns the log. `offset`: the bytes of metrics.jsonl that stay."""
+        setup, recipe = self.setup, self.setup.recipe
+        train, balance = setup.data.train, setup.policy_facts.balance
+        if self.pairs is not None:
+            is_adapter = self.loaded.adapter is not None
+            sizes = trained_pair_sizes(setup, self.pairs, trains_adapter=is_adapter)
+            peak_flops = device_peak(setup.device, self.loaded.scorer.compute_dtype)
+        else:  # the pairs do not exist yet; generation and judges take most of an online run's time
+            unknown = np.zeros(train.num_pairs, dtype=np.int64)
+            sizes = PairSizes(tokens=unknown, costs=unknown.astype(np.float64), merging=None)
+            peak_flops = None
+        pair_log = PairLog(
+            directory=self.run.pairs,
+            table=train,
+            source_names=source_names(recipe.data.train),
+            beta=recipe.loss.beta,
+            has_reference=self.objective.needs_reference,
+        )
+        return RunLog(
+            setup=setup,
+            run=self.run,
+            clock=self.clock,
+            meter=Meter(sizes=sizes, peak_flops=peak_flops),
+            facts=RunFacts(
+                num_steps=self.source.num_steps,
+                beta=recipe.loss.beta,
+                initial_loss=initial_loss(self.objective, train, [name for name, _ in recipe.loss.terms]),
+                router_aux_coef=0.0 if balance is None else balance.coefficient,
+            ),
+            guard=self.guard,
+            pairs=pair_log if recipe.logging.pairs else None,
+            offset=offset,
+            begun=begun,
+        )
+
+    def measure_memory(self) -> None:
+        """On CUDA, prints the peak memory of a forward and backward pass of the largest row."""
+        if self.setup.device.type == "cuda" and self.pairs is not None:
+            row = self.pairs.builder.build(largest_row(self.pairs.first_plan, rank=ranks.rank())).row
+            print_measured_memory(self.policy, self.state.optimizer, row, self.setup.device, self.console)
+
+    def write_first_files(self) -> None:
+        """Writes the files that describe the run, cuts off what an earlier process wrote later than the
+        checkpoint, and starts trackers. The other ranks go on when rank 0 has written the files."""
+        run, setup, recipe = self.run, self.setup, self.setup.recipe
+        with ranks.first_goes_first():
+            run.write(self._describe_in_files)
+        ranks.require_shared(run.root, "output_dir")
+        if not recipe.logging.trackers:
+            return
+        if "tracking_id" not in run.info:  # it stays the same each time the run resumes
+            run.update(tracking_id=uuid.uuid4().hex[:8])
+        mlflow_run = start_trackers(
+            setup.accelerator,
+            recipe.model_dump(mode="json"),
+            trackers=recipe.logging.trackers,
+            directory=recipe.output_dir / "trackers",
+            name=recipe.logging.run_name or recipe.output_dir.name,
+            run_id=str(run.info["tracking_id"]),
+            goes_on=run.has_own_checkpoint,
+            mlflow_run=run.info.get("mlflow_run") if run.has_own_checkpoint else None,
+        )
+        if mlflow_run is not None:
+            run.update(mlflow_run=mlflow_run)
+
+    def _describe_in_files(self) -> None:
+        run, setup, step = self.run, self.setup, self.state.step
+        fingerprints, packing = dict(self.identity.fingerprints), None
+        if self.pairs is not None:
+            fingerprints["packing"] = self.pairs.first_plan.fingerprint
+            packing = packing_report(setup.recipe, setup.data, setup.policy_facts.shape, self.pairs)
+        begin_run(run, setup.recipe, str(setup.device))
+        keep_log(self.console, run.root / "console.log")
+        drop_later_checkpoints(run.checkpoints, step)
+        write_json_atomically(run.root / "data_report.json", setup.data.report)
+        if packing is not None:
+            write_text_atomically(run.root / "packing_report.json", to_json(packing))
+        if self.frozen is not None:
+            self.frozen.save(run.reference)
+        run.update(fingerprints=fingerprints)
+        if self.log.pairs is not None:
+            self.log.pairs.cut_after(step)
+        self.sampler.cut_after(step)
+
+    def make_evaluator_and_saver(self) -> None:
+        self.saver = Saver(
+            setup=self.setup,
+            run=self.run,
+            state=self.state,
+            loaded=self.loaded,
+            identity=self.identity,
+            selection=self.selection,
+            log=self.log,
+            writer=CheckpointWriter(
+                self.run.checkpoints, in_background=self.setup.recipe.checkpoint.asynchronous
+            ),
+        )
+        self.evaluator = Evaluator(
+            setup=self.setup,
+            reference=self.reference,
+            objective=self.objective,
+            win_rate=self.win_rate,
+            selection=self.selection,
+            interruption=self.interruption,
+            sampler=self.sampler,
+        )
+
+    # --------------------------------------------------------------------------------------------- the steps
+
+    def run_steps(self, after_step: AfterStep | None = None) -> None:
+        """Takes all steps of the run. After a stop signal or a RunError, it saves the state after the last
+        complete step, if it can."""
+        with self.log.writing(), self.interruption.deferred(), self.saver.writer:
+            self.saver.begin()
+            try:
+                if self.state.owes_evaluation:  # before step 1, or not done when the run was stopped
+                    self.close_step()
+                self.take_steps(after_step)
+                if self.setup.recipe.checkpoint.load_best:
+                    self.saver.require_best()
+            except Interrupted as stopped:
+                if not stopped.is_urgent:
+                    self.saver.save_on_the_way_out()
+                raise
+            except RunError:  # on all ranks: the loss is not finite, or a judge does not answer any more
+                self.saver.save_what_is_done()
+                raise
+
+    def take_steps(self, after_step: AfterStep | None) -> None:
+        """Runs the training loop until no step is left or early stopping ends the run."""
+        state, log, every_steps = self.state, self.log, self.setup.recipe.train.eval_every_steps
+        batches = iter(self.source)
+        log.begin_step()
+        while (batch := self.next_batch(batches)) is not None:
+            is_logged = log.is_logged(state.step + 1)
+            with state.scorer.measuring(is_logged):
+                outcome = self.train_step(batch)
+            if after_step is not None:
+                after_step(self)
+            self.source.prepare_next()  # makes the next batch while the device computes
+            self.clock.lap("data")
+            is_last = state.step == self.source.num_steps
+            # The evaluation resets `owes_evaluation`. A run that is stopped before evaluates when it resumes.
+            state.owes_evaluation = is_last or is_multiple(state.step, every_steps)
+            if is_logged or state.owes_evaluation or self.saver.is_multiple:  # these wait for the device
+                log.report_nonfinite()  # raises RunError if the recipe stops at such a step
+            # `step_record` comes first: it waits for the device, and `end_step` must count that waiting time.
+            record = self.step_record(batch, outcome) if is_logged else None
+            log.end_step(state, batch, outcome.values)
+            if record is not None:
+                log.write_step(state, record)
+            self.saver.mark_place()
+            self.close_step()
+            log.begin_step()
+
+    def next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch | None:
+        """Returns the batch of the next step; None after the last step, or if early stopping ends the run."""
+        if self.evaluator.ends_run(self.state):
+            return None
+        self.interruption.poll()
+        with self.interruption.lifted():  # no step has begun, so a signal ends the run at once
+            batch = next(batches, None)
+        seed_step(self.setup.recipe.seed, step=self.state.step, rank=ranks.rank())
+        self.clock.lap("data")
+        return batch
+
+    def close_step(self) -> None:
+        """Evaluates and saves a checkpoint, if these are due after this step (or before the first step)."""
+        if self.state.owes_evaluation:
+            self.evaluator.evaluate(self.state, self.log)
+            self.saver.mark_place()  # again, because the evaluation has written lines to metrics.jsonl
+        if self.saver.is_due:
+            self.saver.save()
+
+    def train_step(self, batch: GlobalBatch) -> StepOutcome:
+        """Computes and clips the gradient of the global batch, then updates the model if all is finite.
+
+        A step with a value that is not finite changes no parameter, but it still counts as a step. With a
+        fused AdamW this only queues work. If it waited for the device, the device would become idle.
+        """
+        state, optimizer = self.state, self.state.optimizer
+        with self.policy.gathered():
+            batch = self.reference.score_batch(batch)
+            loss = self.begin_loss(batch)
+            values = self.accumulate_gradients(batch, loss)
+        grad_norm = clip_gradients(state.scorer, self.setup.recipe.optim.max_grad_norm)
+        learning_rate = float(state.scheduler.get_last_lr()[0])
+        must_skip = self.guard.check(state.step + 1, values, grad_norm, batch.pair_indices)
+        skip_update_if(must_skip, optimizer)  # the host does not read `must_skip`, so it does not wait
+        optimizer.step()
+        state.scheduler.step()
+        optimizer.zero_grad(set_to_none=not self.policy.keeps_gradients)
+        self.clock.lap("optimizer")
+        state.step += 1
+        self.reference.follow(state.scorer, step=state.step)
+        state.num_pairs += batch.num_pairs
+        state.num_tokens += batch.num_tokens
+        return StepOutcome(values=values, grad_norm=grad_norm, learning_rate=learning_rate, loss=loss)
+
+    def accumulate_gradients(self, batch: GlobalBatch, loss: StepLoss) -> PairValues:
+        """Runs one forward and one backward pass for each row, which add the step's gradient to `.grad`.
+
+        Returns the values of this rank's pairs, of which metrics are averages (training/metrics.py).
+        """
+        values = [PairValues.none(self.setup.device)]
+        for number, pair_row in enumerate(batch.rows, start=1):
+            self.poll_before_pass(batch, number)
+            with self.policy.accumulating(is_last=number == batch.num_passes):
+                # Log-probs summed over each completion, [2 P]. `by_pair` repeats shared completions.
+                output = by_pair(self.policy(pair_row.row), pair_row)
+                pairs = score_pairs(self.objective, output, pair_row)  # of policy and reference, and weights
+                losses, share = loss.of_row(number, output, pairs)  # [P] and []
+                self.clock.lap("forward")
+                share.backward()
+                self.clock.lap("backward")
+            values.append(pair_values(output, pairs.policy, pairs.reference, losses))
+        for number, idle_row in enumerate(batch.idle_rows, start=len(batch.rows) + 1):
+            self.poll_before_pass(batch, number)
+            with self.policy.accumulating(is_last=number == batch.num_passes):
+                self.policy.idle(idle_row, loss.of_idle_row(number))
+                self.clock.lap("backward")
+        return PairValues.join(values)
+
+    def begin_loss(self, batch: GlobalBatch) -> StepLoss:
+        """Returns the loss of the step; a rare objective first needs a pass over the step's rows."""
+        balance, device = self.setup.policy_facts.balance, self.setup.device
+        return begin_step_loss(self.objective, batch, self.state.scorer, balance, device=device)
+
+    def poll_before_pass(self, batch: GlobalBatch, number: int) -> None:
+        """Raises Interrupted before pass `number` (the first is 1) if a stop signal has come to any rank.
+
+        Polling needs all ranks, so it is done only before a pass that all ranks have. Before a later pass,
+        other ranks can be waiting in a backward pass already, and a poll would wait for them forever.
+        """
+        if batch.common_passes is None or number <= batch.common_passes:
+            self.interruption.poll_in_time()
+
+    def step_record(self, batch: GlobalBatch, outcome: StepOutcome) -> dict[str, Any]:
+        """Returns the step's line of metrics.jsonl without rates. Waits for the device."""
+        means = averages(
+            outcome.values.over_ranks(),
+            beta=self.objective.options.beta,
+            dtype=self.state.scorer.compute_dtype,
+            has_reference=self.objective.needs_reference,
+        )
+        return {
+            "split": "train",
+            "step": self.state.step,
+            "epoch": batch.epoch,
+            **outcome.loss.metrics(means),
+            "grad_norm": float(outcome.grad_norm),
+            "learning_rate": outcome.learning_rate,
+            "pairs": batch.num_pairs,
+            "rows": batch.num_rows,
+            "tokens": batch.num_tokens,
+            **batch.metrics,
+            **self.clock.seconds(),
+        }
+
+    # --------------------------------------------------------------------------------------- after the steps
+
+    def finish(self) -> None:
+        """Exports the model, updates run.json, writes the page, and prints totals and what was learned."""
+        run, state, log, saver = self.run, self.state, self.log, self.saver
+        best = saver.best_evaluation()
+        stopped_early = self.evaluator.ends_run(state)
+        if stopped_early:
+            log.print(self.evaluator.stop_sentence(state))
+        failure = self.evaluator.failure_sentence(state)
+        if failure is not None:
+            log.print(failure)
+        if self.setup.recipe.checkpoint.load_best:
+            saver.load_best()
+        self.sampler.write(saver.exported_step)
+        with waiting_line(self.console, "Writing the model"):
+            saver.export(run.model)
+        log.close()
+        run.update(
+            status="finished",
+            totals=log.totals(state),
+            evaluation=state.evaluation,
+            model_files=run.model_files(),
+            **({} if best is None else {"best": best, "stopped_early": stopped_early}),
+            warnings=list(state.health.warned),
+        )
+        rate = state.num_pairs / max(state.train_seconds, 1e-9)
+        page = f"; report: {run.page}" if write_page(run, self.console) else ""
+        log.print(
+            f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
+            f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}{page}"
+        )
+        print_ending(run, state.evaluation, state.health.warnings, self.console)
+
+
+def write_page(run: RunDir, console: Console) -> bool:
+    """Writes the page of the finished run. Returns True if this rank has written it; only rank 0 writes.
+
+    The model is already on the disk, so an error of the page is only a warning.
+    """
+    if not ranks.is_first():
+        return False
+    try:
+        write_run_page([run.root], run.page)
+    except Exception as error:
+        console.print(
+            f"Warning: the run has no page ({first_line(error)}); 'dpopack report {run.root}' writes one"
+        )
+        return False
+    return True
+
+
+def push_model(recipe: Recipe, run: RunDir, console: Console, interruption: Interruption) -> None:
+    """Uploads the model of the finished run, if the recipe says so. Prints its URL, or the command that
+    repeats the upload. Only rank 0 uploads; the other ranks end when rank 0 ends.
+
+    Raises Interrupted, also for a signal that came while the model was written: the user does not want to
+    wait for an upload.
+    """
+    settings = recipe.export.push_to_hub
+    if settings is None:
+        return
+    again = push_command(run.root, settings.repo, private=settings.private)
+    try:
+        interruption.poll()
+        if ranks.is_first():
+            console.print(f"Uploading {run.model} to {settings.repo}")
+            for line in push(run.root, settings.repo, private=settings.private).lines():
+                console.print(line)
+    except RunError as error:
+        reason = str(error).removeprefix("push: ")
+        console.print(f"Warning: the model is not on the hub: {reason}. To repeat the upload: {again}")
+    except Interrupted as stopped:
+        stopped.next_step = f"the run is finished and its model is saved; to upload the model: {again}"
+        raise
