@@ -22,6 +22,7 @@ import typer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dpo_pack.model.cpu import times_transposed
 from dpo_pack.model.logps import (
     HEAD_BOUNDS,
     HeadPasses,
@@ -30,7 +31,6 @@ from dpo_pack.model.logps import (
     compile_head,
     token_logps,
 )
-from dpo_pack.model.speed import times_transposed
 from dpo_pack.run.checkpoint import checkpoint_content
 from dpo_pack.run.checkpoint_files import CheckpointWriter
 from dpo_pack.run.state import Identity, Place, TrainState

@@ -26,13 +26,16 @@ from transformers.utils import logging as transformers_logging
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.select import BackendChoice, select_backend
+from dpo_pack.model.compiling import keep_products
 from dpo_pack.model.config import attention_needs, check_packs, own_attention, training_settings
+from dpo_pack.model.cpu import speed_up_linears
+from dpo_pack.model.last_layer import trim_last_layer
+from dpo_pack.model.liger import apply_liger
 from dpo_pack.model.logps import WantedStatistics
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.quantize import Quantization, compute_restored, quantization_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
-from dpo_pack.model.speed import apply_liger, keep_products, speed_up_linears, trim_last_layer
 from dpo_pack.system.errors import DpoPackError, ModelError, first_line, is_out_of_memory
 from dpo_pack.system.hub import check_model
 
@@ -202,7 +205,7 @@ def _checkpoint_activations(model: PreTrainedModel, *, keeps_products: bool = Fa
     """Makes layers recompute their activations in the backward pass.
 
     transformers does so in training mode only, so these layers, and no others, get this mode. With
-    `keeps_products` layers keep the results of matrix products and attention, see model/speed.py.
+    `keeps_products` layers keep the results of matrix products and attention, see model/compiling.py.
     """
     settings: dict[str, Any] = {"use_reentrant": False}
     if keeps_products:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dpo_pack.model.speed import times_transposed
+from dpo_pack.model.cpu import times_transposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,10 +33,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dpo_pack.model.compiling import outermost_layers
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
-from dpo_pack.model.speed import outermost_layers
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import UnsupportedModelError
 

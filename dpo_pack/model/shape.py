@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dpo_pack.model.config import attention_needs, count_experts, layer_windows
+from dpo_pack.model.last_layer import last_feed_forward
 from dpo_pack.model.loading import quiet_transformers
 from dpo_pack.model.recurrence import kept_numbers, state_products
-from dpo_pack.model.speed import last_feed_forward
 from dpo_pack.packing.flops import AttentionKind, ModelShape
 
 

@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dpo_pack.model.attention import BACKENDS
+from dpo_pack.model.compiling import outermost_layers
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Group
+from dpo_pack.model.liger import stock_layers
 from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.recurrence import torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.model.speed import outermost_layers, stock_layers
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.leaks import prove_causality, prove_isolation
 from dpo_pack.proofs.recurrence import prove_recurrence

@@ -16,8 +16,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 import dpo_pack
+from dpo_pack.model.compiling import check_compiler, compile_layers, compiles
 from dpo_pack.model.config import check_packs
 from dpo_pack.model.fingerprint import reference_namespace, weight_files
+from dpo_pack.model.liger import check_kernels
 from dpo_pack.model.loading import load_config, load_errors, load_model
 from dpo_pack.model.logps import WantedStatistics, compile_head
 from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter, require_peft
@@ -26,7 +28,6 @@ from dpo_pack.model.quantize import Quantization, check_quantizable, quantizatio
 from dpo_pack.model.routing import RouterBalance, router_balance
 from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
-from dpo_pack.model.speed import check_compiler, check_kernels, compile_layers, compiles
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.rows import Proof, ProofOutcome

@@ -24,16 +24,16 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
+import dpo_pack.model.compiling as compiling
 import dpo_pack.model.loading as loading
-import dpo_pack.model.speed as speed
 import dpo_pack.run.models as recipe_models
 import dpo_pack.run.reference_pass as prepare_reference
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.attention import register_attention
+from dpo_pack.model.compiling import check_compiler, compile_layers, compiles
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
 from dpo_pack.model.logps import HeadPasses, compile_head
 from dpo_pack.model.scorer import CompletionLogps, Precision
-from dpo_pack.model.speed import check_compiler, compile_layers, compiles
 from dpo_pack.proofs.kernel import prove_wiring
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
@@ -263,7 +263,7 @@ def test_auto_compiles_on_cuda_alone_and_only_what_can_be_compiled(
     assert compiles("auto", model, CUDA) and not compiles("auto", model, CPU)
     assert compiles(True, model, CPU) and not compiles(False, model, CUDA)
     with monkeypatch.context() as patch:
-        patch.setattr(speed, "outermost_layers", lambda model: [])
+        patch.setattr(compiling, "outermost_layers", lambda model: [])
         assert not compiles("auto", model, CUDA)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not compiles("auto", model, CUDA)
@@ -350,7 +350,7 @@ def test_a_recipe_compiles_as_its_key_says_and_the_console_names_it(
 def test_a_model_that_does_not_say_what_its_layers_are_is_refused(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speed, "outermost_layers", lambda model: [])
+    monkeypatch.setattr(compiling, "outermost_layers", lambda model: [])
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM does not say what its layers are"):
         compile_layers(load_scorer(model_path).model)
 

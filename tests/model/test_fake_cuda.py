@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.flash import supports_window_and_scale
 from dpo_pack.model.attention.segments import _Take
+from dpo_pack.model.last_layer import trim_last_layer
 from dpo_pack.model.layout import Group, Row, layout_row, packed_row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.model.speed import trim_last_layer
 
 pytestmark = pytest.mark.cuda_build
 CUDA = torch.device("cuda")

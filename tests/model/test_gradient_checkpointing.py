@@ -13,7 +13,7 @@ from support.tiny_recipe import load as load_overrides
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dpo_pack.model.speed as speed
+import dpo_pack.model.compiling as compiling
 from dpo_pack.model.layout import Row, layout_row, packed_row, padded_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
@@ -142,7 +142,7 @@ def test_selective_checkpointing_gives_the_bits_of_the_full_kind_and_computes_no
         with Operations() as seen:
             results[kind] = gradients(loaded, row)
         counts[kind] = Counter(
-            {name: count for name, count in seen.counts.items() if name in speed._KEPT_OPERATIONS}
+            {name: count for name, count in seen.counts.items() if name in compiling._KEPT_OPERATIONS}
         )
     assert counts[False] and counts["selective"] < counts[True]
     if adapter == "full":  # with an adapter the first layer's input needs a gradient where layers recompute

@@ -20,13 +20,13 @@ from support.tiny_run import tiny_run
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
-import dpo_pack.model.speed as speed
+import dpo_pack.model.liger as liger_layers
 import dpo_pack.run.models as recipe_models
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.fingerprint import modelling_source
 from dpo_pack.model.layout import Group, layout_row, packed_row
+from dpo_pack.model.liger import apply_liger, check_kernels, stock_layers
 from dpo_pack.model.shape import without_weights
-from dpo_pack.model.speed import apply_liger, check_kernels, stock_layers
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import check_environment, load_recipe
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
@@ -79,7 +79,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FusedNorm]]:
     patch.__dict__["MODEL_TYPE_TO_APPLY_LIGER_FN"] = {"llama": apply_to_llama}
     for module in (package, transformers, patch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(speed, "_replaced", {})
+    monkeypatch.setattr(liger_layers, "_replaced", {})
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
     monkeypatch.setattr(FusedNorm, "calls", 0)
     monkeypatch.setattr(FusedNorm, "factor", 1.0)
@@ -212,7 +212,7 @@ def test_kernels_that_are_none_of_ours_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", sorted(speed.LIGER_FAMILIES))
+@pytest.mark.parametrize("family", sorted(liger_layers.LIGER_FAMILIES))
 def test_on_cuda_liger_s_kernels_are_exact(family: str, tmp_path: Path) -> None:
     pytest.importorskip("liger_kernel")
     recipe = tiny_run(tmp_path)

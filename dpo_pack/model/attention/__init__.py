@@ -52,7 +52,7 @@ def register_attention() -> None:
 
 @functools.cache
 def _seam() -> Callable[..., Any]:
-    """Returns `row_attention` in a form that torch.compile does not compile, see model/speed.py.
+    """Returns `row_attention` in a form that torch.compile does not compile, see model/compiling.py.
 
     Every call returns the same object, because torch would compile the layers again for another object.
     """

@@ -27,7 +27,7 @@ from dpo_pack.model.attention.segments import (
     make_segments,
     on_device,
 )
-from dpo_pack.model.speed import compiler_obstacle
+from dpo_pack.model.compiling import compiler_obstacle
 from dpo_pack.system.errors import first_line
 
 _BLOCK = 128

@@ -144,7 +144,7 @@ def wrap_recurrent_layers(model: nn.Module) -> None:
 def _with_row_functions(forward: types.FunctionType) -> RowFunction:
     """Returns a copy of a module's forward that calls our functions in place of those in `ROW_FUNCTIONS`.
 
-    torch.compile does not compile the copy, for the reasons in model/speed.py. Calls with the same argument
+    torch.compile does not compile the copy, see model/compiling.py. Calls with the same argument
     return the same object, because torch would compile the layers again for another object.
     """
     theirs = forward.__globals__

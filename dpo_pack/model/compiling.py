@@ -1,0 +1,142 @@
+"""Compiled layers and selective checkpointing.
+
+torch.compile, one layer at a time. All layers of one class use the same compiled function, so 80 layers
+compile as fast as two. The function takes rows of any length. torch does not compile `row_attention`:
+attention kernels would not get faster, and a row's segments (lengths as Python numbers) would become
+constants of the code. So torch compiles a layer in two parts, before and after it. Activation checkpointing
+wraps the compiled function: if torch compiled checkpointing too, it could not split the layer there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from dpo_pack.system.errors import RecipeError, UnsupportedModelError
+
+# Selective checkpointing. A layer keeps what takes long to compute and recomputes the rest: norms, activation
+# functions, rotary positions, casts. The kernels have other names on the CPU and in the package flash-attn.
+_KEPT_OPERATIONS = (
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"),
+    *("mkldnn::_linear_pointwise", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention"),
+    *("aten::_scaled_dot_product_cudnn_attention", "torch_attn::_varlen_attn"),
+    *("flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"),
+)
+
+
+def keep_products() -> tuple[Any, Any]:
+    """Returns the contexts of torch's checkpointing for a layer's forward and for its recomputation."""
+
+    def policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        is_kept = operation.name().partition(".")[0] in _KEPT_OPERATIONS
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+# torch compiles variants of one function: with and without gradients, autocast or an adapter, and for several
+# kinds of layers. By default it compiles 8 variants at most, and runs further variants uncompiled.
+_MOST_VARIANTS = 64
+
+
+def compiler_obstacle(device: torch.device) -> str | None:
+    """Returns why torch.compile cannot be used on `device`, or None when it can.
+
+    It needs a C++ compiler for its CPU code and CUDA launchers, and on CUDA also triton.
+    """
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++")
+    if not any(shutil.which(name) for name in names):
+        return f"torch.compile needs a C++ compiler, and there is no {' or '.join(names)}"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs the package triton on CUDA, and it is not installed"
+    return None
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises RecipeError if torch.compile cannot be used on `device`."""
+    obstacle = compiler_obstacle(device)
+    if obstacle is not None:
+        raise RecipeError(f"model.compile: {obstacle}; install what is missing, or set model.compile: false")
+
+
+def compiles(setting: bool | str, model: PreTrainedModel, device: torch.device) -> bool:
+    """Returns `model.compile` as true or false; auto: on CUDA, if compiler and model allow it."""
+    if setting != "auto":
+        return bool(setting)
+    return device.type == "cuda" and compiler_obstacle(device) is None and bool(outermost_layers(model))
+
+
+def compile_layers(
+    model: PreTrainedModel, *, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
+) -> None:
+    """Compiles the model's layers, in place. torch compiles each part of a layer at its first use.
+
+    With `falls_back`, torch runs code uncompiled where it cannot compile it, and raises no error. Raises
+    UnsupportedModelError if the model's code does not mark its layers.
+    """
+    layers: list[Any] = outermost_layers(model)
+    if not layers:
+        raise UnsupportedModelError(
+            f"model.compile: {type(model).__name__} does not say what its layers are, so they cannot be "
+            "compiled one by one; set model.compile: false"
+        )
+    torch._dynamo.config.recompile_limit = _MOST_VARIANTS
+    torch._dynamo.config.suppress_errors = falls_back
+    # DDP reduces gradients layer by layer anyway, so to cut a layer's code at DDP's buckets gains nothing.
+    torch._dynamo.config.optimize_ddp = False
+    # On CUDA inductor recommends TF32, but proofs in fp32 would fail with TF32, and autocast is in bf16.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+    # torch itself reads this attribute where it compiles a layer in parts, for example a recurrent layer.
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            vars(module).pop("forward", None)  # of `speed_up_linears`; compiled code calls other products
+    compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for layer in layers:
+        plain = _without_checkpointing(type(layer))
+        if plain not in compiled:
+            compiled[plain] = torch.compile(plain, backend=backend, dynamic=True)
+        layer.forward = functools.partial(_run_compiled, layer, compiled[plain])
+
+
+def outermost_layers(model: nn.Module, class_names: frozenset[str] = frozenset()) -> list[nn.Module]:
+    """Returns the modules that are layers of the library transformers or of a class in `class_names`.
+
+    A module inside another such module is left out."""
+    layers: list[nn.Module] = []
+    inner: set[nn.Module] = set()
+    for module in model.modules():
+        is_layer = isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in class_names
+        if is_layer and module not in inner:
+            layers.append(module)
+            inner.update(module.modules())
+    return layers
+
+
+def _without_checkpointing(kind: type[GradientCheckpointingLayer]) -> Callable[..., Any]:
+    """Returns a layer's forward without the checkpointing wrappers that transformers puts around it."""
+    forward: Any = kind.forward
+    while forward.__code__.co_name == "forward_with_checkpointing":
+        forward = forward.__wrapped__
+    plain: Callable[..., Any] = forward
+    return plain
+
+
+def _run_compiled(layer: Any, compiled: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+    """Does the same as transformers' checkpointing wrapper, but with the compiled forward."""
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(functools.partial(compiled, layer, **options), *arguments)
+    return compiled(layer, *arguments, **options)
