@@ -86,7 +86,7 @@ from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.memory import release_memory
 from dpo_pack.system.progress import waiting_line
 from dpo_pack.system.seeding import seed_everything, seed_step
-from dpo_pack.training.batches import BatchSource, GlobalBatch, by_pair, score_pairs
+from dpo_pack.training.batches import BatchSource, GlobalBatch, score_pairs
 from dpo_pack.training.first_step import check_start
 from dpo_pack.training.health import RunFacts
 from dpo_pack.training.metrics import PairValues, averages, pair_values
@@ -532,14 +532,13 @@ class Trainer:
         for number, pair_row in enumerate(batch.rows, start=1):
             self.poll_before_pass(batch, number)
             with self.policy.accumulating(is_last=number == batch.num_passes):
-                # Log-probs summed over each completion, [2 P]. `by_pair` repeats shared completions.
-                output = by_pair(self.policy(pair_row.row), pair_row)
-                pairs = score_pairs(self.objective, output, pair_row)  # of policy and reference, and weights
+                output = self.policy(pair_row.row)  # log-probs summed over each completion
+                pairs = score_pairs(self.objective, output, pair_row)  # [P] of policy and reference
                 losses, share = loss.of_row(number, output, pairs)  # [P] and []
                 self.clock.lap("forward")
                 share.backward()
                 self.clock.lap("backward")
-            values.append(pair_values(output, pairs.policy, pairs.reference, losses))
+            values.append(pair_values(pairs, losses))
         for number, idle_row in enumerate(batch.idle_rows, start=len(batch.rows) + 1):
             self.poll_before_pass(batch, number)
             with self.policy.accumulating(is_last=number == batch.num_passes):

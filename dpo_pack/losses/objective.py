@@ -82,11 +82,13 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPairs:
-    """The inputs of an objective for P pairs."""
+    """The log-probs of P pairs under policy and reference: the inputs of an objective, and of metrics."""
 
     policy: PairLogps
     reference: PairLogps
     pair_weights: Tensor  # [P] float64, detached: the data's weights, times `wpo_weights` if used
+    # [P, (chosen, rejected), (entropy, top-1 hits, mean logit)] sums over tokens; only metrics read them
+    statistics: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.pair_weights)

@@ -10,7 +10,7 @@ chosen `7 8 9`, rejected `7 5`:
     input_ids       1  2  7  8  9      5
     position_ids    0  1  2  3  4      3               restart behind the shared part
     segment 0       queries 0 1 2 3 4, keys 0 1 2 3 4     its first 3 tokens are shared
-    segment 1       queries 5,         keys 0 1 2 5    so kv_index is 0 1 2 3 4 0 1 2 5
+    segment 1       queries 5,         keys 0 1 2 5    so gathered keys are 0 1 2 3 4 0 1 2 5
     logit_index     1  2  3  1  2                      row positions whose hidden states
     targets         7  8  9  7  5                      predict these tokens
     completion_lengths  3, 2
@@ -25,7 +25,6 @@ completion tokens, S sequences, B and L lines and length of a batch (a packed ro
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,25 +51,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowLayout:
-    """The arrays of one row: its token ids, and the indices that its positions, attention and head need."""
-
-    input_ids: IntArray  # [T]
-    position_ids: IntArray  # [T], position of each token in its own sequence
-    query_lengths: IntArray  # [G], in row order
-    key_lengths: IntArray  # [G]
-    shared_lengths: IntArray  # [G], number of a sequence's first tokens that its group shares
-    kv_index: IntArray | None  # [K], row position of every gathered key; None if no prefix is shared
-    logit_index: IntArray  # [N], row position of the hidden state that predicts the target
-    targets: IntArray  # [N]
-    completion_lengths: IntArray  # [S], number of scored tokens of each sequence; their sum is N
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """The tensors of one forward pass, on the model's device: a packed row, or a whole right-padded batch."""
 
@@ -87,8 +67,8 @@ class Row:
     token_copies: Tensor | None = None
 
 
-def layout_row(groups: Sequence[Group], *, share_prompt: bool) -> RowLayout:
-    """Puts `groups` one after another into one row.
+def packed_row(groups: Sequence[Group], device: torch.device, *, share_prompt: bool) -> Row:
+    """Puts `groups` one after another into one row, as tensors on `device`.
 
     Sequences have numbers in order of appearance: completion j of the first group is sequence j, and the next
     group continues the numbers. If a sequence after the first of its group is a prefix of the others, it has
@@ -122,16 +102,25 @@ def layout_row(groups: Sequence[Group], *, share_prompt: bool) -> RowLayout:
             key_lengths.append(end)
             shared_lengths.append(shared)
             num_tokens += end - begin
-    return RowLayout(
-        input_ids=_concatenate(pieces["input_ids"]),
-        position_ids=_concatenate(pieces["position_ids"]),
-        query_lengths=np.asarray(query_lengths, dtype=np.int64),
-        key_lengths=np.asarray(key_lengths, dtype=np.int64),
-        shared_lengths=np.asarray(shared_lengths, dtype=np.int64),
-        kv_index=_concatenate(pieces["kv_index"]) if sum(key_lengths) > num_tokens else None,
-        logit_index=_concatenate(pieces["logit_index"]),
-        targets=_concatenate(pieces["targets"]),
-        completion_lengths=np.asarray([len(part) for part in pieces["targets"]], dtype=np.int64),
+    arrays = {name: _concatenate(parts) for name, parts in pieces.items()}
+    is_shared = sum(key_lengths) > num_tokens
+    segments = make_segments(
+        query_lengths,
+        key_lengths,
+        device,
+        shared_lengths=tuple(shared_lengths),
+        kv_gather=make_gather(arrays["kv_index"], num_tokens, device) if is_shared else None,
+        scored_positions=on_device(np.unique(arrays["logit_index"]), device),
+    )
+    return Row(
+        input_ids=on_device(arrays["input_ids"], device)[None],
+        position_ids=on_device(arrays["position_ids"], device)[None],
+        attention_mask=None,
+        segments=segments,
+        logit_index=on_device(arrays["logit_index"], device),
+        targets=on_device(arrays["targets"], device),
+        completion_lengths=on_device(np.asarray([len(part) for part in pieces["targets"]]), device),
+        num_tokens=num_tokens,
     )
 
 
@@ -147,31 +136,7 @@ def common_prefix_length(sequences: Sequence[npt.NDArray[np.integer]]) -> int:
 
 
 def _concatenate(pieces: Sequence[npt.NDArray[np.integer]]) -> IntArray:
-    return np.concatenate(pieces).astype(np.int64, copy=False) if pieces else np.zeros(0, dtype=np.int64)
-
-
-def packed_row(layout: RowLayout, device: torch.device) -> Row:
-    """Copies a row's layout to `device`, as tensors."""
-    put = functools.partial(on_device, device=device)
-    kv_index = layout.kv_index
-    segments = make_segments(
-        layout.query_lengths.tolist(),
-        layout.key_lengths.tolist(),
-        device,
-        shared_lengths=tuple(layout.shared_lengths.tolist()),
-        kv_gather=None if kv_index is None else make_gather(kv_index, layout.num_tokens, device),
-        scored_positions=put(np.unique(layout.logit_index)),
-    )
-    return Row(
-        input_ids=put(layout.input_ids)[None],
-        position_ids=put(layout.position_ids)[None],
-        attention_mask=None,
-        segments=segments,
-        logit_index=put(layout.logit_index),
-        targets=put(layout.targets),
-        completion_lengths=put(layout.completion_lengths),
-        num_tokens=layout.num_tokens,
-    )
+    return np.concatenate(pieces).astype(np.int64, copy=False)
 
 
 def padded_row(groups: Sequence[Group], *, device: torch.device) -> Row:

@@ -34,7 +34,7 @@ class RowLogps(NamedTuple):
     """The scorer's results for one row: a NamedTuple, because sharding hooks look for tensors in outputs."""
 
     sums: Tensor  # [S] float64, differentiable
-    num_tokens: Tensor  # [S] int64; in `by_pair` of weighted tokens [S] float64, the sums of weights
+    num_tokens: Tensor  # [S] int64; where tokens have weights [S] float64, the sums of weights
     entropy_sums: Tensor  # [S] float64, detached, as the next three; NaN if not in `wanted`
     top1_sums: Tensor  # [S]
     mean_logit_sums: Tensor  # [S]

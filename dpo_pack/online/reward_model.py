@@ -24,7 +24,7 @@ from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.select import select_backend
 from dpo_pack.model.config import attention_needs, check_packs, known_positions, own_attention
-from dpo_pack.model.layout import Group, Row, common_prefix_length, layout_row
+from dpo_pack.model.layout import Group, Row, common_prefix_length, packed_row
 from dpo_pack.model.liger import stock_layers
 from dpo_pack.model.loading import load_config, load_errors, quiet_transformers, replace_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
@@ -99,7 +99,7 @@ class RewardModelJudge:
     def _rows(self, groups: Sequence[Sequence[Group]]) -> list[npt.NDArray[np.int64]]:
         """Returns the indices of the prompts in each row. groups: by prompt, its sequences as Groups."""
         if self.backbone.backend is not None:
-            tokens = [layout_row(of_prompt, share_prompt=True).num_tokens for of_prompt in groups]
+            tokens = [packed_row(g, torch.device("cpu"), share_prompt=True).num_tokens for g in groups]
             return pack_sequences_longest_first(np.array(tokens, dtype=np.int64), self.token_budget)
         padded = []
         for of_prompt in groups:

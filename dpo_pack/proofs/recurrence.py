@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row
+from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.recurrence import RecurrentCall, RowFunction
 from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.model.scorer import CompletionLogps
@@ -139,18 +139,17 @@ def recurrence_error(
     token by token if it can. In low precision the plain computation is the family's own, on chunks of tokens.
     A kernel of another package may have an error of `_KERNEL_ROUNDINGS`.
     """
-    layout = layout_row(_proof_groups(), share_prompt=True)
-    segments = packed_row(layout, device).segments
-    assert segments is not None and layout.kv_index is not None
-    sequences = np.split(layout.kv_index, np.cumsum(layout.key_lengths)[:-1])
-    tokens = [torch.from_numpy(sequence).to(device) for sequence in sequences]
+    row = packed_row(_proof_groups(), device, share_prompt=True)
+    segments = row.segments
+    assert segments is not None and segments.kv_gather is not None
+    tokens = segments.kv_gather.index.split(list(segments.key_lengths))  # of each sequence
     # By position of an argument or name of an option; our own options are left out.
     values: dict[int | str, Any] = dict(enumerate(call.arguments))
     values |= {name: value for name, value in call.options.items() if not name.startswith("row_")}
     # The convolution has its tokens in the last dimension, [1, D, T], the others in [1, T, ...].
     dim = 2 if call.name == "causal_conv1d_fn" else 1
     length = values[0].shape[dim]
-    again = torch.arange(layout.num_tokens, device=device) % length  # repeats or cuts the call's tokens to T
+    again = torch.arange(row.num_tokens, device=device) % length  # repeats or cuts the call's tokens to T
     given: dict[int | str, Tensor] = {}
     of_tokens: set[int | str] = set()
     for place, value in values.items():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import Group, Row, packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.system.errors import UnsupportedModelError
 
@@ -87,7 +87,7 @@ def proof_row(scorer: CompletionLogps, groups: Sequence[Group], device: torch.de
     """Puts all pairs into one row: packed with shared prompts, or padded if `scorer.backend` is None."""
     if scorer.backend is None:
         return padded_row(groups, device=device)
-    return packed_row(layout_row(groups, share_prompt=True), device)
+    return packed_row(groups, device, share_prompt=True)
 
 
 def pair_sums(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dpo_pack.model.layout import layout_row, packed_row, padded_row
+from dpo_pack.model.layout import packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.balance import split_over_ranks
 from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows
@@ -192,7 +192,7 @@ def _try_row(
         if scorer.backend is None:
             row = padded_row(groups, device=settings.device)
         else:
-            row = packed_row(layout_row(groups, share_prompt=settings.share_prompt), settings.device)
+            row = packed_row(groups, settings.device, share_prompt=settings.share_prompt)
         result: RowLogps = scorer(row)
         return result
     except RuntimeError as error:

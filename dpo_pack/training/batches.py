@@ -32,7 +32,6 @@ from dpo_pack.model.layout import (
     Group,
     Row,
     common_prefix_length,
-    layout_row,
     packed_row,
     padded_row,
 )
@@ -48,7 +47,7 @@ class PairRow:
     """The pairs of one row, ready for the policy.
 
     A pair is two of the row's S sequences. Usually they lie pair by pair (chosen, rejected, chosen, ...). If
-    one sequence belongs to several pairs, `sequence_index` tells `by_pair` which sequences each pair has.
+    one sequence belongs to several pairs, `sequence_index` tells `score_pairs` which sequences each pair has.
     """
 
     row: Row
@@ -138,7 +137,7 @@ class RowBuilder:
         """Builds the row of `pairs`, [P] positions in the table."""
         groups, sequences = self._groups(pairs)
         if self.is_packed:
-            row = packed_row(layout_row(groups, share_prompt=self.share_prompt), self.device)
+            row = packed_row(groups, self.device, share_prompt=self.share_prompt)
         else:
             row = padded_row(groups, device=self.device)
         if self.counts_copies:
@@ -200,7 +199,7 @@ def token_copies(
 ) -> npt.NDArray[np.float32]:
     """Returns for each token of a row in how many of the pairs' sequences it is; 0 for padding.
 
-    [T] of a packed row, in the order of `layout_row`; [B * L] of a padded batch. A completion that belongs to
+    [T] of a packed row, in the order of `packed_row`; [B * L] of a padded batch. A completion that belongs to
     several pairs counts for each of them, as if each pair was computed alone.
     """
     copies = iter(np.bincount(sequences).tolist())
@@ -219,12 +218,50 @@ def token_copies(
     return np.repeat(values, tokens).astype(np.float32)
 
 
-def by_pair(output: RowLogps, row: PairRow) -> RowLogps:
+def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredPairs:
+    """Returns log-probs of policy and reference, weights and statistics, [P] each, of a row's pairs.
+
+    `output` is what the policy computed for the row. The output of a sequence that belongs to several pairs
+    is repeated; its gradient is then the sum of the gradients of these pairs.
+    """
+    output = _by_pair(output, row)
+    num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
+    policy, reference = output.sums.view(-1, 2), row.reference
+    pair_weights = row.pair_weights
+    if objective.weighting == "wpo":
+        pair_weights = pair_weights * wpo_weights(policy - output.log_square_sums.view(-1, 2), num_tokens)
+    if objective.ld_alpha is not None:
+        assert row.reference_tokens is not None, "the reference was frozen without per-token values"
+        both = (output.token_logps, row.reference_tokens)
+        if row.token_weights is None:
+            policy, reference = (
+                length_desensitized_sums(values, num_tokens, objective.ld_alpha) for values in both
+            )
+        else:
+            lengths = row.row.completion_lengths
+            lengths = lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
+            weights = length_desensitized_weights(row.token_weights, lengths, objective.ld_alpha)
+            policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
+    statistics = (output.entropy_sums, output.top1_sums, output.mean_logit_sums)
+    return ScoredPairs(
+        policy=_pair_logps(policy, num_tokens),
+        reference=_pair_logps(reference, num_tokens),
+        pair_weights=pair_weights,
+        statistics=torch.stack(statistics, dim=1).view(-1, 2, len(statistics)),
+    )
+
+
+def with_reference(row: PairRow, output: RowLogps) -> PairRow:
+    """Returns the row with the reference's log-probs in it. `output` is what the reference computed."""
+    output = _by_pair(output, row)
+    return replace(row, reference=output.sums.view(-1, 2), reference_tokens=output.token_logps)
+
+
+def _by_pair(output: RowLogps, row: PairRow) -> RowLogps:
     """Returns a row's outputs of a model pair by pair: [2 P] chosen, rejected, chosen, ...
 
-    The output of a sequence that belongs to several pairs is repeated; its gradient is then the sum of the
-    gradients of these pairs. If the row's tokens have weights, all sums are weighted sums: a sequence may
-    have other weights in each of its pairs.
+    If the row's tokens have weights, all sums are weighted sums: a sequence may have other weights in each of
+    its pairs.
     """
     if row.sequence_index is not None and row.token_index is not None:
         sequences = {
@@ -261,36 +298,6 @@ def weighted_sums(token_values: Tensor, weights: Tensor, lengths: Tensor) -> Ten
     A token of weight zero adds nothing, also if its value is not finite.
     """
     return sequence_sums(token_values.double().masked_fill(weights == 0, 0.0) * weights, lengths)
-
-
-def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredPairs:
-    """Returns policy log-probs, reference log-probs and weights, [P] each, of a row's pairs.
-
-    `output` must be a result of `by_pair`.
-    """
-    assert len(output.sums) == 2 * len(row.pair_indices), "sequences of a merged row: use by_pair"
-    num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
-    policy, reference = output.sums.view(-1, 2), row.reference
-    pair_weights = row.pair_weights
-    if objective.weighting == "wpo":
-        pair_weights = pair_weights * wpo_weights(policy - output.log_square_sums.view(-1, 2), num_tokens)
-    if objective.ld_alpha is not None:
-        assert row.reference_tokens is not None, "the reference was frozen without per-token values"
-        both = (output.token_logps, row.reference_tokens)
-        if row.token_weights is None:
-            policy, reference = (
-                length_desensitized_sums(values, num_tokens, objective.ld_alpha) for values in both
-            )
-        else:
-            lengths = row.row.completion_lengths
-            lengths = lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
-            weights = length_desensitized_weights(row.token_weights, lengths, objective.ld_alpha)
-            policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
-    return ScoredPairs(
-        policy=_pair_logps(policy, num_tokens),
-        reference=_pair_logps(reference, num_tokens),
-        pair_weights=pair_weights,
-    )
 
 
 def _pair_logps(sums: Tensor, num_tokens: Tensor) -> PairLogps:

@@ -16,7 +16,7 @@ from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.ranks import any_rank
-from dpo_pack.training.batches import RowBuilder, by_pair
+from dpo_pack.training.batches import RowBuilder, with_reference
 from dpo_pack.training.metrics import rounding
 
 ALLOWED_ROUNDING = 10.0  # two computations of a sum may differ by its rounding x this
@@ -38,16 +38,17 @@ def check_start(
     (routers can then choose other experts). Raises RunError, with likely causes, if a difference is larger.
     """
     row = builder.build(pairs)
-    output = by_pair(policy(row.row), row)
-    sums = output.sums.view(-1, 2)  # [P, (chosen, rejected)]
-    noise = ALLOWED_ROUNDING * rounding(sums, output.num_tokens.view(-1, 2), dtype)
+    sums = with_reference(row, policy(row.row)).reference  # [P, (chosen, rejected)]
+    table = builder.table
+    num_tokens = np.stack((table.chosen_scored[pairs], table.rejected_scored[pairs]), axis=1)
+    noise = ALLOWED_ROUNDING * rounding(sums, torch.from_numpy(num_tokens).to(sums.device), dtype)
     # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
     if not any_rank(_worst_excess(sums - row.reference, noise) is not None):
         return
 
-    again = by_pair(policy(row.row), row).sums.view(-1, 2)
+    again = with_reference(row, policy(row.row)).reference
     reverse_row = builder.build(pairs[::-1].copy())
-    in_reverse = by_pair(policy(reverse_row.row), reverse_row).sums.view(-1, 2).flip(0)
+    in_reverse = with_reference(reverse_row, policy(reverse_row.row)).reference.flip(0)
     if worst := _worst_excess((again - sums).nan_to_num(0.0), noise):  # NaN is not caused by dropout
         raise RunError(
             f"the policy is not repeatable: a log-prob of the first row differs by {worst[0]:.3g} nats when "

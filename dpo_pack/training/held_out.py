@@ -28,7 +28,7 @@ from dpo_pack.packing.lengths import FloatArray
 from dpo_pack.system import ranks
 from dpo_pack.system.files import written_aside
 from dpo_pack.system.ranks import gather_over_ranks
-from dpo_pack.training.batches import PairRow, RowBuilder, by_pair, score_pairs
+from dpo_pack.training.batches import PairRow, RowBuilder, score_pairs
 from dpo_pack.training.intervals import mean_intervals
 from dpo_pack.training.metrics import PairValues, averages, pair_metrics, pair_values
 
@@ -103,10 +103,9 @@ def evaluate_pairs(
     for pairs, counts in rank_share(rows, rank=ranks.rank(), num_ranks=ranks.num_ranks()):
         between_rows()
         row = score(builder.build(pairs))
-        output = by_pair(policy(row.row), row)
-        scored = score_pairs(objective, output, row)
+        scored = score_pairs(objective, policy(row.row), row)
         if counts:  # the loss can need all pairs, so the column of losses holds weights until then
-            values.append(pair_values(output, scored.policy, scored.reference, scored.pair_weights))
+            values.append(pair_values(scored, scored.pair_weights))
             positions.append(pairs)
             progress(len(pairs))
     everywhere = gather_over_ranks(torch.from_numpy(np.concatenate(positions)).to(builder.device))

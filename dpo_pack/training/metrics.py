@@ -20,13 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dpo_pack.losses import PairLogps
-from dpo_pack.model.scorer import RowLogps
+from dpo_pack.losses import PairLogps, ScoredPairs
 from dpo_pack.system.ranks import gather_over_ranks
 
 # A pair is saturated if sigmoid(-margin), the factor in the sigmoid loss's gradient, is below this.
@@ -39,42 +38,32 @@ ROUNDING_PER_TOKEN = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 
 MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rewards/margins_p90": 0.9}
 
 
-class RowResult(NamedTuple):
-    """The values that a step computed for the pairs of one row."""
-
-    output: RowLogps  # [2 P], statistics are sums over a completion's tokens
-    policy: PairLogps  # [P]
-    reference: PairLogps  # [P]
-    losses: Tensor  # [P] loss x weight of each pair
-
-
-# The numbers that are kept for each pair: [P] by name, log-probs in nats.
-KEPT: dict[str, Callable[[RowResult], Tensor]] = {
-    "loss": lambda row: row.losses,
-    "policy_chosen": lambda row: row.policy.chosen,
-    "policy_rejected": lambda row: row.policy.rejected,
-    "reference_chosen": lambda row: row.reference.chosen,
-    "reference_rejected": lambda row: row.reference.rejected,
-    "chosen_tokens": lambda row: row.policy.chosen_tokens,
-    "rejected_tokens": lambda row: row.policy.rejected_tokens,
-    "chosen_entropy": lambda row: row.output.entropy_sums[0::2],
-    "rejected_entropy": lambda row: row.output.entropy_sums[1::2],
-    "chosen_top1": lambda row: row.output.top1_sums[0::2],
-    "chosen_mean_logit": lambda row: row.output.mean_logit_sums[0::2],
-    "rejected_mean_logit": lambda row: row.output.mean_logit_sums[1::2],
+# The numbers that are kept for each pair beside its loss: [P] by name, log-probs in nats.
+KEPT: dict[str, Callable[[ScoredPairs, Tensor], Tensor]] = {
+    "policy_chosen": lambda pairs, statistics: pairs.policy.chosen,
+    "policy_rejected": lambda pairs, statistics: pairs.policy.rejected,
+    "reference_chosen": lambda pairs, statistics: pairs.reference.chosen,
+    "reference_rejected": lambda pairs, statistics: pairs.reference.rejected,
+    "chosen_tokens": lambda pairs, statistics: pairs.policy.chosen_tokens,
+    "rejected_tokens": lambda pairs, statistics: pairs.policy.rejected_tokens,
+    "chosen_entropy": lambda pairs, statistics: statistics[:, 0, 0],
+    "rejected_entropy": lambda pairs, statistics: statistics[:, 1, 0],
+    "chosen_top1": lambda pairs, statistics: statistics[:, 0, 1],
+    "chosen_mean_logit": lambda pairs, statistics: statistics[:, 0, 2],
+    "rejected_mean_logit": lambda pairs, statistics: statistics[:, 1, 2],
 }
-_NAMES = tuple(KEPT)
+NAMES = ("loss", *KEPT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairValues:
-    """A table of P pairs. Each line has the numbers of KEPT for one pair."""
+    """A table of P pairs. Each line has the loss and the numbers of KEPT for one pair."""
 
     table: Tensor  # [P, numbers kept] float64, detached
 
     def column(self, name: str) -> Tensor:
-        """Returns [P] values of one number of KEPT."""
-        return self.table[:, _NAMES.index(name)]
+        """Returns [P] values of one number."""
+        return self.table[:, NAMES.index(name)]
 
     @property
     def losses(self) -> Tensor:
@@ -96,7 +85,7 @@ class PairValues:
     def with_losses(self, losses: Tensor) -> PairValues:
         """Returns the same pairs with other losses, [P]."""
         table = self.table.clone()
-        table[:, _NAMES.index("loss")] = losses
+        table[:, NAMES.index("loss")] = losses
         return PairValues(table=table)
 
     @staticmethod
@@ -107,7 +96,7 @@ class PairValues:
     @staticmethod
     def none(device: torch.device) -> PairValues:
         """Returns a table without pairs."""
-        return PairValues(table=torch.zeros((0, len(KEPT)), dtype=torch.float64, device=device))
+        return PairValues(table=torch.zeros((0, len(NAMES)), dtype=torch.float64, device=device))
 
     def over_ranks(self) -> PairValues:
         """Returns, on every rank, the pairs of all ranks."""
@@ -115,10 +104,11 @@ class PairValues:
 
 
 @torch.no_grad()
-def pair_values(output: RowLogps, policy: PairLogps, reference: PairLogps, losses: Tensor) -> PairValues:
-    """Keeps the numbers of KEPT for a row's pairs (see RowResult). Does not wait for the device."""
-    row = RowResult(output, policy, reference, losses)
-    return PairValues(table=torch.stack([column(row).double() for column in KEPT.values()], dim=1))
+def pair_values(pairs: ScoredPairs, losses: Tensor) -> PairValues:
+    """Keeps the numbers of KEPT for pairs. losses: [P] loss x weight. Does not wait for the device."""
+    assert pairs.statistics is not None
+    columns = [losses, *(column(pairs, pairs.statistics) for column in KEPT.values())]
+    return PairValues(table=torch.stack([column.double() for column in columns], dim=1))
 
 
 def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
@@ -197,7 +187,7 @@ def averages(
 def _token_metrics(values: PairValues) -> Mapping[str, Tensor]:
     """Returns means over the completion tokens of all pairs together, so a long completion counts more than a
     short completion."""
-    totals = dict(zip(_NAMES, values.table.sum(dim=0).unbind(), strict=True))
+    totals = dict(zip(NAMES, values.table.sum(dim=0).unbind(), strict=True))
     chosen_tokens, rejected_tokens = totals["chosen_tokens"], totals["rejected_tokens"]
     entropy = totals["chosen_entropy"] + totals["rejected_entropy"]
     return {

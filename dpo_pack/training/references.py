@@ -26,7 +26,7 @@ from dpo_pack.model.lora import plain_name
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.reference.frozen import FrozenReference, PairReference
 from dpo_pack.system.errors import ModelError
-from dpo_pack.training.batches import GlobalBatch, PairRow, by_pair
+from dpo_pack.training.batches import GlobalBatch, PairRow, with_reference
 
 
 class Reference(Protocol):
@@ -104,8 +104,7 @@ class LiveReference:
     @torch.no_grad()
     def score(self, row: PairRow) -> PairRow:
         with self.model.as_reference():
-            output = by_pair(self.model.scorer(row.row), row)
-        return replace(row, reference=output.sums.view(-1, 2), reference_tokens=output.token_logps)
+            return with_reference(row, self.model.scorer(row.row))
 
     @torch.no_grad()
     def score_batch(self, batch: GlobalBatch) -> GlobalBatch:

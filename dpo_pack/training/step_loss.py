@@ -24,7 +24,7 @@ from dpo_pack.model.routing import RouterBalance
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.system import ranks
 from dpo_pack.training.balancing import StepBalance
-from dpo_pack.training.batches import GlobalBatch, by_pair, score_pairs
+from dpo_pack.training.batches import GlobalBatch, score_pairs
 from dpo_pack.training.coupling import Tangent, row_tangents
 
 
@@ -92,7 +92,7 @@ def begin_step_loss(
             for output in [*outputs, *idle_outputs][1:]:
                 balance.add(output.expert_counts)
         rows = [
-            score_pairs(objective, by_pair(output, pair_row), pair_row)
+            score_pairs(objective, output, pair_row)
             for output, pair_row in zip(outputs, batch.rows, strict=True)
         ]
         mean_chosen_tokens = batch.mean_chosen_tokens

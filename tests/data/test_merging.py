@@ -27,7 +27,7 @@ from test_train import make_recipe
 
 from dpo_pack.data.merging import MergedGroup, merge_group, prompt_merging
 from dpo_pack.data.store import PairTable, pair_lengths
-from dpo_pack.model.layout import Group, layout_row
+from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
 from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.recipe.load import Recipe
@@ -108,13 +108,14 @@ def test_a_group_is_measured_as_the_layout_lays_it_out(table: PairTable) -> None
     merging = prompt_merging(table, SHAPE)
     for pairs in ([0, 1], [0, 1, 2, 3, 4, 5], [7, 7], [12, 17]):
         group = Group(context=table.prompt(pairs[0]), completions=merge_group(table, pairs).completions)
-        layout = layout_row([group], share_prompt=True)
+        row = packed_row([group], torch.device("cpu"), share_prompt=True)
+        assert row.segments is not None
         size = merging.measure(np.array(pairs))
-        assert size.tokens == layout.num_tokens
-        assert size.scored_tokens == layout.completion_lengths.sum()
+        assert size.tokens == row.num_tokens
+        assert size.scored_tokens == row.completion_lengths.sum()
         area = sum(
             sum(range(k - q + 1, k + 1))
-            for q, k in zip(layout.query_lengths.tolist(), layout.key_lengths.tolist(), strict=True)
+            for q, k in zip(row.segments.query_lengths, row.segments.key_lengths, strict=True)
         )
         forward = 2 * 1000 * size.tokens + 2 * 50 * size.scored_tokens + 2 * 2 * 16 * area
         assert size.cost == pytest.approx(3 * forward)

@@ -24,7 +24,7 @@ from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
 from dpo_pack.model.attention.select import AttentionNeeds, backend_obstacle, select_backend
 from dpo_pack.model.compiling import compiler_obstacle
-from dpo_pack.model.layout import Group, layout_row, packed_row
+from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.system.errors import UnsupportedModelError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -47,7 +47,7 @@ def make_segments(device: torch.device, *, repeats: int = 1) -> RowSegments:
         return Group(context=random.integers(0, 50, context), completions=completions)
 
     groups = [group(37, 5, 20), group(3, 8, 1), group(12, 4, 9, 6)] * repeats
-    segments = packed_row(layout_row(groups, share_prompt=True), device).segments
+    segments = packed_row(groups, device, share_prompt=True).segments
     assert segments is not None
     return segments
 
@@ -201,9 +201,7 @@ def test_what_flex_raises_when_it_is_tried_is_its_obstacle(monkeypatch: pytest.M
 def test_the_gradients_of_a_shared_key_add_up_in_at_least_fp32(dtype: torch.dtype) -> None:
     # 300 completions read the prompt. A sum in bfloat16 would stay at 256.
     completions = tuple(np.array([1, token % 7]) for token in range(300))
-    row = packed_row(
-        layout_row([Group(context=np.array([1, 2]), completions=completions)], share_prompt=True), CPU
-    )
+    row = packed_row([Group(context=np.array([1, 2]), completions=completions)], CPU, share_prompt=True)
     assert row.segments is not None
     states = torch.zeros(row.num_tokens, 1, 1, dtype=dtype, requires_grad=True)
     row.segments.gather(states).sum().backward()

@@ -17,7 +17,7 @@ from support.tiny_run import tiny_run
 from torch.optim import AdamW
 
 import dpo_pack.trainer as train_module
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row
+from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
@@ -137,7 +137,7 @@ def load(base: Path, adapter: LoraSettings | Path, dtype: torch.dtype) -> Loaded
 def row_of(loaded: LoadedModel) -> Row:
     torch.manual_seed(0)
     groups: list[Group] = proof_groups(VOCABULARY)
-    return packed_row(layout_row(groups, share_prompt=True), CPU)
+    return packed_row(groups, CPU, share_prompt=True)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])

@@ -31,7 +31,7 @@ import dpo_pack.run.reference_pass as prepare_reference
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.attention import register_attention
 from dpo_pack.model.compiling import check_compiler, compile_layers, compiles
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import Group, Row, packed_row, padded_row
 from dpo_pack.model.logps import HeadPasses, compile_head
 from dpo_pack.model.scorer import CompletionLogps, Precision
 from dpo_pack.proofs.kernel import prove_wiring
@@ -70,7 +70,7 @@ def make_row(seed: int, *, is_packed: bool = True) -> Row:
     groups = [Group(context=ids(20), completions=(ids(12), ids(12))) for _ in range(2 + seed)]
     if not is_packed:
         return padded_row(groups, device=CPU)
-    return packed_row(layout_row(groups, share_prompt=True), CPU)
+    return packed_row(groups, CPU, share_prompt=True)
 
 
 def logps_and_gradient(scorer: CompletionLogps, row: Row) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dpo_pack.model.attention.sdpa as sdpa
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
-from dpo_pack.model.layout import Group, layout_row, packed_row
+from dpo_pack.model.layout import Group, packed_row
 
 NUM_HEADS, HEAD_DIM = 4, 8
 
@@ -37,7 +37,7 @@ def make_segments(*lengths: tuple[int, int, int]) -> RowSegments:
         Group(context=ids(prompt), completions=(ids(chosen), ids(rejected)))
         for prompt, chosen, rejected in lengths
     ]
-    segments = packed_row(layout_row(groups, share_prompt=True), torch.device("cpu")).segments
+    segments = packed_row(groups, torch.device("cpu"), share_prompt=True).segments
     assert segments is not None
     return segments
 

@@ -24,7 +24,7 @@ from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attentio
 from dpo_pack.model.attention.flash import supports_window_and_scale
 from dpo_pack.model.attention.segments import _Take
 from dpo_pack.model.last_layer import trim_last_layer
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row
+from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
 from dpo_pack.model.scorer import CompletionLogps
 
@@ -53,7 +53,7 @@ def make_row() -> Row:
         return drawn
 
     groups = [Group(context=ids(9), completions=(ids(5), ids(7))) for _ in range(3)]
-    return packed_row(layout_row(groups, share_prompt=True), CUDA)
+    return packed_row(groups, CUDA, share_prompt=True)
 
 
 def make_scorer(family: str, *, autocast: torch.dtype | None = None) -> CompletionLogps:

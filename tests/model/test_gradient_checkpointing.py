@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpo_pack.model.compiling as compiling
-from dpo_pack.model.layout import Row, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
@@ -48,7 +48,7 @@ def the_row(*, packed: bool) -> Row:
     torch.manual_seed(0)
     groups = proof_groups(VOCABULARY)
     if packed:
-        return packed_row(layout_row(groups, share_prompt=True), CPU)
+        return packed_row(groups, CPU, share_prompt=True)
     return padded_row(groups, device=CPU)
 
 

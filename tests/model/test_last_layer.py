@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.last_layer import last_feed_forward, trim_last_layer
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row
+from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.packing.flops import pair_flops
@@ -58,7 +58,7 @@ def scorer_of(family: str, *, trims: bool) -> CompletionLogps:
 def test_log_probs_and_gradients_of_a_trimmed_last_layer_are_those_of_the_whole_layer(
     family: str, share_prompt: bool
 ) -> None:
-    row = packed_row(layout_row(GROUPS, share_prompt=share_prompt), torch.device("cpu"))
+    row = packed_row(GROUPS, torch.device("cpu"), share_prompt=share_prompt)
     sums, grads = gradients(scorer_of(family, trims=False), row)
     trimmed_sums, trimmed = gradients(scorer_of(family, trims=True), row)
     torch.testing.assert_close(trimmed_sums, sums, rtol=0, atol=1e-5)
@@ -81,7 +81,7 @@ def test_the_last_feed_forward_block_sees_each_read_position_once() -> None:
 
     block.forward = counted
     trim_last_layer(scorer.model)
-    scorer(packed_row(layout_row(GROUPS, share_prompt=True), torch.device("cpu")))
+    scorer(packed_row(GROUPS, torch.device("cpu"), share_prompt=True))
     # The position before 11 and 11 itself are read for both completions of the first group.
     assert seen == [(3 + 2 - 2) + (1 + 4 - 1)]
     scorer.model.set_attn_implementation("eager")
@@ -94,7 +94,7 @@ def test_flops_of_the_last_layer_count_what_is_computed() -> None:
     lengths = PairLengths(
         prompt=np.array([6, 2]), chosen=np.array([3, 1]), rejected=np.array([2, 4]), shared=np.array([7, 2])
     )
-    row = packed_row(layout_row(GROUPS, share_prompt=True), torch.device("cpu"))
+    row = packed_row(GROUPS, torch.device("cpu"), share_prompt=True)
     with FlopCounterMode(display=False) as trimmed, torch.no_grad():
         scorer(row)
     with FlopCounterMode(display=False) as whole, torch.no_grad():

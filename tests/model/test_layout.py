@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpo_pack.model.layout import Group, RowLayout, common_prefix_length, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import Group, Row, common_prefix_length, packed_row, padded_row
 
 CPU = torch.device("cpu")
 
@@ -16,39 +16,50 @@ def group(context: list[int], *completions: list[int]) -> Group:
     return Group(context=np.array(context), completions=tuple(np.array(c) for c in completions))
 
 
+def lengths(row: Row) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each segment: its queries, its keys."""
+    assert row.segments is not None
+    return row.segments.query_lengths, row.segments.key_lengths
+
+
+def keys(row: Row) -> list[int]:
+    """The row position of each gathered key."""
+    assert row.segments is not None
+    gather = row.segments.kv_gather
+    return list(range(row.num_tokens)) if gather is None else gather.index.tolist()
+
+
 def test_a_shared_pair_is_laid_out_as_shared_then_both_tails() -> None:
     # prompt 1 2, chosen 7 8 9, rejected 7 5: the completions share their first token.
-    layout = layout_row([group([1, 2], [7, 8, 9], [7, 5])], share_prompt=True)
-    assert layout.input_ids.tolist() == [1, 2, 7, 8, 9, 5]
-    assert layout.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
-    assert layout.query_lengths.tolist() == [5, 1]
-    assert layout.key_lengths.tolist() == [5, 4]
-    assert layout.kv_index is not None and layout.kv_index.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5]
-    assert layout.logit_index.tolist() == [1, 2, 3, 1, 2]
-    assert layout.targets.tolist() == [7, 8, 9, 7, 5]
-    assert layout.completion_lengths.tolist() == [3, 2]
+    row = packed_row([group([1, 2], [7, 8, 9], [7, 5])], CPU, share_prompt=True)
+    assert row.input_ids[0].tolist() == [1, 2, 7, 8, 9, 5]
+    assert row.position_ids[0].tolist() == [0, 1, 2, 3, 4, 3]
+    assert lengths(row) == ((5, 1), (5, 4))
+    assert keys(row) == [0, 1, 2, 3, 4, 0, 1, 2, 5]
+    assert row.logit_index.tolist() == [1, 2, 3, 1, 2]
+    assert row.targets.tolist() == [7, 8, 9, 7, 5]
+    assert row.completion_lengths.tolist() == [3, 2]
 
 
 def test_an_unshared_pair_is_two_sequences_and_needs_no_gather() -> None:
-    layout = layout_row([group([1, 2], [7, 8], [7, 5])], share_prompt=False)
-    assert layout.input_ids.tolist() == [1, 2, 7, 8, 1, 2, 7, 5]
-    assert layout.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert layout.kv_index is None
-    assert layout.logit_index.tolist() == [1, 2, 5, 6]
+    row = packed_row([group([1, 2], [7, 8], [7, 5])], CPU, share_prompt=False)
+    assert row.input_ids[0].tolist() == [1, 2, 7, 8, 1, 2, 7, 5]
+    assert row.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert row.segments is not None and row.segments.kv_gather is None
+    assert row.logit_index.tolist() == [1, 2, 5, 6]
 
 
 def test_a_rejected_that_is_a_prefix_of_chosen_has_no_segment_of_its_own() -> None:
-    layout = layout_row([group([1], [7, 8, 9], [7, 8])], share_prompt=True)
-    assert layout.input_ids.tolist() == [1, 7, 8, 9]
-    assert layout.query_lengths.tolist() == [4]
-    assert layout.logit_index.tolist() == [0, 1, 2, 0, 1]
+    row = packed_row([group([1], [7, 8, 9], [7, 8])], CPU, share_prompt=True)
+    assert row.input_ids[0].tolist() == [1, 7, 8, 9]
+    assert lengths(row) == ((4,), (4,))
+    assert row.logit_index.tolist() == [0, 1, 2, 0, 1]
 
 
 def test_a_chosen_that_is_a_prefix_of_rejected_leaves_it_the_rest() -> None:
-    layout = layout_row([group([1], [7, 8], [7, 8, 9])], share_prompt=True)
-    assert layout.input_ids.tolist() == [1, 7, 8, 9]
-    assert layout.query_lengths.tolist() == [3, 1]
-    assert layout.key_lengths.tolist() == [3, 4]
+    row = packed_row([group([1], [7, 8], [7, 8, 9])], CPU, share_prompt=True)
+    assert row.input_ids[0].tolist() == [1, 7, 8, 9]
+    assert lengths(row) == ((3, 1), (3, 4))
 
 
 def test_common_prefix_of_many_sequences_is_what_all_begin_with() -> None:
@@ -65,17 +76,17 @@ groups_of_sequences = st.lists(
 )
 
 
-def attended(layout: RowLayout) -> dict[int, list[int]]:
+def attended(row: Row) -> dict[int, list[int]]:
     """Row position of every query -> row positions it may attend to, by the definition of segments."""
-    keys = np.arange(layout.num_tokens) if layout.kv_index is None else layout.kv_index
+    gathered, (query_lengths, key_lengths) = keys(row), lengths(row)
     seen: dict[int, list[int]] = {}
     query = key = 0
-    for num_queries, num_keys in zip(layout.query_lengths, layout.key_lengths, strict=True):
+    for num_queries, num_keys in zip(query_lengths, key_lengths, strict=True):
         for offset in range(num_queries):
             last = num_keys - num_queries + offset
-            seen[query + offset] = keys[key : key + last + 1].tolist()
+            seen[query + offset] = gathered[key : key + last + 1]
         query, key = query + num_queries, key + num_keys
-    assert query == layout.num_tokens and key == len(keys)
+    assert query == row.num_tokens and key == len(gathered)
     return seen
 
 
@@ -83,17 +94,17 @@ def attended(layout: RowLayout) -> dict[int, list[int]]:
 def test_every_scored_token_sees_exactly_its_own_sequence(
     contents: list[tuple[list[int], list[list[int]]]], share_prompt: bool
 ) -> None:
-    layout = layout_row([group(context, *cs) for context, cs in contents], share_prompt=share_prompt)
-    seen = attended(layout)
-    scored = iter(zip(layout.logit_index.tolist(), layout.targets.tolist(), strict=True))
+    row = packed_row([group(context, *cs) for context, cs in contents], CPU, share_prompt=share_prompt)
+    seen = attended(row)
+    scored = iter(zip(row.logit_index.tolist(), row.targets.tolist(), strict=True))
     for context, completions in contents:
         for completion in completions:
             for number, token in enumerate(completion):
                 position, target = next(scored)
                 assert target == token
                 history = [*context, *completion[:number]]
-                assert layout.input_ids[seen[position]].tolist() == history
-                assert layout.position_ids[seen[position]].tolist() == list(range(len(history)))
+                assert row.input_ids[0, seen[position]].tolist() == history
+                assert row.position_ids[0, seen[position]].tolist() == list(range(len(history)))
     assert next(scored, None) is None
 
 
@@ -102,7 +113,7 @@ def test_sharing_never_computes_more_and_computes_each_prefix_once(
     contents: list[tuple[list[int], list[list[int]]]],
 ) -> None:
     groups = [group(context, *completions) for context, completions in contents]
-    shared, unshared = (layout_row(groups, share_prompt=share) for share in (True, False))
+    shared, unshared = (packed_row(groups, CPU, share_prompt=share) for share in (True, False))
     assert unshared.num_tokens == sum(len(g.context) + len(c) for g in groups for c in g.completions)
     saved = sum(
         (len(g.completions) - 1)
@@ -116,12 +127,12 @@ def test_sharing_never_computes_more_and_computes_each_prefix_once(
 def test_the_gathers_gradient_equals_index_select_s(
     contents: list[tuple[list[int], list[list[int]]]],
 ) -> None:
-    layout = layout_row([group(context, *cs) for context, cs in contents], share_prompt=True)
-    segments = packed_row(layout, CPU).segments
+    row = packed_row([group(context, *cs) for context, cs in contents], CPU, share_prompt=True)
+    segments = row.segments
     assert segments is not None
-    states = torch.randn(layout.num_tokens, 2, 3, dtype=torch.float64, requires_grad=True)
+    states = torch.randn(row.num_tokens, 2, 3, dtype=torch.float64, requires_grad=True)
     gathered = segments.gather(states)
-    index = torch.arange(layout.num_tokens) if layout.kv_index is None else torch.from_numpy(layout.kv_index)
+    index = torch.tensor(keys(row))
     expected = states.index_select(0, index)
     assert torch.equal(gathered, expected)
     weights = torch.randn_like(expected)

@@ -24,7 +24,7 @@ import dpo_pack.model.liger as liger_layers
 import dpo_pack.run.models as recipe_models
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.fingerprint import modelling_source
-from dpo_pack.model.layout import Group, layout_row, packed_row
+from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.model.liger import apply_liger, check_kernels, stock_layers
 from dpo_pack.model.shape import without_weights
 from dpo_pack.proofs.start_up import prove
@@ -158,7 +158,7 @@ def test_what_the_last_layer_skips_it_skips_with_kernels_as_well(
     liger: type[FusedNorm], model_path: Path
 ) -> None:
     group = Group(context=np.arange(3, 23), completions=(np.arange(30, 33), np.arange(40, 42)))
-    row = packed_row(layout_row([group], share_prompt=True), CPU)
+    row = packed_row([group], CPU, share_prompt=True)
     num_positions: list[int] = []
     scorer = load_scorer(model_path, kernels="liger")
     for number in range(2):

@@ -18,7 +18,7 @@ from support.tiny_models import VOCABULARY, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import Group, Row, packed_row, padded_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.scorer import LoadedModel, Precision
@@ -130,7 +130,7 @@ def test_log_probs_and_gradients_of_an_adapter_are_those_of_plain_peft(
 
 def row_of(groups: list[Group], packed: bool) -> Row:
     if packed:
-        return packed_row(layout_row(groups, share_prompt=True), CPU)
+        return packed_row(groups, CPU, share_prompt=True)
     return padded_row(groups, device=CPU)
 
 

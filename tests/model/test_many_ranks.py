@@ -20,7 +20,7 @@ from support.tiny_run import tiny_run
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row
+from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.parallel import distribute_policy
 from dpo_pack.model.scorer import Precision
 from dpo_pack.recipe.load import load_recipe
@@ -50,9 +50,7 @@ def many_ranks() -> Iterator[None]:
 def a_row() -> Row:
     random = np.random.default_rng(0)
     ids = [random.integers(3, VOCABULARY, length) for length in (9, 5, 7)]
-    return packed_row(
-        layout_row([Group(context=ids[0], completions=(ids[1], ids[2]))], share_prompt=True), CPU
-    )
+    return packed_row([Group(context=ids[0], completions=(ids[1], ids[2]))], CPU, share_prompt=True)
 
 
 def _shard(recipe_path: Path, autocast: torch.dtype | None, *overrides: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from dpo_pack.model.layout import Row, layout_row, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.proofs.rows import proof_groups
@@ -36,7 +36,7 @@ def load(recipe_path: Path, *overrides: str, strategy: Strategy = ALONE) -> Load
 
 def a_row(loaded: LoadedModel) -> Row:
     torch.manual_seed(0)
-    return packed_row(layout_row(proof_groups(loaded.model.config.vocab_size), share_prompt=True), CUDA)
+    return packed_row(proof_groups(loaded.model.config.vocab_size), CUDA, share_prompt=True)
 
 
 class PreparesForOneRank:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpo_pack.model.attention.segments import RowSegments, make_gather
-from dpo_pack.model.layout import Group, layout_row, packed_row
+from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.model.recurrence import RecurrentCall, kept_numbers, wrap_recurrent_layers
 from dpo_pack.model.recurrence.delta import invert_unit_triangular, row_delta_rule
 from dpo_pack.model.recurrence.pieces import row_history, row_pieces
@@ -27,7 +27,7 @@ def segments_of(*groups: tuple[list[int], list[list[int]]], share_prompt: bool =
         Group(context=np.array(context), completions=tuple(np.array(ids) for ids in completions))
         for context, completions in groups
     ]
-    segments = packed_row(layout_row(as_groups, share_prompt=share_prompt), CPU).segments
+    segments = packed_row(as_groups, CPU, share_prompt=share_prompt).segments
     assert segments is not None
     return segments
 

@@ -29,7 +29,7 @@ import dpo_pack.run.models as recipe_models
 from dpo_pack.losses import LOSSES, Objective, PairLogps, ScoredPairs, weighted_losses
 from dpo_pack.model import parallel
 from dpo_pack.model.compiling import compile_layers
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import Group, Row, packed_row, padded_row
 from dpo_pack.model.logps import compile_head
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy, full_state, is_sharded, shard_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
@@ -138,7 +138,7 @@ def make_rows(*, packed: bool = True) -> list[Row]:
 
     rows = [[group(9, 4, 6), group(3, 1, 1)], [group(17, 5, 2)], [group(4, 8, 8), group(12, 3, 7)]]
     if packed:
-        return [packed_row(layout_row(groups, share_prompt=True), CPU) for groups in rows]
+        return [packed_row(groups, CPU, share_prompt=True) for groups in rows]
     return [padded_row(groups, device=CPU) for groups in rows]
 
 

@@ -14,7 +14,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.splits import Prompt
 from dpo_pack.model.attention import ATTENTION_NAME
-from dpo_pack.model.layout import Group, layout_row, packed_row
+from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.online.interface import Completion, Draw
@@ -146,7 +146,7 @@ def test_completions_are_drawn_from_the_policy_s_own_distribution(policy: Comple
             uniforms = completion_uniforms(0, draw.number, number, PLAIN.max_new_tokens)
             with torch.no_grad():
                 group = Group(context=draw.prompt.ids, completions=(np.array(ids),))
-                row = packed_row(layout_row([group], share_prompt=False), torch.device("cpu"))
+                row = packed_row([group], torch.device("cpu"), share_prompt=False)
                 hidden = policy.hidden_states(row)[0][row.logit_index]
                 logits = hidden @ policy.model.get_output_embeddings().weight.T
             expected = draw_tokens(logits, torch.from_numpy(uniforms[: len(ids)]), PLAIN)
@@ -164,7 +164,7 @@ def test_completions_do_not_depend_on_the_batch_they_are_in(policy: CompletionLo
 
 def test_attention_is_the_rows_again_afterwards_and_trains_the_same(policy: CompletionLogps) -> None:
     group = Group(context=draws()[1].prompt.ids, completions=(np.array([5, 6, 7]), np.array([5, 9])))
-    row = packed_row(layout_row([group], share_prompt=True), torch.device("cpu"))
+    row = packed_row([group], torch.device("cpu"), share_prompt=True)
     before = policy(row).sums
     generator(policy).generate(draws())
     assert policy.model.config._attn_implementation == ATTENTION_NAME

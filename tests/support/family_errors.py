@@ -21,7 +21,7 @@ from dpo_pack.model.attention import ATTENTION_NAME, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.families import packing_obstacle
 from dpo_pack.model.last_layer import trim_last_layer
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row, padded_row
+from dpo_pack.model.layout import Group, Row, packed_row, padded_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
@@ -70,7 +70,7 @@ def skip_unless_packed(family: str) -> None:
 def make_row(groups: Sequence[Group], mode: str) -> Row:
     if mode == "padded":
         return padded_row(groups, device=CPU)
-    return packed_row(layout_row(groups, share_prompt=mode == "shared"), CPU)
+    return packed_row(groups, CPU, share_prompt=mode == "shared")
 
 
 def _make_groups() -> list[Group]:

@@ -29,7 +29,7 @@ import dpo_pack.model.scorer as scorer_module
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.compiling import compile_layers
 from dpo_pack.model.last_layer import trim_last_layer
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row
+from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.logps import HEAD_BOUNDS, WantedStatistics
 from dpo_pack.model.scorer import CompletionLogps
 from support.tiny_models import VOCABULARY, tiny_config
@@ -164,7 +164,7 @@ def _row() -> Row:
         )
         for _ in range(3)
     ]
-    return packed_row(layout_row(groups, share_prompt=True), torch.device("cpu"))
+    return packed_row(groups, torch.device("cpu"), share_prompt=True)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpo_pack.model.layout import Group, Row, layout_row, packed_row
+from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, resolve_precision
@@ -69,7 +69,7 @@ def build_row(vocabulary: int, *, num_pairs: int, length: int) -> Row:
         return random.integers(0, vocabulary, length)
 
     groups = [Group(context=ids(), completions=(ids(), ids())) for _ in range(num_pairs)]
-    return packed_row(layout_row(groups, share_prompt=True), CPU)
+    return packed_row(groups, CPU, share_prompt=True)
 
 
 def memory_facts(kind: str, loaded: LoadedModel, row: Row) -> MemoryFacts:

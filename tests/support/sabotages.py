@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import dpo_pack.proofs.rows as proof_rows
 from dpo_pack.model.attention import ATTENTION_NAME, AttentionBackend, row_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_gather
-from dpo_pack.model.layout import Row, RowLayout, layout_row, packed_row
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_gather, make_segments
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.logps import HeadTransform
 from dpo_pack.model.recurrence import RecurrentCall, delta, mamba2, pieces
 from dpo_pack.model.recurrence.pieces import RowPieces
@@ -40,9 +40,18 @@ class Sabotage:
 def no_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """Tails of their own, without the prompt that they share."""
 
-    def without_prompt(layout: RowLayout, device: torch.device) -> Row:
-        alone = replace(layout, kv_index=None, key_lengths=layout.query_lengths)
-        return packed_row(alone, device)
+    def without_prompt(groups: Any, device: torch.device, *, share_prompt: bool) -> Row:
+        row = packed_row(groups, device, share_prompt=share_prompt)
+        assert row.segments is not None
+        lengths, shared_lengths = row.segments.query_lengths, row.segments.shared_lengths
+        alone = make_segments(
+            lengths,
+            lengths,
+            device,
+            shared_lengths=shared_lengths,
+            scored_positions=row.segments.scored_positions,
+        )
+        return replace(row, segments=alone)
 
     patch.setattr(proof_rows, "packed_row", without_prompt)
 
@@ -56,17 +65,18 @@ def wrong_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
 def shifted_position(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """Positions of second tails start one too late."""
 
-    def shifted(groups: Any, *, share_prompt: bool) -> RowLayout:
-        layout = layout_row(groups, share_prompt=share_prompt)
-        positions = layout.position_ids.copy()
+    def shifted(groups: Any, device: torch.device, *, share_prompt: bool) -> Row:
+        row = packed_row(groups, device, share_prompt=share_prompt)
+        assert row.segments is not None
+        positions = row.position_ids.clone()
         first = 0
-        for num_queries, num_keys in zip(layout.query_lengths, layout.key_lengths, strict=True):
+        for num_queries, num_keys in zip(row.segments.query_lengths, row.segments.key_lengths, strict=True):
             if num_queries != num_keys:
-                positions[first : first + num_queries] += 1
+                positions[:, first : first + num_queries] += 1
             first += num_queries
-        return replace(layout, position_ids=positions)
+        return replace(row, position_ids=positions)
 
-    patch.setattr(proof_rows, "layout_row", shifted)
+    patch.setattr(proof_rows, "packed_row", shifted)
 
 
 def change_mask(change: Callable[[int, int, int | None], tuple[int, int | None]]) -> Break:

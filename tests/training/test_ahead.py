@@ -30,7 +30,7 @@ from support.tiny_run import tiny_run
 import dpo_pack.reference.compute as reference_pass
 import dpo_pack.trainer as train_module
 from dpo_pack.model.attention.segments import on_device
-from dpo_pack.model.layout import Group, layout_row, packed_row
+from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import load_recipe
@@ -292,7 +292,7 @@ def test_on_cuda_a_row_of_more_than_3072_tokens_waits_for_nothing(tmp_path: Path
         )
         for _ in range(60)
     ]
-    row = packed_row(layout_row(groups, share_prompt=True), CUDA)
+    row = packed_row(groups, CUDA, share_prompt=True)
     assert row.num_tokens > 3072 + 60
     scorer(row).sums.sum().backward()
     with waiting_is_an_error():

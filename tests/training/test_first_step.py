@@ -24,7 +24,7 @@ from dpo_pack.run.setup import load_policy
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import train
 from dpo_pack.training import first_step
-from dpo_pack.training.batches import PairRow, by_pair
+from dpo_pack.training.batches import PairRow, with_reference
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +60,11 @@ def test_the_policy_as_it_starts_is_its_reference(
 ) -> None:
     forwards: list[Row] = []
 
-    def counted(output: RowLogps, row: PairRow) -> RowLogps:
+    def counted(row: PairRow, output: RowLogps) -> PairRow:
         forwards.append(row.row)
-        return by_pair(output, row)
+        return with_reference(row, output)
 
-    monkeypatch.setattr(first_step, "by_pair", counted)
+    monkeypatch.setattr(first_step, "with_reference", counted)
     for _ in range(2):  # computed, then cached
         start(job, tmp_path / "cache", console, *overrides)
     assert len(forwards) == 2  # one forward a start shows that they agree

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +10,10 @@ import torch
 from support.device_reads import no_reads
 from torch import Tensor
 
-from dpo_pack.losses import PairLogps
-from dpo_pack.model.scorer import RowLogps
+from dpo_pack.losses import PairLogps, ScoredPairs
 from dpo_pack.training.metrics import SATURATED_MARGIN, PairValues, averages, pair_values
 
 BETA = 0.5
-
-
-def alternate(chosen: list[float], rejected: list[float]) -> Tensor:
-    """[P], [P] -> [S] in the order of a row: chosen, rejected, chosen, ..."""
-    return torch.tensor([chosen, rejected], dtype=torch.float64).T.reshape(-1)
 
 
 def values_of(
@@ -34,29 +27,23 @@ def values_of(
     mean_logit: tuple[list[float], list[float]],
 ) -> PairValues:
     """Of a row given as (chosen, rejected) lists; entropy, top1, mean_logit summed over tokens."""
-    num_tokens = alternate(*tokens).long()  # type: ignore[arg-type]
-    output = row_logps(alternate(*policy), num_tokens)._replace(
-        entropy_sums=alternate(*entropy),
-        top1_sums=alternate(*top1),
-        mean_logit_sums=alternate(*mean_logit),
-    )
-    pair_tokens = num_tokens.view(-1, 2)
     ours, theirs = (
         PairLogps(
             chosen=torch.tensor(chosen, dtype=torch.float64),
             rejected=torch.tensor(rejected, dtype=torch.float64),
-            chosen_tokens=pair_tokens[:, 0],
-            rejected_tokens=pair_tokens[:, 1],
+            chosen_tokens=torch.tensor(tokens[0]),
+            rejected_tokens=torch.tensor(tokens[1]),
         )
         for chosen, rejected in (policy, reference)
     )
-    return pair_values(output, ours, theirs, torch.tensor(losses, dtype=torch.float64))
+    statistics = torch.tensor([entropy, top1, mean_logit], dtype=torch.float64).permute(2, 1, 0)
+    return pair_values(scored(ours, theirs, statistics), torch.tensor(losses, dtype=torch.float64))
 
 
-def row_logps(sums: Tensor, num_tokens: Tensor) -> RowLogps:
-    """A row's output whose statistics are zero."""
-    empty: dict[str, Any] = dict.fromkeys(RowLogps._fields, torch.zeros_like(sums))
-    return RowLogps(**{**empty, "sums": sums, "num_tokens": num_tokens})
+def scored(ours: PairLogps, theirs: PairLogps, statistics: Tensor) -> ScoredPairs:
+    return ScoredPairs(
+        policy=ours, reference=theirs, pair_weights=torch.ones(len(statistics)), statistics=statistics
+    )
 
 
 def margins_only(margins: list[float]) -> PairValues:
@@ -192,8 +179,8 @@ def test_values_keep_no_graph() -> None:
     chosen = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.int64)
     logps = PairLogps(chosen=chosen, rejected=chosen * 2, chosen_tokens=one, rejected_tokens=one)
-    output = row_logps(torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64))
-    assert not pair_values(output, logps, logps, chosen * 3).table.requires_grad
+    pairs = scored(logps, logps, torch.ones((1, 2, 3), dtype=torch.float64))
+    assert not pair_values(pairs, chosen * 3).table.requires_grad
 
 
 def test_keeping_values_reads_nothing_from_the_device() -> None:

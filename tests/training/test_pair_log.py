@@ -14,7 +14,7 @@ from support.two_ranks import run_on_ranks
 from support.whole_runs import lines, pair_lines
 
 from dpo_pack.system import ranks
-from dpo_pack.training.metrics import KEPT, PairValues
+from dpo_pack.training.metrics import NAMES, PairValues
 from dpo_pack.training.pair_log import PairLog
 
 NUM_PAIRS = 6
@@ -32,8 +32,8 @@ def new_log(directory: Path, **options: Any) -> PairLog:
 
 def add_step(log: PairLog, step: int, pairs: list[int]) -> None:
     """The values of a pair are made of its index and the step, so that a mix-up shows."""
-    rows = [[100 * step + 10 * pair + column for column in range(len(KEPT))] for pair in pairs]
-    values = PairValues(table=torch.tensor(rows, dtype=torch.float64).reshape(len(pairs), len(KEPT)))
+    rows = [[100 * step + 10 * pair + column for column in range(len(NAMES))] for pair in pairs]
+    values = PairValues(table=torch.tensor(rows, dtype=torch.float64).reshape(len(pairs), len(NAMES)))
     log.add(step, step / 10, np.array(pairs, dtype=np.int64), values, num_pairs=len(pairs))
 
 
@@ -48,7 +48,7 @@ def test_a_line_has_the_pair_s_row_and_its_own_numbers(tmp_path: Path) -> None:
     log.flush()
     first, second = read(log)
     assert (first["source"], first["row"], second["row"]) == ("hh", 3, 5)  # rows count from 1
-    names = list(KEPT)
+    names = list(NAMES)
     value = {name: 100 + 20 + names.index(name) for name in names}
     assert first == {
         "source": "hh",

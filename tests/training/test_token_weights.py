@@ -24,7 +24,7 @@ from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import PassSettings
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reference.work import find_work
-from dpo_pack.training.batches import RowBuilder, by_pair, score_pairs
+from dpo_pack.training.batches import RowBuilder, score_pairs, with_reference
 from dpo_pack.training.metrics import averages, pair_values
 
 BETA, ALPHA = 0.3, 0.25
@@ -168,8 +168,7 @@ def test_weighted_losses_and_gradients_are_those_of_a_plain_loop_over_tokens(
     objective = Objective(terms=((LOSSES[name], 1.0),), options=loss_options(beta=BETA), ld_alpha=ld_alpha)
     row = builder.build(np.arange(3))
     assert (row.sequence_index is not None) == (layout == "merged")
-    output = by_pair(policy(row.row), row)
-    pairs = score_pairs(objective, output, row)
+    pairs = score_pairs(objective, policy(row.row), row)
     loss = weighted_losses(objective, pairs, mean_chosen_tokens=float(table.chosen_scored.mean())).mean()
     policy.zero_grad()
     loss.backward()
@@ -194,9 +193,8 @@ def test_metrics_of_tokens_are_weighted_means_and_a_token_of_weight_zero_is_in_n
     output = policy(row.row)
     scored = [[0, 1, 4], [5, 6, 8]]  # positions of weight 1 among the nine completion tokens
     entropies = output.token_statistics[0].double()
-    weighted = by_pair(output, row)
-    pairs = score_pairs(Objective(terms=(), options=loss_options(beta=BETA)), weighted, row)
-    values = pair_values(weighted, pairs.policy, pairs.reference, torch.zeros(1))
+    pairs = score_pairs(Objective(terms=(), options=loss_options(beta=BETA)), output, row)
+    values = pair_values(pairs, torch.zeros(1))
     found = averages(values, beta=BETA, dtype=torch.float32)
     assert found["entropy"] == pytest.approx(float(entropies[scored[0] + scored[1]].mean()))
     assert found["logps/chosen_per_token"] == pytest.approx(
@@ -205,7 +203,7 @@ def test_metrics_of_tokens_are_weighted_means_and_a_token_of_weight_zero_is_in_n
     broken = output._replace(
         token_logps=output.token_logps.detach().index_fill(0, torch.tensor([2]), torch.nan)
     )
-    assert torch.equal(by_pair(broken, row).sums, weighted.sums)
+    assert torch.equal(with_reference(row, broken).reference, with_reference(row, output).reference)
 
 
 def test_another_text_of_a_token_of_weight_zero_moves_no_earlier_log_prob_and_does_not_count_itself(
@@ -216,7 +214,7 @@ def test_another_text_of_a_token_of_weight_zero_moves_no_earlier_log_prob_and_do
         builder = RowBuilder(table=table, reference=None, is_packed=True, share_prompt=True, device=CPU)
         row = builder.build(np.arange(1))
         output = scorers[0](row.row)
-        return by_pair(output, row).sums.detach(), output.token_logps.detach()
+        return with_reference(row, output).reference.flatten().detach(), output.token_logps.detach()
 
     sums, tokens = sums_and_tokens(30, [1, 1, 0])
     other_sums, other_tokens = sums_and_tokens(44, [1, 1, 0])
