@@ -12,8 +12,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dpo_pack.data.formats import (
     FORMATS,
     BadRow,
@@ -26,11 +24,11 @@ from dpo_pack.data.formats import (
 from dpo_pack.data.keys import content_key
 from dpo_pack.data.locating import LocatedSource, locate_source
 from dpo_pack.data.readers import TAKEN_ONCE, NumberedRow, OpenRows, missing_column
-from dpo_pack.data.splits import Prompt
-from dpo_pack.data.store import PairTable, TokenStore, open_store, write_store
+from dpo_pack.data.store import TokenStore, join_stores, open_store, write_store
 from dpo_pack.data.tokenization import (
     TOKENIZATION_VERSION,
     DroppedRow,
+    Prompt,
     TokenizationSettings,
     TokenizedBatch,
     check_tokenizer,
@@ -53,7 +51,6 @@ _TRUNCATION_REASONS = (
 )
 LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
 _NAMED_COLUMNS = 20  # an error message names at most so many columns
-_CHECKED_ROWS = 100  # `check_source` reads so many rows
 _DETECTION_ROWS = 1000  # `format: auto` looks for a readable row in so many rows
 
 # The recipe keys that do not change a source's tokens. The name of a store is a hash of the other keys. So if
@@ -71,25 +68,47 @@ class LoadedSource:
     store: TokenStore
     rows_tokenized: int  # 0 if the store was in the cache
     prompts: tuple[Prompt, ...] = ()  # one for each pair of the store
+    columns_read: Mapping[str, str] = field(default_factory=dict)  # field -> column, of rows read now
 
 
 def load_source(
     source: SourceRecipe,
     key: str,
-    data: DataRecipe,
     *,
+    data: DataRecipe,
     tokenizer: Tokenizer,
     tokenizer_key: str,
     cache_dir: Path,
-    progress: Progress | None,
+    progress: Progress | None = None,
+    max_new_tokens: int | None = None,
+    max_rows: int | None = None,
 ) -> LoadedSource:
     """Returns the pairs of one source; `key` is its recipe key, "data.train.0".
 
-    Raises DataError if the source has an error, ModelError if the tokenizer lacks a feature that rows need.
+    With `max_new_tokens`, rows are prompts that leave room for so many tokens in data.max_length. With
+    `max_rows`, only so many rows are read, and nothing is written. Raises DataError if the source has an
+    error, ModelError if the tokenizer lacks a feature that rows need.
     """
-    located = locate_source(source, key, cache_dir / "file_hashes.json")
-    ingestion = Ingestion(located=located, source=source, data=data, tokenizer=tokenizer)
-    name = _store_key(located, source, data, tokenizer_key, ingestion.find_format())
+    is_prompts = max_new_tokens is not None
+    hash_memo = cache_dir / "file_hashes.json" if max_rows is None else None
+    ingestion = Ingestion(
+        located=locate_source(source, key, hash_memo, prompts_suffice=is_prompts),
+        source=source,
+        data=data,
+        tokenizer=tokenizer,
+        completion_tokens=max_new_tokens,
+        max_rows=max_rows,
+    )
+    if is_prompts or max_rows is not None:
+        batches = list(ingestion.batches(progress))
+        return LoadedSource(
+            recipe=source,
+            store=join_stores([batch.pairs for batch in batches], ingestion.summary()),
+            rows_tokenized=ingestion.num_rows,
+            prompts=tuple(prompt for batch in batches for prompt in batch.prompts),
+            columns_read=ingestion.columns_read,
+        )
+    name = _store_key(ingestion.located, source, data, tokenizer_key, ingestion.find_format())
     directory = cache_dir / "tokens" / name
     store, num_rows = open_store(directory), 0
     if store is not None and ingestion.reads_more_than(store):
@@ -102,55 +121,6 @@ def load_source(
         if store is None:
             raise CacheError(f"{directory} was removed or damaged while it was written; run again")
     return LoadedSource(recipe=source, store=store, rows_tokenized=num_rows)
-
-
-def load_prompt_source(
-    source: SourceRecipe,
-    key: str,
-    data: DataRecipe,
-    *,
-    tokenizer: Tokenizer,
-    max_new_tokens: int,
-    cache_dir: Path,
-) -> LoadedSource:
-    """Returns prompts that leave room for `max_new_tokens` in data.max_length. Raises like `load_source`."""
-    located = locate_source(source, key, cache_dir / "file_hashes.json", prompts_suffice=True)
-    ingestion = Ingestion(
-        located=located, source=source, data=data, tokenizer=tokenizer, completion_tokens=max_new_tokens
-    )
-    batches = list(ingestion.batches())
-    store = TokenStore(
-        tokens=np.concatenate([batch.pairs.tokens for batch in batches]),
-        records=np.concatenate([batch.pairs.records for batch in batches]),
-        summary=ingestion.summary(),
-    )
-    prompts = tuple(prompt for batch in batches for prompt in batch.prompts)
-    return LoadedSource(recipe=source, store=store, rows_tokenized=ingestion.num_rows, prompts=prompts)
-
-
-def check_source(
-    source: SourceRecipe, key: str, data: DataRecipe, tokenizer: Tokenizer, max_new_tokens: int | None
-) -> tuple[str, PairTable]:
-    """Reads and tokenises the first rows of a source. Returns two lines about them, and their pairs.
-
-    Writes nothing. `max_new_tokens` is None if rows are pairs. Raises like `load_source`.
-    """
-    ingestion = Ingestion(
-        located=locate_source(source, key, None, prompts_suffice=max_new_tokens is not None),
-        source=source,
-        data=data.model_copy(update={"num_workers": 0}),
-        tokenizer=tokenizer,
-        completion_tokens=max_new_tokens,
-        max_rows=_CHECKED_ROWS,
-    )
-    pairs = PairTable.of([batch.pairs for batch in ingestion.batches()])
-    dropped = ", ".join(f"{rows:,} {reason}" for reason, rows in ingestion.dropped_counts.items())
-    lines = (
-        f"{key}: {source.path}, format {ingestion.format}, the first {ingestion.num_rows:,} rows have "
-        f"{ingestion.num_kept:,} {ingestion.kept_word}{f', left out: {dropped}' if dropped else ''}\n"
-        f"  {columns_sentence(ingestion.columns_read, ingestion.columns_not_read)}"
-    )
-    return lines, pairs
 
 
 def columns_sentence(read: Mapping[str, str], not_read: Sequence[str]) -> str:
@@ -223,12 +193,12 @@ class Ingestion:
         opened = self.open()
         with closing(opened.rows):
             rows, settings = self.start(opened)
-            num_workers = 0 if self.data.num_workers == "auto" else self.data.num_workers
+            wanted = 0 if self.max_rows is not None else self.data.num_workers
             batches = tokenize_rows(
                 islice(rows, self.max_rows),
                 settings,
                 self.tokenizer,
-                num_workers=num_workers,
+                num_workers=0 if wanted == "auto" else wanted,
                 max_pairs=self.source.max_pairs,
             )
             with closing(batches):

@@ -1,7 +1,9 @@
 """Loads the sources of a recipe: pairs or prompts for training and evaluation, and a report about rows."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,22 +11,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.data.ingest import LoadedSource, Progress, load_prompt_source, load_source
-from dpo_pack.data.keys import content_key
-from dpo_pack.data.splits import (
-    HELD_OUT,
-    DataSplits,
-    Prompt,
-    PromptSplits,
-    split_by_beginning,
-    split_by_prompt,
-)
+from dpo_pack.data.ingest import LoadedSource, Progress, load_source
+from dpo_pack.data.keys import BEGINNINGS, content_key
 from dpo_pack.data.store import PairTable, key_values
+from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import Tokenizer, tokenizer_fingerprint
 from dpo_pack.packing.epoch_order import check_weights
 from dpo_pack.packing.lengths import length_percentiles
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
+from dpo_pack.system.errors import DataError
+
+HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Data:
+    """All pairs or prompts that the section `data` of a recipe describes."""
+
+    train: PairTable  # of an online run: pairs that have a prompt and empty completions
+    eval: dict[str, PairTable]  # the held-out sets by their names in metrics; empty if rows are prompts
+    source_weights: NDArray[np.float64]  # [training sources] how often an epoch has their pairs
+    report: dict[str, Any]  # the content of data_report.json
+    fingerprint: str  # a hash of the training pairs and source weights
+    eval_fingerprint: str  # a hash of the eval sets' names and pairs
+    prompts: tuple[Prompt, ...] = ()  # only of an online run, which generates its pairs later
+    eval_prompts: dict[str, tuple[Prompt, ...]] = field(default_factory=dict)  # by held-out set
 
 
 def load_data(
@@ -34,11 +47,16 @@ def load_data(
     seed: int,
     cache_dir: Path,
     progress: Progress | None = None,
-) -> DataSplits:
+    max_new_tokens: int | None = None,
+) -> Data:
     """Reads and tokenises the sources, unless their tokens are in `cache_dir` already.
 
     `seed` decides which pairs a held-out fraction takes. `progress` is called after each batch of rows
     with the name of the task, the rows that are done, and the rows in all (None if not known).
+
+    With `max_new_tokens`, the rows are prompts, each with room for so many more tokens. Rows have the same
+    formats as rows of pairs; their completions are not used.
+
     Raises DataError, ModelError (the tokenizer lacks a feature), RecipeError and CacheError.
     """
     load = partial(
@@ -48,157 +66,138 @@ def load_data(
         tokenizer_key=tokenizer_fingerprint(tokenizer),
         cache_dir=cache_dir,
         progress=progress,
+        max_new_tokens=max_new_tokens,
     )
-    loaded = _load_sources(data, load, seed)
-    train, evals = loaded.train.table, {name: held_out.table for name, held_out in loaded.evals.items()}
-    sources = (*loaded.train_sources.values(), *loaded.eval_sources.values())
-    report = {
-        **loaded.report(_describe_pairs, _describe_pairs, _pair_source_report),
-        **_overlap(train, list(evals.values())),
-        "rows_tokenized": sum(source.rows_tokenized for source in sources),
-    }
-    return DataSplits(
-        train=train,
-        eval=evals,
-        source_weights=loaded.source_weights,
-        report=report,
-        fingerprint=content_key([train.fingerprint, loaded.source_weights.tolist()]),
-        eval_fingerprint=loaded.eval_fingerprint,
-    )
-
-
-def load_prompts(
-    data: DataRecipe, *, tokenizer: Tokenizer, max_new_tokens: int, seed: int, cache_dir: Path
-) -> DataSplits:
-    """Reads and tokenises the prompts of all sources, each with room for `max_new_tokens` more tokens.
-
-    Rows have the same formats as rows of pairs; their completions are not used. In the result, `train` is a
-    table of pairs that have a prompt and empty completions, and `prompts` has the prompts with their texts.
-    Raises DataError and ModelError as `load_data` does.
-    """
-    load = partial(
-        load_prompt_source, data=data, tokenizer=tokenizer, max_new_tokens=max_new_tokens, cache_dir=cache_dir
-    )
-    loaded = _load_sources(data, load, seed)
-    return DataSplits(
-        train=loaded.train.table,
-        eval={},
-        source_weights=loaded.source_weights,
-        report=loaded.report(
-            _describe_prompts, lambda prompts: {"prompts": prompts.num_pairs}, _source_report
-        ),
-        fingerprint=loaded.train.table.fingerprint,
-        eval_fingerprint=loaded.eval_fingerprint,
-        prompts=PromptSplits(
-            train=loaded.train.prompts,
-            eval={name: held_out.prompts for name, held_out in loaded.evals.items()},
-        ),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """The pairs of sources; or prompts and their texts, where a prompt is a pair without completions."""
-
-    table: PairTable
-    prompts: tuple[Prompt, ...]  # one for each pair of the table; empty if the sources have pairs
-
-    @staticmethod
-    def of(sources: Sequence[LoadedSource]) -> "_Part":
-        return _Part(
-            table=PairTable.of([source.store for source in sources]),
-            prompts=tuple(prompt for source in sources for prompt in source.prompts),
-        )
-
-    def select(self, indices: NDArray[np.int64]) -> "_Part":
-        chosen = indices.tolist() if self.prompts else ()
-        return _Part(table=self.table.select(indices), prompts=tuple(self.prompts[index] for index in chosen))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LoadedSources:
-    """The sources of a recipe, by name. `train` does not contain the held-out fraction."""
-
-    train: _Part
-    evals: dict[str, _Part]
-    train_sources: dict[str, LoadedSource]
-    eval_sources: dict[str, LoadedSource]  # empty if a fraction is held out
-    source_weights: NDArray[np.float64]
-    held_out_by: str | None  # what pairs share that are held out together; None: no fraction
-
-    @property
-    def eval_fingerprint(self) -> str:
-        return content_key([[name, part.table.fingerprint] for name, part in self.evals.items()])
-
-    def report(
-        self,
-        describe_train: Callable[[PairTable], dict[str, Any]],
-        describe_eval: Callable[[PairTable], dict[str, Any]],
-        describe_source: Callable[[str, LoadedSource], dict[str, Any]],
-    ) -> dict[str, Any]:
-        """Returns what the functions say about the training set, the eval sets and the sources, JSON-able."""
-        evals = {name: describe_eval(held_out.table) for name, held_out in self.evals.items()}
-        for name, source in self.eval_sources.items():
-            evals[name]["source"] = describe_source(name, source)
-        sources = [describe_source(name, source) for name, source in self.train_sources.items()]
-        train = {**describe_train(self.train.table), "sources": sources}
-        return {"train": train, "eval": evals, "held_out_by": self.held_out_by}
-
-
-def _load_sources(
-    data: DataRecipe, load: Callable[[SourceRecipe, str], LoadedSource], seed: int
-) -> _LoadedSources:
-    """Loads all sources and splits off a held-out fraction. `load` gets each source and its recipe key."""
-
-    def load_all(part: str, sources: Sequence[SourceRecipe]) -> dict[str, LoadedSource]:
-        loaded = [load(source, f"data.{part}.{number}") for number, source in enumerate(sources)]
-        return dict(zip(source_names(sources), loaded, strict=True))
-
-    train_sources = load_all("train", data.train)
-    train = _Part.of(list(train_sources.values()))
+    sources = _load_all(load, "train", data.train)
+    train, prompts = PairTable.of([source.store for source in sources.values()]), _prompts_of(sources)
     eval_sources: dict[str, LoadedSource] = {}
     held_out_by = None
     if isinstance(data.eval, EvalFraction):
-        keys, held_out_by = train.table.whole_prompt_keys, "prompt"
-        if any(source.store.summary.get("prompts_inferred") for source in train_sources.values()):
-            kept, held_out, num_characters = split_by_beginning(keys, data.eval.fraction, seed)
-            held_out_by = f"first {num_characters} characters"
-        else:
-            kept, held_out = split_by_prompt(keys, data.eval.fraction, seed)
-        train, evals = train.select(kept), {HELD_OUT: train.select(held_out)}
+        kept, held_out, held_out_by = _split(train, sources, data.eval.fraction, seed)
+        evals = {HELD_OUT: train.select(held_out)}
+        eval_prompts = {HELD_OUT: _select(prompts, held_out)}
+        train, prompts = train.select(kept), _select(prompts, kept)
     else:
-        eval_sources = load_all("eval", data.eval)
-        evals = {name: _Part.of([source]) for name, source in eval_sources.items()}
+        eval_sources = _load_all(load, "eval", data.eval)
+        evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
+        eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
     source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
-    check_weights(train.table.source_indices, source_weights)
-    return _LoadedSources(
+    check_weights(train.source_indices, source_weights)
+    is_pairs = max_new_tokens is None
+    report: dict[str, Any] = {
+        "train": {
+            **(_describe_pairs(train) if is_pairs else _describe_prompts(train)),
+            "sources": [_source_report(name, source, is_pairs) for name, source in sources.items()],
+        },
+        "eval": {
+            name: _describe_pairs(table) if is_pairs else {"prompts": table.num_pairs}
+            for name, table in evals.items()
+        },
+        "held_out_by": held_out_by,
+    }
+    for name, source in eval_sources.items():
+        report["eval"][name]["source"] = _source_report(name, source, is_pairs)
+    if is_pairs:
+        report |= _overlap(train, list(evals.values()))
+        every = (*sources.values(), *eval_sources.values())
+        report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
+    weighted = content_key([train.fingerprint, source_weights.tolist()])
+    return Data(
         train=train,
-        evals=evals,
-        train_sources=train_sources,
-        eval_sources=eval_sources,
+        eval=evals if is_pairs else {},
         source_weights=source_weights,
-        held_out_by=held_out_by,
+        report=report,
+        fingerprint=weighted if is_pairs else train.fingerprint,
+        eval_fingerprint=content_key([[name, table.fingerprint] for name, table in evals.items()]),
+        prompts=prompts,
+        eval_prompts={} if is_pairs else eval_prompts,
     )
 
 
-def _source_report(name: str, source: LoadedSource) -> dict[str, Any]:
+def _load_all(load: Any, part: str, sources: Sequence[SourceRecipe]) -> dict[str, LoadedSource]:
+    loaded = [load(source, f"data.{part}.{number}") for number, source in enumerate(sources)]
+    return dict(zip(source_names(sources), loaded, strict=True))
+
+
+def _prompts_of(sources: dict[str, LoadedSource]) -> tuple[Prompt, ...]:
+    return tuple(prompt for source in sources.values() for prompt in source.prompts)
+
+
+def _select(prompts: tuple[Prompt, ...], indices: Positions) -> tuple[Prompt, ...]:
+    return tuple(prompts[index] for index in indices.tolist()) if prompts else ()
+
+
+# ---------------------------------------------------------------------------------------- held-out fraction
+
+
+def _split(
+    train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int
+) -> tuple[Positions, Positions, str]:
+    """Returns the training pairs, the held-out pairs, and what pairs share that are held out together."""
+    if not any(source.store.summary.get("prompts_inferred") for source in sources.values()):
+        return *split_by_prompt(train.whole_prompt_keys, fraction, seed), "prompt"
+    # Nobody knows where a prompt without a column ends, but pairs of one prompt begin with the same
+    # characters. So pairs with equal first characters are held out together. The number of characters is the
+    # smallest in BEGINNINGS that leaves (1 - fraction) / 2 of the pairs to train on, because more characters
+    # may be a part of an answer.
+    for num_bytes, num_characters in enumerate(BEGINNINGS, start=1):
+        with suppress(DataError):
+            kept, held_out = split_by_prompt(train.whole_prompt_keys[:, :num_bytes], fraction, seed)
+            if len(kept) >= (1 - fraction) / 2 * train.num_pairs:
+                return kept, held_out, f"first {num_characters} characters"
+    raise DataError(
+        f"data.eval.fraction: the sources have no column of prompts, and too many pairs begin with the same "
+        f"{BEGINNINGS[-1]} characters; name the column in data.train.*.columns.prompt, or name a source in "
+        "data.eval"
+    )
+
+
+def split_by_prompt(
+    prompt_keys: NDArray[np.uint8], fraction: float, seed: int
+) -> tuple[Positions, Positions]:
+    """Returns the indices of the training pairs and of the held-out pairs (at least `fraction` of all pairs).
+
+    Pairs with the same prompt stay together. `seed` and the prompts decide which prompts are held out; the
+    order of the data does not. Raises DataError if no pair is left to train on.
+    """
+    prompts, prompt_of_pair, pairs_of_prompt = np.unique(
+        key_values(prompt_keys), return_inverse=True, return_counts=True
+    )
+    salt = seed.to_bytes(16, "little", signed=True)
+    keys, width = prompts.tobytes(), prompts.itemsize
+    starts = range(0, len(keys), width)
+    ranks = [hashlib.blake2b(keys[at : at + width], key=salt, digest_size=8).digest() for at in starts]
+    order = np.argsort(np.frombuffer(b"".join(ranks), dtype="<u8"), kind="stable")
+    wanted_pairs = fraction * len(prompt_keys)
+    num_held_out = int(np.searchsorted(np.cumsum(pairs_of_prompt[order]), wanted_pairs)) + 1
+    if num_held_out >= len(prompts):
+        raise DataError(
+            f"data.eval.fraction: {fraction} of {len(prompt_keys)} pairs with {len(prompts)} prompts leaves "
+            "none to train on; lower the fraction, or name a source in data.eval"
+        )
+    is_held_out = np.zeros(len(prompts), dtype=bool)
+    is_held_out[order[:num_held_out]] = True
+    return np.flatnonzero(~is_held_out[prompt_of_pair]), np.flatnonzero(is_held_out[prompt_of_pair])
+
+
+# --------------------------------------------------------------------------------------------------- report
+
+
+def _source_report(name: str, source: LoadedSource, is_pairs: bool) -> dict[str, Any]:
     """Returns the settings of a source in the recipe, and the counts of its rows."""
-    return {
+    settings, store = source.recipe, source.store
+    counts: dict[str, Any] = {
         "name": name,
-        "path": source.recipe.path,
-        "split": source.recipe.split,
-        "weight": source.recipe.weight,
-        **source.store.summary,
+        "path": settings.path,
+        "split": settings.split,
+        "weight": settings.weight,
+        **store.summary,
     }
-
-
-def _pair_source_report(name: str, source: LoadedSource) -> dict[str, Any]:
-    return {
-        **_source_report(name, source),
-        **_describe_pairs(PairTable.of([source.store])),
-        "token_store": str(source.store.directory),
-        "token_store_reused": source.rows_tokenized == 0,
-    }
+    if is_pairs:
+        counts |= _describe_pairs(PairTable.of([store]))
+        counts["token_store"] = str(store.directory)
+        counts["token_store_reused"] = source.rows_tokenized == 0
+    return counts
 
 
 def _describe_pairs(pairs: PairTable) -> dict[str, Any]:

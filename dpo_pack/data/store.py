@@ -204,6 +204,21 @@ def join_pairs(
     )
 
 
+def join_stores(stores: Sequence[TokenStore], summary: Mapping[str, Any]) -> TokenStore:
+    """Puts the pairs of stores into one store in memory."""
+    weights = None
+    if any(store.token_weights is not None for store in stores):
+        ones = (np.ones(len(store.tokens), dtype=WEIGHT_DTYPE) for store in stores)
+        both = zip(stores, ones, strict=True)
+        weights = np.concatenate([one if s.token_weights is None else s.token_weights for s, one in both])
+    return TokenStore(
+        tokens=np.concatenate([store.tokens for store in stores]),
+        records=np.concatenate([store.records for store in stores]),
+        token_weights=weights,
+        summary=summary,
+    )
+
+
 def _join_weights(pairs: Sequence[PairIds]) -> TokenWeights | None:
     """Returns the weights of all tokens in a store's order; None if every weight is 1."""
     if all(pair.chosen_weights is None and pair.rejected_weights is None for pair in pairs):

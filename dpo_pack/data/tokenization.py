@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.data.chat import assistant_weights, has_other_turns, rendering
-from dpo_pack.data.formats import FORMATS, BadRow, Pair, with_system_message
+from dpo_pack.data.formats import FORMATS, BadRow, Message, Pair, with_system_message
 from dpo_pack.data.keys import beginning_key, prompt_key
 from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.splits import Prompt
 from dpo_pack.data.store import NO_TOKENS, TokenStore, common_prefix_length, join_pairs
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, TokenWeights, truncate
@@ -44,6 +43,16 @@ class TokenizationSettings:
     scored_turns: str = "assistant"  # or "all"; of conversations
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """A prompt that the policy answers."""
+
+    ids: TokenIds  # [C], C >= 1: the tokens that the policy continues
+    text: str  # the whole prompt as text, special tokens included
+    messages: tuple[Message, ...] | None  # only of a conversational row
+    row_number: int  # in its source, from 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

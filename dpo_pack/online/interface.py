@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dpo_pack.data.splits import Prompt
+from dpo_pack.data.tokenization import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.data.keys import content_key
+from dpo_pack.data.load import Data
 from dpo_pack.data.merging import prompt_merging
-from dpo_pack.data.splits import DataSplits
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.online.interface import Draw, Generator, Judge
 from dpo_pack.online.pairing import PairingSettings
@@ -75,7 +75,7 @@ class OnlineSource:
 
     def __init__(
         self,
-        data: DataSplits,
+        data: Data,
         *,
         generator: Generator,
         judge: Judge,
@@ -85,9 +85,8 @@ class OnlineSource:
         log: RolloutLog | None,
     ) -> None:
         """`log` is None if another rank writes the log."""
-        assert data.prompts is not None
         self.data = data
-        self.prompts = data.prompts.train
+        self.prompts = data.prompts
         self.generator = generator
         self.judge = judge
         self.pairing = pairing

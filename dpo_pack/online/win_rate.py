@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.data.splits import Prompt
+from dpo_pack.data.tokenization import Prompt
 from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judge, Scores
 from dpo_pack.online.phases import score_answers
 from dpo_pack.system import ranks

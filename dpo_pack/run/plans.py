@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from dpo_pack.data.load import Data
 from dpo_pack.data.merging import prompt_merging
-from dpo_pack.data.splits import DataSplits
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.packing.bin_packing import PADDED
@@ -47,7 +47,7 @@ def row_builder(
 
 def offline_source(
     recipe: Recipe,
-    data: DataSplits,
+    data: Data,
     shape: ModelShape,
     *,
     device: torch.device = CPU,
@@ -123,7 +123,7 @@ def inspect_recipe(
 
 def packing_report(
     recipe: Recipe,
-    data: DataSplits,
+    data: Data,
     shape: ModelShape,
     source: OfflineSource,
     *,

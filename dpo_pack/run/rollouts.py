@@ -38,8 +38,8 @@ def build_online(
     All rollouts are written into `directory`. The policy must have its starting weights. Raises RecipeError
     or ModelError if a generator or a judge cannot be created.
     """
-    recipe, online, prompts = setup.recipe, _section(setup), setup.data.prompts
-    assert recipe.train.max_steps is not None and prompts is not None
+    recipe, online, held_out = setup.recipe, _section(setup), setup.data.eval_prompts
+    assert recipe.train.max_steps is not None
     judge, seed = build_judge(setup), recipe.seed
     source = OnlineSource(
         setup.data,
@@ -67,9 +67,9 @@ def build_online(
         ),
         log=ranks.of_first(RolloutLog(directory=directory)),
     )
-    if not prompts.eval:
+    if not held_out:
         return source, None
-    return source, WinRate(prompts.eval, _policy_generator(setup, policy, 1), judge, seed=seed)
+    return source, WinRate(held_out, _policy_generator(setup, policy, 1), judge, seed=seed)
 
 
 def check_generator(setup: Setup) -> None:
@@ -107,8 +107,7 @@ def _generator(setup: Setup, policy: LoadedModel) -> Generator:
 def _vllm_generator(setup: Setup, policy: LoadedModel) -> VllmGenerator:
     """Starts vLLM with the policy's weights; proves that vLLM and the policy compute the same log-probs."""
     recipe, online = setup.recipe, _section(setup)
-    assert setup.data.prompts is not None
-    prompts = setup.data.prompts.train
+    prompts = setup.data.prompts
     dtype = setup.precision.activations
     engine = start_engine(
         policy.model,

@@ -17,8 +17,9 @@ import torch
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dpo_pack.data.splits import DataSplits, Prompt
+from dpo_pack.data.load import Data
 from dpo_pack.data.store import PairTable
+from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.truncation import TokenIds
 from dpo_pack.model.config import known_positions
 from dpo_pack.model.parallel import is_sharded
@@ -215,7 +216,7 @@ def most_prompt_tokens(config: PretrainedConfig, max_new_tokens: int) -> int:
 
 
 def sample_prompts(
-    recipe: Recipe, data: DataSplits, tokenizer: PreTrainedTokenizerBase, *, num: int, most_tokens: int
+    recipe: Recipe, data: Data, tokenizer: PreTrainedTokenizerBase, *, num: int, most_tokens: int
 ) -> list[SamplePrompt]:
     """Returns at most `num` different prompts of at most `most_tokens` tokens.
 
@@ -224,10 +225,10 @@ def sample_prompts(
     """
     most = most_tokens
     sets: dict[str, Iterator[TokenIds]] = {name: _prompts(pairs, most) for name, pairs in data.eval.items()}
-    if data.prompts is not None:
+    if data.prompts:
         sets = {
             name: (prompt.ids for prompt in prompts if len(prompt.ids) <= most)
-            for name, prompts in data.prompts.eval.items()
+            for name, prompts in data.eval_prompts.items()
         }
     if not sets:
         sets = {

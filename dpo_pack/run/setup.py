@@ -19,9 +19,9 @@ from accelerate.utils import patch_environment
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.data.load import load_data, load_prompts
-from dpo_pack.data.splits import DataSplits
+from dpo_pack.data.load import Data, load_data
 from dpo_pack.data.store import PairTable
+from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
 from dpo_pack.model.config import check_positions, check_rows
 from dpo_pack.model.loading import load_tokenizer
@@ -64,7 +64,7 @@ class Setup:
     policy_facts: ModelFacts  # facts of the starting policy
     reference_facts: ModelFacts  # the same object as `policy_facts`, unless the recipe names another model
     tokenizer: PreTrainedTokenizerBase
-    data: DataSplits
+    data: Data
     strategy: Strategy
 
     @property
@@ -83,8 +83,7 @@ class Setup:
     @property
     def eval_names(self) -> list[str]:
         """The names of the held-out sets, in the recipe's order."""
-        prompts = self.data.prompts
-        return list(self.data.eval if prompts is None else prompts.eval)
+        return list(self.data.eval_prompts or self.data.eval)
 
     @property
     def reference_token_budget(self) -> int:
@@ -129,7 +128,7 @@ def require_pairs(recipe: Recipe) -> None:
 
 def prepare_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console, *, takes_prompts: bool = False
-) -> DataSplits:
+) -> Data:
     """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out.
 
     With `takes_prompts`, an online recipe is accepted, and the result has its prompts.
@@ -140,10 +139,9 @@ def prepare_data(
     settings: dict[str, Any] = {"seed": recipe.seed, "cache_dir": cache_directory(recipe)}
     if recipe.online is not None:
         most = recipe.online.max_new_tokens
-        data = load_prompts(recipe.data, tokenizer=tokenizer, max_new_tokens=most, **settings)
-        assert data.prompts is not None
-        sizes = {name: f"{len(prompts):,}" for name, prompts in data.prompts.eval.items()}
-        what = f"{len(data.prompts.train):,} prompts to answer"
+        data = load_data(recipe.data, tokenizer=tokenizer, max_new_tokens=most, **settings)
+        sizes = {name: f"{len(prompts):,}" for name, prompts in data.eval_prompts.items()}
+        what = f"{len(data.prompts):,} prompts to answer"
     else:
         with reading_progress(console) as progress:
             data = load_data(recipe.data, tokenizer=tokenizer, progress=progress, **settings)
@@ -156,12 +154,12 @@ def prepare_data(
     return data
 
 
-def _held_out_size(data: DataSplits, name: str) -> str:
+def _held_out_size(data: Data, name: str) -> str:
     num_pairs, num_prompts = data.eval[name].num_pairs, data.report["eval"][name]["prompts"]
     return f"{num_pairs:,}" + (f" pairs of {num_prompts:,} prompts" if num_prompts < num_pairs else "")
 
 
-def _print_notes(data: DataSplits, console: Console, scored_turns: str) -> None:
+def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
     """Prints whether the split is not by prompt, which rows are left out, where `scored_turns` matters."""
     shared = data.report["held_out_by"]
     if shared not in (None, "prompt"):
@@ -182,12 +180,12 @@ def _print_notes(data: DataSplits, console: Console, scored_turns: str) -> None:
             console.print(f"  {source['name']}: in {others:,} of {source['pairs_kept']:,} pairs {scored}")
 
 
-def _source_reports(data: DataSplits) -> list[dict[str, Any]]:
+def _source_reports(data: Data) -> list[dict[str, Any]]:
     held_out = (held["source"] for held in data.report["eval"].values() if "source" in held)
     return [*data.report["train"]["sources"], *held_out]
 
 
-def print_columns_not_read(data: DataSplits, console: Console) -> None:
+def print_columns_not_read(data: Data, console: Console) -> None:
     """Prints the columns that are not read, once for all sources that have the same ones."""
     sources: dict[str, list[str]] = {}
     for source in _source_reports(data):
@@ -285,9 +283,14 @@ def check_data(setup: Setup, model: ModelFacts) -> None:
         budgets = (recipe.packing.token_budget, setup.reference_token_budget)
         longest_row = max(*budgets, most_sequences * longest)
         check_rows(model.config, longest_sequence=longest, longest_row=longest_row)
+    check_tokens(model, setup.tokenizer, setup.tables)
+
+
+def check_tokens(model: ModelFacts, tokenizer: Tokenizer, tables: Sequence[PairTable]) -> None:
+    """Raises ModelError if the tables have a token id that the model does not embed."""
     num_embeddings = int(model.config.get_text_config().vocab_size)
     # Some tokenizers have more entries than the model embeds, but never produce the additional ids.
-    largest = _largest_token_id(setup.tables) if len(setup.tokenizer) > num_embeddings else 0
+    largest = _largest_token_id(tables) if len(tokenizer) > num_embeddings else 0
     if largest >= num_embeddings:
         raise ModelError(
             f"{model.recipe_key}: the data has token id {largest}, but {model.path} embeds "

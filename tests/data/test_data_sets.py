@@ -15,8 +15,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.faults import find_faults
 from dpo_pack.data.formats import FORMATS, BadRow, possible_formats
-from dpo_pack.data.load import load_data, load_prompts
-from dpo_pack.data.splits import DataSplits
+from dpo_pack.data.load import Data, load_data
 from dpo_pack.data.view import view_source
 from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import DataError, RecipeError
@@ -171,12 +170,12 @@ def documented() -> dict[str, dict[str, Any]]:
     return {source["path"]: source for source in sources}
 
 
-def load(tmp_path: Path, source: dict[str, Any], **data: Any) -> DataSplits:
+def load(tmp_path: Path, source: dict[str, Any], **data: Any) -> Data:
     recipe = DataRecipe.model_validate({"train": source, **data})
     return load_data(recipe, tokenizer=TOKENIZER, seed=0, cache_dir=tmp_path / "cache")
 
 
-def loaded(tmp_path: Path, rows: list[dict[str, Any]], source: dict[str, Any], **data: Any) -> DataSplits:
+def loaded(tmp_path: Path, rows: list[dict[str, Any]], source: dict[str, Any], **data: Any) -> Data:
     path = tmp_path / "rows.jsonl"
     write_rows(path, rows)
     return load(tmp_path, {"path": str(path), **source}, **data)
@@ -447,9 +446,8 @@ def test_prompts_of_these_formats_are_read_for_online_runs(name: str, tmp_path: 
     row, _, num_messages = ROWS[name]
     write_rows(tmp_path / "rows.jsonl", [row])
     recipe = DataRecipe.model_validate({"train": str(tmp_path / "rows.jsonl")})
-    splits = load_prompts(recipe, tokenizer=TOKENIZER, max_new_tokens=4, seed=0, cache_dir=tmp_path / "cache")
-    assert splits.prompts is not None
-    assert len(splits.prompts.train[0].messages or ()) == num_messages
+    splits = load_data(recipe, tokenizer=TOKENIZER, max_new_tokens=4, seed=0, cache_dir=tmp_path / "cache")
+    assert len(splits.prompts[0].messages or ()) == num_messages
 
 
 def test_a_data_set_with_two_columns_for_the_better_answer_gives_prompts_without_a_choice(
@@ -457,9 +455,8 @@ def test_a_data_set_with_two_columns_for_the_better_answer_gives_prompts_without
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", [PKU])
     recipe = DataRecipe.model_validate({"train": str(tmp_path / "rows.jsonl")})
-    splits = load_prompts(recipe, tokenizer=TOKENIZER, max_new_tokens=4, seed=0, cache_dir=tmp_path / "cache")
-    assert splits.prompts is not None
-    assert splits.prompts.train[0].messages == ({"role": "user", "content": PKU["prompt"]},)
+    splits = load_data(recipe, tokenizer=TOKENIZER, max_new_tokens=4, seed=0, cache_dir=tmp_path / "cache")
+    assert splits.prompts[0].messages == ({"role": "user", "content": PKU["prompt"]},)
 
 
 def test_a_fault_names_the_column_of_the_format_where_its_texts_are(tmp_path: Path) -> None:

@@ -25,9 +25,8 @@ from support.tiny_tokenizer import tiny_tokenizer
 from dpo_pack.data import ingest
 from dpo_pack.data.formats import FORMATS, Pair, Row
 from dpo_pack.data.keys import content_key
-from dpo_pack.data.load import load_data
+from dpo_pack.data.load import Data, load_data, split_by_prompt
 from dpo_pack.data.locating import locate_source
-from dpo_pack.data.splits import DataSplits, split_by_prompt
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.recipe.types import Problem
@@ -47,9 +46,7 @@ def write(path: Path, content: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def load(
-    tmp_path: Path, train: Any, tokenizer: Any = TOKENIZER, seed: int = 0, **settings: Any
-) -> DataSplits:
+def load(tmp_path: Path, train: Any, tokenizer: Any = TOKENIZER, seed: int = 0, **settings: Any) -> Data:
     data = DataRecipe.model_validate({"train": train, **settings})
     return load_data(data, tokenizer=tokenizer, seed=seed, cache_dir=tmp_path / "cache")
 
@@ -743,7 +740,7 @@ def test_a_held_out_fraction_is_about_what_was_asked_and_depends_on_the_seed(tmp
     assert other.fingerprint != first.fingerprint
 
 
-def sides(splits: DataSplits, prompts: list[int]) -> tuple[set[int], set[int]]:
+def sides(splits: Data, prompts: list[int]) -> tuple[set[int], set[int]]:
     """The prompts that are trained on and those that are held out; `prompts` has that of each row."""
     tables = splits.train, splits.eval["held_out"]
     kept, held_out = ({prompts[row - 1] for row in table.row_numbers.tolist()} for table in tables)
@@ -879,7 +876,7 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
             ingest.load_source(
                 SourceRecipe(path=str(path)),
                 "data.train.0",
-                data,
+                data=data,
                 tokenizer=TOKENIZER,
                 tokenizer_key="tiny",
                 cache_dir=tmp_path / "cache",

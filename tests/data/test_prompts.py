@@ -12,8 +12,8 @@ from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from dpo_pack.data.load import load_prompts
-from dpo_pack.data.splits import DataSplits, Prompt
+from dpo_pack.data.load import Data, load_data
+from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import DataError
@@ -28,17 +28,16 @@ def prompts(
     *,
     tokenizer: Tokenizer = TOKENIZER,
     **data: Any,
-) -> DataSplits:
+) -> Data:
     path = tmp_path / "prompts.jsonl"
     if rows is not None:
         write_rows(path, rows)
     recipe = DataRecipe.model_validate({"train": str(path), "max_length": 64, **data})
-    return load_prompts(recipe, tokenizer=tokenizer, max_new_tokens=16, seed=0, cache_dir=tmp_path / "cache")
+    return load_data(recipe, tokenizer=tokenizer, max_new_tokens=16, seed=0, cache_dir=tmp_path / "cache")
 
 
-def train_prompts(splits: DataSplits) -> tuple[Prompt, ...]:
-    assert splits.prompts is not None
-    return splits.prompts.train
+def train_prompts(splits: Data) -> tuple[Prompt, ...]:
+    return splits.prompts
 
 
 def test_weights_that_leave_no_prompt_of_an_epoch_are_refused(tmp_path: Path) -> None:
@@ -124,12 +123,11 @@ def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path) -> None:
 def test_held_out_prompts_are_a_source_or_a_fraction_that_training_never_sees(tmp_path: Path) -> None:
     rows = [{"prompt": f"number {number % 10}"} for number in range(20)]
     splits = prompts(tmp_path, rows, eval={"fraction": 0.2})
-    assert splits.prompts is not None
-    held_out = {p.text for p in splits.prompts.eval["held_out"]}
-    assert held_out and held_out.isdisjoint(p.text for p in splits.prompts.train)
-    assert splits.train.num_pairs == len(splits.prompts.train) == 20 - len(splits.prompts.eval["held_out"])
+    held_out = {p.text for p in splits.eval_prompts["held_out"]}
+    assert held_out and held_out.isdisjoint(p.text for p in splits.prompts)
+    assert splits.train.num_pairs == len(splits.prompts) == 20 - len(splits.eval_prompts["held_out"])
     named = prompts(tmp_path, eval=[{"path": str(tmp_path / "prompts.jsonl"), "max_pairs": 3}])
-    assert named.prompts is not None and len(named.prompts.eval["prompts"]) == 3
+    assert len(named.eval_prompts["prompts"]) == 3
     assert named.report["eval"]["prompts"]["source"]["rows_read"] == 3
 
 
@@ -146,8 +144,7 @@ def test_prompts_in_a_column_of_another_name_are_refused_with_the_key_that_names
 def test_prompts_that_are_cut_to_the_same_tokens_are_still_different_prompts(tmp_path: Path) -> None:
     rows = [{"prompt": f"{number // 2} asks " + "again " * 40} for number in range(20)]
     splits = prompts(tmp_path, rows, eval={"fraction": 0.3}, truncation="prompt_left")
-    assert splits.prompts is not None
-    kept, held_out = splits.prompts.train, splits.prompts.eval["held_out"]
+    kept, held_out = splits.prompts, splits.eval_prompts["held_out"]
     assert len({p.ids.tobytes() for p in kept}) == 1 and splits.report["train"]["distinct_prompts"] == 7
     assert {(p.row_number - 1) // 2 for p in kept}.isdisjoint((p.row_number - 1) // 2 for p in held_out)
 

@@ -14,8 +14,7 @@ from support.tiny_recipe import load as load_recipe
 from support.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.data.load import load_data
-from dpo_pack.data.splits import DataSplits
+from dpo_pack.data.load import Data, load_data
 from dpo_pack.data.store import write_store
 from dpo_pack.data.view import view_source
 from dpo_pack.recipe.load import parse_recipe
@@ -31,7 +30,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def load(tmp_path: Path, train: Any, *, tokenizer: Any = None, **settings: Any) -> DataSplits:
+def load(tmp_path: Path, train: Any, *, tokenizer: Any = None, **settings: Any) -> Data:
     data = DataRecipe.model_validate({"train": train, **settings})
     return load_data(data, tokenizer=tokenizer or tiny_tokenizer(), seed=0, cache_dir=tmp_path / "cache")
 

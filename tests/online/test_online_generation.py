@@ -12,7 +12,7 @@ from rich.console import Console
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
-from dpo_pack.data.splits import Prompt
+from dpo_pack.data.tokenization import Prompt
 from dpo_pack.model.attention import ATTENTION_NAME
 from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.model.loading import load_model

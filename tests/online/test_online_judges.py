@@ -20,7 +20,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 from dpo_pack.data.formats import Message
-from dpo_pack.data.splits import Prompt
+from dpo_pack.data.tokenization import Prompt
 from dpo_pack.model.attention.segments import RowSegments
 from dpo_pack.model.scorer import Precision
 from dpo_pack.online.interface import Completion, Draw, Failure, Rollout, Scores
