@@ -380,7 +380,7 @@ class Trainer:
             setup.accelerator,
             recipe.model_dump(mode="json"),
             trackers=recipe.logging.trackers,
-            directory=recipe.output_dir / "trackers",
+            directory=run.trackers,
             name=recipe.logging.run_name or recipe.output_dir.name,
             run_id=str(run.info["tracking_id"]),
             goes_on=run.has_own_checkpoint,
@@ -396,11 +396,11 @@ class Trainer:
             fingerprints["packing"] = self.pairs.first_plan.fingerprint
             packing = packing_report(setup.recipe, setup.data, setup.policy_facts.shape, self.pairs)
         begin_run(run, setup.recipe, str(setup.device))
-        keep_log(self.console, run.root / "console.log")
+        keep_log(self.console, run.console_log)
         drop_later_checkpoints(run.checkpoints, step)
-        write_json_atomically(run.root / "data_report.json", setup.data.report)
+        write_json_atomically(run.data_report, setup.data.report)
         if packing is not None:
-            write_text_atomically(run.root / "packing_report.json", to_json(packing))
+            write_text_atomically(run.packing_report, to_json(packing))
         if self.frozen is not None:
             self.frozen.save(run.reference)
         run.update(fingerprints=fingerprints)

@@ -43,66 +43,50 @@ from dpo_pack.system.files import (
 from dpo_pack.system.machine import git_commit, package_versions
 
 RECIPE_FILE, INFO_FILE, LOCK_FILE = "recipe.yaml", "run.json", "run.lock"
-RUN_FILES = (
-    RECIPE_FILE,
-    "metrics.jsonl",
-    "samples.jsonl",
-    "held_out.parquet",
-    "console.log",
-    "data_report.json",
-    "packing_report.json",
-    "reference.parquet",
-    "report.html",
-    INFO_FILE,
-)
-RUN_DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet", "pairs.parquet")
+# The files and directories that a run writes beside RECIPE_FILE and INFO_FILE, by their names in RunDir.
+_PARTS = {
+    "metrics": "metrics.jsonl",
+    "samples": "samples.jsonl",
+    "held_out": "held_out.parquet",
+    "console_log": "console.log",
+    "data_report": "data_report.json",
+    "packing_report": "packing_report.json",
+    "reference": "reference.parquet",
+    "page": "report.html",
+    "checkpoints": "checkpoints",
+    "model": "model",
+    "trackers": "trackers",
+    "rollouts": "rollouts.parquet",
+    "pairs": "pairs.parquet",
+}
 _MOST_SHOWN = 30  # characters of a recipe's value
 
 
 @dataclass(slots=True, kw_only=True)
 class RunDir:
-    """Paths of one run, and the content of `run.json`. Each `update` writes the whole run.json again."""
+    """The files of one run, and the content of `run.json`. Only rank 0 writes; the other ranks go on."""
 
     root: Path
     checkpoint: Path | None  # the run resumes from it; None if the run begins at step 0
     is_finished: bool
     info: dict[str, Any] = field(default_factory=dict)
+    metrics: Path = field(init=False)
+    samples: Path = field(init=False)
+    held_out: Path = field(init=False)
+    console_log: Path = field(init=False)
+    data_report: Path = field(init=False)
+    packing_report: Path = field(init=False)
+    reference: Path = field(init=False)
+    page: Path = field(init=False)
+    checkpoints: Path = field(init=False)
+    model: Path = field(init=False)
+    trackers: Path = field(init=False)
+    rollouts: Path = field(init=False)  # a directory, as `pairs` is
+    pairs: Path = field(init=False)
 
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def reference(self) -> Path:
-        return self.root / "reference.parquet"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.root / "rollouts.parquet"
-
-    @property
-    def page(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def pairs(self) -> Path:
-        return self.root / "pairs.parquet"
-
-    @property
-    def samples(self) -> Path:
-        return self.root / "samples.jsonl"
-
-    @property
-    def held_out(self) -> Path:
-        return self.root / "held_out.parquet"
+    def __post_init__(self) -> None:
+        for name, part in _PARTS.items():
+            setattr(self, name, self.root / part)
 
     @property
     def has_own_checkpoint(self) -> bool:
@@ -113,7 +97,7 @@ class RunDir:
     def resumed_reference(self) -> Path:
         """The reference file of the run that wrote the checkpoint, possibly in another `output_dir`."""
         assert self.checkpoint is not None
-        return self.checkpoint.resolve().parents[1] / "reference.parquet"
+        return self.checkpoint.resolve().parents[1] / self.reference.name
 
     def model_files(self) -> dict[str, dict[str, int]]:
         """Returns size and checksum of each file in model/, except README.md, because users edit it.
@@ -169,7 +153,8 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     root = recipe.output_dir
     resume = recipe.checkpoint.resume
     _refuse_to_replace_inputs(recipe)
-    info = _read_info(root)
+    # None: the file is missing, or no run wrote it.
+    info = None if read_json(root / INFO_FILE, _Info) is None else read_json(root / INFO_FILE)
     checkpoint = None if resume in ("auto", "never") else Path(resume)
     if info is None and (checkpoint is None or root.resolve() not in checkpoint.resolve().parents):
         _refuse_to_replace_foreign_files(recipe, overwrite=overwrite)
@@ -302,19 +287,11 @@ def _clear(root: Path) -> None:
 
     If the process is killed, these two still show that a run wrote the remaining files.
     """
-    for name in RUN_DIRECTORIES:
-        if (root / name).is_dir():
-            remove_directory(root / name)
-    for dump in root.glob("nonfinite-step-*.json"):
-        dump.unlink()
-    for name in RUN_FILES:
-        if name not in (RECIPE_FILE, INFO_FILE):
-            (root / name).unlink(missing_ok=True)
-
-
-def _read_info(root: Path) -> dict[str, Any] | None:
-    """Returns the content of run.json; None if the file is missing or no run wrote it."""
-    return None if read_json(root / INFO_FILE, _Info) is None else read_json(root / INFO_FILE)
+    for path in (*(root / part for part in _PARTS.values()), *root.glob("nonfinite-step-*.json")):
+        if path.is_dir():
+            remove_directory(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _stopped_before_it_began(root: Path, info: dict[str, Any]) -> bool:
@@ -368,7 +345,7 @@ def _then_and_now(then: Any, now: Any) -> str:
 def _refuse_to_replace_inputs(recipe: Recipe) -> None:
     """Raises RunError if a file that the recipe reads lies where the run writes, and so would be replaced."""
     for key, path in _inputs(recipe):
-        for name in (*RUN_DIRECTORIES, *RUN_FILES):
+        for name in (*_PARTS.values(), RECIPE_FILE, INFO_FILE):
             if Path(path).resolve().is_relative_to((recipe.output_dir / name).resolve()):
                 raise RunError(
                     f"output_dir: this run would replace {path}, which {key} names; use another output_dir"
@@ -407,20 +384,15 @@ def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None
             "it, name one of its checkpoints with checkpoint.resume, use another output_dir, or start again "
             "with --overwrite"
         )
-    for name in (*RUN_DIRECTORIES, *RUN_FILES):
+    for name in (*_PARTS.values(), RECIPE_FILE, INFO_FILE):
         path = root / name
-        is_empty_directory = path.is_dir() and not any(path.iterdir())
-        if not path.exists() or is_empty_directory or (name == RECIPE_FILE and _is_ours(path, recipe)):
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             continue
+        # A process that is killed right after its start leaves its recipe alone, without run.json.
+        with contextlib.suppress(OSError):
+            if name == RECIPE_FILE and path.read_bytes() == dump_recipe(recipe).encode():
+                continue
         raise RunError(
             f"output_dir: this run would replace {path}, and there is no {INFO_FILE} to show that an earlier "
             "run wrote it; move it away, or use another output_dir"
         )
-
-
-def _is_ours(path: Path, recipe: Recipe) -> bool:
-    # A process that is killed right after its start leaves recipe.yaml alone, without run.json.
-    try:
-        return path.read_text(encoding="utf-8") == dump_recipe(recipe)
-    except (OSError, UnicodeDecodeError):
-        return False

@@ -14,7 +14,7 @@ from support.whole_runs import text, whole_run
 
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe, parse_recipe
 from dpo_pack.run import run_dir
-from dpo_pack.run.run_dir import RUN_DIRECTORIES, RUN_FILES, begin_run, find_run, only_run
+from dpo_pack.run.run_dir import _PARTS, RECIPE_FILE, begin_run, find_run, only_run
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import train
 
@@ -32,13 +32,16 @@ def refusal(recipe: Recipe, *, overwrite: bool = False) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in (*RUN_DIRECTORIES, *RUN_FILES) if name != "run.json"])
+DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet", "pairs.parquet")
+
+
+@pytest.mark.parametrize("name", [*_PARTS.values(), RECIPE_FILE])
 def test_what_no_run_json_speaks_for_is_nobody_s_to_replace(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / name
-    if name in RUN_DIRECTORIES:
+    if name in DIRECTORIES:
         path.mkdir()
         find_run(recipe_in(tmp_path), overwrite=False)  # one that is empty holds nothing to lose
         (path / "weights").touch()
