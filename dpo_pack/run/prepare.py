@@ -29,8 +29,8 @@ from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.machine import TOKENIZER_FILES
-from dpo_pack.reference.fill import CPU_TOKEN_BUDGET, START_FACTOR
-from dpo_pack.reference.maintenance import find_leftovers
+from dpo_pack.reference.cache import find_leftovers
+from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
     ModelFacts,
     cache_directory,
@@ -94,7 +94,7 @@ class Prepared:
 def reference_token_budget(recipe: Recipe, device: torch.device) -> int:
     """Returns the most tokens of a row when reference log-probs are computed (`reference.token_budget`).
 
-    If the key is `auto` and the device is not a CPU, a search for a larger budget starts at this value.
+    If the key is `auto`, a search replaces this value on CUDA, unless the model is sharded.
     """
     if isinstance(recipe.reference.token_budget, int):
         return recipe.reference.token_budget
