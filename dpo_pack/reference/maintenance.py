@@ -48,7 +48,6 @@ from dpo_pack.reference.parts import (
     sequence_table,
     tokens_of,
 )
-from dpo_pack.reference.work import join_tables
 from dpo_pack.system.errors import CacheError, first_line
 from dpo_pack.system.files import discard, parse_json, read_json, written_aside
 
@@ -203,7 +202,7 @@ def import_logps(file: Path, cache: ReferenceCache, tables: Sequence[PairTable])
             f"{file} holds log-probs of another model or precision than the recipe's reference; import it "
             "with the recipe of that model"
         )
-    for problem, is_wrong in _problems(keys, sums, num_tokens, tokens, join_tables(tables)):
+    for problem, is_wrong in _problems(keys, sums, num_tokens, tokens, tables):
         if is_wrong.any():
             raise CacheError(f"{file} row {is_wrong.argmax() + 1}: {problem}; nothing was imported")
     num_added = 0
@@ -219,14 +218,14 @@ def import_logps(file: Path, cache: ReferenceCache, tables: Sequence[PairTable])
 
 
 def _problems(
-    keys: Keys, sums: FloatArray, num_tokens: IntArray, tokens: TokenLogps, pairs: PairTable
+    keys: Keys, sums: FloatArray, num_tokens: IntArray, tokens: TokenLogps, tables: Sequence[PairTable]
 ) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
     """Yields what may be wrong, and in which rows it is. A test is only valid if those before it passed."""
     yield f"{SUM} must be a finite number, at most 0", ~(np.isfinite(sums) & (sums <= _LARGEST_LOGP))
-    index = KeyIndex.of(np.concatenate((pairs.chosen_keys, pairs.rejected_keys)))
+    index = KeyIndex.of(np.concatenate([s for t in tables for s in (t.chosen_keys, t.rejected_keys)]))
+    lengths = np.concatenate([s for t in tables for s in (t.chosen_lengths, t.rejected_lengths)])
     places = index.find(keys)
-    expected = np.concatenate((pairs.chosen_lengths, pairs.rejected_lengths))[index.first][places]
-    is_other = (num_tokens < 1) | ((places >= 0) & (num_tokens != expected))
+    is_other = (num_tokens < 1) | ((places >= 0) & (num_tokens != lengths[index.first][places]))
     yield f"{NUM_TOKENS} must be the number of tokens of the completion", is_other
     row_of_value = np.repeat(np.arange(len(keys)), tokens.lengths)
     added = np.bincount(row_of_value, weights=tokens.values, minlength=len(keys))

@@ -342,8 +342,8 @@ def test_a_cache_that_may_only_be_read_can_still_be_used(
     assert cache.lookup(keys).tolist() == [-1.0]
 
 
-def test_writing_and_reading_parts_does_not_import_pandas(tmp_path: Path) -> None:
-    """pyarrow would, to look whether it is given a Series: half a second before the first part."""
+def test_parts_are_written_and_read_without_pandas_and_listed_without_torch(tmp_path: Path) -> None:
+    """pyarrow would import it, to look whether it is given a Series: half a second before the first part."""
     code = (
         "import sys, numpy as np\n"
         "from pathlib import Path\n"
@@ -354,6 +354,10 @@ def test_writing_and_reading_parts_does_not_import_pandas(tmp_path: Path) -> Non
         "cache.append(sequence_table(keys, np.array([-1.0, -2.0, -3.0]), np.array([1, 2, 3])))\n"
         "assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0]\n"
         "assert 'pandas' not in sys.modules, 'pandas was imported'\n"
+        "from dpo_pack.reference import maintenance\n"
+        f"(found,) = maintenance.find_namespaces(Path({str(tmp_path)!r}))\n"
+        "assert found.sequences == 3\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
