@@ -49,7 +49,7 @@ from dpo_pack.reference.parts import (
     write_part,
 )
 from dpo_pack.system.errors import CacheError
-from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, writing
+from dpo_pack.system.files import add_to_json, read_json, write_json_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +111,13 @@ class ReferenceCache:
     def check_writable(self) -> None:
         """Raises CacheError if this job cannot add parts. Called before any log-prob is computed."""
         probe = self.directory / f".probe.{uuid.uuid4().hex[:8]}.tmp"
-        with writing(self.directory):
+        try:
             probe.write_bytes(b"probe")
             probe.unlink()
+        except OSError as error:
+            raise CacheError(
+                f"cannot write in {self.directory}: {error.strerror}; free space, or set reference.cache_dir"
+            ) from error
 
     def lookup(self, keys: Keys, *, per_token: bool = False) -> FloatArray:
         """Maps [n, 16] sequence keys to [n] summed log-probs, NaN where the cache has no value.

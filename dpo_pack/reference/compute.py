@@ -58,11 +58,8 @@ def fill_cache(
     search: BudgetSearch | None,
     console: Console,
 ) -> None:
-    """Computes this rank's part of the missing sequences.
-
-    With `search`, the token budget of rows is the largest that fits in memory, otherwise it is
-    `settings.token_budget`. Raises CacheError, ModelError.
-    """
+    """Computes this rank's part of the missing sequences. With `search`, the token budget is the largest that
+    fits in memory, otherwise `settings.token_budget`. Raises CacheError, ModelError."""
     if search is not None:
         found = _largest_budget(work, scorer, shape, settings, search)
         # All ranks use the same plan, so the smallest budget decides.

@@ -97,11 +97,8 @@ class ReferenceWork:
 
 
 def find_sequences(table: PairTable, *, per_token: bool = False) -> tuple[KeyIndex, Bools]:
-    """Returns an index of the sequences of the table's pairs (chosen, rejected, chosen, ...), and for each
-    different sequence whether a run needs its per-token values.
-
-    With `per_token` it needs all of them, otherwise those of sequences in pairs whose tokens have weights.
-    """
+    """Returns an index of the sequences of all pairs (chosen, rejected, chosen, ...), and for each different
+    sequence whether its per-token values are needed: all with `per_token`, else where tokens have weights."""
     index = KeyIndex.of(np.stack((table.chosen_keys, table.rejected_keys), axis=1))
     needs_tokens = np.full(len(index), per_token)
     needs_tokens[index.inverse[np.repeat(table.has_token_weights, 2)]] = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -274,11 +273,8 @@ def test_per_token_values_are_those_of_each_sequence_and_add_up_to_its_sum(
 def test_a_loss_that_needs_tokens_computes_sequences_of_which_only_sums_are_there(
     model_path: Path, tmp_path: Path
 ) -> None:
-    tables, cache, scorer = (
-        [make_table(random_pairs(4))],
-        ReferenceCache(tmp_path, NAMESPACE),
-        load_scorer(model_path),
-    )
+    tables, cache = [make_table(random_pairs(4))], ReferenceCache(tmp_path, NAMESPACE)
+    scorer = load_scorer(model_path)
     run_pass(cache, tables, scorer)
     assert find_work(cache, tables).num_missing == 0
     assert find_work(cache, tables, per_token=True).num_missing == 8
@@ -346,25 +342,3 @@ def test_a_probe_says_whether_a_row_of_the_longest_pairs_fits(model_path: Path, 
     assert probe_row(plan, scorer, SETTINGS, 100)
     assert not probe_row(plan, scorer, SETTINGS, 160)
     assert 60 < scorer.rows[0] <= 100 < scorer.rows[1] <= 160
-
-
-def test_re_pairing_the_same_sequences_computes_only_new_ones(model_path: Path, tmp_path: Path) -> None:
-    """The best and worst of a ranking first, then all of its pairs."""
-    cache, scorer = ReferenceCache(tmp_path, NAMESPACE), load_scorer(model_path)
-    random = np.random.default_rng(0)
-
-    def ids(first: int) -> list[int]:
-        return [first, *random.integers(3, 90, 4).tolist()]
-
-    rankings = [(ids(3), [ids(place) for place in range(4)]) for _ in range(5)]
-    best_and_worst = make_table([(prompt, ranked[0], ranked[-1]) for prompt, ranked in rankings])
-    every_pair = make_table(
-        [(prompt, *two) for prompt, ranked in rankings for two in itertools.combinations(ranked, 2)]
-    )
-    done: list[int] = []
-    run_pass(cache, [best_and_worst], scorer, progress=done.append)
-    assert sum(done) == 10
-    run_pass(cache, [every_pair], scorer, progress=done.append)
-    assert sum(done) == 20  # 5 prompts with 4 completions, each once
-    swapped = make_table([(prompt, ranked[-1], ranked[0]) for prompt, ranked in rankings])
-    assert find_work(cache, [swapped]).num_missing == 0
