@@ -44,7 +44,7 @@ class KeyIndex:
 
     @staticmethod
     def of(keys: Keys) -> KeyIndex:
-        """Makes an index of [n, 16] keys, which may be in any order and repeat."""
+        """Makes an index of n keys, [..., 16], which may be in any order and repeat."""
         unique, first, inverse = np.unique(_as_strings(keys), return_index=True, return_inverse=True)
         return KeyIndex(unique=unique, first=first, inverse=inverse)
 
