@@ -257,7 +257,7 @@ class Trainer:
             release_memory()
             loaded = load_policy(setup)
         self.loaded, self.source = loaded, pairs
-        self.reference = moving or CachedReference(values=self.frozen)
+        self.reference = moving or CachedReference(lookup=None if self.frozen is None else self.frozen.of)
         if self.frozen is not None:
             pairs.use_reference(self.frozen.of(setup.data.train))
             if starts_as_reference:
@@ -276,7 +276,7 @@ class Trainer:
             self.reference = live_reference(setup, self.loaded)
             self.console.print("Reference: live, on the rows of each step")
         else:
-            self.reference = CachedReference(values=None)
+            self.reference = CachedReference(lookup=None)
             self.console.print("Reference: none, the loss needs no reference")
         return 0.0
 

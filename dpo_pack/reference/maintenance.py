@@ -1,14 +1,15 @@
-"""The work of `dpopack cache`: lists, verifies, exports and prunes reference caches, without a model.
+"""The work of `dpopack cache`: lists and prunes reference caches, exports and imports log-probs.
 
 These functions change or delete only files that dpo-pack has written; they know such files by their names.
+An exported file has the columns of a part (see parts.py) and may have more. `token_logps` is null or empty
+for a sequence of which only the sum is known.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,47 +17,50 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dpo_pack.data.store import PairTable
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import (
     NAMESPACE_FILE,
-    NAMESPACE_NAME,
+    PART_NAME,
     USED_FILE,
+    ReferenceCache,
     UsedTimes,
-    is_namespace,
-    reference_directory,
+    find_leftovers,
+    namespace_digest,
+    namespace_directories,
 )
-from dpo_pack.reference.key_index import KeyIndex
 from dpo_pack.reference.parts import (
     KEY,
     NUM_TOKENS,
     SUM,
     TOKENS,
-    DamagedPart,
+    KeyIndex,
+    Keys,
+    TokenLogps,
     keys_of,
     numbers_of,
     part_paths,
     read_part,
+    sequence_table,
+    tokens_of,
 )
-from dpo_pack.system.errors import CacheError
-from dpo_pack.system.files import read_json, written_aside
+from dpo_pack.system.errors import CacheError, first_line
+from dpo_pack.system.files import discard, parse_json, read_json, written_aside
 
-_PART = r"part-[0-9a-f]{64}\.parquet"
-_DAMAGED = re.compile(r"part-[0-9a-f]{64}\.damaged")
-_KNOWN = re.compile(rf"{NAMESPACE_FILE}|{USED_FILE}|{_PART}|{_DAMAGED.pattern}")
-# Names of temporary files and directories: of JSON files (file_hashes.json), parts, token stores and probes.
-_TEMPORARY = re.compile(
-    rf"\.(?:(?:[a-z_]+\.json|{_PART}|{NAMESPACE_NAME.pattern}|probe)\.[0-9a-f]{{8}}|shared-\w+)\.tmp"
-)
-# An older temporary file is the rest of a killed process, because no process writes a file for so long.
-_LEFTOVER_AFTER_SECONDS = 24 * 3600.0
+_OURS = re.compile(rf"{NAMESPACE_FILE}|{USED_FILE}|{PART_NAME}")
+# A log-prob is at most 0, but rounding in low precision may give a value above 0.
+_LARGEST_LOGP = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
     """The log-probs of one model in one precision on disk. `cache list --json` prints these fields."""
 
+    namespace: str  # the name of the directory
     directory: Path
     models: tuple[str, ...]  # paths of the models that used it, the latest first
     parameters: str  # dtype of the model's parameters
@@ -68,153 +72,11 @@ class Namespace:
     size_bytes: int
     last_used: float  # seconds since 1970
 
-    @property
-    def name(self) -> str:
-        return self.directory.name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Removal:
-    """Files that may be deleted, and the reason."""
-
-    directory: Path  # the directory of a namespace, or the cache directory
-    name: str
-    files: tuple[Path, ...]
-    reason: str
-    is_whole: bool = False  # the whole namespace is deleted, except files that are not ours
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(_size(file) for path in self.files for file in (path, *path.rglob("*")))
-
 
 def find_namespaces(cache_dir: Path) -> list[Namespace]:
     """Returns all namespaces of a cache directory, the latest used first. Raises CacheError."""
-    root = reference_directory(cache_dir)
-    try:
-        directories = [path for path in root.iterdir() if is_namespace(path)] if root.is_dir() else []
-    except OSError as error:
-        raise CacheError(f"cannot read {root}: {error.strerror}; correct its permissions") from error
-    return sorted(map(_namespace_at, directories), key=lambda found: -found.last_used)
-
-
-def choose_namespaces(cache_dir: Path, prefixes: Sequence[str]) -> list[Namespace]:
-    """Returns the namespaces that `prefixes` name, or all namespaces if `prefixes` is empty.
-    Raises CacheError if a prefix is not the beginning of exactly one name."""
-    found = find_namespaces(cache_dir)
-    for prefix in prefixes:
-        matches = [namespace.name for namespace in found if namespace.name.startswith(prefix)]
-        if len(matches) != 1:
-            names = ", ".join(matches) or "none; `dpopack cache list` shows what there is"
-            raise CacheError(
-                f"{prefix!r} must be the beginning of exactly one namespace in "
-                f"{reference_directory(cache_dir)}; namespaces that begin so: {names}"
-            )
-    return [n for n in found if not prefixes or n.name.startswith(tuple(prefixes))]
-
-
-def find_damage(namespace: Namespace) -> Iterator[tuple[Path, str]]:
-    """Yields (file, its fault) for every file that has changed, cannot be read or has non-finite values."""
-    for part in part_paths(namespace.directory):
-        try:
-            table = read_part(part, (SUM,))
-        except DamagedPart:
-            yield part, "its bytes have changed"
-        except CacheError as error:
-            yield part, str(error)
-        else:
-            if table is not None and not np.isfinite(numbers_of(table[SUM])).all():
-                yield part, "it has log-probs that are not finite"
-
-
-def export_namespace(namespace: Namespace, target: Path) -> int:
-    """Writes all log-probs of a namespace into one Parquet file, each sequence once.
-
-    A sequence can be in several parts (files). Its values then come from the last part by name that has token
-    values, as in a run. If no part has token values, the sum comes from the last part by name, and the token
-    values are null. Returns the number of sequences. Raises CacheError if even one part is damaged, because
-    an export must be complete.
-    """
-    tables: list[Any] = []
-    for part in part_paths(namespace.directory):
-        try:
-            tables.append(read_part(part, (KEY, SUM, NUM_TOKENS, TOKENS)))
-        except DamagedPart as error:
-            raise CacheError(f"{error}; run `dpopack cache verify`, compute it again, then export") from error
-    if not tables or any(table is None for table in tables):
-        raise CacheError(f"{namespace.directory} has no log-probs to export, or is being changed; try again")
-    table = pa.concat_tables(tables, promote_options="default")
-    has_tokens = np.repeat([TOKENS in part.column_names for part in tables], [len(part) for part in tables])
-    order = np.argsort(has_tokens, kind="stable")[::-1]  # of equal keys the row to use is first
-    table = table.take(pa.array(np.sort(order[KeyIndex.of(keys_of(table)[order]).first])))
-    write_export(target, table, read_json(namespace.directory / NAMESPACE_FILE))
-    return len(table)
-
-
-def write_export(target: Path, table: pa.Table, namespace: dict[str, Any]) -> None:
-    """Writes a file that `dpopack cache import` reads. Its metadata names the model of the log-probs."""
-    metadata = {"dpo_pack.namespace": json.dumps(namespace)}
-    with written_aside(target) as temporary:
-        pq.write_table(table.replace_schema_metadata(metadata), temporary, write_page_checksum=True)
-
-
-def find_leftovers(cache_dir: Path) -> list[Path]:
-    """Returns the temporary files and directories that killed processes have left in a cache."""
-    of_namespaces = (path for path in cache_dir.glob("reference/*/.*.tmp") if is_namespace(path.parent))
-    paths = (*cache_dir.glob(".*.tmp"), *cache_dir.glob("tokens/.*.tmp"), *of_namespaces)
-    return [path for path in paths if _TEMPORARY.fullmatch(path.name) and _is_abandoned(path)]
-
-
-def plan_prune(cache_dir: Path, *, older_than_seconds: float | None, most_bytes: int | None) -> list[Removal]:
-    """Chooses files to delete: temporary files of killed processes; namespaces that no run has used for
-    `older_than_seconds`; then namespaces, the longest unused first, until the rest has at most `most_bytes`;
-    and damaged parts of the namespaces that stay."""
-    leftovers, reason = tuple(find_leftovers(cache_dir)), "leftovers of killed runs"
-    removals = [Removal(directory=cache_dir, name=str(cache_dir), files=leftovers, reason=reason)]
-    namespaces = find_namespaces(cache_dir)
-    kept_bytes = sum(namespace.size_bytes for namespace in namespaces)
-    for namespace in sorted(namespaces, key=lambda n: n.last_used):
-        age = time.time() - namespace.last_used
-        files = tuple(file for file in _files(namespace.directory) if _KNOWN.fullmatch(file.name))
-        is_whole = True
-        if older_than_seconds is not None and age > older_than_seconds:
-            reason = f"not used for {age / 86400:.0f} days"
-        elif most_bytes is not None and kept_bytes > most_bytes:
-            reason = "unused for the longest time, and the cache is larger than the limit"
-        else:
-            reason, is_whole = "damaged parts", False
-            files = tuple(file for file in files if _DAMAGED.fullmatch(file.name))
-        name = f"{namespace.name} ({', '.join(namespace.models) or 'unknown model'})"
-        removals.append(
-            Removal(directory=namespace.directory, name=name, files=files, reason=reason, is_whole=is_whole)
-        )
-        kept_bytes -= namespace.size_bytes if is_whole else 0
-    return [removal for removal in removals if removal.files]
-
-
-def remove(removal: Removal) -> list[str]:
-    """Deletes the files. For a whole namespace, returns the names of files in it that are not ours and stay.
-
-    It deletes namespace.json last, so that an interrupted removal can be found and repeated. Raises
-    CacheError.
-    """
-    directory = removal.directory
-    try:
-        for file in sorted(removal.files, key=lambda file: file.name == NAMESPACE_FILE):
-            if file.is_dir():
-                shutil.rmtree(file)
-            else:
-                file.unlink(missing_ok=True)
-        if not removal.is_whole:
-            return []
-        left = sorted(path.name for path in directory.iterdir())
-        if not left:
-            directory.rmdir()
-    except OSError as error:
-        raise CacheError(
-            f"cannot remove {error.filename}: {error.strerror}; correct its permissions"
-        ) from error
-    return left
+    found = [_namespace_at(directory) for directory in namespace_directories(cache_dir)]
+    return sorted(found, key=lambda namespace: -namespace.last_used)
 
 
 def _namespace_at(directory: Path) -> Namespace:
@@ -222,46 +84,154 @@ def _namespace_at(directory: Path) -> Namespace:
     times = read_json(directory / USED_FILE, UsedTimes) or {}
     used = {model: seconds for model, seconds in times.items() if 0 <= seconds <= time.time()}
     parts = part_paths(directory)
-    keys, with_tokens = [np.zeros((0, 16), dtype=np.uint8)], [np.zeros((0, 16), dtype=np.uint8)]
+    keys, has_tokens = [np.zeros((0, 16), dtype=np.uint8)], [np.zeros(0, dtype=np.bool_)]
     for part in parts:
-        try:
-            table = pq.read_table(part, columns=[KEY])
-            has_tokens = TOKENS in pq.read_schema(part).names
-        except (OSError, KeyError, pa.ArrowException):  # `cache verify` reports the fault
-            continue
-        keys.append(keys_of(table))
-        with_tokens += [keys_of(table)] if has_tokens else []
-    files = [file for file in _files(directory) if not file.is_symlink()]
+        with contextlib.suppress(OSError, KeyError, pa.ArrowException):  # a run will set it aside
+            keys.append(keys_of(pq.read_table(part, columns=[KEY])))
+            has_tokens.append(np.full(len(keys[-1]), TOKENS in pq.read_schema(part).names))
+    index, with_tokens = KeyIndex.of(np.concatenate(keys)), np.concatenate(has_tokens)
+    files = _our_files(directory)
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     return Namespace(
+        namespace=directory.name,
         directory=directory,
         models=tuple(sorted(used, key=lambda model: -used[model])),
         parameters=str(described.get("parameters")),
         autocast=described.get("autocast"),
-        sequences=len(KeyIndex.of(np.concatenate(keys))),
-        sequences_per_token=len(KeyIndex.of(np.concatenate(with_tokens))),
+        sequences=len(index),
+        sequences_per_token=len(np.unique(index.inverse[with_tokens])),
         parts=len(parts),
-        damaged_parts=sum(bool(_DAMAGED.fullmatch(file.name)) for file in files),
+        damaged_parts=sum(file.suffix == ".damaged" for file in files),
         size_bytes=sum(map(_size, files)),
         last_used=max([newest, *used.values()]),
     )
 
 
-def _files(directory: Path) -> list[Path]:
-    return [Path(entry.path) for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False)]
+def prune_cache(
+    cache_dir: Path, *, older_than_seconds: float | None, most_bytes: int | None, dry_run: bool
+) -> Iterator[tuple[str, int, str]]:
+    """Deletes temporary files of killed processes; namespaces that no run has used for `older_than_seconds`;
+    then namespaces, the longest unused first, until the rest has at most `most_bytes`; and damaged parts.
+
+    Yields each time before it deletes: of what, how many bytes, and why. With `dry_run` it deletes nothing.
+    Raises CacheError if a file cannot be deleted. Files that are not ours stay.
+    """
+    deletions = [(str(cache_dir), find_leftovers(cache_dir), "leftovers of killed runs")]
+    namespaces = find_namespaces(cache_dir)
+    kept_bytes = sum(namespace.size_bytes for namespace in namespaces)
+    for namespace in reversed(namespaces):
+        age, files = time.time() - namespace.last_used, _our_files(namespace.directory)
+        if older_than_seconds is not None and age > older_than_seconds:
+            reason = f"not used for {age / 86400:.0f} days"
+        elif most_bytes is not None and kept_bytes > most_bytes:
+            reason = "unused for the longest time, and the cache is larger than the limit"
+        else:
+            reason, files = "damaged parts", [file for file in files if file.suffix == ".damaged"]
+        kept_bytes -= namespace.size_bytes if reason != "damaged parts" else 0
+        name = f"{namespace.namespace} ({', '.join(namespace.models) or 'unknown model'})"
+        # namespace.json goes last, so that an interrupted deletion can be found and repeated.
+        deletions.append((name, sorted(files, key=lambda file: file.name == NAMESPACE_FILE), reason))
+    for name, files, reason in deletions:
+        if files:
+            yield name, sum(map(_size, files)), reason
+        for file in () if dry_run else files:
+            discard(file)
+            if file.exists():
+                raise CacheError(f"cannot delete {file}; correct its permissions")
+            if file.name == NAMESPACE_FILE and not any(file.parent.iterdir()):
+                file.parent.rmdir()
 
 
-def _is_abandoned(temporary: Path) -> bool:
-    """Returns True if nobody has changed the file, or any file in the directory, for a day."""
+def _our_files(directory: Path) -> list[Path]:
+    files = (path for path in directory.iterdir() if path.is_file() and not path.is_symlink())
+    return [file for file in files if _OURS.fullmatch(file.name)]
+
+
+def _size(path: Path) -> int:
+    """Returns the bytes of a file, or of the files in a directory; 0 if another job has just deleted it."""
+    with contextlib.suppress(OSError):
+        return sum(file.lstat().st_size for file in (path, *path.rglob("*")) if not file.is_dir())
+    return 0
+
+
+def export_namespace(cache_dir: Path, prefix: str, target: Path) -> int:
+    """Writes all log-probs of the one namespace that begins with `prefix`; returns the number of sequences.
+
+    Of a sequence in several parts the last part by name counts, as in a run; those with token values come
+    first. Raises CacheError, also if a part is damaged: an export must be complete.
+    """
+    found = [n.directory for n in find_namespaces(cache_dir) if n.namespace.startswith(prefix)]
+    if len(found) != 1:
+        raise CacheError(
+            f"{cache_dir} has {len(found)} namespaces whose names begin with {prefix!r}; name one with "
+            "--namespace (`dpopack cache list`)"
+        )
+    tables: list[Any] = [read_part(part, per_token=True) for part in part_paths(found[0])]
+    if not tables or any(table is None for table in tables):
+        raise CacheError(f"{found[0]} has no log-probs to export, or is being changed; try again")
+    table = pa.concat_tables(tables, promote_options="default")
+    has_tokens = np.repeat([TOKENS in part.column_names for part in tables], [len(part) for part in tables])
+    order = np.argsort(has_tokens, kind="stable")[::-1]  # of equal keys the row that counts is first
+    table = table.take(pa.array(np.sort(order[KeyIndex.of(keys_of(table)[order]).first])))
+    metadata = {"dpo_pack.namespace": json.dumps(read_json(found[0] / NAMESPACE_FILE))}
+    with written_aside(target) as temporary:
+        pq.write_table(table.replace_schema_metadata(metadata), temporary, write_page_checksum=True)
+    return len(table)
+
+
+def import_logps(file: Path, cache: ReferenceCache, tables: Sequence[PairTable]) -> int:
+    """Adds a file's log-probs to the cache: all rows, or none. Values that the cache has do not change.
+
+    Returns the number of added sequences. Raises CacheError, which names the file and, if possible, the row.
+    """
+    none = np.zeros(0, dtype=np.uint8)
+    columns = sequence_table(none.reshape(0, 16), np.zeros(0), none, TokenLogps.none(0)).schema
     try:
-        changed = max(path.lstat().st_mtime for path in (temporary, *temporary.rglob("*")))
-    except OSError:  # its process has just given it its final name
-        return False
-    return time.time() - changed > _LEFTOVER_AFTER_SECONDS
+        table = pq.read_table(file, page_checksum_verification=True)
+        described = (table.schema.metadata or {}).get(b"dpo_pack.namespace")
+        wanted = [field for field in columns if field.name != TOKENS or TOKENS in table.column_names]
+        table = table.select([field.name for field in wanted]).cast(pa.schema(wanted))
+        tokens = tokens_of(table) if TOKENS in table.column_names else TokenLogps.none(len(table))
+        keys, sums, num_tokens = keys_of(table), numbers_of(table[SUM]), numbers_of(table[NUM_TOKENS])
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise CacheError(
+            f"{file} is not a Parquet file with the columns of docs/reference-cache.md: {first_line(error)}"
+        ) from error
+    if described is not None and namespace_digest(parse_json(described) or {}) != cache.directory.name:
+        raise CacheError(
+            f"{file} holds log-probs of another model or precision than the recipe's reference; import it "
+            "with the recipe of that model"
+        )
+    for problem, is_wrong in _problems(keys, sums, num_tokens, tokens, tables):
+        if is_wrong.any():
+            raise CacheError(f"{file} row {is_wrong.argmax() + 1}: {problem}; nothing was imported")
+    num_added = 0
+    for per_token in (True, False):  # rows with token values come first, because they also give the sum
+        rows = np.flatnonzero((tokens.lengths > 0) == per_token)
+        rows = rows[KeyIndex.of(keys[rows]).first]
+        rows = rows[np.isnan(cache.lookup(keys[rows], per_token=per_token))]
+        of_rows = tokens.take(rows) if per_token else None
+        added = sequence_table(keys[rows], sums[rows], num_tokens[rows], of_rows)
+        cache.append(added, {"origin": f"imported from {file.name}"})
+        num_added += len(rows)
+    return num_added
 
 
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:  # another job has just moved or deleted it
-        return 0
+def _problems(
+    keys: Keys, sums: FloatArray, num_tokens: IntArray, tokens: TokenLogps, tables: Sequence[PairTable]
+) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+    """Yields what may be wrong, and in which rows it is. A test is only valid if those before it passed."""
+    yield f"{SUM} must be a finite number, at most 0", ~(np.isfinite(sums) & (sums <= _LARGEST_LOGP))
+    index = KeyIndex.of(np.concatenate([s for t in tables for s in (t.chosen_keys, t.rejected_keys)]))
+    lengths = np.concatenate([s for t in tables for s in (t.chosen_lengths, t.rejected_lengths)])
+    places = index.find(keys)
+    is_other = (num_tokens < 1) | ((places >= 0) & (num_tokens != lengths[index.first][places]))
+    yield f"{NUM_TOKENS} must be the number of tokens of the completion", is_other
+    row_of_value = np.repeat(np.arange(len(keys)), tokens.lengths)
+    added = np.bincount(row_of_value, weights=tokens.values, minlength=len(keys))
+    adds_up = np.isclose(added, sums, rtol=1e-5, atol=1e-3)  # tokens have fp32 values; False for NaN
+    is_off = (tokens.lengths > 0) & ~(adds_up & (tokens.lengths == num_tokens))
+    is_off[row_of_value[tokens.values > _LARGEST_LOGP]] = True
+    yield f"{TOKENS} must have a number, at most 0, for each token, and add up to {SUM}", is_off
+    own = KeyIndex.of(keys)
+    yield f"another row has another {SUM} for the same {KEY}", sums != sums[own.first][own.inverse]

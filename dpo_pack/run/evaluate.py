@@ -177,8 +177,8 @@ def evaluate_models(
     paths = [_model_path(recipe, model) for model in models]
     objective = recipe_objective(recipe)
     setup = prepare(recipe, console)
-    values = prepare_reference(setup).values() if objective.needs_reference else None
-    reference = CachedReference(values=values)
+    lookup = prepare_reference(setup).values().of if objective.needs_reference else None
+    reference = CachedReference(lookup=lookup)
     results = []
     for path in paths:
         release_memory()

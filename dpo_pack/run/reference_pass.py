@@ -14,10 +14,9 @@ from dpo_pack.data.store import PairTable
 from dpo_pack.model.config import check_rows
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.reference.cache import ReferenceCache, namespace_digest
-from dpo_pack.reference.compute import PassSettings
-from dpo_pack.reference.fill import BudgetSearch, fill_cache
+from dpo_pack.reference.compute import BudgetSearch, fill_cache
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.reference.work import find_work
+from dpo_pack.reference.work import PassSettings, find_work
 from dpo_pack.run.models import ModelFacts, cache_directory
 from dpo_pack.run.setup import Setup, check_data, load_proved, longest_sequence
 from dpo_pack.system import ranks

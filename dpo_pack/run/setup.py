@@ -30,8 +30,8 @@ from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.machine import TOKENIZER_FILES
-from dpo_pack.reference.fill import CPU_TOKEN_BUDGET, START_FACTOR
-from dpo_pack.reference.maintenance import find_leftovers
+from dpo_pack.reference.cache import find_leftovers
+from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
     ModelFacts,
     cache_directory,
@@ -89,7 +89,7 @@ class Setup:
     def reference_token_budget(self) -> int:
         """The most tokens of a row when reference log-probs are computed (`reference.token_budget`).
 
-        If the key is `auto` and the device is not a CPU, a search for a larger budget starts at this value.
+        If the key is `auto`, a search replaces this value on CUDA, unless the model is sharded.
         """
         budget = self.recipe.reference.token_budget
         if isinstance(budget, int):

@@ -37,9 +37,8 @@ from dpo_pack.model.layout import (
 )
 from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.scorer import RowLogps
-from dpo_pack.packing.lengths import IntArray, PromptMerging
+from dpo_pack.packing.lengths import FloatArray, IntArray, PromptMerging
 from dpo_pack.packing.plan import PackingPlan
-from dpo_pack.reference.frozen import PairReference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +92,27 @@ class GlobalBatch:
     def num_passes(self) -> int:
         """The number of forward and backward passes of this rank."""
         return len(self.rows) + len(self.idle_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairReference:
+    """Reference log-probs of a table's pairs."""
+
+    sums: FloatArray  # [P, (chosen, rejected)] sums over tokens, in nats; weighted, if tokens have weights
+    # Per-token values of all sequences, if the loss or weights of tokens need them; and where those of each
+    # pair begin and end.
+    tokens: npt.NDArray[np.float32] | None = None
+    spans: IntArray | None = None  # [P, (chosen, rejected), (begin, end)]
+
+    def token_logps(self, pairs: IntArray) -> npt.NDArray[np.float32] | None:
+        """Returns [N] per-token log-probs of these pairs: for each pair, first chosen and then rejected.
+
+        The tokens are in the order in which a row has them. Returns None if there are no per-token values.
+        """
+        if self.tokens is None or self.spans is None:
+            return None
+        spans = self.spans[pairs].reshape(-1, 2).tolist()
+        return np.concatenate([self.tokens[begin:end] for begin, end in spans])
 
 
 class BatchSource(Protocol):

@@ -17,8 +17,7 @@ from dpo_pack.data.store import pair_lengths
 from dpo_pack.packing.epoch_order import epoch_order
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.packing.plan import PackingPlan, PlanSettings
-from dpo_pack.reference.frozen import PairReference
-from dpo_pack.training.batches import GlobalBatch, RowBuilder, global_batch
+from dpo_pack.training.batches import GlobalBatch, PairReference, RowBuilder, global_batch
 
 
 @dataclass(kw_only=True, eq=False)

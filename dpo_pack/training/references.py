@@ -14,7 +14,7 @@ The training loop asks a `Reference` for a batch's log-probs and for its updates
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,9 +24,8 @@ from torch import Tensor
 from dpo_pack.data.store import PairTable
 from dpo_pack.model.lora import plain_name
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
-from dpo_pack.reference.frozen import FrozenReference, PairReference
 from dpo_pack.system.errors import ModelError
-from dpo_pack.training.batches import GlobalBatch, PairRow, with_reference
+from dpo_pack.training.batches import GlobalBatch, PairReference, PairRow, with_reference
 
 
 class Reference(Protocol):
@@ -53,15 +52,15 @@ class Reference(Protocol):
 class CachedReference:
     """A reference whose log-probs the run computed, or read from the cache, before its first step."""
 
-    values: FrozenReference | None  # None: the loss needs no reference
+    # The log-probs of a table's pairs; raises CacheError if one is missing. None: no loss needs them.
+    lookup: Callable[[PairTable], PairReference] | None
 
     @property
     def moving(self) -> None:
         return None
 
     def known(self, table: PairTable) -> PairReference | None:
-        """Returns the log-probs of the table's pairs. Raises CacheError if `values` has none for a pair."""
-        return None if self.values is None else self.values.of(table)
+        return None if self.lookup is None else self.lookup(table)
 
     def score(self, row: PairRow) -> PairRow:
         return row

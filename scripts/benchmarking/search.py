@@ -22,7 +22,7 @@ from benchmarking.process import save_model
 from benchmarking.shapes import SHAPES
 from benchmarking.workloads import make_workload
 from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.reference import compute, fill
+from dpo_pack.reference import compute
 from dpo_pack.run import reference_pass
 from dpo_pack.run.setup import prepare
 from dpo_pack.system.console import make_console
@@ -86,7 +86,7 @@ def _noted_probes(probe: Callable[..., bool]) -> Iterator[list[bool]]:
         print(f"a row of {arguments[-1]:,} tokens {'fits' if found[-1] else 'ran out of memory'}", flush=True)
         return found[-1]
 
-    with patch.object(fill, "probe_row", noted):
+    with patch.object(compute, "probe_row", noted):
         yield found
 
 
@@ -98,7 +98,7 @@ def row_fits(*arguments: Any) -> bool:
 @contextlib.contextmanager
 def _stand_in(cache: Path) -> Iterator[None]:
     """A search also on a CPU, where there is none."""
-    search = fill.BudgetSearch(memo_path=cache / "memo.json", key="cpu", is_exact=lambda _: True)
+    search = compute.BudgetSearch(memo_path=cache / "memo.json", key="cpu", is_exact=lambda _: True)
     with patch.object(reference_pass, "_budget_search", lambda *_: search):
         yield
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from dpo_pack.commands.cache import cache_app
 from dpo_pack.data.keys import sequence_key
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.reference import maintenance
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.parts import KEY, NUM_TOKENS, SUM, TokenLogps, part_paths, sequence_table
 from dpo_pack.run.reference_pass import ReferencePass, prepare_reference
@@ -61,16 +62,14 @@ def age(filled: ReferenceCache, days: float) -> None:
         os.utime(path, (then, then))
 
 
-# ---- list, verify, prune
+# ---- list and prune
 
 
 def test_list_says_whose_log_probs_there_are(tmp_path: Path) -> None:
     assert "0 namespaces" in cache("list", "--cache-dir", tmp_path)
     first = fill(tmp_path, NAMESPACE)
     first.note_use("org/model")
-    first.append(
-        sequence_table(random_keys(3), np.full(3, -1.0), np.ones(3, dtype=np.int64))
-    )  # the same sequences again
+    first.append(sequence_table(random_keys(3), np.full(3, -1.0), np.ones(3, dtype=np.int64)))  # once more
     tokens = TokenLogps.of_lengths(np.full(2, -1.0, dtype=np.float32), np.ones(2, dtype=np.int64))
     first.append(sequence_table(random_keys(2, seed=1), np.full(2, -1.0), np.ones(2, dtype=np.int64), tokens))
     age(fill(tmp_path, {"parameters": "bfloat16", "autocast": "bfloat16"}), 3)
@@ -92,50 +91,41 @@ def test_damaged_notes_of_a_namespace_hide_no_log_probs(content: str, tmp_path: 
     assert "unknown model" in cache("list", "--cache-dir", tmp_path)
     again.note_use("org/other")
     assert "org/other" in cache("list", "--cache-dir", tmp_path)
-    assert "none damaged" in cache("verify", "--cache-dir", tmp_path)
-
-
-def test_verify_finds_a_changed_byte_names_the_part_and_changes_nothing(tmp_path: Path) -> None:
-    filled = fill(tmp_path, NAMESPACE)
-    assert "1 part, none damaged" in cache("verify", "--cache-dir", tmp_path)
-    part = next(filled.directory.glob("part-*"))
-    content = bytearray(part.read_bytes())
-    content[40] ^= 1
-    part.write_bytes(content)
-    message = refusal("verify", "--cache-dir", tmp_path)
-    assert message.startswith("1 of 1 parts are bad") and str(part) in message
-    assert part.exists()
-    fill(tmp_path, {"parameters": "bfloat16"})
-    other = ReferenceCache(tmp_path, {"parameters": "bfloat16"}).directory.name
-    assert "none damaged" in cache("verify", other[:10], "--cache-dir", tmp_path)
-    assert "exactly one namespace in" in refusal("verify", "nonsense", "--cache-dir", tmp_path)
-    assert "nothing to verify" in cache("verify", "--cache-dir", tmp_path / "mistyped")
+    assert "3 sequences" in cache("list", "--cache-dir", tmp_path)
 
 
 def test_a_run_writes_a_damaged_description_of_a_namespace_again(tmp_path: Path) -> None:
     described = fill(tmp_path, NAMESPACE).directory / "namespace.json"
     described.write_text(described.read_text().replace("abc", "abb"))
-    assert "nothing to verify" in cache("verify", "--cache-dir", tmp_path)
+    assert "0 namespaces" in cache("list", "--cache-dir", tmp_path)
     ReferenceCache(tmp_path, NAMESPACE)
-    assert "1 part, none damaged" in cache("verify", "--cache-dir", tmp_path)
+    assert "3 sequences" in cache("list", "--cache-dir", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("verify", "0123", "--cache-dir", "x"), "cache verify"),
+        (("export", "x", "--recipe", "y"), "--recipe"),
+    ],
+)
+def test_what_is_no_command_or_option_any_more_is_one_line(arguments: tuple[str, ...], name: str) -> None:
+    assert refusal(*arguments).startswith(f"{name}: ")
+    assert name.split()[-1] not in cache("--help") + cache("export", "--help")
 
 
 def test_prune_by_age_removes_what_was_not_used_and_keeps_the_rest(tmp_path: Path) -> None:
-    old, new = fill(tmp_path, NAMESPACE), fill(tmp_path, {"parameters": "bfloat16"})
+    names = [NAMESPACE, {"parameters": "bfloat16"}, {"parameters": "float16"}]
+    old, new, used = (fill(tmp_path, name) for name in names)
     age(old, 100)
     age(new, 10)
+    age(used, 100)
+    used.note_use("org/model")
     told = cache("prune", "--older-than", "90d", "--dry-run", "--cache-dir", tmp_path)
     assert "would remove" in told and "nothing was removed" in told and old.directory.exists()
     assert "not used for 100 days" in cache("prune", "--older-than", "90d", "--cache-dir", tmp_path)
-    assert not old.directory.exists() and new.directory.exists()
-    assert "nothing to remove" in cache("prune", "--older-than", "90d", "--cache-dir", tmp_path)
-
-
-def test_a_use_makes_a_namespace_young_again(tmp_path: Path) -> None:
-    used = fill(tmp_path, NAMESPACE)
-    age(used, 100)
-    used.note_use("org/model")
-    assert "nothing to remove" in cache("prune", "--older-than", "90d", "--cache-dir", tmp_path)
+    assert not old.directory.exists() and new.directory.exists() and used.directory.exists()
+    assert "removing" not in cache("prune", "--older-than", "90d", "--cache-dir", tmp_path)
 
 
 def test_prune_by_size_removes_the_longest_unused_first(tmp_path: Path) -> None:
@@ -159,8 +149,7 @@ def test_prune_never_deletes_what_this_program_has_not_written(tmp_path: Path) -
     (root / "not-a-namespace").mkdir()
     (root / ("0" * 32)).mkdir()  # named like one, but it describes none
     (root / ("0" * 32) / "namespace.json").write_text("{}")
-    told = cache("prune", "--max-size", "0B", "--cache-dir", tmp_path)
-    assert "folder, notes.txt, part-mine.parquet" in told
+    cache("prune", "--max-size", "0B", "--cache-dir", tmp_path)
     assert sorted(path.name for path in filled.directory.iterdir()) == [
         "folder",
         "notes.txt",
@@ -224,19 +213,24 @@ def test_leftovers_of_killed_processes_go_and_what_a_process_still_writes_stays(
         prepared_of(recipe)
     else:
         told = cache("prune", "--dry-run", "--cache-dir", cache_dir)
-        assert f"would remove 7 files of {cache_dir}, " in told and "leftovers of killed runs" in told
+        assert f"of {cache_dir}: leftovers of killed runs" in told and "nothing was removed" in told
         assert all(path.exists() for path in old)
         cache("prune", "--cache-dir", cache_dir)
-        assert "nothing to remove" in cache("prune", "--cache-dir", cache_dir)
+        assert "removing" not in cache("prune", "--cache-dir", cache_dir)
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in (*young, *mine, part))
 
 
-def test_prune_removes_damaged_parts_of_what_stays(tmp_path: Path) -> None:
+def test_prune_removes_damaged_parts_of_what_stays_or_says_that_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     filled = fill(tmp_path, NAMESPACE)
     part = next(filled.directory.glob("part-*.parquet"))
     damaged = part.with_suffix(".damaged")
     damaged.write_bytes(b"x")
+    with monkeypatch.context() as refusing:
+        refusing.setattr(maintenance, "discard", lambda path: None)
+        assert str(damaged) in refusal("prune", "--cache-dir", tmp_path)
     cache("prune", "--cache-dir", tmp_path)
     assert not damaged.exists() and part.exists()
 
@@ -270,19 +264,18 @@ def test_what_is_exported_imports_elsewhere_bitwise(recipe: Path, tmp_path: Path
     elsewhere = f"reference.cache_dir={tmp_path / 'elsewhere'}"
     # These commands are one process, whatever number of them the recipe trains on.
     told = cache("import", tmp_path / "all.parquet", recipe, elsewhere, "distributed.num_processes=8")
-    assert "44 sequences added, 0 were in the cache before" in told and "44 of the recipe's 44" in told
+    assert "44 sequences added" in told and "44 of the recipe's 44" in told
     imported = fill_by(recipe, elsewhere)
     assert imported.num_computed == 0
     table = prepared_of(recipe).data.train
     keys = np.concatenate((table.chosen_keys, table.rejected_keys))
     assert imported.cache.lookup(keys).tobytes() == filled.cache.lookup(keys).tobytes()
     told = cache("import", tmp_path / "all.parquet", recipe, elsewhere)
-    assert "0 sequences added, 44 were in the cache before" in told
+    assert ": 0 sequences added" in told
 
 
-@pytest.mark.parametrize("by_recipe", [False, True])
 def test_sequences_with_per_token_values_and_without_are_exported_together_and_import_elsewhere(
-    by_recipe: bool, recipe: Path, tmp_path: Path
+    recipe: Path, tmp_path: Path
 ) -> None:
     filled = fill_by(recipe)
     table = prepared_of(recipe).data.train
@@ -293,60 +286,25 @@ def test_sequences_with_per_token_values_and_without_are_exported_together_and_i
         part = filled.cache.append(sequence_table(keys, np.array([-0.5 - more] * len(keys)), num_tokens))[0]
         if part == part_paths(part.parent)[-1]:
             break
-    source = ("--recipe", recipe) if by_recipe else ("--cache-dir", recipe.parent / "cache")
-    assert "44 sequences written" in cache("export", tmp_path / "all.parquet", *source)
+    told = cache("export", tmp_path / "all.parquet", "--cache-dir", recipe.parent / "cache")
+    assert "44 sequences written" in told
     elsewhere = f"reference.cache_dir={tmp_path / 'elsewhere'}"
-    assert "44 sequences added, 0 were" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
-    assert "0 sequences added, 44 were" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+    assert ": 44 sequences added" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
+    assert ": 0 sequences added" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
     imported = fill_by(recipe, elsewhere).cache
     sums, tokens = imported.lookup_tokens(keys)
     expected_sums, expected = filled.cache.lookup_tokens(keys)
     assert sums.tobytes() == expected_sums.tobytes() == imported.lookup(keys).tobytes()
     assert tokens.values.tobytes() == expected.values.tobytes() and len(expected.values) == num_tokens.sum()
     others = table.rejected_keys
-    assert not imported.contains(others, per_token=True).any()
+    assert np.isnan(imported.lookup(others, per_token=True)).all()
     assert imported.lookup(others).tobytes() == filled.cache.lookup(others).tobytes()
-
-
-def test_a_recipe_s_export_says_where_each_sequence_is_and_hashes_its_texts(
-    recipe: Path, tmp_path: Path
-) -> None:
-    assert "precompute-ref" in refusal("export", tmp_path / "x.parquet", "--recipe", recipe)
-    filled = fill_by(recipe)
-    assert cache("export", tmp_path / "x.parquet", "--recipe", recipe).endswith("x.parquet\n")
-    rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
-    assert len(rows) == 44
-    first = next(
-        row
-        for row in rows
-        if row["source"] == "pairs" and row["row_number"] == 3 and row["side"] == "rejected"
-    )
-    table = prepared_of(recipe).data.train
-    assert (
-        first["key"] == table.rejected_keys[2].tobytes() and first["num_tokens"] == table.rejected_lengths[2]
-    )
-    assert first["logps_sum"] == filled.cache.lookup(table.rejected_keys[2:3])[0]
-    assert len(first["prompt_sha256"]) == len(first["completion_sha256"]) == 64
-    chosen = next(row for row in rows if row["row_number"] == 3 and row["side"] == "chosen")
-    assert chosen["prompt_sha256"] == first["prompt_sha256"]
-    assert chosen["completion_sha256"] != first["completion_sha256"]
-
-
-def test_an_export_of_a_recipe_that_is_evaluated_on_its_training_file_says_the_training_rows(
-    recipe: Path, tmp_path: Path
-) -> None:
-    recipe.write_text(recipe.read_text().replace("heldout.jsonl", "pairs.jsonl"))
-    fill_by(recipe)
-    cache("export", tmp_path / "x.parquet", "--recipe", recipe)
-    rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
-    assert len(rows) == 32 and {row["source"] for row in rows} == {"pairs"}
 
 
 def test_log_probs_of_another_model_are_refused(recipe: Path, tmp_path: Path) -> None:
     fill_by(recipe, "model.autocast=bfloat16")
     cache("export", tmp_path / "x.parquet", "--cache-dir", recipe.parent / "cache")
-    message = refusal("import", tmp_path / "x.parquet", recipe)
-    assert "another model" in message and "autocast differ" in message
+    assert "another model or precision" in refusal("import", tmp_path / "x.parquet", recipe)
 
 
 @pytest.mark.parametrize("described", [b"[1]", b"[" * 10**5, b"{"])
@@ -375,7 +333,7 @@ def test_own_log_probs_come_by_key(recipe: Path, tmp_path: Path) -> None:
     filled = fill_by(recipe)
     assert (filled.num_cached, filled.num_computed) == (16, 28)
     assert filled.cache.lookup(table.chosen_keys).tolist() == (-table.chosen_lengths.astype(float)).tolist()
-    assert filled.cache.contains(table.chosen_keys, per_token=True).all()
+    assert np.isfinite(filled.cache.lookup(table.chosen_keys, per_token=True)).all()
 
 
 def key_of(number: int) -> bytes:
@@ -387,46 +345,42 @@ GOOD = {
     "logps_sum": pa.array([-1.0, -2.0, -3.0]),
     "num_tokens": pa.array([1, 2, 2]),
 }
-BAD: dict[str, tuple[dict[str, pa.Array], str]] = {
-    "not finite": ({"logps_sum": pa.array([-1.0, float("nan"), -1.0])}, "row 2: the log-prob is nan"),
-    "positive": ({"logps_sum": pa.array([-1.0, -2.0, 3.0])}, "row 3: the log-prob is 3; it is at most 0"),
-    "null": ({"logps_sum": pa.array([-1.0, None, -3.0])}, "row 2: logps_sum is null"),
-    "text": ({"logps_sum": pa.array(["-1", "-2", "-3"])}, "column logps_sum must hold numbers, not string"),
-    "no tokens": ({"num_tokens": pa.array([1, 0, 2])}, "row 2: num_tokens is 0"),
-    "half a token": ({"num_tokens": pa.array([1.5, 1.0, 2.0])}, "num_tokens must hold whole numbers"),
-    "short key": ({"key": pa.array([b"a", b"b", b"c"])}, "column key must hold fixed_size_binary[16]"),
+BAD: dict[str, tuple[dict[str, pa.Array | None], str]] = {
+    "not finite": ({"logps_sum": pa.array([-1.0, float("nan"), -1.0])}, " row 2: logps_sum "),
+    "infinite": ({"logps_sum": pa.array([-1.0, -float("inf"), -1.0])}, " row 2: logps_sum "),
+    "positive": ({"logps_sum": pa.array([-1.0, -2.0, 3.0])}, " row 3: logps_sum "),
+    "null": ({"logps_sum": pa.array([-1.0, None, -3.0])}, "null"),
+    "null key": ({"key": pa.array([key_of(1), None, key_of(3)], pa.binary(16))}, "null"),
+    "text": ({"logps_sum": pa.array(["a", "b", "c"])}, "double"),
+    "no tokens": ({"num_tokens": pa.array([1, 0, 2])}, " row 2: num_tokens "),
+    "half a token": ({"num_tokens": pa.array([1.5, 1.0, 2.0])}, "int32"),
+    "short key": ({"key": pa.array([b"a", b"b", b"c"])}, "fixed_size_binary[16]"),
     "too few token values": (
         {"token_logps": pa.array([[-1.0], [-2.0], [-1.0, -2.0]])},
-        "row 2: token_logps has 1 values for a completion of 2 tokens",
+        " row 2: token_logps ",
     ),
     "token values that add up to something else": (
         {"token_logps": pa.array([[-1.0], [-1.0, -1.0], [-1.0, -1.0]])},
-        "row 3: logps_sum is -3, and token_logps add up to -2",
+        " row 3: token_logps ",
     ),
     "positive token value": (
         {"token_logps": pa.array([[-1.0], [-3.0, 1.0], [-1.0, -2.0]])},
-        "row 2: token_logps has a value that is not finite or above 0",
+        " row 2: token_logps ",
+    ),
+    "token value that is not finite": (
+        {"token_logps": pa.array([[-1.0], [-1.0, -1.0], [-1.0, float("nan")]])},
+        " row 3: token_logps ",
     ),
     "two values for one sequence": (
         {
             "key": pa.array([key_of(1), key_of(2), key_of(1)], pa.binary(16)),
             "num_tokens": pa.array([1, 2, 1]),
         },
-        "row 3: the sequence has a log-prob of -3 here and of -1 in row 1",
+        " row 3: another row ",
     ),
-    "no token values": (
-        {"token_logps": pa.array([[-1.0], [], None], pa.list_(pa.float64()))},
-        "row 2: token_logps has 0 values for a completion of 2 tokens",
-    ),
-    "null token value": (
-        {"token_logps": pa.array([[-1.0], [-3.0, None], [-1.0, -2.0]])},
-        "token_logps has a value that is null",
-    ),
-    "token values that are texts": (
-        {"token_logps": pa.array([["a"], ["b", "c"], ["d", "e"]])},
-        "token_logps must hold lists of numbers",
-    ),
-    "no such column": ({"key": None}, "has no column key; its columns are logps_sum, num_tokens"),
+    "null token value": ({"token_logps": pa.array([[-1.0], [-3.0, None], [-1.0, -2.0]])}, "null"),
+    "token values that are texts": ({"token_logps": pa.array([["a"], ["b", "c"], ["d", "e"]])}, "float"),
+    "no such column": ({"key": None}, '"key"'),
 }
 
 
@@ -454,20 +408,10 @@ def test_a_completion_as_long_as_the_recipe_says_is_asked_for(shared_recipe: Pat
     }
     pq.write_table(pa.table(columns), tmp_path / "bad.parquet")
     message = refusal("import", tmp_path / "bad.parquet", shared_recipe)
-    assert "row 1: num_tokens is" in message and "completion has" in message
+    assert " row 1: num_tokens " in message
 
 
-@pytest.mark.parametrize("content", [None, b"not parquet"])
-def test_a_file_that_cannot_be_read_is_named(
-    content: bytes | None, shared_recipe: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "file.parquet"
-    if content is not None:
-        file.write_bytes(content)
-    assert str(file) in refusal("import", file, shared_recipe)
-
-
-def test_a_changed_byte_in_a_page_with_a_checksum_is_not_imported(
+def test_a_changed_byte_in_a_page_with_a_checksum_or_another_file_is_not_imported(
     shared_recipe: Path, tmp_path: Path
 ) -> None:
     file, sums = tmp_path / "file.parquet", np.arange(1.0, 9.0)
@@ -476,8 +420,9 @@ def test_a_changed_byte_in_a_page_with_a_checksum_is_not_imported(
     pq.write_table(pa.table(columns), file, **options)
     content = file.read_bytes()
     assert content.count(sums[3:5].tobytes()) == 1
-    file.write_bytes(content.replace(sums[3:5].tobytes(), sums[4:6].tobytes()))
-    assert "cannot be read as Parquet" in refusal("import", file, shared_recipe)
+    for damaged in (content.replace(sums[3:5].tobytes(), sums[4:6].tobytes()), b"not parquet", None):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        assert str(file) in refusal("import", file, shared_recipe)
 
 
 def test_a_damaged_part_is_not_left_out_of_an_export_silently(tmp_path: Path) -> None:

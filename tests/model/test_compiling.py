@@ -38,7 +38,7 @@ from dpo_pack.proofs.kernel import prove_wiring
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.reference.fill import fill_cache
+from dpo_pack.reference.compute import fill_cache
 from dpo_pack.run.models import load_and_prove, resolve_policy
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.trainer import train

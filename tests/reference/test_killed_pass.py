@@ -54,7 +54,7 @@ def test_a_pass_killed_at_any_file_operation_loses_and_falsifies_nothing(
             sums, work = all_sums(killed, tables), find_work(killed, tables)
             resumed: list[int] = []
             kept.append(work.num_cached)
-            run_pass(killed, tables, scorer, progress=lambda row, to=resumed: to.append(row.num_sequences))  # type: ignore[misc]
+            run_pass(killed, tables, scorer, progress=resumed.append)
             is_false = (np.isfinite(sums) & (sums != expected)).any()
             if is_false or sum(resumed) != work.num_missing or (all_sums(killed, tables) != expected).any():
                 wrong.append(f"moment {number}")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
-import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from support.reference_pairs import NAMESPACE, one_line, random_keys
 
 from dpo_pack.reference.cache import ReferenceCache, default_cache_directory, namespace_digest
-from dpo_pack.reference.parts import TokenLogps, sequence_table
+from dpo_pack.reference.parts import KeyIndex, Keys, TokenLogps, sequence_table
 
 
 def test_a_part_that_no_listing_has_yet_is_read_by_its_name(
@@ -47,18 +46,6 @@ def test_lookup_finds_what_was_appended_in_any_order_and_nan_for_the_rest(tmp_pa
     wanted = np.concatenate((keys[[4, 1]], random_keys(1, seed=1), keys[[1, 0, 2, 3]]))
     np.testing.assert_array_equal(cache.lookup(wanted), [-4e3, -2.0, np.nan, -2.0, -1.5, 0.0, -1e-12])
     assert cache.lookup(keys[:0]).shape == (0,)
-
-
-def test_keys_that_differ_in_zero_bytes_only_are_different_keys(tmp_path: Path) -> None:
-    """numpy's strings drop trailing zero bytes."""
-    keys = np.zeros((4, 16), dtype=np.uint8)
-    keys[1, 0] = keys[2, 14] = keys[3, 15] = 7
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    cache.append(sequence_table(keys, np.array([-1.0, -2.0, -3.0, -4.0]), np.ones(4, dtype=np.int64)))
-    assert cache.lookup(keys[::-1]).tolist() == [-4.0, -3.0, -2.0, -1.0]
-    missing = keys[:1].copy()
-    missing[0, 8] = 7
-    assert np.isnan(cache.lookup(missing)).all()
 
 
 def test_of_a_sequence_that_many_jobs_computed_the_last_part_by_name_counts(
@@ -125,6 +112,27 @@ def test_a_damaged_part_is_set_aside_with_a_warning_and_the_others_still_count(
     cache.append(sequence_table(keys[:2], np.array([-1.0, -2.0]), ones))
     assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0, -4.0]
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("in_tokens", [False, True])
+def test_a_part_with_a_log_prob_that_is_not_finite_is_set_aside_and_the_others_still_count(
+    value: float, in_tokens: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No run writes such a part. Its values would be taken for missing ones run after run, or be used."""
+    cache, keys, ones = ReferenceCache(tmp_path, NAMESPACE), random_keys(3), np.ones(1, dtype=np.int64)
+    tokens = token_logps([-1.0], [value]) if in_tokens else None
+    [part] = cache.append(
+        sequence_table(keys[:2], np.array([-1.0, -2.0 if in_tokens else value]), np.array([1, 1]), tokens)
+    )
+    cache.append(sequence_table(keys[2:], np.array([-3.0]), ones, token_logps([-3.0])))
+    with caplog.at_level(logging.WARNING):
+        found = cache.lookup(keys, per_token=in_tokens)
+    np.testing.assert_array_equal(found, [np.nan, np.nan, -3.0])
+    assert len(caplog.records) == 1 and part.name in caplog.text and "not finite" in caplog.text
+    assert not part.exists() and part.with_suffix(".damaged").exists()
+    cache.append(sequence_table(keys[:1], np.array([-1.0]), ones, token_logps([-1.0])))
+    np.testing.assert_array_equal(cache.lookup_tokens(keys)[0], [-1.0, np.nan, -3.0])
 
 
 def test_a_damaged_part_that_another_job_sets_aside_first_stops_nobody(
@@ -224,7 +232,7 @@ def test_per_token_values_come_back_with_the_sums_they_belong_to(tmp_path: Path)
     cache.append(sequence_table(keys[2:3], np.array([-3.0]), np.array([3]), token_logps([-1.0, -1.0, -1.0])))
     sums, tokens = cache.lookup_tokens(keys[[2, 3, 0, 1, 2]])
     np.testing.assert_array_equal(sums, [-3.0, np.nan, -1.5, -2.0, -3.0])
-    found = [tokens.of(sequence).tolist() for sequence in range(len(tokens))]
+    found = [tokens.of(sequence).tolist() for sequence in range(len(tokens.lengths))]
     assert found == [[-1.0] * 3, [], [-1.0, -0.5], [-2.0], [-1.0] * 3]
     assert tokens.values.dtype == np.float32
     assert cache.lookup(keys[:3]).tolist() == [-1.5, -2.0, -3.0]
@@ -233,10 +241,9 @@ def test_per_token_values_come_back_with_the_sums_they_belong_to(tmp_path: Path)
 def test_a_sequence_without_per_token_values_is_a_miss_for_who_needs_them(tmp_path: Path) -> None:
     cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(2)
     cache.append(sequence_table(keys, np.array([-1.5, -2.0]), np.array([2, 1])))
-    assert cache.contains(keys, per_token=False).tolist() == [True, True]
-    assert cache.contains(keys, per_token=True).tolist() == [False, False]
+    assert np.isnan(cache.lookup(keys, per_token=True)).all()
     cache.append(sequence_table(keys[:1], np.array([-1.75]), np.array([2]), token_logps([-1.0, -0.75])))
-    assert cache.contains(keys, per_token=True).tolist() == [True, False]
+    np.testing.assert_array_equal(cache.lookup(keys, per_token=True), [-1.75, np.nan])
     sums, tokens = cache.lookup_tokens(keys)
     assert sums[0] == -1.75 and tokens.lengths.tolist() == [2, 0] and np.isnan(sums[1])
 
@@ -257,32 +264,6 @@ def test_many_sequences_are_written_in_parts_of_bounded_size(
 
 
 # ---- Disks that refuse
-
-
-@contextlib.contextmanager
-def files_of_at_most_512_bytes() -> Iterator[None]:
-    """The kernel's own refusal to write more, as of a full disk. pytest's own output must not meet it."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_part_the_disk_has_no_room_for_is_a_one_line_error_and_leaves_nothing(
-    tmp_path: Path,
-) -> None:
-    cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(100)
-    cache.append(sequence_table(keys[:1], np.array([-1.0]), np.array([1])))
-    before = sorted(path.name for path in cache.directory.iterdir())
-    with files_of_at_most_512_bytes():
-        message = one_line(
-            lambda: cache.append(sequence_table(keys, np.zeros(100), np.ones(100, dtype=np.int64)))
-        )
-    assert str(cache.directory) in message and "File too large" in message and "free space" in message
-    assert sorted(path.name for path in cache.directory.iterdir()) == before
-    assert cache.lookup(keys[:1]).tolist() == [-1.0]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
@@ -320,8 +301,8 @@ def test_a_cache_that_may_only_be_read_can_still_be_used(
     assert cache.lookup(keys).tolist() == [-1.0]
 
 
-def test_writing_and_reading_parts_does_not_import_pandas(tmp_path: Path) -> None:
-    """pyarrow would, to look whether it is given a Series: half a second before the first part."""
+def test_parts_are_written_and_read_without_pandas_and_listed_without_torch(tmp_path: Path) -> None:
+    """pyarrow would import it, to look whether it is given a Series: half a second before the first part."""
     code = (
         "import sys, numpy as np\n"
         "from pathlib import Path\n"
@@ -332,6 +313,10 @@ def test_writing_and_reading_parts_does_not_import_pandas(tmp_path: Path) -> Non
         "cache.append(sequence_table(keys, np.array([-1.0, -2.0, -3.0]), np.array([1, 2, 3])))\n"
         "assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0]\n"
         "assert 'pandas' not in sys.modules, 'pandas was imported'\n"
+        "from dpo_pack.reference import maintenance\n"
+        f"(found,) = maintenance.find_namespaces(Path({str(tmp_path)!r}))\n"
+        "assert found.sequences == 3\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -346,3 +331,32 @@ def test_recipes_that_name_no_cache_use_the_variable_s_or_the_user_s(
     if named is not None:
         monkeypatch.setenv("DPO_PACK_CACHE", named)
     assert default_cache_directory() == (Path(named) if named else tmp_path / ".cache" / "dpo_pack")
+
+
+# ---- Finding keys among many
+
+
+def as_keys(keys: list[bytes]) -> Keys:
+    return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 16)
+
+
+# Few distinct bytes, so that keys often begin alike or are equal.
+KEYS = st.lists(
+    st.tuples(
+        st.sampled_from([b"\x00" * 7, b"\xff" * 7]), st.binary(min_size=1, max_size=1), st.integers(0, 3)
+    ).map(lambda key: key[0] + key[1] + bytes([key[2]]) * 8),
+    max_size=30,
+)
+
+
+@given(KEYS, KEYS)
+@example([], [b"\x00" * 16])
+def test_every_key_is_found_where_it_is_and_no_other(keys: list[bytes], others: list[bytes]) -> None:
+    index = KeyIndex.of(as_keys(keys))
+    distinct = sorted(set(keys))
+    assert len(index) == len(distinct)
+    assert index.first.tolist() == [keys.index(key) for key in distinct]
+    assert [distinct[place] for place in index.inverse] == keys
+    wanted = keys + others
+    expected = [distinct.index(key) if key in distinct else -1 for key in wanted]
+    assert index.find(as_keys(wanted)).tolist() == expected

@@ -1,23 +1,37 @@
-"""Filling the cache: how the budget is found, kept and told."""
+"""Filling the cache: how the token budget of its rows is found, kept and told."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from support.reference_pairs import NAMESPACE, SETTINGS, SmallMemory, load_scorer, make_table, random_pairs
+from support.reference_pairs import (
+    NAMESPACE,
+    SETTINGS,
+    SmallMemory,
+    load_scorer,
+    make_table,
+    one_line,
+    random_pairs,
+)
+from support.tiny_recipe import load
 
-import dpo_pack.reference.fill as reference_fill
+import dpo_pack.reference.compute as reference_pass
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape
+from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import Amount
-from dpo_pack.reference.fill import BudgetSearch, fill_cache, pass_progress, remembered_budget
+from dpo_pack.reference.compute import BudgetSearch, fill_cache
 from dpo_pack.reference.work import find_work
+from dpo_pack.run.setup import Setup
+from dpo_pack.system.errors import ModelError
+from dpo_pack.system.files import read_json
 
 
 def fill(
@@ -26,20 +40,16 @@ def fill(
     console: Console,
     *,
     is_exact: Callable[[int], bool] = lambda token_budget: True,
-) -> None:
+    memo: str = "memo.json",
+) -> int | None:
+    """Fills a cache with a search for the longest rows; returns the token budget that is remembered."""
     cache, tables = ReferenceCache(directory, NAMESPACE), [make_table(random_pairs(30))]
-    search = BudgetSearch(memo_path=directory / "memo.json", key="model on device", is_exact=is_exact)
+    search = BudgetSearch(memo_path=directory / memo, key="model on device", is_exact=is_exact)
+    work, shape = find_work(cache, tables), model_shape(scorer.model)
     settings = replace(SETTINGS, token_budget=50)
-    fill_cache(
-        cache,
-        find_work(cache, tables),
-        scorer,
-        model_shape(scorer.model),
-        settings,
-        search=search,
-        console=console,
-    )
+    fill_cache(cache, work, scorer, shape, settings, search=search, console=console)
     assert find_work(cache, tables).num_missing == 0
+    return (read_json(directory / memo) or {}).get("model on device")
 
 
 def text_of(console: Console) -> str:
@@ -47,89 +57,73 @@ def text_of(console: Console) -> str:
 
 
 def test_the_largest_budget_that_fits_is_found_used_and_remembered(
-    model_path: Path, tmp_path: Path, console: Console
+    model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reference_pass, "LARGEST_TOKEN_BUDGET", 400)
     scorer = SmallMemory(load_scorer(model_path), most_tokens=210)
-    fill(tmp_path, scorer, console)
-    assert remembered_budget(tmp_path / "memo.json", "model on device") == 200
+    assert fill(tmp_path, scorer, console) == 200
     assert "rows of up to 200 tokens" in text_of(console)
     assert [tokens > 210 for tokens in scorer.rows].count(True) == 1  # tried once, and never again
     again = SmallMemory(load_scorer(model_path), most_tokens=210)
-    (tmp_path / "second").mkdir()
-    (tmp_path / "memo.json").rename(tmp_path / "second" / "memo.json")
-    fill(tmp_path / "second", again, console)
-    assert max(again.rows) <= 200 and len(again.rows) < len(scorer.rows)  # nothing was measured
+    assert fill(tmp_path / "second", again, console, memo="../memo.json") == 200
+    assert max(again.rows) <= 200 and len(again.rows) == len(scorer.rows) - 2  # nothing was measured
+
+
+@pytest.mark.parametrize("content", ['{"model on device": "many"}', '{"model on device": 0}', "[1]", '{"m'])
+def test_a_damaged_memo_is_forgotten(
+    content: str, model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_pass, "LARGEST_TOKEN_BUDGET", 120)  # fits
+    (tmp_path / "memo.json").write_text(content)
+    assert fill(tmp_path, load_scorer(model_path), console) == 120
 
 
 def test_a_budget_that_memory_set_no_bound_to_is_not_remembered(
     model_path: Path, tmp_path: Path, console: Console
 ) -> None:
-    fill(tmp_path, load_scorer(model_path), console)
-    assert remembered_budget(tmp_path / "memo.json", "model on device") is None
+    assert fill(tmp_path, load_scorer(model_path), console) is None
 
 
 def test_the_search_stays_within_what_the_model_is_exact_for(
-    model_path: Path, tmp_path: Path, console: Console
+    model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reference_pass, "LARGEST_TOKEN_BUDGET", 200)
     scorer = SmallMemory(load_scorer(model_path), most_tokens=10_000)
-    fill(tmp_path, scorer, console, is_exact=lambda token_budget: token_budget <= 110)
+    assert fill(tmp_path, scorer, console, is_exact=lambda token_budget: token_budget <= 110) == 100
     assert 50 < max(scorer.rows) <= 100
 
 
-def test_rows_grow_no_further_than_the_largest_that_attention_takes(
-    model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+def test_where_not_even_a_pair_fits_the_pair_is_named(
+    model_path: Path, tmp_path: Path, console: Console
 ) -> None:
-    monkeypatch.setattr(reference_fill, "LARGEST_TOKEN_BUDGET", 120)
-    scorer = SmallMemory(load_scorer(model_path), most_tokens=10_000)
-    fill(tmp_path, scorer, console)
-    assert 100 < max(scorer.rows) <= 120
-    assert remembered_budget(tmp_path / "memo.json", "model on device") == 120
+    scorer = SmallMemory(load_scorer(model_path), most_tokens=0)
+    assert "of its data source" in one_line(lambda: fill(tmp_path, scorer, console), ModelError)
 
 
 def test_memory_that_runs_out_later_is_told_and_remembered(
-    model_path: Path, tmp_path: Path, console: Console
+    model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scorer = SmallMemory(load_scorer(model_path), most_tokens=210, fails_at=(7,))
-    fill(tmp_path, scorer, console)
-    remembered = remembered_budget(tmp_path / "memo.json", "model on device")
+    monkeypatch.setattr(reference_pass, "LARGEST_TOKEN_BUDGET", 200)
+    remembered = fill(tmp_path, SmallMemory(load_scorer(model_path), most_tokens=210, fails_at=(3,)), console)
     assert remembered is not None and 50 <= remembered <= 100
     assert f"reference.token_budget={remembered}" in text_of(console)
 
 
-# ---- What is told
+def budget(recipe: Recipe, device: torch.device) -> int:
+    value: Any = Setup.reference_token_budget
+    return int(value.fget(SimpleNamespace(recipe=recipe, device=device)))
 
 
-def test_the_remaining_time_follows_estimated_flops(console: Console) -> None:
-    now = 0.0
-    total = Amount(num_sequences=40, num_pairs=20, num_tokens=4000, flops=100.0)
-    with pass_progress(console, total, clock=lambda: now) as progress:
-        now = 12.0
-        # The longest pairs come first: a tenth of the pairs, but three tenths of the work.
-        progress(Amount(num_sequences=4, num_pairs=2, num_tokens=1000, flops=30.0))
-    assert text_of(console).splitlines() == [
-        "  the rest will take about 28 s",
-        "Reference pass: 28 s left, 2 of 20 pairs, 0.2 pairs/s, 1.0K of 4.0K tokens, 83 tokens/s",
-    ]
-
-
-def test_the_time_the_rest_takes_is_told_once_after_the_first_rows(
-    console: Console,
-) -> None:
-    now = 0.0
-    total = Amount(num_sequences=40, num_pairs=20, num_tokens=4000, flops=100.0)
-    row = Amount(num_sequences=4, num_pairs=2, num_tokens=400, flops=10.0)
-    with pass_progress(console, total, clock=lambda: now) as progress:
-        for _ in range(10):
-            now += 2.0
-            progress(row)
-    lines = text_of(console).splitlines()
-    assert lines[0] == "  the rest will take about 16 s"
-    assert lines[1].startswith("Reference pass: 10 s left, 10 of 20 pairs")
-    assert len(lines) == 2
+def test_on_cpu_auto_is_a_constant_and_a_number_is_taken_as_it_is() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert budget(load("packing.token_budget=99999"), cpu) == 4096
+    assert budget(load("packing.token_budget=1000"), cuda) == 4000  # if the model is sharded
+    for device in (cpu, cuda):
+        assert budget(load("reference.token_budget=777"), device) == 777
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_rows_grow_until_its_memory_is_full(
+def test_on_a_gpu_rows_shrink_until_they_fit_in_its_memory(
     model_path: Path, tmp_path: Path, console: Console
 ) -> None:
     device = torch.device("cuda")
@@ -151,4 +145,4 @@ def test_on_a_gpu_rows_grow_until_its_memory_is_full(
         )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert (remembered_budget(tmp_path / "memo.json", "k") or 0) > 1024
+    assert 1024 < read_json(tmp_path / "memo.json")["k"] < reference_pass.LARGEST_TOKEN_BUDGET

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,10 +27,10 @@ from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import Amount, compute_missing, plan_pass, probe_row
+from dpo_pack.reference.compute import compute_missing, probe_row
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reference.parts import sequence_table
-from dpo_pack.reference.work import find_work
+from dpo_pack.reference.work import find_work, plan_pass
 from dpo_pack.system.errors import CacheError, ModelError
 
 
@@ -48,7 +47,7 @@ def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: P
         tables,
         load_scorer(model_path, packed=mode != "padded"),
         replace(SETTINGS, share_prompt=mode == "shared"),
-        progress=lambda row: done.append(row.num_sequences),
+        progress=done.append,
     )
     assert sum(done) == 2 * 12 + 1 - 1 and len(done) > 1
 
@@ -83,7 +82,7 @@ def test_a_second_pass_computes_nothing(model_path: Path, tmp_path: Path) -> Non
     scorer = load_scorer(model_path)
     run_pass(cache, tables, scorer)
     scorer.register_forward_hook(lambda *_: pytest.fail("computed again"))
-    run_pass(cache, tables, scorer, progress=lambda row: pytest.fail("computed again"))
+    run_pass(cache, tables, scorer, progress=lambda _: pytest.fail("computed again"))
 
 
 def test_an_interrupted_pass_keeps_every_finished_row_and_goes_on_from_there(
@@ -93,8 +92,8 @@ def test_an_interrupted_pass_keeps_every_finished_row_and_goes_on_from_there(
     scorer = load_scorer(model_path)
     done: list[int] = []
 
-    def stop_after_the_third_row(row: Amount) -> None:
-        done.append(row.num_sequences)
+    def stop_after_the_third_row(num_sequences: int) -> None:
+        done.append(num_sequences)
         if len(done) == 3:
             raise KeyboardInterrupt
 
@@ -103,7 +102,7 @@ def test_an_interrupted_pass_keeps_every_finished_row_and_goes_on_from_there(
     work = find_work(cache, tables)
     assert work.num_cached == sum(done) and 0 < work.num_missing == 20 - sum(done)
     kept = cache.lookup(tables[0].chosen_keys)
-    run_pass(cache, tables, scorer, progress=lambda row: done.append(row.num_sequences))
+    run_pass(cache, tables, scorer, progress=done.append)
     assert sum(done) == 20
     values = cache.lookup(tables[0].chosen_keys)
     assert np.isfinite(values).all()
@@ -115,8 +114,8 @@ def test_a_killed_pass_would_keep_all_rows_written_so_far(model_path: Path, tmp_
     done: list[int] = []
     on_disk: list[int] = []
 
-    def look(row: Amount) -> None:
-        done.append(row.num_sequences)
+    def look(num_sequences: int) -> None:
+        done.append(num_sequences)
         on_disk.append(find_work(cache, tables).num_cached)
 
     scorer = load_scorer(model_path)
@@ -131,7 +130,7 @@ def test_parts_are_written_at_intervals_not_for_each_row(model_path: Path, tmp_p
     cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
     scorer = load_scorer(model_path)
     done: list[int] = []
-    run_pass(cache, tables, scorer, progress=lambda row: done.append(row.num_sequences))
+    run_pass(cache, tables, scorer, progress=done.append)
     assert len(done) > 1 and len(list(cache.directory.glob("part-*"))) == 1
 
 
@@ -143,7 +142,7 @@ def test_a_sequence_longer_than_the_budget_has_a_row_of_its_own(model_path: Path
         tables,
         load_scorer(model_path),
         replace(SETTINGS, token_budget=1),
-        progress=lambda row: done.append(row.num_sequences),
+        progress=done.append,
     )
     assert done == [2] * 5
 
@@ -177,7 +176,7 @@ def test_a_pass_that_was_killed_and_goes_on_ends_bitwise_as_an_uninterrupted_one
         cache.append(sequence_table(tables[0].chosen_keys[::3], np.full(7, -5.0), np.ones(7, dtype=np.int64)))
     run_pass(straight, tables, scorer)
 
-    def stop(row: Amount) -> None:
+    def stop(num_sequences: int) -> None:
         raise KeyboardInterrupt
 
     for _ in range(3):
@@ -214,7 +213,7 @@ def test_no_flipped_byte_in_a_part_changes_what_a_run_gets(model_path: Path, tmp
         work = find_work(cache, tables)
         assert 0 < work.num_missing < work.num_unique
         computed: list[int] = []
-        run_pass(cache, tables, scorer, settings, progress=lambda row: computed.append(row.num_sequences))  # noqa: B023
+        run_pass(cache, tables, scorer, settings, progress=computed.append)
         assert sum(computed) == work.num_missing
         assert FrozenReference.take(cache, tables).fingerprint == expected
         assert sorted(cache.directory.glob("part-*.parquet")) == parts
@@ -274,11 +273,8 @@ def test_per_token_values_are_those_of_each_sequence_and_add_up_to_its_sum(
 def test_a_loss_that_needs_tokens_computes_sequences_of_which_only_sums_are_there(
     model_path: Path, tmp_path: Path
 ) -> None:
-    tables, cache, scorer = (
-        [make_table(random_pairs(4))],
-        ReferenceCache(tmp_path, NAMESPACE),
-        load_scorer(model_path),
-    )
+    tables, cache = [make_table(random_pairs(4))], ReferenceCache(tmp_path, NAMESPACE)
+    scorer = load_scorer(model_path)
     run_pass(cache, tables, scorer)
     assert find_work(cache, tables).num_missing == 0
     assert find_work(cache, tables, per_token=True).num_missing == 8
@@ -294,12 +290,12 @@ def test_out_of_memory_in_the_middle_halves_the_budget_and_loses_no_finished_row
 ) -> None:
     tables, cache = [make_table(random_pairs(20))], ReferenceCache(tmp_path, NAMESPACE)
     scorer = SmallMemory(load_scorer(model_path), most_tokens=1000, fails_at=(3, 5))
-    done: list[Amount] = []
+    done: list[int] = []
     fitted = run_pass(cache, tables, scorer, replace(SETTINGS, token_budget=128), progress=done.append)
     assert fitted < 64  # halved twice
-    assert sum(row.num_sequences for row in done) == 40 == find_work(cache, tables).num_cached
+    assert sum(done) == 40 == find_work(cache, tables).num_cached
     assert len(scorer.rows) == len(done) + 2  # a row that was finished was never computed again
-    assert max(row.num_tokens for row in done[2:]) <= 64
+    assert max(scorer.rows[3:]) <= 64 < max(scorer.rows[:3])
     expected = ReferenceCache(tmp_path / "expected", NAMESPACE)
     run_pass(expected, tables, load_scorer(model_path))
     np.testing.assert_allclose(all_sums(cache, tables), all_sums(expected, tables), rtol=0, atol=1e-4)
@@ -311,11 +307,11 @@ def test_ranks_in_lockstep_cannot_split_a_row_and_say_which_budget_would_do(
     cache = ReferenceCache(tmp_path, NAMESPACE)
     scorer = SmallMemory(load_scorer(model_path), most_tokens=1000, fails_at=(3,))
     settings = replace(SETTINGS, token_budget=128, in_lockstep=True)
-    tables, done = [make_table(random_pairs(20))], list[Amount]()
+    tables, done = [make_table(random_pairs(20))], list[int]()
     message = one_line(lambda: run_pass(cache, tables, scorer, settings, progress=done.append), ModelError)
     budget = int(message.rpartition("reference.token_budget: ")[2])
     assert message.startswith("reference.token_budget: ") and 0 < budget <= 64
-    assert find_work(cache, tables).num_cached == sum(row.num_sequences for row in done) > 0
+    assert find_work(cache, tables).num_cached == sum(done) > 0
 
 
 def test_a_pair_too_large_for_memory_is_named(model_path: Path, tmp_path: Path) -> None:
@@ -346,25 +342,3 @@ def test_a_probe_says_whether_a_row_of_the_longest_pairs_fits(model_path: Path, 
     assert probe_row(plan, scorer, SETTINGS, 100)
     assert not probe_row(plan, scorer, SETTINGS, 160)
     assert 60 < scorer.rows[0] <= 100 < scorer.rows[1] <= 160
-
-
-def test_re_pairing_the_same_sequences_computes_only_new_ones(model_path: Path, tmp_path: Path) -> None:
-    """The best and worst of a ranking first, then all of its pairs."""
-    cache, scorer = ReferenceCache(tmp_path, NAMESPACE), load_scorer(model_path)
-    random = np.random.default_rng(0)
-
-    def ids(first: int) -> list[int]:
-        return [first, *random.integers(3, 90, 4).tolist()]
-
-    rankings = [(ids(3), [ids(place) for place in range(4)]) for _ in range(5)]
-    best_and_worst = make_table([(prompt, ranked[0], ranked[-1]) for prompt, ranked in rankings])
-    every_pair = make_table(
-        [(prompt, *two) for prompt, ranked in rankings for two in itertools.combinations(ranked, 2)]
-    )
-    done: list[int] = []
-    run_pass(cache, [best_and_worst], scorer, progress=lambda row: done.append(row.num_sequences))
-    assert sum(done) == 10
-    run_pass(cache, [every_pair], scorer, progress=lambda row: done.append(row.num_sequences))
-    assert sum(done) == 20  # 5 prompts with 4 completions, each once
-    swapped = make_table([(prompt, ranked[-1], ranked[0]) for prompt, ranked in rankings])
-    assert find_work(cache, [swapped]).num_missing == 0

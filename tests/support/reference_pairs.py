@@ -18,8 +18,8 @@ from dpo_pack.model.loading import load_model
 from dpo_pack.model.scorer import CompletionLogps, Precision, RowLogps
 from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import Amount, PassSettings, compute_missing, plan_pass
-from dpo_pack.reference.work import find_work
+from dpo_pack.reference.compute import compute_missing
+from dpo_pack.reference.work import PassSettings, find_work, plan_pass
 from dpo_pack.system.errors import CacheError, DpoPackError
 from support.tiny_models import VOCABULARY
 
@@ -88,16 +88,19 @@ def run_pass(
     scorer: CompletionLogps,
     settings: PassSettings = SETTINGS,
     *,
-    progress: Callable[[Amount], None] = lambda row: None,
+    progress: Callable[[int], None] = lambda num_sequences: None,
 ) -> int:
-    """Compute what the cache lacks; returns the token budget that fitted."""
+    """Compute what the cache lacks; returns the token budget that fitted.
+
+    `progress` gets the number of sequences of each finished row.
+    """
     work = find_work(cache, tables, per_token=settings.per_token)
     return compute_missing(
         cache,
         plan_pass(work, model_shape(scorer.model), settings, is_packed=scorer.backend is not None),
         scorer,
         settings,
-        progress=progress,
+        progress=lambda groups: progress(int(work.missing[groups].sum())),
     )
 
 

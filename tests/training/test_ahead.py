@@ -35,7 +35,6 @@ from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import Amount
 from dpo_pack.reference.work import find_work
 from dpo_pack.run.models import load_weights, resolve_policy
 from dpo_pack.system.errors import ModelError
@@ -198,8 +197,8 @@ def test_behind_as_well_an_interrupted_pass_keeps_what_was_read_and_a_full_memor
     cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(20))]
     scorer, done = load_scorer(model_path), [0]
 
-    def stop_after_the_third_row(row: Amount) -> None:
-        done.append(row.num_sequences)
+    def stop_after_the_third_row(num_sequences: int) -> None:
+        done.append(num_sequences)
         if len(done) == 4:
             raise KeyboardInterrupt
 
@@ -207,7 +206,7 @@ def test_behind_as_well_an_interrupted_pass_keeps_what_was_read_and_a_full_memor
         run_pass(cache, tables, scorer, progress=stop_after_the_third_row)
     assert find_work(cache, tables).num_cached == sum(done)
     small = SmallMemory(scorer, most_tokens=1000, fails_at=(2,))
-    run_pass(cache, tables, small, progress=lambda row: done.append(row.num_sequences))
+    run_pass(cache, tables, small, progress=done.append)
     assert find_work(cache, tables).num_missing == 0 and sum(done) == 40
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from dpo_pack.losses import LOSSES, Objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first
-from dpo_pack.reference.frozen import PairReference
-from dpo_pack.training.batches import RowBuilder
+from dpo_pack.training.batches import PairReference, RowBuilder
 from dpo_pack.training.held_out import (
     METRICS_WITH_INTERVALS,
     HeldOutResult,

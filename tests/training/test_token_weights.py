@@ -21,9 +21,8 @@ from dpo_pack.losses import LOSSES, Objective, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import PassSettings
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.reference.work import find_work
+from dpo_pack.reference.work import PassSettings, find_work
 from dpo_pack.training.batches import RowBuilder, score_pairs, with_reference
 from dpo_pack.training.metrics import averages, pair_values
 
