@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,8 @@ from benchmarking.contenders import (
     Measurement,
     Setting,
     ablations,
-    changed,
     ours,
     trl,
-    trl_references,
-    trl_sweep,
     trl_variants,
 )
 from benchmarking.memory import peak_memory_bytes
@@ -35,7 +32,7 @@ from benchmarking.profiling import profile_steps
 from benchmarking.report import NOT_COMPARABLE, NOT_WHOLE, PADDED, TRL_BEST, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, other_work
 from benchmarking.shapes import SHAPES, flops_shape, save_model
-from benchmarking.work import Work, forward_parts, work_of
+from benchmarking.work import Work, forward_parts
 from benchmarking.workloads import (
     EOS_ID,
     FIRST_ORDINARY_ID,
@@ -47,7 +44,7 @@ from benchmarking.workloads import (
     synthetic_token_ids,
 )
 
-from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
+from dpo_pack.packing.flops import AttentionKind, ModelShape
 from dpo_pack.packing.lengths import PairLengths
 
 
@@ -82,18 +79,6 @@ def workload_of(setting: Setting) -> Workload:
 # ---- Workloads
 
 
-@pytest.mark.parametrize("name", MIXES)
-def test_lengths_have_the_mix_s_medians_and_limit(name: str) -> None:
-    mix = MIXES[name]
-    lengths = mix.draw(20_000, seed=0)
-    assert int((lengths.prompt + np.maximum(lengths.chosen, lengths.rejected)).max()) <= mix.max_length
-    # Pairs above the limit are drawn again, which lowers the medians by up to a tenth or so.
-    assert 0.8 < np.median(lengths.prompt) / mix.median_prompt < 1.02
-    assert 0.8 < np.median(lengths.chosen) / mix.median_completion < 1.02
-    logarithms = np.log(np.stack([lengths.chosen, lengths.rejected]))
-    assert 0.15 < np.corrcoef(logarithms)[0, 1] < 0.35
-
-
 def test_synthetic_pairs_have_their_lengths_and_end_with_eos() -> None:
     lengths = MIXES["hh-like"].draw(5, seed=3)
     pairs = list(synthetic_token_ids(lengths, 100, seed=3))
@@ -103,23 +88,6 @@ def test_synthetic_pairs_have_their_lengths_and_end_with_eos() -> None:
         assert chosen[-1] == rejected[-1] == EOS_ID
         assert all(FIRST_ORDINARY_ID <= token < 100 for token in [*prompt, *chosen[:-1], *rejected[:-1]])
     assert digest_of(pairs) == digest_of(synthetic_token_ids(lengths, 100, seed=3))
-
-
-def test_the_digest_tells_order_and_boundaries_apart() -> None:
-    pairs = [([1, 2], [3], [4]), ([5], [6], [7])]
-    digests = {digest_of(pairs), digest_of(pairs[::-1]), digest_of([([1], [2, 3], [4]), pairs[1]])}
-    assert len(digests) == 3
-
-
-def test_a_workload_is_made_once_and_anew_for_another_request(tmp_path: Path) -> None:
-    def made(num_pairs: int) -> Workload:
-        return make_workload("tulu3", tmp_path / "w", num_pairs=num_pairs, vocabulary=50, hh_pairs=None)
-
-    first = made(4)
-    begun = first.pairs.stat().st_mtime_ns
-    assert made(4) == first and first.pairs.stat().st_mtime_ns == begun
-    other = made(5)
-    assert other.num_pairs == 5 and other.digest != first.digest and len(other.rows(9)) == 5
 
 
 def test_lengths_of_a_workload_count_what_both_completions_begin_with(tmp_path: Path) -> None:
@@ -148,15 +116,6 @@ def test_hh_rows_are_tokenised_and_too_few_are_refused(tmp_path: Path) -> None:
 # ---- Contenders and measurements
 
 
-def test_the_sweep_tries_every_setting_once_under_its_own_name() -> None:
-    sweep = list(trl_sweep([1, 4], reference_batch=2, gradient_checkpointing=False))
-    assert len({contender.name for contender in sweep}) == len(sweep) == 6
-    assert not any(contender.grouped and contender.microbatch_pairs == 1 for contender in sweep)
-    assert sweep[-1].name == ("TRL, micro-batch 4, precomputed reference, in batches of 2, grouped by length")
-    alone = list(trl_references([1, 8]))
-    assert [one.reference_batch for one in alone] == [1, 8] and all(one.reference_only for one in alone)
-
-
 def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpo_pack.model.attention.flash.flash_attn_obstacle", lambda: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -167,17 +126,6 @@ def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyP
         trl(4, precompute=True, attention="flash_attention_2"),
     ]
     assert list(trl_variants([best], out_of_memory, device="cuda", compiled=False)) == expected
-
-
-def test_eager_attention_compiling_and_malloc_are_open_to_trl_on_a_cpu() -> None:
-    fastest = [trl(1), trl(2, grouped=True)]
-    found = list(trl_variants(fastest, [], device="cpu", compiled=True))
-    for contender in fastest:
-        assert changed(contender, attention="eager") in found and changed(contender, compiled=True) in found
-        tried = [one for one in found if one.malloc and one.microbatch_pairs == contender.microbatch_pairs]
-        assert [one.malloc for one in tried] == [name for name in MALLOCS if name]
-        assert all(one.environment and one.malloc in one.name for one in tried)
-    assert len({one.name for one in found}) == len(found)
 
 
 def test_time_a_pair_has_the_reference_in_it_and_warm_up_steps_are_left_out() -> None:
@@ -251,18 +199,6 @@ def test_after_a_failure_the_others_have_a_new_process(
     assert [run.failure for run in runs] == [None, "CUDA error", None, None, died, None]
 
 
-@pytest.mark.parametrize(("failure", "others"), [("CUDA error", 0), (process.OUT_OF_MEMORY, 1), (None, 1)])
-def test_a_process_ends_after_a_failure_that_may_have_spoilt_it(
-    failure: str | None, others: int, tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        process, "_measure_here", lambda one, *_: Measurement(contender=one.name, failure=failure)
-    )
-    job = {"kind": "measure", "setting": asdict(tiny), "spawned_at": 0.0}
-    job["contenders"] = [asdict(ours(64)), asdict(ours(128))]
-    assert len(list(process._do(job, tmp_path))) == 1 + others
-
-
 @pytest.mark.parametrize(("signal", "told"), [("KILL", process.OUT_OF_MEMORY), ("SEGV", "died of SIGSEGV")])
 def test_a_process_that_is_killed_is_told_from_one_that_fails(
     signal: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -324,16 +260,6 @@ def test_memory_and_the_peak_of_products_are_measured(monkeypatch: pytest.Monkey
 # ---- Work, agreement, results
 
 
-def test_the_work_is_that_of_shared_prompts_for_everyone() -> None:
-    shape, lengths = flops_shape("tiny"), MIXES["hh-like"].draw(16, seed=0)
-    work = work_of(shape, lengths, lora=False)
-    assert work.flops == pytest.approx(
-        float(pair_flops(shape, lengths, share_prompt=True, passes=4.0).mean())
-    )
-    assert work.unshared_tokens - work.shared_tokens == pytest.approx(float(lengths.prompt.mean()))
-    assert work_of(shape, lengths, lora=True).flops == pytest.approx(work.flops * 3 / 4)
-
-
 def test_parts_of_a_forward_pass_add_up_to_its_flops() -> None:
     lengths = PairLengths(
         prompt=np.array([10]), chosen=np.array([4]), rejected=np.array([6]), shared=np.array([10])
@@ -382,12 +308,6 @@ def test_the_same_work_is_told_from_other_work() -> None:
         assert line.startswith(f"x does not do the same work: {name} differs by")
     lost = largest_differences(base, steps([0.69, float("nan")]))
     assert "loss differs by nan" in other_work(lost, fp32, who="x")[0]
-
-
-def test_adapters_that_begin_otherwise_are_compared_at_the_first_step_only() -> None:
-    base, other = steps([0.69, 0.68]), steps([0.69, 0.5])
-    other.chosen_logps[1] = -40.0
-    assert largest_differences(base, other, first_step_only=True) == {"logps": 0.0}
 
 
 def test_results_go_on_where_they_were_and_only_for_the_same_setting(tmp_path: Path) -> None:
@@ -445,28 +365,6 @@ def test_another_prediction_or_count_is_another_benchmark(tiny: Setting, tmp_pat
             Results.open(tmp_path / "kept.json", benchmark._identity(replace(plan, **changes), "tiny"))
 
 
-def test_when_time_is_up_what_was_measured_is_kept_and_nothing_else_is_begun(
-    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[bool] = []
-
-    def measure(contenders: Sequence[Contender], *_: Any, **__: Any) -> Iterator[Measurement]:
-        try:
-            for contender in contenders:
-                plan.results.content["time"] -= 1
-                yield Measurement(contender=contender.name, pairs=8, step_seconds=[1.0])
-        finally:
-            ended.append(True)
-
-    plan = plan_of(tiny, tmp_path, stop_at=-1.5)
-    plan.results.content["time"] = 0
-    monkeypatch.setattr(benchmark, "measure", measure)
-    monkeypatch.setattr("time.monotonic", lambda: -plan.results.content["time"] - 3)
-    with pytest.raises(SystemExit, match="--minutes: time is up; the same command goes on"):
-        benchmark._measure_missing(plan, {"a": trl(1), "b": trl(2), "c": trl(4)}, tiny)
-    assert ended and list(plan.results.content["entries"]) == ["a", "b"]
-
-
 class StandIns:
     """In place of measuring: each contender takes a second a pair, and time is up where `stops_at` says."""
 
@@ -522,17 +420,6 @@ def test_when_little_time_is_up_the_page_says_what_is_missing(
     stand_ins.stops_at = "nothing"  # the same command goes on
     again = run_plan(plan, "tiny", with_profile=True)
     assert not again.missing and len(again.finalists) == 2
-
-
-def test_each_part_of_little_time_has_half_of_what_is_left(tiny: Setting, tmp_path: Path) -> None:
-    plan = plan_of(tiny, tmp_path, stop_at=time.monotonic() + 100)
-    assert 49 < benchmark._half(plan).stop_at - time.monotonic() < 50
-    assert benchmark._half(plan_of(tiny, tmp_path)).stop_at == float("inf")
-
-
-def test_hh_is_refused_for_a_model_with_fewer_tokens(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--model: tiny has fewer tokens than HH's ids"):
-        benchmark.main(tmp_path / "out", workload="hh", pairs=tmp_path / "hh.jsonl", model="tiny")
 
 
 # ---- The page
