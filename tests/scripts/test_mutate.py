@@ -55,7 +55,7 @@ START = """
 import sys
 from pathlib import Path
 import mutate
-mutate.ROOT, mutate.PACKAGE, mutate.LIBRARIES = Path(sys.argv[1]), "planted", ("pytest",)
+mutate.ROOT, mutate.PACKAGE, mutate.LIBRARIES = Path(sys.argv[1]), "planted", ()
 del sys.argv[1]
 sys.exit(mutate.main())
 """
