@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -43,7 +42,6 @@ from benchmarking.contenders import (
     trl_sweep,
     trl_variants,
 )
-from benchmarking.kinds import OPTIMIZER
 from benchmarking.process import (
     COMPILED_LIMIT_SECONDS,
     OUT_OF_MEMORY,
@@ -56,14 +54,13 @@ from benchmarking.process import (
     seconds_until,
     visible_devices,
 )
-from benchmarking.projection import roofline
 from benchmarking.report import PADDED, TRL_BEST, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, machine, other_work
 from benchmarking.shapes import SHAPES, flops_shape
-from benchmarking.work import Work, work_of
+from benchmarking.work import Work, forward_parts, work_of
 from benchmarking.workloads import HH_VOCABULARY, WORKLOADS, Workload, make_workload
 
-from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
+from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape
 from dpo_pack.packing.lengths import PairLengths
 from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.machine import git_commit
@@ -377,36 +374,22 @@ def report_of(plan: Plan, facts: Facts, selection: Selection) -> Report:
         differences=differences,
         disagreements=disagreements,
         missing=selection.missing(plan),
-        profile=profile_of(plan, facts, results.get("profile"), peaks),
+        profile=profile_of(plan, facts, results.get("profile")),
     )
 
 
-def profile_of(
-    plan: Plan, facts: Facts, found: dict[str, dict[str, float]] | None, peaks: Sequence[dict[str, float]]
-) -> Profile | None:
-    """The profiled steps beside what they take at the least; None where there is no profile."""
+def profile_of(plan: Plan, facts: Facts, found: dict[str, Any] | None) -> Profile | None:
+    """The profiled steps and their FLOPs; None where there is no profile."""
     if not found:
         return None
-    pairs_per_step, lora = plan.setting.pairs_per_step, plan.setting.lora
-    first, counted = (int(found["steps"][name]) for name in ("first", "counted"))
-    lengths = facts.lengths.select(np.arange(first * pairs_per_step, counted * pairs_per_step))
-    others = facts.lengths.select(np.arange(counted * pairs_per_step, (counted + 1) * pairs_per_step))
-    tokens, other_tokens = (float(some.row_tokens(share_prompt=True).sum()) for some in (lengths, others))
-    # The optimizer moves its bytes once a step; the bytes of the other kinds grow with the tokens.
-    moved = {
-        kind: value * (counted - first if kind == OPTIMIZER else tokens / other_tokens)
-        for kind, value in found["bytes"].items()
-    }
-    passes = ADAPTER_PASSES if lora else TRAINING_PASSES
-    best, copied = (statistics.median(peak[name] for peak in peaks) for name in ("best", "copied"))
+    step = plan.setting.pairs_per_step
+    lengths = facts.lengths.select(np.arange(found["first"] * step, found["end"] * step))
+    passes = ADAPTER_PASSES if plan.setting.lora else TRAINING_PASSES
     return Profile(
-        num_steps=counted - first,
+        num_steps=found["end"] - found["first"],
         seconds=found["seconds"],
-        flops=float(pair_flops(facts.shape, lengths, share_prompt=True, passes=passes).sum()),
-        bytes_a_second=copied,
-        least=roofline(facts.shape, lengths, moved, peak_flops=best, bytes_a_second=copied, lora=lora)
-        if moved
-        else {},
+        flops={part: passes * flops for part, flops in forward_parts(facts.shape, lengths).items()},
+        table=found["table"],
     )
 
 

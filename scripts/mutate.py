@@ -38,6 +38,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections import Counter, defaultdict
@@ -48,20 +49,13 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "dpo_pack"
 EQUIVALENT = "docs/dev/equivalent_mutants.txt"
 LEAST_RATE = 0.95
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "datasets",
-    "accelerate",
-    "peft",
-    "pytest",
-    "hypothesis",
-    "pyarrow.parquet",
-)
+LIBRARIES = ("torch", "transformers", "datasets", "accelerate", "peft", "hypothesis", "pyarrow.parquet")
 # CPU seconds that a mutant's tests take unchanged: those of the first run, of all runs, and of tests that do
 # not execute its line.
 FIRST_SECONDS, ALL_SECONDS, BLIND_SECONDS = 4.0, 40.0, 15.0
@@ -168,16 +162,10 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _OPERATORS:
         to, what = _OPERATORS[type(node.ops[0])]
         yield what, lambda n: n.ops.__setitem__(0, to())
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+    if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in _OPERATORS:
         to, what = _OPERATORS[type(node.op)]
-        if not (_is_text(node.left) or _is_text(node.right)):
+        if not (isinstance(node, ast.BinOp) and (_is_text(node.left) or _is_text(node.right))):
             yield what, lambda n: setattr(n, "op", to())
-    if isinstance(node, ast.BoolOp):
-        to, what = _OPERATORS[type(node.op)]
-        yield what, lambda n: setattr(n, "op", to())
-    if isinstance(node, ast.AugAssign) and type(node.op) in _OPERATORS:
-        to, what = _OPERATORS[type(node.op)]
-        yield what, lambda n: setattr(n, "op", to())
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         yield (
             "condition turned round",
@@ -320,6 +308,44 @@ class Watch:
         self._of_fixtures: Counter[tuple[str, str]] = Counter()
         self._fixtures: dict[str, list[tuple[str, str]]] = {}
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Generator[None, object, object]:
+        self.lines.take()
+        self._fixtures[item.nodeid] = [
+            (name, definition.baseid)
+            for name in item.fixturenames
+            for definition in item._fixtureinfo.name2fixturedefs.get(name, ())
+        ]
+        begun = sum(os.times()[:4])  # of CPU time, also of processes that ended: others may be busy
+        if self.traced:
+            threading.settrace(self.lines.trace)
+            sys.settrace(self.lines.trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)
+            seconds = sum(os.times()[:4]) - begun
+            self.tests[item.nodeid] = KnownTest(seconds, self.lines.take() | self._of_fixtures["", ""])
+            self._of_fixtures["", ""] = 0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: object) -> Generator[None, object, object]:
+        """What a fixture of several tests executes, all of them execute."""
+        if fixturedef.scope == "function":
+            return (yield)
+        before = self.lines.take()
+        try:
+            return (yield)
+        finally:
+            inside = self.lines.take()
+            self._of_fixtures[fixturedef.argname, fixturedef.baseid] |= inside
+            self._of_fixtures["", ""] |= before | inside  # for the test that runs
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
+
     def result(self) -> dict[str, Any]:
         for test, known in self.tests.items():
             for fixture in self._fixtures[test]:
@@ -331,54 +357,6 @@ class Watch:
             },
             "failed": sorted(self.failed),
         }
-
-
-def _watch_hooks() -> type[Watch]:
-    """Returns Watch with its hooks, for which pytest is imported."""
-    import threading
-
-    import pytest
-
-    class Watching(Watch):
-        @pytest.hookimpl(wrapper=True)
-        def pytest_runtest_protocol(self, item: Any) -> Generator[None, object, object]:
-            self.lines.take()
-            self._fixtures[item.nodeid] = [
-                (name, definition.baseid)
-                for name in item.fixturenames
-                for definition in item._fixtureinfo.name2fixturedefs.get(name, ())
-            ]
-            begun = sum(os.times()[:4])  # of CPU time, also of processes that ended: others may be busy
-            if self.traced:
-                threading.settrace(self.lines.trace)
-                sys.settrace(self.lines.trace)
-            try:
-                return (yield)
-            finally:
-                sys.settrace(None)
-                threading.settrace(None)
-                seconds = sum(os.times()[:4]) - begun
-                self.tests[item.nodeid] = KnownTest(seconds, self.lines.take() | self._of_fixtures["", ""])
-                self._of_fixtures["", ""] = 0
-
-        @pytest.hookimpl(wrapper=True)
-        def pytest_fixture_setup(self, fixturedef: Any, request: object) -> Generator[None, object, object]:
-            """What a fixture of several tests executes, all of them execute."""
-            if fixturedef.scope == "function":
-                return (yield)
-            before = self.lines.take()
-            try:
-                return (yield)
-            finally:
-                inside = self.lines.take()
-                self._of_fixtures[fixturedef.argname, fixturedef.baseid] |= inside
-                self._of_fixtures["", ""] |= before | inside  # for the test that runs
-
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            if report.failed:
-                self.failed.add(report.nodeid)
-
-    return Watching
 
 
 class Chosen:
@@ -455,18 +433,9 @@ def _child(job: Job, directory: str) -> None:
 
 
 def _pytest(tests: list[str], marks: str, directory: str, *plugins: object, stop: bool = False) -> int:
-    import pytest
-
     files = list(dict.fromkeys(test.split("::")[0] for test in tests))
-    options = [
-        *PYTEST,
-        "-m",
-        marks,
-        f"--rootdir={ROOT}",
-        f"--basetemp={directory}/pytest",
-        *(["-x"] if stop else []),
-    ]
-    return int(pytest.main([*options, *files], plugins=list(plugins)))
+    options = [*PYTEST, "-m", marks, f"--rootdir={ROOT}", f"--basetemp={directory}/pytest"]
+    return int(pytest.main([*options, *(["-x"] if stop else []), *files], plugins=list(plugins)))
 
 
 def _serve(mutant: Mutant) -> None:
@@ -553,7 +522,7 @@ class Tests:
             def watched(tests: list[str], traced: bool) -> Callable[[str], int]:
                 def work(directory: str) -> int:
                     self.lines.begin()
-                    watch = _watch_hooks()(self.lines, traced)
+                    watch = Watch(self.lines, traced)
                     plugins = [watch] if traced else [watch, Chosen(tests)]
                     _pytest(tests, self.marks, directory, *plugins)
                     result.write_text(json.dumps(watch.result()), encoding="utf-8")
@@ -685,9 +654,7 @@ def page(results: Results, left_out: int, command: str) -> str:
     total = sum(rooms.values(), Counter())
     survivors = [mutant for mutant, ending in results.endings.items() if ending == "survived"]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    versions = ", ".join(
-        f"{name} {version(name)}" for name in ("torch", "transformers", "pytest") if name in LIBRARIES
-    )
+    versions = ", ".join(f"{name} {version(name)}" for name in (*LIBRARIES[:2], "pytest"))
     kind = "test" if results.tests.marks == ALL else "quick test"
     lines = [
         "# Mutations",

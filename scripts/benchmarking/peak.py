@@ -1,4 +1,4 @@
-"""What matrix products alone reach on this machine, the denominator of MFU, and what copying reaches."""
+"""What matrix products alone reach on this machine: the denominator of MFU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor
 
 SECONDS = {"cpu": 2.0, "cuda": 1.0}
 SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-COPIED_BYTES = {"cpu": 2**27, "cuda": 2**30}  # more than caches hold
-COPIES = 20
 
 
 def matrix_product_peak(device: str, dtype: str) -> dict[str, float]:
@@ -24,20 +22,6 @@ def matrix_product_peak(device: str, dtype: str) -> dict[str, float]:
     ]
     fastest = max(rates, key=max)
     return {"best": max(fastest), "median": statistics.median(fastest)}
-
-
-def copy_peak(device: str) -> float:
-    """Bytes a second that copying a large tensor reads and writes, the best of COPIES."""
-    source = torch.zeros(COPIED_BYTES[device], dtype=torch.uint8, device=device)
-    target = source.clone()
-    seconds = []
-    for _ in range(COPIES):
-        _wait(device)
-        started = time.perf_counter()
-        target.copy_(source)
-        _wait(device)
-        seconds.append(time.perf_counter() - started)
-    return 2.0 * COPIED_BYTES[device] / min(seconds)
 
 
 def _products(device: str) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:

@@ -102,10 +102,8 @@ def measure_peak(device: str, dtype: str) -> dict[str, float]:
     return next(_run({"kind": "peak", "device": device, "dtype": dtype}, device))
 
 
-def profile(
-    contender: Contender, setting: Setting, *, stop_at: float = float("inf")
-) -> dict[str, dict[str, float]]:
-    """A few steps by kind of operation, see profiling.py; empty where the profiler failed."""
+def profile(contender: Contender, setting: Setting, *, stop_at: float = float("inf")) -> dict[str, Any]:
+    """A few steps by operator, see profiling.py; empty where the profiler failed."""
     job = {"kind": "profile", "contenders": [asdict(contender)], "setting": asdict(setting)}
     limit = seconds_until(stop_at)
     try:
@@ -185,9 +183,9 @@ def _run(
 def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
     """What this process was started for, its results one by one."""
     if job["kind"] == "peak":
-        from benchmarking.peak import copy_peak, matrix_product_peak
+        from benchmarking.peak import matrix_product_peak
 
-        yield {**matrix_product_peak(job["device"], job["dtype"]), "copied": copy_peak(job["device"])}
+        yield matrix_product_peak(job["device"], job["dtype"])
         return
     if job["kind"] == "model":
         from benchmarking.shapes import save_model as save

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarking.contenders import SERIES_LEARNING_RATES, Measurement
-from benchmarking.kinds import PRODUCTIVE_KINDS
 from benchmarking.results import hardware
 from benchmarking.work import Work
 
@@ -36,10 +35,9 @@ class Profile:
     """Some training steps of ours under torch's profiler."""
 
     num_steps: int
-    seconds: dict[str, float]  # by kind of operation; together the wall time
-    least: dict[str, float]  # what they take at the least; empty where their bytes could not be counted
-    flops: float  # of their pairs, prompts once
-    bytes_a_second: float  # of copying
+    seconds: float  # of all of them
+    flops: dict[str, float]  # of their pairs, prompts once, by part of the model
+    table: str  # torch's, by operator and kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,39 +340,24 @@ def _phases(report: Report) -> str:
 
 
 def _profile(report: Report) -> str:
-    """Measured times beside the roofline."""
+    """The profiled steps beside the least time of their products, and what torch's profiler says of them."""
     profile = report.profile
     assert profile is not None
-    total = sum(profile.seconds.values())
-    productive = sum(profile.seconds[kind] for kind in PRODUCTIVE_KINDS) / total
 
-    def row(kind: str, seconds: float, least: float | None) -> str:
-        beside = " | " if not least else f"{_ms(least, profile)} | {seconds / least:.2f}"
-        return f"| {kind} | {_ms(seconds, profile)} | {seconds / total:.1%} | {beside} |"
+    def ms(seconds: float) -> str:
+        milliseconds = 1e3 * seconds / profile.num_steps
+        return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
-    lines = [
-        f"Steps of dpo-pack by kind of operation, mean of {profile.num_steps}, under torch's profiler, which "
-        f"slows them down: {productive:.0%} of the time is inside matrix products and attention. MFU of "
-        f"these steps: {profile.flops / total / report.peak_flops:.1%}.\n",
-        "| | ms a step | of the time | roofline, ms | measured / roofline |",
-        "|---|---|---|---|---|",
-        *(row(kind, seconds, profile.least.get(kind)) for kind, seconds in profile.seconds.items()),
-        row("together", total, sum(profile.least.values())),
-        "",
-        "The roofline is an estimate of the least time. Products run at the measured peak. Attention "
-        "reaches half of the peak forward and 0.4 of it backward (a model of an H100). The other kinds read "
-        "and write their bytes, counted in one more step, at the "
-        f"{profile.bytes_a_second / 1e9:,.0f} GB/s that copying reaches here. Data in a cache counts as read "
-        "from memory, so a ratio can be below 1. Not counted: recomputed products (a GPU computes the head's "
-        "logits twice), launches and Python.",
-    ]
-    return "\n".join([*lines, ""])
-
-
-def _ms(seconds: float, profile: Profile) -> str:
-    """Of a step."""
-    milliseconds = 1e3 * seconds / profile.num_steps
-    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
+    least = {part: flops / report.peak_flops for part, flops in profile.flops.items()}
+    together = sum(least.values())
+    parts = ", ".join(f"{part} {ms(seconds)}" for part, seconds in least.items())
+    return (
+        f"Steps of dpo-pack under torch's profiler, which slows them down, mean of {profile.num_steps}: "
+        f"{ms(profile.seconds)} ms. At the measured peak, their products and attention would take "
+        f"{ms(together)} ms ({parts}), so these steps have an MFU of {together / profile.seconds:.1%}. The "
+        f"{profile.num_steps} steps together by operator, and on a GPU by kernel:\n\n"
+        f"```text\n{profile.table.strip()}\n```\n"
+    )
 
 
 def _sweep(report: Report) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
 from dpo_pack.packing.lengths import PairLengths
@@ -37,3 +37,14 @@ def work_of(shape: ModelShape, lengths: PairLengths, *, lora: bool) -> Work:
         training_flops=float(forward.mean()) * passes,
         reference_flops=float(forward.mean()),
     )
+
+
+def forward_parts(shape: ModelShape, lengths: PairLengths) -> dict[str, float]:
+    """FLOPs of one forward pass over all of these packed pairs, by where they are spent."""
+    none = replace(shape, token_weights=0.0, head_weights=0, last_block_weights=0.0, state_products=0.0)
+
+    def flops(of: ModelShape) -> float:
+        return float(pair_flops(of, lengths, share_prompt=True, passes=1.0).sum())
+
+    head, attention = flops(replace(none, head_weights=shape.head_weights, attention=())), flops(none)
+    return {"layers": flops(shape) - head - attention, "head": head, "attention": attention}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from benchmark import Plan, run_plan
-from benchmarking import peak, process, run_dpo_pack, workloads
+from benchmarking import peak, process, run_dpo_pack
 from benchmarking.contenders import (
     LEARNING_RATE,
     MALLOCS,
@@ -25,31 +23,16 @@ from benchmarking.contenders import (
     Measurement,
     Setting,
     ablations,
-    changed,
     ours,
     trl,
-    trl_references,
-    trl_sweep,
     trl_variants,
 )
-from benchmarking.kinds import (
-    ATTENTION,
-    HEAD_PRODUCTS,
-    HEAD_STATISTICS,
-    KINDS,
-    MATRIX_PRODUCTS,
-    OPTIMIZER,
-    OTHER_OPERATORS,
-    OUTSIDE,
-    kind_of,
-)
 from benchmarking.memory import peak_memory_bytes
-from benchmarking.profiling import MarksBytes, bytes_of_kinds, profile_steps
-from benchmarking.projection import num_weights, roofline
+from benchmarking.profiling import profile_steps
 from benchmarking.report import NOT_COMPARABLE, NOT_WHOLE, PADDED, TRL_BEST, Profile, Report, markdown
-from benchmarking.results import TOLERANCES, Results, hardware, largest_differences, other_work
+from benchmarking.results import TOLERANCES, Results, largest_differences, other_work
 from benchmarking.shapes import SHAPES, flops_shape, save_model
-from benchmarking.work import Work, work_of
+from benchmarking.work import Work, forward_parts
 from benchmarking.workloads import (
     EOS_ID,
     FIRST_ORDINARY_ID,
@@ -61,7 +44,7 @@ from benchmarking.workloads import (
     synthetic_token_ids,
 )
 
-from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
+from dpo_pack.packing.flops import AttentionKind, ModelShape
 from dpo_pack.packing.lengths import PairLengths
 
 
@@ -96,18 +79,6 @@ def workload_of(setting: Setting) -> Workload:
 # ---- Workloads
 
 
-@pytest.mark.parametrize("name", MIXES)
-def test_lengths_have_the_mix_s_medians_and_limit(name: str) -> None:
-    mix = MIXES[name]
-    lengths = mix.draw(20_000, seed=0)
-    assert int((lengths.prompt + np.maximum(lengths.chosen, lengths.rejected)).max()) <= mix.max_length
-    # Pairs above the limit are drawn again, which lowers the medians by up to a tenth or so.
-    assert 0.8 < np.median(lengths.prompt) / mix.median_prompt < 1.02
-    assert 0.8 < np.median(lengths.chosen) / mix.median_completion < 1.02
-    logarithms = np.log(np.stack([lengths.chosen, lengths.rejected]))
-    assert 0.15 < np.corrcoef(logarithms)[0, 1] < 0.35
-
-
 def test_synthetic_pairs_have_their_lengths_and_end_with_eos() -> None:
     lengths = MIXES["hh-like"].draw(5, seed=3)
     pairs = list(synthetic_token_ids(lengths, 100, seed=3))
@@ -117,23 +88,6 @@ def test_synthetic_pairs_have_their_lengths_and_end_with_eos() -> None:
         assert chosen[-1] == rejected[-1] == EOS_ID
         assert all(FIRST_ORDINARY_ID <= token < 100 for token in [*prompt, *chosen[:-1], *rejected[:-1]])
     assert digest_of(pairs) == digest_of(synthetic_token_ids(lengths, 100, seed=3))
-
-
-def test_the_digest_tells_order_and_boundaries_apart() -> None:
-    pairs = [([1, 2], [3], [4]), ([5], [6], [7])]
-    digests = {digest_of(pairs), digest_of(pairs[::-1]), digest_of([([1], [2, 3], [4]), pairs[1]])}
-    assert len(digests) == 3
-
-
-def test_a_workload_is_made_once_and_anew_for_another_request(tmp_path: Path) -> None:
-    def made(num_pairs: int) -> Workload:
-        return make_workload("tulu3", tmp_path / "w", num_pairs=num_pairs, vocabulary=50, hh_pairs=None)
-
-    first = made(4)
-    begun = first.pairs.stat().st_mtime_ns
-    assert made(4) == first and first.pairs.stat().st_mtime_ns == begun
-    other = made(5)
-    assert other.num_pairs == 5 and other.digest != first.digest and len(other.rows(9)) == 5
 
 
 def test_lengths_of_a_workload_count_what_both_completions_begin_with(tmp_path: Path) -> None:
@@ -162,15 +116,6 @@ def test_hh_rows_are_tokenised_and_too_few_are_refused(tmp_path: Path) -> None:
 # ---- Contenders and measurements
 
 
-def test_the_sweep_tries_every_setting_once_under_its_own_name() -> None:
-    sweep = list(trl_sweep([1, 4], reference_batch=2, gradient_checkpointing=False))
-    assert len({contender.name for contender in sweep}) == len(sweep) == 6
-    assert not any(contender.grouped and contender.microbatch_pairs == 1 for contender in sweep)
-    assert sweep[-1].name == ("TRL, micro-batch 4, precomputed reference, in batches of 2, grouped by length")
-    alone = list(trl_references([1, 8]))
-    assert [one.reference_batch for one in alone] == [1, 8] and all(one.reference_only for one in alone)
-
-
 def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpo_pack.model.attention.flash.flash_attn_obstacle", lambda: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -181,31 +126,6 @@ def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyP
         trl(4, precompute=True, attention="flash_attention_2"),
     ]
     assert list(trl_variants([best], out_of_memory, device="cuda", compiled=False)) == expected
-
-
-def test_flash_attention_is_not_tried_with_a_package_that_only_has_its_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)  # as the wheel flash-attn-4 installs it
-    monkeypatch.syspath_prepend(tmp_path)
-    found = trl_variants([trl(4)], [], device="cuda", compiled=False)
-    assert not any(one.attention == "flash_attention_2" for one in found)
-
-
-def test_eager_attention_compiling_and_malloc_are_open_to_trl_on_a_cpu() -> None:
-    fastest = [trl(1), trl(2, grouped=True)]
-    found = list(trl_variants(fastest, [], device="cpu", compiled=True))
-    for contender in fastest:
-        assert changed(contender, attention="eager") in found and changed(contender, compiled=True) in found
-        tried = [one for one in found if one.malloc and one.microbatch_pairs == contender.microbatch_pairs]
-        assert [one.malloc for one in tried] == [name for name in MALLOCS if name]
-        assert all(one.environment and one.malloc in one.name for one in tried)
-    assert len({one.name for one in found}) == len(found)
-
-
-def test_a_contender_survives_json() -> None:
-    contender = ours(4096, "packing.share_prompt=false", name="x")
-    assert Contender.from_json(json.loads(json.dumps(asdict(contender)))) == contender
 
 
 def test_time_a_pair_has_the_reference_in_it_and_warm_up_steps_are_left_out() -> None:
@@ -221,27 +141,22 @@ def test_a_step_of_long_pairs_that_is_not_timed_counts_by_its_tokens() -> None:
     assert grouped.train_seconds(warmup_steps=1) == pytest.approx(4.0 * 100 / 40)
 
 
-def test_running_out_of_memory_is_recorded(
-    monkeypatch: pytest.MonkeyPatch, tiny: Setting, tmp_path: Path
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), process.OUT_OF_MEMORY),
+        (NotImplementedError("no kernel\nfor this"), "NotImplementedError: no kernel"),
+    ],
+)
+def test_what_cannot_run_here_is_recorded(
+    error: Exception, failure: str, monkeypatch: pytest.MonkeyPatch, tiny: Setting, tmp_path: Path
 ) -> None:
     def fails(*_: Any) -> Measurement:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(run_dpo_pack, "run_dpo_pack", fails)
     measurement = process._measure_here(ours(64), tiny, tmp_path, None)
-    assert measurement.failure == process.OUT_OF_MEMORY and measurement.contender == "dpo-pack"
-
-
-def test_what_cannot_run_here_is_recorded_and_costs_the_others_nothing(
-    monkeypatch: pytest.MonkeyPatch, tiny: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: Any) -> Measurement:
-        raise NotImplementedError("no kernel\nfor this")
-
-    monkeypatch.setattr(run_dpo_pack, "run_dpo_pack", fails)
-    measurement = process._measure_here(ours(64), tiny, tmp_path, None)
-    assert measurement.failure == "NotImplementedError: no kernel"
-    assert "Traceback" in capsys.readouterr().err
+    assert measurement.failure == failure and measurement.contender == "dpo-pack"
 
 
 def test_what_compiles_without_end_is_ended_and_costs_the_others_nothing(tiny: Setting) -> None:
@@ -282,18 +197,6 @@ def test_after_a_failure_the_others_have_a_new_process(
     assert [run.contender for run in runs] == names
     died = "its process died of SIGSEGV"
     assert [run.failure for run in runs] == [None, "CUDA error", None, None, died, None]
-
-
-@pytest.mark.parametrize(("failure", "others"), [("CUDA error", 0), (process.OUT_OF_MEMORY, 1), (None, 1)])
-def test_a_process_ends_after_a_failure_that_may_have_spoilt_it(
-    failure: str | None, others: int, tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        process, "_measure_here", lambda one, *_: Measurement(contender=one.name, failure=failure)
-    )
-    job = {"kind": "measure", "setting": asdict(tiny), "spawned_at": 0.0}
-    job["contenders"] = [asdict(ours(64)), asdict(ours(128))]
-    assert len(list(process._do(job, tmp_path))) == 1 + others
 
 
 @pytest.mark.parametrize(("signal", "told"), [("KILL", process.OUT_OF_MEMORY), ("SEGV", "died of SIGSEGV")])
@@ -338,91 +241,12 @@ def test_our_side_trains_on_the_workload_s_ids(tiny: Setting, tmp_path: Path) ->
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_padding_counts_as_computed(tiny: Setting, tmp_path: Path) -> None:
-    padded = list(ablations(8192))[1]
-    run = run_dpo_pack.run_dpo_pack(padded, tiny, tmp_path, spawned_at=None)
-    assert run.startup_seconds is None
-    assert run.computed_tokens > int(workload_of(tiny).lengths().row_tokens(share_prompt=False).sum())
-
-
 @pytest.mark.slow
-def test_profiled_time_falls_into_the_kinds_that_a_step_has(tiny: Setting, tmp_path: Path) -> None:
+def test_steps_are_profiled_after_the_first(tiny: Setting, tmp_path: Path) -> None:
     found = profile_steps(ours(1024), tiny, tmp_path)
-    seconds = found["seconds"]
-    assert list(seconds) == list(found["bytes"]) == list(KINDS) and found["steps"] == {
-        "first": 1,
-        "counted": 3,
-    }
-    assert seconds[MATRIX_PRODUCTS] > seconds[OPTIMIZER] / 10  # not only the odd one of them
-    absent = [kind for kind, value in seconds.items() if value <= 0]
-    assert not absent, f"no operator was told to be of {absent}: were functions renamed?"
-    # AdamW moves 32 bytes a weight, and clipping reads and writes its gradient.
-    of_a_weight = found["bytes"][OPTIMIZER] / num_weights("tiny")
-    assert 32 < of_a_weight < 64
-    assert min(found["bytes"][HEAD_STATISTICS], found["bytes"][OTHER_OPERATORS]) > 0
-
-
-def test_bytes_are_counted_by_kind_without_views_allocations_and_what_a_gather_leaves() -> None:
-    table, ids = torch.zeros(1000, 8, requires_grad=True), torch.tensor([3, 5])
-    optimizer = torch.optim.AdamW([table], fused=True)
-    table.grad = torch.zeros_like(table)
-
-    def counted(function: Callable[[], Any]) -> dict[str, float]:
-        with (
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
-            MarksBytes(),
-        ):
-            function()
-        return {kind: value for kind, value in bytes_of_kinds(profiler.events()).items() if value}
-
-    few = torch.zeros(1000)
-    assert counted(lambda: few.view(10, 100) + 1.0) == {OTHER_OPERATORS: 8000}
-    assert counted(lambda: few.mul_(2.0)) == {OTHER_OPERATORS: 8000}
-    assert counted(lambda: torch.empty_like(few).copy_(few)) == {OTHER_OPERATORS: 8000}
-    read_and_written = 2 * 2 * 8 * 4
-    assert counted(lambda: torch.nn.functional.embedding(ids, table)) == {OTHER_OPERATORS: read_and_written}
-    optimizer.step()
-    found = counted(optimizer.step)  # weight, gradient and two moments; its schema says it writes them all
-    assert found == {OPTIMIZER: pytest.approx(8 * 8000 * 4, rel=0.01)}
-
-
-def test_the_roofline_is_flops_over_the_peak_and_bytes_over_the_bandwidth() -> None:
-    lengths = PairLengths(
-        prompt=np.array([10]), chosen=np.array([4]), rejected=np.array([6]), shared=np.array([10])
-    )
-    shape = ModelShape(
-        token_weights=1000.0,
-        head_weights=500,
-        attention=(AttentionKind(num_layers=1, width=10, window=None),),
-    )
-    moved = {HEAD_STATISTICS: 8.0, OTHER_OPERATORS: 16.0, OPTIMIZER: 4.0}
-    found = roofline(shape, lengths, moved, peak_flops=100.0, bytes_a_second=4.0, lora=False)
-    area = 14 * 15 / 2 + 16 * 17 / 2 - 10 * 11 / 2
-    assert found == {
-        MATRIX_PRODUCTS: pytest.approx(3 * 2 * 1000 * 20 / 100),
-        HEAD_PRODUCTS: pytest.approx(3 * 2 * 500 * 10 / 100),
-        ATTENTION: pytest.approx(2 * 10 * area / 100 * (1 / 0.5 + 2 / 0.4)),
-        HEAD_STATISTICS: 2.0,
-        OTHER_OPERATORS: 4.0,
-        OPTIMIZER: 1.0,
-    }
-    adapters = roofline(shape, lengths, moved, peak_flops=100.0, bytes_a_second=4.0, lora=True)
-    assert adapters[MATRIX_PRODUCTS] == pytest.approx(found[MATRIX_PRODUCTS] * 2 / 3)
-    assert adapters[ATTENTION] == found[ATTENTION]
-
-
-def test_operators_are_told_by_what_called_them() -> None:
-    backward = "autograd::engine::evaluate_function: _ChunkedLogpsBackward"
-    assert kind_of(["aten::mm", "aten::linear"]) == MATRIX_PRODUCTS
-    assert kind_of(["mkldnn::_linear_pointwise", "_Linear"]) == MATRIX_PRODUCTS
-    assert kind_of(["aten::mm", "_ChunkedLogps"]) == HEAD_PRODUCTS
-    assert kind_of(["aten::addmm_", "_ChunkedLogpsBackward", backward]) == HEAD_PRODUCTS
-    assert kind_of(["aten::exp", "_ChunkedLogpsBackward", backward]) == HEAD_STATISTICS
-    assert kind_of(["_CpuSegments"]) == ATTENTION
-    assert kind_of(["aten::copy_", "aten::scaled_dot_product_attention"]) == ATTENTION
-    assert kind_of(["aten::_fused_adamw_", "Optimizer.step#AdamW.step"]) == OPTIMIZER
-    assert kind_of(["aten::mul", "MulBackward0"]) == OTHER_OPERATORS
-    assert kind_of(["ProfilerStep"]) == OUTSIDE
+    assert (found["first"], found["end"]) == (1, 4) and found["seconds"] > 0
+    (head,) = (line for line in found["table"].splitlines() if line.split()[:1] == ["_ChunkedLogps"])
+    assert head.split()[-1] == "3"  # calls: one row a step
 
 
 def test_memory_and_the_peak_of_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,21 +255,33 @@ def test_memory_and_the_peak_of_products_are_measured(monkeypatch: pytest.Monkey
     assert peak_memory_bytes("cpu") > 100 * 2**20
     rates = peak.matrix_product_peak("cpu", "float32")
     assert rates["best"] >= rates["median"] > 1e9
-    monkeypatch.setitem(peak.COPIED_BYTES, "cpu", 2**22)
-    assert peak.copy_peak("cpu") > 1e8
 
 
 # ---- Work, agreement, results
 
 
-def test_the_work_is_that_of_shared_prompts_for_everyone() -> None:
-    shape, lengths = flops_shape("tiny"), MIXES["hh-like"].draw(16, seed=0)
-    work = work_of(shape, lengths, lora=False)
-    assert work.flops == pytest.approx(
-        float(pair_flops(shape, lengths, share_prompt=True, passes=4.0).mean())
+def test_parts_of_a_forward_pass_add_up_to_its_flops() -> None:
+    lengths = PairLengths(
+        prompt=np.array([10]), chosen=np.array([4]), rejected=np.array([6]), shared=np.array([10])
     )
-    assert work.unshared_tokens - work.shared_tokens == pytest.approx(float(lengths.prompt.mean()))
-    assert work_of(shape, lengths, lora=True).flops == pytest.approx(work.flops * 3 / 4)
+    attention = (AttentionKind(num_layers=1, width=10, window=None),)
+    shape = ModelShape(token_weights=1000.0, head_weights=500, attention=attention, last_block_weights=100.0)
+    area = 14 * 15 / 2 + 16 * 17 / 2 - 10 * 11 / 2
+    unread = 9  # the prompt's last token predicts a token of both completions
+    assert forward_parts(shape, lengths) == {
+        "layers": 2 * 1000 * 20 - 2 * 100 * (unread + 2),
+        "head": 2 * 500 * 10,
+        "attention": 2 * 10 * area,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("7m", 7.3), ("qwen3_5-7m", 7.5), ("lfm2-7m", 7.3), ("0.5b", 494), ("8b", 8030)]
+)
+def test_shapes_have_the_weights_that_their_names_say(name: str, millions: float) -> None:
+    shape, is_tied = flops_shape(name), SHAPES[name].get("tie_word_embeddings", False)
+    weights = shape.token_weights + shape.head_weights * (1 if is_tied else 2)
+    assert weights / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 def steps(losses: Sequence[float], *, norm: float = 1.0, logp: float = -50.0) -> Measurement:
@@ -472,12 +308,6 @@ def test_the_same_work_is_told_from_other_work() -> None:
         assert line.startswith(f"x does not do the same work: {name} differs by")
     lost = largest_differences(base, steps([0.69, float("nan")]))
     assert "loss differs by nan" in other_work(lost, fp32, who="x")[0]
-
-
-def test_adapters_that_begin_otherwise_are_compared_at_the_first_step_only() -> None:
-    base, other = steps([0.69, 0.68]), steps([0.69, 0.5])
-    other.chosen_logps[1] = -40.0
-    assert largest_differences(base, other, first_step_only=True) == {"logps": 0.0}
 
 
 def test_results_go_on_where_they_were_and_only_for_the_same_setting(tmp_path: Path) -> None:
@@ -509,18 +339,20 @@ def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
     return Plan(**{**fields, **changes})
 
 
-def test_counts_that_do_not_fit_are_refused(tiny: Setting, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--num-pairs, --sweep-pairs: 9 is no multiple of 2"):
-        plan_of(tiny, tmp_path, sweep_pairs=9)
-    with pytest.raises(SystemExit, match="--microbatches: 3 does not divide 2"):
-        plan_of(tiny, tmp_path, microbatches=[3])
-
-
-def test_runs_that_settings_are_ranked_by_have_four_timed_steps(tiny: Setting, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="3 timed steps are too few to rank by; at least 10 pairs make 4"):
-        plan_of(replace(tiny, warmup_steps=1), tmp_path)
-    with pytest.raises(SystemExit, match="3 timed steps are too few"):
-        plan_of(tiny, tmp_path, sweep_pairs=6)
+@pytest.mark.parametrize(
+    ("warmup_steps", "changes", "told"),
+    [
+        (0, {"sweep_pairs": 9}, "--sweep-pairs: 9 is no multiple of 2"),
+        (0, {"microbatches": [3]}, "--microbatches: 3 does not divide 2"),
+        (0, {"sweep_pairs": 6}, "3 timed steps are too few"),
+        (1, {}, "3 timed steps are too few to rank by; at least 10 pairs make 4"),
+    ],
+)
+def test_counts_that_do_not_fit_are_refused(
+    warmup_steps: int, changes: dict[str, Any], told: str, tiny: Setting, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=told):
+        plan_of(replace(tiny, warmup_steps=warmup_steps), tmp_path, **changes)
 
 
 def test_another_prediction_or_count_is_another_benchmark(tiny: Setting, tmp_path: Path) -> None:
@@ -533,39 +365,13 @@ def test_another_prediction_or_count_is_another_benchmark(tiny: Setting, tmp_pat
             Results.open(tmp_path / "kept.json", benchmark._identity(replace(plan, **changes), "tiny"))
 
 
-def test_when_time_is_up_what_was_measured_is_kept_and_nothing_else_is_begun(
-    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[bool] = []
-
-    def measure(contenders: Sequence[Contender], *_: Any, **__: Any) -> Iterator[Measurement]:
-        try:
-            for contender in contenders:
-                plan.results.content["time"] -= 1
-                yield Measurement(contender=contender.name, pairs=8, step_seconds=[1.0])
-        finally:
-            ended.append(True)
-
-    plan = plan_of(tiny, tmp_path, stop_at=-1.5)
-    plan.results.content["time"] = 0
-    monkeypatch.setattr(benchmark, "measure", measure)
-    monkeypatch.setattr("time.monotonic", lambda: -plan.results.content["time"] - 3)
-    with pytest.raises(SystemExit, match="--minutes: time is up; the same command goes on"):
-        benchmark._measure_missing(plan, {"a": trl(1), "b": trl(2), "c": trl(4)}, tiny)
-    assert ended and list(plan.results.content["entries"]) == ["a", "b"]
-
-
 class StandIns:
     """In place of measuring: each contender takes a second a pair, and time is up where `stops_at` says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stops_at: str = "nothing") -> None:
         self.stops_at = stops_at
-        profile = {
-            "seconds": dict.fromkeys(KINDS, 1.0),
-            "bytes": dict.fromkeys(KINDS, 1e9),
-            "steps": {"first": 1, "counted": 3},
-        }
-        monkeypatch.setattr(benchmark, "measure_peak", lambda *_: {"best": 1e11, "copied": 1e10})
+        profile = {"first": 1, "end": 3, "seconds": 1.0, "table": "aten::mm"}
+        monkeypatch.setattr(benchmark, "measure_peak", lambda *_: {"best": 1e11})
         monkeypatch.setattr(benchmark, "measure", self.measure)
         monkeypatch.setattr(benchmark, "profile", lambda *_, **__: profile)
 
@@ -594,7 +400,7 @@ def test_with_little_time_ours_and_its_profile_come_first_and_each_result_is_on_
     assert (
         f"{NOT_WHOLE} Missing:\n\n- dpo-pack, model.compile=true, turn 1\n- the profile\n- TRL\n" in pages[0]
     )
-    assert "roofline" not in pages[1] and "roofline" in pages[2]
+    assert "aten::mm" not in pages[1] and "aten::mm" in pages[2]
     assert not report.missing and NOT_WHOLE not in pages[-1]
     assert all("dpo-pack was measured before TRL's sweep" in page for page in pages)
 
@@ -614,35 +420,6 @@ def test_when_little_time_is_up_the_page_says_what_is_missing(
     stand_ins.stops_at = "nothing"  # the same command goes on
     again = run_plan(plan, "tiny", with_profile=True)
     assert not again.missing and len(again.finalists) == 2
-
-
-def test_each_part_of_little_time_has_half_of_what_is_left(tiny: Setting, tmp_path: Path) -> None:
-    plan = plan_of(tiny, tmp_path, stop_at=time.monotonic() + 100)
-    assert 49 < benchmark._half(plan).stop_at - time.monotonic() < 50
-    assert benchmark._half(plan_of(tiny, tmp_path)).stop_at == float("inf")
-
-
-def test_the_page_says_where_hh_s_rows_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        {"chosen": f"\n\nHuman: hi\n\nAssistant: {n}", "rejected": "\n\nHuman: hi\n\nAssistant: no"}
-        for n in range(2)
-    ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    path = tmp_path / "hh.jsonl.gz"
-    path.write_bytes(gzip.compress(text.encode()))
-
-    def origin(name: str) -> str:
-        return make_workload("hh", tmp_path / name, num_pairs=2, vocabulary=8192, hh_pairs=path).origin
-
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    assert f"hh.jsonl.gz; its text has the sha256 {digest[:16]}" in origin("other")
-    monkeypatch.setattr(workloads, "HH_TEST_SHA256", digest)
-    assert "Anthropic/hh-rlhf" in origin("known") and "harmless-base, test split" in origin("known")
-
-
-def test_hh_is_refused_for_a_model_with_fewer_tokens(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--model: tiny has fewer tokens than HH's ids"):
-        benchmark.main(tmp_path / "out", workload="hh", pairs=tmp_path / "hh.jsonl", model="tiny")
 
 
 # ---- The page
@@ -703,10 +480,7 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
         finalists=[slower, grouped, trl_name],
         differences={slower: {"loss": 1e-6}, trl_name: {"loss": 1e-6}},
         disagreements=[],
-        profile=Profile(
-            num_steps=2, seconds=dict.fromkeys(KINDS, 1.0), least={MATRIX_PRODUCTS: 0.5, OPTIMIZER: 2.0},
-            flops=1.4e11, bytes_a_second=1e10,
-        ),
+        profile=Profile(num_steps=2, seconds=7.0, flops={"layers": 1e11, "head": 4e10}, table="aten::mm 3"),
         missing=[],
         is_quick=False,
     )  # fmt: skip
@@ -719,11 +493,8 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
     assert report.best_trl == trl_name  # by the median of the turns, neither the best turn nor the sweep
     assert f"- {grouped}: not compared" in text and f"- {trl_name}: not compared" not in text
     assert "loss, nats: 1.0e-06" in text and "- TRL, micro-batch 8: out of memory" in text
-    assert "43% of the time is inside matrix products and attention" in text  # 3 of 7 kinds
-    assert "MFU of these steps: 20.0%" in text  # 140 GFLOPs in 7 s
-    assert f"| {MATRIX_PRODUCTS} | 500 | 14.3% | 250 | 2.00 |" in text
-    assert f"| {OPTIMIZER} | 500 | 14.3% | 1,000 | 0.50 |" in text
-    assert f"| {OUTSIDE} | 500 | 14.3% |  |  |\n| together | 3,500 | 100.0% | 1,250 | 2.80 |" in text
+    assert "mean of 2: 3,500 ms." in text and "```text\naten::mm 3\n```" in text
+    assert "would take 700 ms (layers 500, head 200), so these steps have an MFU of 20.0%" in text
     assert "reference 21.4%; forward 19.6%; backward 39.3%" in text  # of 14 seconds
     assert "- dpo-pack: 16.00, 32.00, 8.00\n" in text  # every turn, in its order
     assert "> Ours: 5x.\n> TRL: slower." in text
@@ -845,15 +616,3 @@ def test_trl_pads_hybrids_on_the_right_and_so_does_the_same_work(
     assert peer.computed_tokens > sum(peer.step_tokens)  # it has padded
     for other in (padded, peer):
         assert other_work(largest_differences(base, other), TOLERANCES["fp32"], who=other.contender) == []
-
-
-@pytest.mark.parametrize(
-    ("devices", "told"),
-    [
-        (["Some CPU, 2 threads"], "Some CPU, 2 threads"),
-        (["Some GPU", "Some GPU"], "Some CPU, Some GPU, Some GPU"),
-    ],
-)
-def test_a_page_names_the_processor_once(devices: list[str], told: str) -> None:
-    machine = {"processor": "Some CPU", "devices": [{"name": name} for name in devices]}
-    assert hardware(machine) == told

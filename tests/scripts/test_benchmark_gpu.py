@@ -133,12 +133,6 @@ def test_tests_that_fail_are_kept_and_told_and_not_run_again(gpu: Gpu, status: i
     assert found == 1 and told in said and not any("-m pytest" in call for call in gpu.calls)
 
 
-def test_tests_that_end_otherwise_are_run_again(gpu: Gpu) -> None:
-    gpu.run(fails="test_on_cuda", device="cuda")
-    status, _ = gpu.run(device="cuda")
-    assert status == 0 and sum("-m pytest" in call for call in gpu.calls) == 1
-
-
 @pytest.mark.parametrize("mark", [NOT_COMPARABLE, NOT_WHOLE])
 def test_a_page_that_is_not_whole_or_not_comparable_is_measured_again(gpu: Gpu, mark: str) -> None:
     (gpu.directory / "page").write_text(f"a page\n\n{mark}\n")

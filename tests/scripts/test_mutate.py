@@ -55,7 +55,7 @@ START = """
 import sys
 from pathlib import Path
 import mutate
-mutate.ROOT, mutate.PACKAGE, mutate.LIBRARIES = Path(sys.argv[1]), "planted", ("pytest",)
+mutate.ROOT, mutate.PACKAGE, mutate.LIBRARIES = Path(sys.argv[1]), "planted", ()
 del sys.argv[1]
 sys.exit(mutate.main())
 """
@@ -76,21 +76,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mutated(root: Path) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-c",
-        START,
-        str(root),
-        "--per-module",
-        "99",
-        "--jobs",
-        "2",
-        "--report",
-        "page.md",
-    ]
+    options = ["--per-module", "99", "--jobs", "2", "--report", "page.md"]
     scripts = Path(mutate.__file__).parent
     return subprocess.run(
-        command,
+        [sys.executable, "-c", START, str(root), *options],
         cwd=scripts,
         env={"PYTHONPATH": str(scripts), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import make_quickstart
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 from support import whole_runs
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dpo_pack.data.formats import FORMATS
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.trainer import train
 
@@ -31,16 +26,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def make_quickstart() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_quickstart", SCRIPTS / "make_quickstart.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def root(make_quickstart: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory like runs/quickstart, with assets/."""
     directory = tmp_path_factory.mktemp("quickstart")
     make_quickstart.make_quickstart(directory / "assets")
@@ -53,11 +39,6 @@ def rows(root: Path) -> Rows:
         name: [json.loads(line) for line in (root / "assets" / f"{name}.jsonl").read_text().splitlines()]
         for name in FILES
     }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(root: Path) -> Any:
-    return AutoTokenizer.from_pretrained(root / "assets" / "model")
 
 
 def question(row: dict[str, Any]) -> str:
@@ -84,23 +65,7 @@ def test_the_same_bytes_are_made_every_time(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_are_conversational_pairs_of_both_kinds(rows: Rows) -> None:
-    assert {name: Counter(row["kind"] for row in rows[name]) for name in FILES} == {
-        "train": {"tone": 2000, "topic": 2000},
-        "heldout_tone": {"tone": 150},
-        "heldout_topic": {"topic": 150},
-    }
-    for row in sum(rows.values(), []):
-        pair = FORMATS["conversational"].pair(row)
-        assert pair.chosen != pair.rejected
-        assert [message["role"] for message in row["chosen"] + row["rejected"]] == ["assistant"] * 2
-        assert row["prompt"][-1]["role"] == "user"
-
-
-@pytest.mark.slow
-def test_chosen_answers_the_question_and_rejected_does_so_only_in_tone_pairs(
-    make_quickstart: ModuleType, rows: Rows
-) -> None:
+def test_chosen_answers_the_question_and_rejected_does_so_only_in_tone_pairs(rows: Rows) -> None:
     for row in sum(rows.values(), []):
         goals = [goal.format(town=town(row)) for goal in make_quickstart.ADVICE]
         (asked,) = (goal for goal in goals if goal in question(row))
@@ -111,33 +76,19 @@ def test_chosen_answers_the_question_and_rejected_does_so_only_in_tone_pairs(
 
 
 @pytest.mark.slow
-def test_length_does_not_tell_chosen_from_rejected(rows: Rows, tokenizer: Any) -> None:
+def test_length_does_not_tell_chosen_from_rejected(rows: Rows) -> None:
     for kind in ("tone", "topic"):
         pairs = [row for row in rows["train"] if row["kind"] == kind]
         chosen, rejected = (
-            np.array([len(tokenizer(row[side][0]["content"]).input_ids) for row in pairs])
+            np.array([len(row[side][0]["content"].split()) for row in pairs])
             for side in ("chosen", "rejected")
         )
         assert abs(chosen.mean() - rejected.mean()) < 1.0
         assert abs(np.mean(chosen > rejected) - np.mean(chosen < rejected)) < 0.1
         assert chosen.std() > 5 and abs(chosen.std() - rejected.std()) < 1.0
         # Not even the best threshold on the length of one answer does.
-        thresholds = range(20, 70)
+        thresholds = range(20, 50)
         assert max(abs(np.mean(chosen < t) - np.mean(rejected < t)) for t in thresholds) < 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "at_most"), [("tone", 0.75), ("topic", 0.53)])
-def test_no_single_word_tells_chosen_from_rejected(rows: Rows, kind: str, at_most: float) -> None:
-    """Accuracy of calling answers chosen for having the word; in topic pairs no word has anything to say."""
-    pairs = [row for row in rows["train"] if row["kind"] == kind]
-    counts = [Counter[str](), Counter[str]()]
-    for row in pairs:
-        for counter, side in zip(counts, ("chosen", "rejected"), strict=True):
-            counter.update(set(re.findall(r"\w+|[^\w\s]", row[side][0]["content"])))
-    words = counts[0].keys() | counts[1].keys()
-    accuracy = {word: 0.5 + abs(counts[0][word] - counts[1][word]) / (2 * len(pairs)) for word in words}
-    assert max(accuracy.values()) < at_most, Counter(accuracy).most_common(3)
 
 
 @pytest.mark.slow
@@ -148,34 +99,6 @@ def test_towns_of_the_heldout_pairs_are_never_named_in_training(rows: Rows) -> N
     assert not [name for name in heldout if name in train_text]
     train_prompts = {json.dumps(row["prompt"]) for row in rows["train"]}
     assert not [row for name in FILES[1:] for row in rows[name] if json.dumps(row["prompt"]) in train_prompts]
-
-
-@pytest.mark.slow
-def test_the_tokenizer_gives_back_any_text(rows: Rows, tokenizer: Any) -> None:
-    texts = [question(row) for row in rows["heldout_tone"][:20]]
-    for text in [*texts, "naïve café, 東京 🙂", "  two  spaces\nand a line\t"]:
-        assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
-@pytest.mark.slow
-def test_the_chat_template_puts_answer_and_eos_after_the_prompt(rows: Rows, tokenizer: Any) -> None:
-    for row in rows["heldout_topic"][:20]:
-        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-        whole = tokenizer.apply_chat_template(row["prompt"] + row["chosen"], return_dict=False)
-        assert prompt[0] == tokenizer.bos_token_id
-        assert whole[: len(prompt)] == prompt
-        assert tokenizer.decode(whole[len(prompt) :]) == row["chosen"][0]["content"] + tokenizer.eos_token
-
-
-@pytest.mark.slow
-def test_the_model_loads_and_knows_nothing_yet(root: Path, tokenizer: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(root / "assets" / "model")
-    assert model.config.vocab_size == len(tokenizer)
-    assert 4e5 < sum(parameter.numel() for parameter in model.parameters()) < 3e6
-    ids = torch.tensor([tokenizer("How do I get to Ashford?").input_ids])
-    with torch.no_grad():
-        loss = float(model(input_ids=ids, labels=ids).loss)
-    assert loss == pytest.approx(np.log(len(tokenizer)), rel=0.15)  # about as good as guessing
 
 
 @pytest.mark.slow
