@@ -29,7 +29,7 @@ from support.tiny_run import NUM_PAIRS, tiny_run, write_rows
 import dpo_pack
 import dpo_pack.recipe.machine as machine
 import dpo_pack.train as training
-from dpo_pack.commands.main import let_segments_grow, main
+from dpo_pack.commands.main import main
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports import pages
 from dpo_pack.run.export import export_model
@@ -540,31 +540,6 @@ def test_a_signal_while_the_model_is_exported_waits_for_it(
 
 
 # ---------------------------------------------------------------------------------------------- what works
-
-
-@pytest.mark.parametrize(
-    ("before", "online", "after"),
-    [
-        ({}, "null", "expandable_segments:True"),
-        (
-            {},
-            "{max_new_tokens: 8, judges: [{type: reward_model, path: a}], generator: {type: transformers}}",
-            "expandable_segments:True",
-        ),
-        ({}, "{max_new_tokens: 8, judges: [{type: reward_model, path: a}], generator: {type: vllm}}", None),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "null", "backend:native"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "null", None),
-    ],
-)
-def test_the_allocator_s_segments_grow_unless_the_user_says_otherwise(
-    before: dict[str, str], online: str, after: str | None, recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")
-        del os.environ[name]  # which the end of this test restores
-    os.environ.update(before)
-    let_segments_grow(load_recipe(recipe, ["train.max_steps=2", f"online={online}"]))
-    assert os.environ.get("PYTORCH_ALLOC_CONF") == after
 
 
 def test_help_is_light_and_fast() -> None:
