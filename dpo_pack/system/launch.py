@@ -33,11 +33,10 @@ from dpo_pack.system.machine import package_versions
 from dpo_pack.system.placement import Placement, is_set, placement
 from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
 
-# The longest time that ranks wait until all have started: nodes of a job start at different times.
-_MEETING_TIME = timedelta(minutes=15)
-# The longest time that a rank waits in a collective: rank 0 may be writing a large checkpoint.
-_COLLECTIVE_TIME = timedelta(minutes=60)
-_MEETING_TIME_OF_FAILURES = timedelta(seconds=30)
+# The longest waits of a rank: until all ranks have started (nodes of a job start at different times), and in
+# a collective (rank 0 may be writing a large checkpoint).
+_MEETING_TIME, _COLLECTIVE_TIME = timedelta(minutes=15), timedelta(minutes=60)
+_KEY = "distributed.num_processes"
 _GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 _stores: dict[Placement, Store] = {}  # at most one, because a process meets the other ranks once
@@ -76,9 +75,8 @@ def on_every_rank(
     console = make_console(quiet=quiet or not ranks.is_first(), verbose=verbose)
     if place is not None and wanted == "auto" and num_processes == 1 < _num_devices():
         console.print(
-            f"Note: one of {_num_devices()} visible GPUs is used, because the launcher has started one "
-            "process (WORLD_SIZE=1); to use all, start one process a GPU, or unset RANK, WORLD_SIZE and "
-            "LOCAL_RANK"
+            f"Note: one of {_num_devices()} visible GPUs is used, because WORLD_SIZE=1; to use all, start a "
+            "process for each, or unset RANK, WORLD_SIZE and LOCAL_RANK"
         )
     try:
         yield console
@@ -91,13 +89,11 @@ def on_every_rank(
 
 
 def report_failure(error: BaseException, place: Placement) -> int:
-    """Prints why this rank ended. If one cause ended several ranks, only one of them prints it.
-
-    Returns the exit status. The process must exit after this; `end_soon` makes sure that it does.
-    """
+    """Prints why this rank ended; if one cause ended several ranks, only one of them does. Returns the exit
+    status. The process must exit after this; `end_soon` makes sure that it does."""
     end_soon(error)
     try:
-        store = meet(place, _MEETING_TIME_OF_FAILURES)
+        store = meet(place, timedelta(seconds=30))
     except RunError:  # the other ranks never started, or have ended
         store = HashStore()
     return settle_failure(error, rank=place.rank, num_ranks=place.num_ranks, store=store)
@@ -111,26 +107,25 @@ def wanted_processes(wanted: int | Literal["auto"], place: Placement | None) -> 
         # how many were asked for, but only then sets the address at which they would meet.
         if wanted == "auto" and is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ:
             raise RecipeError(
-                "distributed.num_processes: accelerate's configuration asks for several processes on CPUs, "
-                "but accelerate launch starts only one; set distributed.num_processes to the number that you "
-                "want, and dpo-pack starts them"
+                f"{_KEY}: accelerate's configuration asks for several processes on CPUs, "
+                "but accelerate launch starts only one; set their number here, and dpo-pack starts them"
             )
         number = max(1, num_devices) if wanted == "auto" else wanted
         if num_devices and number > num_devices:
             raise RecipeError(
-                f"distributed.num_processes: {number} processes need as many GPUs, and {num_devices} are "
-                "visible; lower the number, or correct CUDA_VISIBLE_DEVICES"
+                f"{_KEY}: {number} processes need as many GPUs, and {num_devices} are visible; lower the "
+                "number, or correct CUDA_VISIBLE_DEVICES"
             )
         return number
     if wanted not in ("auto", place.num_ranks):
         raise RecipeError(
-            f"distributed.num_processes: the recipe asks for {wanted}, but the launcher has started "
-            f"{place.num_ranks} (WORLD_SIZE, or SLURM_STEP_NUM_TASKS); set it to auto, or start {wanted}"
+            f"{_KEY}: the recipe asks for {wanted}, but the launcher has started {place.num_ranks} "
+            f"(WORLD_SIZE, or SLURM_STEP_NUM_TASKS); set it to auto, or start {wanted}"
         )
     if 1 < num_devices < place.num_local_ranks:  # if one GPU is visible, each rank may see a different GPU
         raise RecipeError(
-            f"distributed.num_processes: {place.num_local_ranks} processes were started on a node with "
-            f"{num_devices} visible GPUs; start one process for each GPU"
+            f"{_KEY}: {place.num_local_ranks} processes are on a node with {num_devices} visible GPUs; start "
+            "one process for each GPU"
         )
     return place.num_ranks
 
@@ -147,9 +142,8 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
             store, _, _ = next(rendezvous("env://", timeout=timeout))
         except dist.DistError as error:
             raise RunError(
-                f"distributed.num_processes: the {place.num_ranks} ranks did not meet at {place.address}:"
-                f"{place.port} ({first_line(error)}); check that all ranks were started and can reach this "
-                "host and port"
+                f"{_KEY}: the {place.num_ranks} ranks did not meet at {place.address}:"
+                f"{place.port} ({first_line(error)}); check that all were started and can reach it"
             ) from error
         # When torchrun restarts ranks, its store still holds the addresses of the ranks that failed.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -159,15 +153,11 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
 
 def _refuse_other_shards() -> None:
     """Raises RecipeError if accelerate's configuration asks for sharding that this package does not have."""
-    refused = {
-        "DEEPSPEED": "DeepSpeed",
-        "MEGATRON_LM": "Megatron-LM",
-        "PARALLELISM_CONFIG": "a parallelism_config",
-        "FSDP": "FSDP 1",
-    }
-    for variable, name in refused.items():
-        is_fsdp2 = variable == "FSDP" and os.environ.get("FSDP_VERSION") == "2"
-        if is_set(f"ACCELERATE_USE_{variable}") and not is_fsdp2:
+    refused = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP": "FSDP 1"}
+    if os.environ.get("FSDP_VERSION") == "2":
+        del refused["FSDP"]
+    for variable, name in {**refused, "PARALLELISM_CONFIG": "a parallelism_config"}.items():
+        if is_set(f"ACCELERATE_USE_{variable}"):
             raise RecipeError(
                 f"distributed.strategy: accelerate's configuration asks for {name}, which dpo-pack does not "
                 "have; choose one of distributed_type: MULTI_GPU, or FSDP with fsdp_version: 2"
@@ -199,7 +189,7 @@ def _join(place: Placement, store: Store) -> None:
     except RuntimeError as error:
         used = os.environ.get(_GLOO_VARIABLE, "none given")
         raise RunError(
-            f"distributed.num_processes: the {place.num_ranks} ranks cannot connect to each other "
+            f"{_KEY}: the {place.num_ranks} ranks cannot connect to each other "
             f"({first_line(error)}; network interface: {used}); on each node set {_GLOO_VARIABLE} to the "
             "interface that reaches the other nodes"
         ) from error
@@ -224,9 +214,8 @@ def _interface_to_other_nodes(place: Placement, store: Store) -> str:
         if own in [one.address.partition("%")[0] for one in found]:
             return name
     raise RunError(
-        f"distributed.num_processes: on {socket.gethostname()} no network interface is found that leads to "
-        f"the other nodes (rank 0 is at {place.address}); on each node set {_GLOO_VARIABLE} to the interface "
-        "that does"
+        f"{_KEY}: on {socket.gethostname()} no network interface leads to the other nodes (rank 0 is at "
+        f"{place.address}); on each node set {_GLOO_VARIABLE} to the one that does"
     )
 
 
@@ -250,8 +239,7 @@ def _require_own_device(device: torch.device, place: Placement, store: Store) ->
     sharing = [rank for rank, identity in enumerate(identities) if identity == identities[place.rank]]
     if len(sharing) > 1:
         raise RecipeError(
-            f"distributed.num_processes: ranks {', '.join(map(str, sharing))} have the same GPU; start one "
-            "process for each GPU"
+            f"{_KEY}: ranks {', '.join(map(str, sharing))} have the same GPU; start one process for each GPU"
         )
 
 

@@ -91,7 +91,7 @@ def test_a_file_for_several_processes_on_cpus_needs_their_number_in_the_recipe(
     for name, value in {"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     found = refusal(lambda: wanted_processes("auto", None), RecipeError)
-    assert "several processes on CPUs, but accelerate launch starts only one; set distributed.num" in found
+    assert found.startswith("distributed.num_processes: ") and "on CPUs" in found
     for number in (1, 2):
         assert wanted_processes(number, None) == number
 

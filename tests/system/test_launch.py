@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -255,24 +256,23 @@ def run_probe(recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     return run
 
 
-# How the command ends: status, and how what it prints to stderr begins and ends.
-ENDS: dict[str, tuple[int, str, str]] = {
-    "one-mistake": (2, "rank 1 (", "): error: pairs.jsonl, row 7: no chosen completion\n"),
-    "same-mistake": (2, "error: pairs.jsonl: no such file\n", ""),
-    "disagree": (2, "error: rank 1 (on ", "\n"),
-    "bug": (1, "rank 1 (", "ValueError: a bug of ours\n"),
-    "killed": (1, "error: rank 1 was killed (SIGKILL)", "\n"),
+# How the command ends: its status, and what stderr says.
+ENDS = {
+    "one-mistake": (2, r"rank 1 \(.*error: pairs\.jsonl, row 7"),
+    "same-mistake": (2, r"^error: pairs\.jsonl"),
+    "disagree": (2, r"rank 1 .* optim\.lr"),
+    "bug": (1, r"rank 1 \((.|\n)*ValueError: a bug of ours"),
+    "killed": (1, r"rank 1 .*SIGKILL"),
 }
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("what", ["killed", "same-mistake", *slow("one-mistake", "disagree", "bug")])
 def test_however_ranks_fail_the_user_reads_it_once(what: str, run_probe: RunProbe) -> None:
-    expected, begin, end = ENDS[what]
+    expected, told = ENDS[what]
     status, out, err = run_probe(what)
-    assert status == expected
+    assert status == expected and re.search(told, err)
     assert without_gloo(out) == ("" if what == "disagree" else "2 ranks, 1 threads each\n")
-    assert err.startswith(begin) and err.endswith(end)
     assert err.count("\n") == 1 or what == "bug"
     assert err.count("Traceback") == (what == "bug")
 
