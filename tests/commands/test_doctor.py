@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ from dpo_pack.system.machine import package_versions
 from dpo_pack.train import train
 
 NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence", "head"]
+
+
+@pytest.fixture
+def recipe(assets: Path, tmp_path: Path) -> Path:
+    """A recipe with everything it needs, to be spoilt."""
+    return Path(shutil.copytree(assets, tmp_path / "job")) / "recipe.yaml"
 
 
 @pytest.fixture

@@ -39,10 +39,16 @@ from dpo_pack.system.errors import CacheError
 from dpo_pack.train import train
 
 
+@pytest.fixture
+def recipe(assets: Path, tmp_path: Path) -> Path:
+    """A recipe with everything it needs, to be spoilt."""
+    return Path(shutil.copytree(assets, tmp_path / "job")) / "recipe.yaml"
+
+
 @pytest.fixture(scope="session")
-def finished(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that is finished; tests work on copies."""
-    job = Path(shutil.copytree(pristine, tmp_path_factory.mktemp("finished") / "job"))
+    job = Path(shutil.copytree(assets, tmp_path_factory.mktemp("finished") / "job"))
     train(load_recipe(job / "recipe.yaml"), Console(quiet=True))
     return job
 
