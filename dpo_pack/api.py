@@ -1,19 +1,13 @@
 """The commands as Python functions, for scripts and notebooks. `dpopack` calls these functions, too.
 
-    import dpo_pack
     run = dpo_pack.train("recipe.yaml", **{"optim.lr": 1e-6})
-    run.metrics[-1]["rewards/accuracies"]
 
 A recipe is a path, a dict with the keys of a recipe, or a `Recipe`. Keyword arguments set keys, as KEY=VALUE
 does on the command line. Errors that the user can mend are DpoPackErrors with a message of one line.
 
-A value can be a Python object that YAML cannot hold; the recipe then keeps text. A function becomes
-`module:name`, so a resumed run needs a function of this name. A `datasets.Dataset` as a source's path is
-copied to a parquet file in the cache directory, named by a hash; the recipe keeps the path of the copy.
-
 `train`, `precompute_ref` and `evaluate` run in this process, on one device; if torchrun or accelerate launch
-started several processes, each uses its own device. With `command`, which only `dpopack` gives, they start
-the other processes themselves: each runs `command`.
+started several processes, each uses its own device. `dpopack` gives a `command`: if the recipe needs several
+processes, each of them runs this command.
 """
 
 from __future__ import annotations
@@ -323,23 +317,13 @@ def _as_yaml(value: Any, key: str) -> Any:
 
 def _copy_of(dataset: Dataset) -> Path:
     """Writes the rows to a parquet file in the cache directory, named by its hash; returns its path."""
-    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
     from dpo_pack.reference.cache import default_cache_directory
 
     directory = default_cache_directory() / "datasets"
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         written = Path(temporary) / "rows.parquet"
-        shows_bars = not are_progress_bars_disabled()
-        disable_progress_bars()
-        try:
-            dataset.to_parquet(str(written))
-        finally:
-            if shows_bars:
-                enable_progress_bars()
+        dataset.to_parquet(str(written))
         with written.open("rb") as file:
             name = hashlib.file_digest(file, "sha256").hexdigest()[:32]
-        copy = directory / f"{name}.parquet"
-        os.replace(written, copy)
-        return copy
+        return written.replace(directory / f"{name}.parquet")
