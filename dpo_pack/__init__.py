@@ -1,6 +1,6 @@
 """dpo-pack: DPO fine-tuning that spends its compute on real tokens only.
 
-`dpo_pack.train`, `evaluate`, `inspect_packing` and `show` are the commands as functions: commands/python.py.
+`dpo_pack.train` and the other names of _INTERFACE are the commands as functions: api.py.
 """
 
 import importlib
@@ -8,11 +8,14 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_INTERFACE = ("Run", "evaluate", "inspect_packing", "show", "train")
+_INTERFACE = (
+    "Run", "evaluate", "inspect_packing", "merge", "precompute_ref", "push", "report", "sample", "show",
+    "train",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the Python interface when it is used, so that `dpopack --help` does not wait for torch."""
+    """Imports the Python interface when it is used."""
     if name in _INTERFACE:
-        return getattr(importlib.import_module("dpo_pack.commands.python"), name)
+        return getattr(importlib.import_module("dpo_pack.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

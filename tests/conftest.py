@@ -6,6 +6,7 @@ import gc
 import io
 import itertools
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from support.dpopack import Dpopack, Outcome
 
 # Heavy packages are imported in functions: the process that only hands tests out needs none of them.
 
@@ -100,6 +102,24 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True, markup=False)
+
+
+@pytest.fixture
+def dpopack(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dpopack:
+    """Runs a command in this process; what C code and other libraries print is captured as well."""
+    from support.dpopack import Outcome
+
+    from dpo_pack.commands.main import main
+
+    def run(*arguments: str | Path) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["dpopack", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return Outcome(ended.value.code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture(autouse=True)

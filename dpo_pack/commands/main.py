@@ -1,6 +1,6 @@
-"""The `dpopack` commands: each parses its arguments, calls one function and prints.
+"""The `dpopack` commands: each parses its arguments and calls one function, of api.py or of a room.
 
-Each command imports torch and transformers in its body, so that `--help` answers at once.
+Functions import what they need in their bodies, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import dpo_pack
+from dpo_pack import api
 from dpo_pack.commands.cache import cache_app
 from dpo_pack.system import interrupts
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
@@ -28,8 +29,6 @@ from dpo_pack.system.placement import Placement, placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from rich.console import Console
 
     from dpo_pack.recipe.load import Recipe
 
@@ -104,7 +103,7 @@ def main() -> None:
     except BaseException as error:
         place = _place_among_ranks()
         if place is not None:
-            from dpo_pack.commands.launch import report_failure
+            from dpo_pack.system.launch import report_failure
 
             sys.exit(report_failure(error, place))
         ending = ending_of(error)
@@ -116,32 +115,44 @@ def main() -> None:
         sys.exit(ending.exit_status)
 
 
-def _load(file: Path, overrides: list[str] | None, *, trains: bool = False) -> Recipe:
-    """Loads a recipe. Raises RecipeError, also if this machine lacks what the recipe needs."""
-    from dpo_pack.recipe.load import check_environment, load_recipe
-
-    recipe = load_recipe(file, overrides or ())
-    let_segments_grow(recipe)
-    check_environment(recipe, trains=trains)
-    return recipe
-
-
-def let_segments_grow(recipe: Recipe) -> None:
-    """Lets torch's CUDA allocator enlarge its blocks (segments), so rows of many lengths waste less memory.
-
-    Call this before torch is imported. A setting of the user is kept. vLLM's sleep mode refuses this setting.
-    """
-    has_vllm = recipe.online is not None and recipe.online.generator.type == "vllm"
-    if not has_vllm and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-
 def _place_among_ranks() -> Placement | None:
     with contextlib.suppress(RecipeError):  # the environment is wrong; another error reports it already
         place = placement(os.environ)
         if place is not None and place.num_ranks > 1:
             return place
     return None
+
+
+def _load(file: Path, overrides: list[str] | None) -> Recipe:
+    from dpo_pack.recipe.load import load_recipe
+
+    return load_recipe(file, overrides or ())
+
+
+def _own_command() -> list[str]:
+    """Returns the command line that starts this command on another rank."""
+    # With `-m`, Python searches the working directory before installed packages. `-P` turns this off.
+    safe_path = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
+    return [sys.executable, *safe_path, "-m", "dpo_pack", *sys.argv[1:]]
+
+
+def _write_files(
+    json_file: Path | None,
+    to_json: Callable[[], str],
+    html_file: Path | None = None,
+    page: Callable[[], str] = str,
+) -> None:
+    """Writes a report as JSON into the file of --json (`-`: prints it), and as a page into that of --html."""
+    from dpo_pack.system.files import write_text_atomically
+
+    if json_file == Path("-"):
+        print(to_json(), end="")
+    elif json_file is not None:
+        write_text_atomically(json_file, to_json())
+    if html_file is not None:
+        write_text_atomically(html_file, page())
+        if json_file != Path("-"):
+            say(f"Page: {html_file}")
 
 
 @app.command()
@@ -166,38 +177,14 @@ def train(
     First computes the reference log-probs that the cache lacks, then trains with DPO. Uses all visible GPUs
     and writes the model to output_dir/model. Run the same command again to resume an interrupted run.
     """
-    loaded = _load(recipe, overrides, trains=True)
-    with many_imports():
-        from dpo_pack.commands.launch import on_every_rank
-
-    with on_every_rank(loaded, verbose=verbose) as console:
-        with many_imports():
-            from dpo_pack.trainer import train as run_training
-
-        run_training(loaded, console, overwrite=overwrite, dry_run=dry_run)
+    loaded, command = _load(recipe, overrides), _own_command()
+    api.train(loaded, overwrite=overwrite, dry_run=dry_run, verbose=verbose, command=command)
 
 
 @app.command("precompute-ref")
 def precompute_ref(recipe: RecipeFile, overrides: Overrides = None, verbose: Verbose = False) -> None:
     """Compute the reference log-probs that the cache lacks."""
-    loaded = _load(recipe, overrides)
-    if loaded.reference.sync is not None:
-        raise RecipeError("reference.sync: a reference that follows the policy cannot be precomputed")
-    with many_imports():
-        from dpo_pack.commands.launch import on_every_rank
-
-    with on_every_rank(loaded, verbose=verbose) as console:
-        with many_imports():
-            from dpo_pack.run.reference_pass import prepare_reference
-            from dpo_pack.run.setup import prepare, recipe_objective
-
-        if not recipe_objective(loaded).needs_reference:
-            raise RecipeError("loss.type: this loss needs no reference, so there is nothing to precompute")
-        filled = prepare_reference(prepare(loaded, console))
-        console.print(
-            f"Cache: {filled.cache.directory}; {filled.num_cached:,} sequences reused, "
-            f"{filled.num_computed:,} computed"
-        )
+    api.precompute_ref(_load(recipe, overrides), verbose=verbose, command=_own_command())
 
 
 @app.command("inspect-packing")
@@ -214,41 +201,19 @@ def inspect_packing(
     html_file: HtmlFile = None,
 ) -> None:
     """Preview rows, fill and savings, without model weights."""
-    from dpo_pack.reports.packing_tables import render_packing
     from dpo_pack.reports.tables import parse_numbers
 
     loaded = _load(recipe, overrides)
-    rank_numbers = parse_numbers(ranks, option="--ranks", instance="1,8,64")
-    budget_numbers = parse_numbers(budgets, option="--budgets", instance="4096,8192")
-    with many_imports():
-        from dpo_pack.packing.report import to_json
-        from dpo_pack.reports.pages import packing_page
-        from dpo_pack.run.plans import inspect_recipe
-        from dpo_pack.system.console import make_console
+    report = api.inspect_packing(
+        loaded,
+        ranks=parse_numbers(ranks, option="--ranks", instance="1,8,64"),
+        budgets=parse_numbers(budgets, option="--budgets", instance="4096,8192"),
+        quiet=json_file == Path("-"),
+    )
+    from dpo_pack.packing.report import to_json
+    from dpo_pack.reports.pages import packing_page
 
-    console = make_console(quiet=json_file == Path("-"))
-    report = inspect_recipe(loaded, console, num_ranks=rank_numbers, budgets=budget_numbers)
-    render_packing(report, console)
-    _write_files(json_file, lambda: to_json(report), html_file, lambda: packing_page(report), console)
-
-
-def _write_files(
-    json_file: Path | None,
-    to_json: Callable[[], str],
-    html_file: Path | None,
-    page: Callable[[], str],
-    console: Console,
-) -> None:
-    """Writes a report as JSON into the file of --json (`-`: prints it), and as a page into that of --html."""
-    from dpo_pack.system.files import write_text_atomically
-
-    if json_file == Path("-"):
-        print(to_json(), end="")
-    elif json_file is not None:
-        write_text_atomically(json_file, to_json())
-    if html_file is not None:
-        write_text_atomically(html_file, page())
-        console.print(f"Page: {html_file}")
+    _write_files(json_file, lambda: to_json(report), html_file, lambda: packing_page(report))
 
 
 @app.command()
@@ -280,16 +245,11 @@ def show(
     numbers = [*(pair or ()), *more]
     rows = {row for text in numbers for row in parse_numbers(text, option="--pair", instance="3,8")}
     loaded = _load(recipe, [text for text in overrides or () if text not in more])
-    with many_imports():
-        from dpo_pack.reports.pages import pairs_page
-        from dpo_pack.reports.pair_views import render_pairs
-        from dpo_pack.run.show import show_recipe, to_json
-        from dpo_pack.system.console import make_console
+    shown = api.show(loaded, pairs=sorted(rows), dropped=dropped, quiet=json_file == Path("-"))
+    from dpo_pack.reports.pages import pairs_page
+    from dpo_pack.run.show import to_json
 
-    console = make_console(quiet=json_file == Path("-"))
-    shown = show_recipe(loaded, console, asked_rows=rows, reads_all=dropped)
-    render_pairs(shown, console, lists_dropped=dropped)
-    _write_files(json_file, lambda: to_json(shown), html_file, lambda: pairs_page(shown), console)
+    _write_files(json_file, lambda: to_json(shown), html_file, lambda: pairs_page(shown))
 
 
 @app.command()
@@ -313,33 +273,11 @@ def evaluate(
     Rewards and KL are relative to the recipe's reference model. Each number has a 95 % interval.
     Tables also show accuracy and margin for each source and for each length ratio of the two completions.
     """
-    if model is not None and compare is not None:
-        raise RecipeError("evaluate: give --model or --compare, not both")
-    loaded = _load(recipe, overrides)
-    with many_imports():
-        from dpo_pack.commands.launch import on_every_rank
-
-    with on_every_rank(loaded, quiet=json_file == Path("-")) as console:
-        with many_imports():
-            from dpo_pack.reports import evaluation_tables as tables
-            from dpo_pack.run.evaluate import compare_models, evaluate_models
-            from dpo_pack.system import ranks
-            from dpo_pack.system.files import write_json_atomically
-
-        if compare is None:
-            (results,) = evaluate_models(loaded, [model], console)
-            tables.render_results(results, console)
-            metrics = tables.results_json(results)
-        else:
-            comparisons = compare_models(loaded, *compare, console)
-            tables.render_comparisons(comparisons, compare, console)
-            metrics = tables.comparisons_json(comparisons, compare)
-        if not ranks.is_first():
-            return
-        if json_file == Path("-"):
-            print(json.dumps(metrics, indent=2))
-        elif json_file is not None:
-            write_json_atomically(json_file, metrics)
+    loaded, command = _load(recipe, overrides), _own_command()
+    metrics = api.evaluate(loaded, model, compare=compare, quiet=json_file == Path("-"), command=command)
+    place = _place_among_ranks()
+    if place is None or place.rank == 0:
+        _write_files(json_file, lambda: json.dumps(metrics, indent=2) + "\n")
 
 
 @app.command()
@@ -357,11 +295,7 @@ def report(
     The page has curves, evaluations, warnings, samples, the pairs with the lowest margins, data, recipe and
     versions. It is one file that loads no other file. Unfinished runs can be shown, too.
     """
-    from dpo_pack.reports.pages import write_run_page
-
-    target = output or runs[0] / "report.html"
-    write_run_page(runs, target)
-    say(f"Page: {target}")
+    api.report(*runs, output=output)
 
 
 @app.command()
@@ -386,11 +320,7 @@ def sample(
     Completions are greedy. For a run, the model that it began with answers, too. Without --prompt, the
     prompts are held-out prompts of the recipe.
     """
-    with many_imports():
-        from dpo_pack.commands.sample import sample_models
-        from dpo_pack.system.console import make_console
-
-    sample_models(models, make_console(), texts=prompt or (), num=num)
+    api.sample(*models, prompts=prompt or (), num=num)
 
 
 @app.command("doctor")
@@ -404,7 +334,7 @@ def doctor_command(
     Lists devices and attention backends, with the reason if a backend cannot be used. With a recipe, it also
     loads the model: small packed rows must give the same log-probs as each sequence alone.
     """
-    loaded = None if recipe is None else _load(recipe, overrides)
+    loaded = None if recipe is None else api.load(_load(recipe, overrides))
     with many_imports():
         from dpo_pack.commands import doctor
         from dpo_pack.system.console import make_console
@@ -441,13 +371,7 @@ def merge(
     ] = False,
 ) -> None:
     """Merge a LoRA adapter and its base into one model."""
-    from dpo_pack.commands.merge import merge_adapter
-    from dpo_pack.system.console import make_console
-
-    console = make_console()
-    with console.status("Merging"):
-        merged = merge_adapter(source, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
-    console.print(f"Merged {merged.directory} into {merged.base}: {out}")
+    api.merge(source, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 @app.command("push")
@@ -465,10 +389,7 @@ def push_command(
     The model, its card and report.html go up in one commit. Of an unfinished run, the newest checkpoint that
     has a model (checkpoint.export) goes up. The token comes from HF_TOKEN or 'hf auth login'.
     """
-    from dpo_pack.run.push import push
-
-    for line in push(source, repo, private=private).lines():
-        say(line)
+    api.push(source, repo, private=private)
 
 
 @app.command("recipe")
@@ -523,7 +444,7 @@ def recipe_command(
     elif schema:
         print(json.dumps(recipe_schema(), indent=2))
     elif check is not None:
-        loaded = _load(check, overrides, trains=True)
+        loaded = api.load(_load(check, overrides), trains=True)
         with many_imports():
             from dpo_pack.run.check import check_recipe
 

@@ -1,29 +1,38 @@
-"""Writes the trained model in Hugging Face layout, with a model card that describes the training."""
+"""Writes the trained model in Hugging Face layout, with a model card that describes the training.
+
+`merge_adapter` writes a model that needs no peft from a LoRA adapter and its base.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import EvalResult, ModelCardData
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import dpo_pack
-from dpo_pack.model.loading import save_model
+from dpo_pack.model.loading import load_config, load_model, load_tokenizer, save_model
+from dpo_pack.model.lora import SavedAdapter, is_adapter, read_adapter, require_peft
 from dpo_pack.model.parallel import full_state, is_sharded
-from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.recipe.load import Recipe, dump_recipe, source_names
+from dpo_pack.recipe.machine import TOKENIZER_FILES
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.samples import Sample
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
-from dpo_pack.system.files import written_aside
+from dpo_pack.system.errors import ModelError, RunError
+from dpo_pack.system.files import text_of, written_aside
 from dpo_pack.system.hub import is_on_hub, name_for_others
 from dpo_pack.system.output import printable
 
@@ -58,13 +67,13 @@ def export_model(
                 adapter_base=None if loaded.adapter is None else loaded.adapter.base,
                 is_chat=tokenizer.chat_template is not None,
             )
-            write_model(loaded, tokenizer, temporary, card, state=state)
+            _write_model(loaded, tokenizer, temporary, card, state=state)
 
     with ranks.first_goes_first():
         ranks.only_first(write)
 
 
-def write_model(
+def _write_model(
     loaded: LoadedModel,
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
@@ -118,7 +127,7 @@ def model_card(
         f"{adapter}{name_for_others(recipe.model.path)} fine-tuned with DPO (Rafailov et al. 2023, "
         f"arXiv 2305.18290) by dpo-pack {dpo_pack.__version__}.",
         "",
-        *usage(
+        *_usage(
             str(recipe.output_dir / "model"),
             is_chat=is_chat,
             needs_peft=adapter_base is not None,
@@ -162,10 +171,10 @@ def _samples_in_markdown(samples: Sequence[tuple[str, Sample]]) -> list[str]:
     return lines
 
 
-USAGE_TITLE = "## How to use it"
+_USAGE_TITLE = "## How to use it"
 
 
-def usage(model_id: str, *, is_chat: bool, needs_peft: bool, needs_code: bool) -> list[str]:
+def _usage(model_id: str, *, is_chat: bool, needs_peft: bool, needs_code: bool) -> list[str]:
     """Returns the card's section with an example. transformers loads an adapter with its base, if peft is
     installed. An upload replaces the line of `model_id`."""
     trusts = ", trust_remote_code=True" if needs_code else ""
@@ -180,7 +189,7 @@ def usage(model_id: str, *, is_chat: bool, needs_peft: bool, needs_code: bool) -
     else:
         inputs = [f'inputs = tokenizer("{question}", return_tensors="pt")']
     return [
-        USAGE_TITLE,
+        _USAGE_TITLE,
         "",
         "```python",
         "# pip install transformers torch" + " peft" * needs_peft,
@@ -243,3 +252,99 @@ _ONLINE_COLUMNS = {
     "online/scores": "score",
     "online/scores_start": "score of the starting policy",
 }
+
+
+# ------------------------------------------------------------- a LoRA adapter and its base as one model
+
+_MERGE = "dpopack merge"
+
+
+def merge_adapter(
+    source: Path, target: Path, *, base: str | None, dtype: str, trust_remote_code: bool
+) -> SavedAdapter:
+    """Writes the merged model and the tokenizer to `target`, whole or not at all; returns the adapter.
+
+    `source` is the directory of an adapter or of a run. `base` replaces the base that the adapter names. Base
+    plus adapter is computed in float32 and rounded once, to `dtype`; `auto`: the type of the base's weights.
+    Tensors that transformers always reads in float32 stay in float32. Raises ModelError if the adapter or its
+    base cannot be loaded, RunError if `target` exists and is not an empty directory.
+    """
+    directory = next((path for path in (source, source / "model") if is_adapter(path)), None)
+    if directory is None:
+        raise ModelError(
+            f"{source}: no adapter_config.json in this directory or in its model/; give the directory of an "
+            "adapter, or of a finished run with model.lora"
+        )
+    require_peft(_MERGE)
+    adapter = read_adapter(directory, _MERGE)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise RunError(f"{target} exists already; give a path that does not exist")
+    if base is not None:
+        adapter = replace(adapter, base=base, base_revision=None)
+    has_own_tokenizer = any((adapter.directory / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(
+        str(adapter.directory) if has_own_tokenizer else adapter.base,
+        revision=None if has_own_tokenizer else adapter.base_revision,
+        trust_remote_code=trust_remote_code,
+        chat_template=None,
+        recipe_key=_MERGE,
+    )
+    merged = _merged(adapter, dtype, trust_remote_code)
+    example = _usage(
+        str(target),
+        is_chat=tokenizer.chat_template is not None,
+        needs_peft=False,
+        needs_code=trust_remote_code,
+    )
+    with written_aside(target) as temporary:
+        _write_model(merged, tokenizer, temporary, _merged_card(adapter, "\n".join(example)))
+    return adapter
+
+
+def _merged(adapter: SavedAdapter, dtype: str, trust_remote_code: bool) -> LoadedModel:
+    key = f"{_MERGE} (the base of {adapter.directory}; --base gives another)"
+    config = load_config(
+        adapter.base, revision=adapter.base_revision, trust_remote_code=trust_remote_code, recipe_key=key
+    )
+    if config.to_dict().get("quantization_config") is not None:
+        raise ModelError(f"{key}: {adapter.base} is quantised; give the unquantised model with --base")
+    loaded = load_model(
+        adapter.base,
+        revision=adapter.base_revision,
+        trust_remote_code=trust_remote_code,
+        precision=Precision(parameters=torch.float32, autocast=None),
+        attention="auto",
+        packed=False,
+        gradient_checkpointing=False,
+        device=torch.device("cpu"),
+        recipe_key=key,
+        config=config,
+        adapter=adapter.directory,
+    )
+    assert loaded.adapter is not None
+    model = loaded.adapter.merge()
+    own: Any = config.dtype or torch.float32
+    rounded = own if dtype == "auto" else getattr(torch, dtype)
+    # Tensors that transformers always reads in float32, such as some routers.
+    kept = [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(rounded)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not any(pattern.search(name) for pattern in kept):
+            tensor.data = tensor.data.to(rounded)
+    return replace(loaded, scorer=CompletionLogps(model, backend=None, autocast=None))
+
+
+def _merged_card(adapter: SavedAdapter, example: str) -> str:
+    """Returns the adapter's card, changed into that of the merged model; a short card, if dpo-pack did not
+    write the adapter's. `example` is the section that says how to use the merged model."""
+    name = adapter.directory.resolve()
+    name = name.parent if name.name == "model" else name
+    base = name_for_others(adapter.base)
+    origin = f"The LoRA adapter {name.name}, merged into {base} by dpo-pack {dpo_pack.__version__}."
+    before, title, after = text_of(adapter.directory / "README.md").partition(_USAGE_TITLE)
+    if not title:
+        head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [dpo-pack]\n---\n\n"
+        return f"{head}# {name.name}\n\n{origin}\n\n{example}"
+    before = re.sub("^library_name: peft$", "library_name: transformers", before, count=1, flags=re.MULTILINE)
+    before = re.sub("^- lora\n|^A LoRA adapter for .*?: ", "", before, flags=re.MULTILINE)
+    rest = after.partition("\n```\n\n")[2]
+    return f"{before.rstrip()}\n\n{origin}\n\n{example}\n{rest}"

@@ -5,22 +5,19 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from support.dpopack import Dpopack
 from support.tiny_models import tiny_model
-from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
 
 import dpo_pack.model.attention as attention
 import dpo_pack.model.families as families
 from dpo_pack.commands.doctor import render_proofs
-from dpo_pack.commands.main import main
 from dpo_pack.model.families import FAMILIES
 from dpo_pack.proofs.rows import Proof, ProofOutcome
 from dpo_pack.proofs.start_up import prove
@@ -32,32 +29,11 @@ from dpo_pack.trainer import train
 
 NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence", "head"]
 
-# Runs a command: (exit status, stdout, stderr).
-Dpopack = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def dpopack(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dpopack:
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dpopack", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capfd.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, out, err
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run(tmp_path_factory.mktemp("pristine")).parent
-
-
-@pytest.fixture
-def recipe(pristine: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(pristine, tmp_path / "job")) / "recipe.yaml"
+def recipe(assets: Path, tmp_path: Path) -> Path:
+    """A recipe with everything it needs, to be spoilt."""
+    return Path(shutil.copytree(assets, tmp_path / "job")) / "recipe.yaml"
 
 
 @pytest.fixture

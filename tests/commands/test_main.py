@@ -13,74 +13,42 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer.main
 import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from support.dpopack import Dpopack, Outcome
 from support.processor import slowness
 from support.tiny_models import tiny_model
-from support.tiny_run import NUM_PAIRS, tiny_run, write_rows
+from support.tiny_run import NUM_PAIRS, write_rows
 
 import dpo_pack
 import dpo_pack.recipe.machine as machine
 import dpo_pack.trainer as training
-from dpo_pack.commands.main import let_segments_grow, main
+from dpo_pack.commands.main import _own_command, app
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports import pages
 from dpo_pack.run.export import export_model
+from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import CacheError
 from dpo_pack.trainer import train
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a command did."""
-
-    status: int
-    out: str
-    err: str
-
-
-Dpopack = Callable[..., Outcome]
-
-
 @pytest.fixture
-def dpopack(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dpopack:
-    """Runs a command in this process; what C code and other libraries print is captured as well."""
-
-    def run(*arguments: str | Path) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["dpopack", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capfd.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Outcome(status=ended.value.code, out=out, err=err)
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that nothing has touched; tests work on copies."""
-    return tiny_run(tmp_path_factory.mktemp("pristine")).parent
-
-
-@pytest.fixture
-def recipe(pristine: Path, tmp_path: Path) -> Path:
+def recipe(assets: Path, tmp_path: Path) -> Path:
     """A recipe with everything it needs, to be spoilt."""
-    return Path(shutil.copytree(pristine, tmp_path / "job")) / "recipe.yaml"
+    return Path(shutil.copytree(assets, tmp_path / "job")) / "recipe.yaml"
 
 
 @pytest.fixture(scope="session")
-def finished(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that is finished; tests work on copies."""
-    job = Path(shutil.copytree(pristine, tmp_path_factory.mktemp("finished") / "job"))
+    job = Path(shutil.copytree(assets, tmp_path_factory.mktemp("finished") / "job"))
     train(load_recipe(job / "recipe.yaml"), Console(quiet=True))
     return job
 
@@ -119,26 +87,22 @@ def _edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def _with_second_line(line: bytes) -> Callable[[Path], Sequence[str]]:
-    """Spoils the second row of the training pairs."""
+Spoil = Callable[[Path], Sequence[str]]  # spoils a good job and returns overrides
 
+
+def _with(*overrides: str) -> Spoil:
+    return lambda job: overrides
+
+
+def _with_file(name: str, content: bytes, *overrides: str) -> Spoil:
     def spoil(job: Path) -> Sequence[str]:
-        lines = (job / "pairs.jsonl").read_bytes().splitlines()
-        (job / "pairs.jsonl").write_bytes(b"\n".join([lines[0], line, *lines[2:], b""]))
-        return ()
+        (job / name).write_bytes(content)
+        return [override.replace("JOB", str(job)) for override in overrides]
 
     return spoil
 
 
-def _with_rows(*rows: dict[str, Any]) -> Callable[[Path], Sequence[str]]:
-    def spoil(job: Path) -> Sequence[str]:
-        write_rows(job / "pairs.jsonl", list(rows))
-        return ()
-
-    return spoil
-
-
-def _without(name: str) -> Callable[[Path], Sequence[str]]:
+def _without(name: str) -> Spoil:
     def spoil(job: Path) -> Sequence[str]:
         (job / name).unlink()
         return ()
@@ -146,8 +110,17 @@ def _without(name: str) -> Callable[[Path], Sequence[str]]:
     return spoil
 
 
-def _with(*overrides: str) -> Callable[[Path], Sequence[str]]:
-    return lambda job: overrides
+def _with_config(**changes: Any) -> Spoil:
+    def spoil(job: Path) -> Sequence[str]:
+        _edit_json(job / "model" / "config.json", **changes)
+        return ()
+
+    return spoil
+
+
+def _with_second_row(line: bytes) -> Spoil:
+    good = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+    return _with_file("pairs.jsonl", good + line + b"\n" + good)
 
 
 def _without_a_tensor(job: Path) -> Sequence[str]:
@@ -157,116 +130,40 @@ def _without_a_tensor(job: Path) -> Sequence[str]:
     return ()
 
 
-def _with_damaged_weights(job: Path) -> Sequence[str]:
-    weights = job / "model" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    return ()
-
-
-def _without_eos(job: Path) -> Sequence[str]:
-    _edit_json(job / "model" / "tokenizer_config.json", eos_token=None)
-    return ()
-
-
 def _with_few_embeddings(job: Path) -> Sequence[str]:
     tiny_model("llama", vocab_size=300).save_pretrained(job / "model")  # the tokenizer's ids go up to 383
     return ()
 
 
-def _with_few_positions(job: Path) -> Sequence[str]:
-    _edit_json(job / "model" / "config.json", max_position_embeddings=16)
-    return ()
+IDS = b'{"prompt_ids": [1, 5], "chosen_ids": [6, 2], "rejected_ids": [384, 2]}\n'
 
-
-def _with_text_for_a_number(job: Path) -> Sequence[str]:
-    _edit_json(job / "model" / "config.json", num_hidden_layers="2")
-    return ()
-
-
-def _without_layers(job: Path) -> Sequence[str]:
-    _edit_json(job / "model" / "config.json", num_hidden_layers=0)
-    return ()
-
-
-def _with_binary_template(job: Path) -> Sequence[str]:
-    (job / "template.jinja").write_bytes(b"\xff\xfe")
-    return (f"tokenizer.chat_template={job}/template.jinja",)
-
-
-def _with_text_recipe(job: Path) -> Sequence[str]:
-    (job / "recipe.yaml").write_text("output_dir: [unclosed")
-    return ()
-
-
-def _below_a_file(job: Path) -> Sequence[str]:
-    (job / "file").touch()
-    return (f"output_dir={job}/file/run",)
-
-
-_CHAT = {
-    "prompt": [{"role": "user", "content": "ask"}],
-    "chosen": [{"role": "assistant", "content": "yes"}],
-    "rejected": [{"role": "assistant", "content": "no"}],
-}
-
-# What is wrong: (how to spoil a good job, giving overrides; what the one line must say)
-BAD_INPUT: dict[str, tuple[Callable[[Path], Sequence[str]], str]] = {
-    "unknown key": (_with("optim.lrr=1"), r"optim\.lrr: unknown key; did you mean optim\.lr\?"),
-    "wrong type": (_with("optim.lr=fast"), r"optim\.lr: must be a number.*, not 'fast'"),
-    "out of range": (_with("loss.beta=-1"), r"loss\.beta: must be .*> 0.*, not -1"),
-    "override without a value": (_with("optim.lr"), r"'optim\.lr': write it as key=value"),
-    "no recipe": (_without("recipe.yaml"), r"recipe\.yaml: no such recipe; .*--defaults"),
-    "recipe is no YAML": (_with_text_recipe, r"recipe\.yaml"),
-    "no data file": (_with("data.train=absent.jsonl"), r"data\.train\.0\.path: no such file.*absent\.jsonl"),
-    "no column": (_with_rows({"prompt": "a", "chosen": "b"}), r"line 1: .*'?rejected'?.*columns"),
-    "empty file": (_with_rows(), r"pairs\.jsonl has no rows; correct or remove data\.train\.0"),
+# What is wrong: (how to spoil a good job, what the one line names)
+BAD_INPUT: dict[str, tuple[Spoil, str]] = {
+    "unknown key": (_with("optim.lrr=1"), r"optim\.lrr: .* optim\.lr\?"),
+    "override without a value": (_with("optim.lr"), r"'optim\.lr'"),
+    "recipe is no YAML": (_with_file("recipe.yaml", b"output_dir: [unclosed"), r"recipe\.yaml"),
+    "no data file": (_with("data.train=absent.jsonl"), r"data\.train\.0\.path: .*absent\.jsonl"),
     "empty completion": (
-        _with_second_line(b'{"prompt": "a", "chosen": "b", "rejected": ""}'),
-        r"pairs\.jsonl line 2: the rejected completion is empty; empty_completion: 1 of .* rows; "
-        r"mend the rows, or set data.on_bad_row: skip",
+        _with_second_row(b'{"prompt": "a", "chosen": "b", "rejected": ""}'),
+        r"pairs\.jsonl line 2: .*empty_completion: 1 of 3 rows.*data\.on_bad_row: skip",
     ),
-    "identical completions": (
-        _with_second_line(b'{"prompt": "a", "chosen": "b", "rejected": "b"}'),
-        r"pairs\.jsonl line 2: .*(identical|the same).*on_bad_row: skip",
-    ),
-    "invalid JSON": (_with_second_line(b'{"prompt": '), r"pairs\.jsonl line 2: invalid JSON.*mend the row"),
-    "not UTF-8": (_with_second_line(b'{"prompt": "\xff"}'), r"pairs\.jsonl line 2: not UTF-8"),
-    "no weights": (_without("model/model.safetensors"), r"model\.path: .*/model has no weights: neither"),
-    "no config": (_without("model/config.json"), r"model\.path: directory .*/model' has no config\.json"),
-    "a wrong type in config.json": (
-        _with_text_for_a_number,
-        r"model\.path: cannot load .*/model: .*num_hidden_layers",
-    ),
-    "no layers": (_without_layers, r"model\.path: .*/model has num_hidden_layers: 0.*correct it"),
+    "invalid JSON": (_with_second_row(b'{"prompt": '), r"pairs\.jsonl line 2: invalid JSON"),
+    "no weights": (_without("model/model.safetensors"), r"model\.path: .*/model has no weights"),
+    "a wrong type in config.json": (_with_config(num_hidden_layers="2"), r"model\.path: .*num_hidden_layers"),
+    "no layers": (_with_config(num_hidden_layers=0), r"model\.path: .*num_hidden_layers: 0"),
     "a template that is no text": (
-        _with_binary_template,
-        r"tokenizer\.chat_template: cannot read .*template\.jinja: it is not UTF-8",
+        _with_file("template.jinja", b"\xff\xfe", "tokenizer.chat_template=JOB/template.jinja"),
+        r"tokenizer\.chat_template: .*template\.jinja",
     ),
-    "damaged weights": (_with_damaged_weights, r"model\.path: cannot load .*/model"),
-    "a tensor missing": (
-        _without_a_tensor,
-        r"model\.path: the weights in .*/model lack 1 of .*layers\.1\.mlp\.down_proj",
-    ),
+    "damaged weights": (_with_file("model/model.safetensors", b"\x08"), r"model\.path: cannot load .*/model"),
+    "a tensor missing": (_without_a_tensor, r"model\.path: .* lack 1 of .*layers\.1\.mlp\.down_proj"),
     "no tokenizer": (_without("model/tokenizer.json"), r"model\.path: .*tokenizer"),
-    "no EOS": (_without_eos, r"no EOS token.*set tokenizer\.path"),
-    "chats without a template": (_with_rows(_CHAT), r"no chat template.*tokenizer\.chat_template"),
     "ids beyond the tokenizer's": (
-        _with_rows({"prompt_ids": [1, 5], "chosen_ids": [6, 2], "rejected_ids": [384, 2]}),
-        r"pairs\.jsonl line 1: rejected_ids has the token id 384; the tokenizer's ids are 0 to 383",
+        _with_file("pairs.jsonl", IDS),
+        r"line 1: rejected_ids .* 384; .* 383",
     ),
-    "ids beyond the model's": (
-        _with_few_embeddings,
-        r"model\.path: the data has token id 3\d\d, but .*/model embeds 300 tokens only",
-    ),
-    "too few positions": (
-        _with_few_positions,
-        r"data\.max_length: the longest sequence has \d+ tokens.* 16 positions.*set data\.max_length: 16",
-    ),
-    "output_dir below a file": (_below_a_file, r"output_dir: .*/file' is in the way: it is not a directory"),
-    "a loss of one's own that is nowhere": (
-        _with("loss.type=no_such_losses:mine"),
-        r"loss\.type: cannot import no_such_losses: ModuleNotFoundError",
-    ),
+    "ids beyond the model's": (_with_few_embeddings, r"model\.path: .* 3\d\d, .*/model embeds 300"),
+    "too few positions": (_with_config(max_position_embeddings=16), r"data\.max_length: .* 16 positions"),
     "a checkpoint that is none": (_with("checkpoint.resume=/nowhere"), r"checkpoint\.resume: .*/nowhere"),
 }
 
@@ -288,15 +185,10 @@ def test_another_run_in_output_dir_is_left_alone_and_both_ways_out_are_named(
     before = snapshot(trained_in_place.parent)
     again = dpopack("train", trained_in_place)
     assert again.status == 0 and "finished" in again.out and "nothing to do" in again.out
-    ways_out = "; start again with --overwrite, or use another output_dir"
     changed = dpopack("train", trained_in_place, "optim.lr=0.5")
-    assert_refused(
-        changed,
-        rf"output_dir: .*/run holds a run with another optim\.lr \(0\.001 then, 0\.5 now\){ways_out}",
-    )
-    assert_refused(
-        dpopack("train", trained_in_place, "checkpoint.resume=never"), rf".*\(finished\){ways_out}"
-    )
+    assert_refused(changed, r"output_dir: .*/run .* optim\.lr .*0\.5.*--overwrite.* another output_dir")
+    anew = dpopack("train", trained_in_place, "checkpoint.resume=never")
+    assert_refused(anew, r"output_dir: .*--overwrite.* another output_dir")
     assert snapshot(trained_in_place.parent) == before
 
 
@@ -316,30 +208,18 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("command", ["train", "precompute-ref", "evaluate"])
-def test_half_an_environment_of_several_processes_is_refused(
-    command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("world_size", "problem"), [("2", "RANK is not set"), ("1", "asks for 2, .* 1 ")])
+def test_an_environment_of_other_processes_than_the_recipe_s_is_refused(
+    world_size: str,
+    problem: str,
+    command: str,
+    recipe: Path,
+    dpopack: Dpopack,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_refused(
-        dpopack(command, recipe),
-        r"several processes, but RANK is not set; start the processes with dpopack",
-    )
-
-
-@pytest.mark.parametrize("command", ["train", "precompute-ref", "evaluate"])
-def test_one_process_where_the_launcher_was_asked_for_two_is_refused(
-    command: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    problem = r"num_processes: the recipe asks for 2, but the launcher has started 1 "
-    assert_refused(dpopack(command, recipe, "distributed.num_processes=2"), problem)
-
-
-def test_evaluate_needs_held_out_pairs_and_a_trained_model(recipe: Path, dpopack: Dpopack) -> None:
-    assert_refused(
-        dpopack("evaluate", recipe), r"run/model: there is no trained model; finish the run.*--model"
-    )
-    assert_refused(dpopack("evaluate", recipe, "data.eval=[]"), r"no held-out data; name a source")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    outcome = dpopack(command, recipe, "distributed.num_processes=2")
+    assert_refused(outcome, rf"distributed\.num_processes: .*{problem}")
 
 
 def test_commands_that_do_not_train_need_no_tracker(
@@ -357,29 +237,20 @@ def test_a_report_of_no_run_or_to_a_place_that_cannot_be_written_is_refused(
     trained_in_place: Path, dpopack: Dpopack, tmp_path: Path
 ) -> None:
     run = trained_in_place.parent / "run"
-    assert_refused(dpopack("report", tmp_path), r"no run \(no readable run\.json\); give the output_dir")
-    assert_refused(dpopack("report", tmp_path / "absent"), r"absent: no run")
-    assert_refused(dpopack("report", run, tmp_path), r"no run")
+    for runs in ([tmp_path], [tmp_path / "absent"], [run, tmp_path]):
+        assert_refused(dpopack("report", *runs), rf"{runs[-1]}: no run")
     (tmp_path / "file").touch()
     for target in (tmp_path / "file" / "page.html", tmp_path):
-        assert_refused(dpopack("report", run, "--output", target), rf"cannot write {target}: .* choose a wri")
+        assert_refused(dpopack("report", run, "--output", target), rf"cannot write {target}: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "job"]
-
-
-def test_what_cannot_be_sampled_from_is_refused(dpopack: Dpopack, recipe: Path) -> None:
-    model = recipe.parent / "model"
-    assert_refused(dpopack("sample", model), r"no prompts; give --prompt TEXT or a recipe")
-    assert_refused(dpopack("sample", recipe), r"give one or several runs or models")
-    assert_refused(dpopack("sample", model / "absent", "--prompt", "ask"), r"absent")
-    (model / "model.safetensors").unlink()
-    assert_refused(dpopack("sample", model, "--prompt", "ask"), r"weight")
 
 
 def test_flags_that_make_no_sense_are_refused(recipe: Path, dpopack: Dpopack) -> None:
     ranks, budgets = ("--ranks", "1,x"), ("--budgets", "0")
-    assert_refused(dpopack("inspect-packing", recipe, *ranks), r"--ranks '1,x': not positive whole numbers")
-    assert_refused(dpopack("inspect-packing", recipe, *budgets), r"--budgets '0': not positive whole numbers")
-    assert_refused(dpopack("recipe"), r"give one of --defaults, --template NAME, --from PEER FILE")
+    assert_refused(dpopack("inspect-packing", recipe, *ranks), r"--ranks '1,x'")
+    assert_refused(dpopack("inspect-packing", recipe, *budgets), r"--budgets '0'")
+    assert_refused(dpopack("recipe"), r"--defaults")
+    assert_refused(dpopack("recipe", "--all", "--schema"), r"--all .* --defaults")
     (recipe.parent / "file").touch()
     below_a_file = ("--json", recipe.parent / "file" / "report.json")
     assert_refused(dpopack("inspect-packing", recipe, *below_a_file), r"cannot write .*file/report\.json")
@@ -452,8 +323,7 @@ def test_running_out_of_device_memory_names_the_keys_that_need_less(
     _raise_in_training(monkeypatch, torch.OutOfMemoryError(message))
     outcome = dpopack("train", recipe)
     assert_refused(outcome, r"20\.00 MiB\..*14\.00 MiB is free; lower packing\.token_budget")
-    assert "reference.token_budget" in outcome.err
-    assert "model.gradient_checkpointing=true" in outcome.err and "Including" not in outcome.err
+    assert "reference.token_budget" in outcome.err and "model.gradient_checkpointing" in outcome.err
     assert json.loads((recipe.parent / "run" / "run.json").read_text())["status"] == "failed"
 
 
@@ -468,12 +338,10 @@ def test_running_out_of_device_memory_names_the_keys_that_need_less(
         "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
     ],
 )
-def test_a_lack_of_memory_has_many_words_and_each_gets_one_line_and_the_remedy(
-    message: str, recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _raise_in_training(monkeypatch, RuntimeError(message), where="train")
-    first_words = re.escape(message.splitlines()[0][:20])
-    assert_refused(dpopack("train", recipe), rf"error: {first_words}.*; lower packing\.token_budget")
+def test_a_lack_of_memory_has_many_words_and_each_gets_one_line_and_the_remedy(message: str) -> None:
+    ending = ending_of(RuntimeError(message))
+    assert ending.exit_status == 2 and ending.message is not None and "\n" not in ending.message
+    assert message[:20] in ending.message and "packing.token_budget" in ending.message
 
 
 def test_an_error_of_ours_is_not_hidden(
@@ -497,12 +365,19 @@ def test_a_bug_ends_with_status_1_and_a_traceback() -> None:
     assert "Traceback" in ended.stderr and "ZeroDivisionError" in ended.stderr
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("command", ["train", "precompute-ref", "inspect-packing"])
+@pytest.mark.parametrize(
+    ("command", "signum", "status"),
+    [
+        ("train", signal.SIGINT, 130),
+        ("train", signal.SIGTERM, 143),
+        ("precompute-ref", signal.SIGTERM, 143),
+        ("inspect-packing", signal.SIGINT, 130),
+    ],
+)
 def test_a_signal_ends_a_command_with_the_shell_s_status(
+    command: str,
     signum: signal.Signals,
     status: int,
-    command: str,
     recipe: Path,
     dpopack: Dpopack,
     monkeypatch: pytest.MonkeyPatch,
@@ -515,7 +390,7 @@ def test_a_signal_ends_a_command_with_the_shell_s_status(
     monkeypatch.setattr("dpo_pack.run.setup.load_data", interrupt)
     outcome = dpopack(command, recipe)
     assert outcome.status == status
-    assert outcome.err == f"stopped by {signum.name}; run the same command again; it uses what was saved\n"
+    assert re.fullmatch(rf"stopped by {signum.name}; .*\n", outcome.err)
     assert not (recipe.parent / "run").exists()
 
 
@@ -542,31 +417,6 @@ def test_a_signal_while_the_model_is_exported_waits_for_it(
 # ---------------------------------------------------------------------------------------------- what works
 
 
-@pytest.mark.parametrize(
-    ("before", "online", "after"),
-    [
-        ({}, "null", "expandable_segments:True"),
-        (
-            {},
-            "{max_new_tokens: 8, judges: [{type: reward_model, path: a}], generator: {type: transformers}}",
-            "expandable_segments:True",
-        ),
-        ({}, "{max_new_tokens: 8, judges: [{type: reward_model, path: a}], generator: {type: vllm}}", None),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "null", "backend:native"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "null", None),
-    ],
-)
-def test_the_allocator_s_segments_grow_unless_the_user_says_otherwise(
-    before: dict[str, str], online: str, after: str | None, recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")
-        del os.environ[name]  # which the end of this test restores
-    os.environ.update(before)
-    let_segments_grow(load_recipe(recipe, ["train.max_steps=2", f"online={online}"]))
-    assert os.environ.get("PYTORCH_ALLOC_CONF") == after
-
-
 def test_help_is_light_and_fast() -> None:
     code = (
         "import sys, dpo_pack.commands.main\n"
@@ -583,29 +433,21 @@ def test_help_is_light_and_fast() -> None:
     assert (ended.returncode, ended.stderr) == (0, "[]\n")
     cpu_seconds = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
     assert cpu_seconds < 0.5 * slowness()
-    for command in OPTIONS:
+    group: Any = typer.main.get_command(app)
+    for command in group.commands:
         assert f"  {command} " in ended.stdout
     assert "..." not in ended.stdout.replace("[ARGS]...", ""), "a command's summary is cut off"
 
 
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "train": ("RECIPE", "KEY=VALUE", "--dry-run", "--overwrite"),
-    "precompute-ref": ("RECIPE", "KEY=VALUE"),
-    "inspect-packing": ("RECIPE", "KEY=VALUE", "--ranks", "--budgets", "--json", "--html"),
-    "show": ("RECIPE", "KEY=VALUE", "--pair", "--dropped", "--json", "--html"),
-    "evaluate": ("RECIPE", "KEY=VALUE", "--model", "--compare", "--json"),
-    "doctor": ("RECIPE", "--json"),
-    "recipe": ("KEY=VALUE", "--defaults", "--all", "--template", "--from", "--schema", "--check"),
-    "cache": ("list", "verify", "export", "import", "prune"),
-}
-
-
-@pytest.mark.parametrize("command", OPTIONS)
-def test_the_help_of_a_command_names_its_options(command: str, dpopack: Dpopack) -> None:
-    outcome = dpopack(command, "--help")
-    assert outcome.status == 0
-    for option in OPTIONS[command]:
-        assert option in outcome.out
+def test_the_ranks_get_the_command_line_and_find_the_modules_that_this_process_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/dpopack", "train", "recipe.yaml", "optim.lr=1e-6"])
+    module = ["-m", "dpo_pack", "train", "recipe.yaml", "optim.lr=1e-6"]
+    monkeypatch.setattr(sys, "path", ["/bin", *sys.path])
+    assert _own_command() == [sys.executable, "-P", *module]
+    monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path])
+    assert _own_command() == [sys.executable, *module]
 
 
 def test_the_package_runs_as_a_module(
@@ -641,8 +483,6 @@ def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
     assert "not read" not in dpopack("inspect-packing", recipe).out
     assert not (recipe.parent / "run").exists()
     assert "44 of 44 different sequences cached" in dpopack("precompute-ref", recipe).out
-    promised = " ".join(dpopack("train", "--help").out.split())
-    assert "Fills the caches of tokens and reference log-probs; writes nothing into output_dir." in promised
 
 
 def test_train_computes_no_reference_that_precompute_ref_has_left(recipe: Path, dpopack: Dpopack) -> None:
@@ -665,10 +505,17 @@ def test_evaluate_gives_the_metrics_that_training_ended_with(trained: Path, dpop
     assert list(metrics) == ["heldout"] and metrics["heldout"]["pairs"] == 6
     for name in ("rewards/accuracies", "rewards/margins", "loss", "kl/chosen", "kl/rejected"):
         assert metrics["heldout"][name] == pytest.approx(ended_with["heldout"][name], abs=1e-5)
-    in_words = dpopack("evaluate", trained, "--json", trained.parent / "metrics.json")
-    assert f"{metrics['heldout']['rewards/accuracies']:.3f}" in in_words.out
+    in_words = dpopack("evaluate", trained, "--json", trained.parent / "metrics.json").out
     assert json.loads((trained.parent / "metrics.json").read_text()) == metrics
     assert snapshot(trained.parent / "run") == before
+    low, high = metrics["heldout"]["intervals"]["rewards/accuracies"]
+    line = next(line for line in in_words.splitlines() if "reward accuracy" in line)
+    numbers = [f"{number:.3f}" for number in (metrics["heldout"]["rewards/accuracies"], low, high)]
+    assert line.split()[-4:] == [*numbers[:2], "to", numbers[2]]
+    assert sum(part["pairs"] for part in metrics["heldout"]["by_length"].values()) == 6
+    for told in ("prefer the longer completion in", "under half", "over twice", "KL of chosen"):
+        assert told in in_words
+    assert max(map(len, in_words.split("Proof: ")[1].splitlines()[1:])) <= 80
 
 
 def test_evaluate_compares_two_models_pair_by_pair(trained: Path, dpopack: Dpopack) -> None:
@@ -677,6 +524,7 @@ def test_evaluate_compares_two_models_pair_by_pair(trained: Path, dpopack: Dpopa
     assert (printed.status, printed.err) == (0, "")
     compared = json.loads(printed.out)["heldout"]
     assert [Path(compared[side]["model"]) for side in ("a", "b")] == list(models)
+    assert compared["a"]["rewards/margins"] == pytest.approx(0, abs=1e-5), "the reference itself"
     difference = compared["difference"]
     for name in ("rewards/accuracies", "rewards/margins", "loss"):
         assert difference[name] == pytest.approx(compared["b"][name] - compared["a"][name], abs=1e-9)
@@ -686,20 +534,6 @@ def test_evaluate_compares_two_models_pair_by_pair(trained: Path, dpopack: Dpopa
     line = next(line for line in in_words.out.splitlines() if "reward margin" in line)
     assert line.split()[-4:] == [f"{difference['rewards/margins']:+.3f}", f"{low:+.3f}", "to", f"{high:+.3f}"]
     assert f"A: {models[0]}\nB: {models[1]}" in in_words.out
-
-
-def test_evaluate_shows_intervals_and_whether_rewards_follow_length(trained: Path, dpopack: Dpopack) -> None:
-    outcome = dpopack("evaluate", trained, "--json", trained.parent / "metrics.json")
-    metrics = json.loads((trained.parent / "metrics.json").read_text())["heldout"]
-    low, high = metrics["intervals"]["rewards/accuracies"]
-    line = next(line for line in outcome.out.splitlines() if "reward accuracy" in line)
-    assert line.split()[-4:] == [f"{metrics['rewards/accuracies']:.3f}", f"{low:.3f}", "to", f"{high:.3f}"]
-    assert "prefer the longer completion in" in outcome.out
-    assert sum(part["pairs"] for part in metrics["by_length"].values()) == 6
-    by_length = outcome.out.split("by length of chosen, compared with rejected")[1]
-    assert "under half" in by_length and "over twice" in by_length  # `chosen_under_half`, `chosen_over_twice`
-    assert "KL of chosen" in outcome.out  # `kl/chosen`
-    assert max(map(len, outcome.out.split("Proof: ")[1].splitlines()[1:])) <= 80
 
 
 def test_evaluate_tells_held_out_pairs_of_several_sources_apart(trained: Path, dpopack: Dpopack) -> None:
@@ -721,42 +555,34 @@ def test_held_out_pairs_that_share_prompts_are_counted_with_their_prompts(
     assert "heldout: 6 pairs of 2 prompts\n" in outcome.out and "bootstrap over prompts" in outcome.out
 
 
-def test_evaluate_takes_one_model_or_two(recipe: Path, dpopack: Dpopack) -> None:
-    both = ("--model", "a", "--compare", "a", "b")
-    assert_refused(dpopack("evaluate", recipe, *both), r"give --model or --compare, not both")
+def test_evaluate_needs_held_out_pairs_and_one_trained_model_or_two(recipe: Path, dpopack: Dpopack) -> None:
     tiny_model("llama", vocab_size=300).save_pretrained(recipe.parent / "small")
-    small = ("--model", recipe.parent / "small")
-    assert_refused(dpopack("evaluate", recipe, *small), r"--model: the data has token id 3\d\d, but .*/small")
-    missing = ("--compare", recipe.parent / "model", recipe.parent / "missing")
-    assert_refused(dpopack("evaluate", recipe, *missing), r"missing: there is no trained model")
-
-
-def test_evaluate_of_the_reference_itself_prefers_nothing(recipe: Path, dpopack: Dpopack) -> None:
-    outcome = dpopack("evaluate", recipe, "--model", recipe.parent / "model", "--json", "-")
-    assert json.loads(outcome.out)["heldout"]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    refused: dict[tuple[str | Path, ...], str] = {
+        (): r"run/model: .*--model",
+        ("data.eval=[]",): r"no held-out data",
+        ("--model", "a", "--compare", "a", "b"): r"--model or --compare",
+        ("--model", recipe.parent / "small"): r"--model: .* 3\d\d, .*/small",
+        ("--compare", recipe.parent / "model", recipe.parent / "missing"): r"missing: .* no trained model",
+    }
+    for arguments, pattern in refused.items():
+        assert_refused(dpopack("evaluate", recipe, *arguments), pattern)
 
 
 def test_inspect_packing_needs_no_weights_and_gives_the_report_a_run_leaves(
     trained_in_place: Path, dpopack: Dpopack
 ) -> None:
-    (trained_in_place.parent / "model" / "model.safetensors").unlink()
+    job = trained_in_place.parent
+    (job / "model" / "model.safetensors").unlink()
     printed = dpopack("inspect-packing", trained_in_place, "--json", "-")
     assert (printed.status, printed.err) == (0, "")
-    report = json.loads(printed.out)
-    assert report == json.loads((trained_in_place.parent / "run" / "packing_report.json").read_text())
-    files = (
-        "--json",
-        trained_in_place.parent / "report.json",
-        "--html",
-        trained_in_place.parent / "report.html",
-    )
+    assert json.loads(printed.out) == json.loads((job / "run" / "packing_report.json").read_text())
+    files = ("--json", job / "report.json", "--html", job / "report.html")
     shown = dpopack("inspect-packing", trained_in_place, "--ranks", "1,2,4", "--budgets", "64,256", *files)
     assert (shown.status, shown.err) == (0, "") and "Recommended: packing.token_budget=" in shown.out
-    assert (trained_in_place.parent / "report.html").read_text().startswith("<!doctype html>")
-    sweep = json.loads((trained_in_place.parent / "report.json").read_text())["sweep"]
-    assert [outcome["token_budget"] for outcome in sweep] == [64, 128, 256]
-    balance = json.loads((trained_in_place.parent / "report.json").read_text())["balance"]
-    assert [entry["num_ranks"] for entry in balance] == [1, 2, 4]
+    assert (job / "report.html").read_text().startswith("<!doctype html>")
+    report = json.loads((job / "report.json").read_text())
+    assert [outcome["token_budget"] for outcome in report["sweep"]] == [64, 128, 256]
+    assert [entry["num_ranks"] for entry in report["balance"]] == [1, 2, 4]
 
 
 def test_show_needs_no_weights_and_writes_what_it_shows_as_json_and_as_a_page(
@@ -787,11 +613,11 @@ def test_show_refuses_bad_input_in_one_line_and_writes_nothing(recipe: Path, dpo
     before = sorted(recipe.parent.rglob("*"))
     page = ("--html", recipe.parent / "page.html")
     for arguments, pattern in {
-        ("--pair", "17"): r"--pair 17: there is no such line; of pairs\.jsonl, lines 1 to 16 were read",
-        ("--pair", "0"): r"--pair '0': not positive whole numbers",
-        ("--pair", "x"): r"--pair 'x': not positive whole numbers",
-        ("3",): r"'3': write it as key=value",
-        ("data.train=absent.jsonl",): r"data\.train\.0\.path: no such file",
+        ("--pair", "17"): r"--pair 17: .*pairs\.jsonl, lines 1 to 16",
+        ("--pair", "0"): r"--pair '0'",
+        ("--pair", "x"): r"--pair 'x'",
+        ("3",): r"'3'",
+        ("data.train=absent.jsonl",): r"data\.train\.0\.path: ",
         ("data=null",): r"data",
     }.items():
         assert_refused(dpopack("show", recipe, *arguments, *page), pattern)
@@ -821,9 +647,8 @@ def test_recipe_prints_defaults_that_it_accepts(recipe: Path, dpopack: Dpopack) 
     here = (f"data.train={recipe.parent}/pairs.jsonl", f"model.path={recipe.parent}/model")
     checked = dpopack("recipe", "--check", own, *here)
     assert (checked.status, checked.out.splitlines()[-1]) == (0, f"{own} is in order")
-    assert_refused(dpopack("recipe", "--check", own, *here, "seed=-1"), r"seed: must be")
-    elsewhere = (here[0], "model.path=./no")
-    assert_refused(dpopack("recipe", "--check", own, *elsewhere), r"model\.path: no such directory")
+    assert_refused(dpopack("recipe", "--check", own, *here, "seed=-1"), r"seed: ")
+    assert_refused(dpopack("recipe", "--check", own, here[0], "model.path=./no"), r"model\.path: .*/no")
 
 
 def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
@@ -845,25 +670,16 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
     assert sorted(recipe.parent.rglob("*")) == before
 
 
-def test_recipe_check_says_that_pairs_may_be_longer_than_the_model_reads(
+def test_recipe_check_warns_of_pairs_that_may_be_longer_than_the_model_reads_and_refuses_those_that_are(
     recipe: Path, dpopack: Dpopack
 ) -> None:
-    _edit_json(recipe.parent / "model" / "config.json", max_position_embeddings=80)
-    checked = dpopack("recipe", "--check", recipe, "data.max_length=99")
-    assert "data.max_length is 99, but this model is exact for 80 positions only" in checked.out
-    assert "set data.max_length: 80\n" in checked.out
-    assert checked.out.endswith("is in order\n")
-
-
-def test_recipe_check_refuses_pairs_that_are_longer_than_the_model_reads(
-    recipe: Path, dpopack: Dpopack
-) -> None:
-    _with_few_positions(recipe.parent)
     long = recipe.parent / "long.jsonl"
     write_rows(long, [{"prompt": "a b c", "chosen": "d " * 16, "rejected": "e"}])
-    checked = dpopack("recipe", "--check", recipe, f"data.train={long}", "data.max_length=99")
-    assert checked.status == 2 and "in order" not in checked.out
-    assert re.search(r"error: data\.max_length: the longest sequence has \d+ tokens", checked.err)
+    for positions, status, stream in ((80, 0, "out"), (16, 2, "err")):
+        _edit_json(recipe.parent / "model" / "config.json", max_position_embeddings=positions)
+        checked = dpopack("recipe", "--check", recipe, f"data.train={long}", "data.max_length=99")
+        assert (checked.status, "in order" in checked.out) == (status, status == 0)
+        assert f"data.max_length: {positions}\n" in getattr(checked, stream)
 
 
 def test_recipe_check_has_a_line_for_each_thing_that_would_stop_the_run(
@@ -903,12 +719,6 @@ def test_recipe_check_reads_only_the_first_rows_of_a_long_file(recipe: Path, dpo
     assert "the first 100 rows have 99 pairs, left out: 1 missing_column\n" in skipped.out
 
 
-def test_recipe_prints_the_schema(dpopack: Dpopack) -> None:
-    outcome = dpopack("recipe", "--schema")
-    assert outcome.status == 0
-    assert {"model", "data", "output_dir"} <= set(json.loads(outcome.out)["required"])
-
-
 def test_doctor_names_versions_devices_and_backends(dpopack: Dpopack) -> None:
     outcome = dpopack("doctor", "--json")
     assert (outcome.status, outcome.err) == (0, "")
@@ -924,17 +734,12 @@ def test_doctor_names_versions_devices_and_backends(dpopack: Dpopack) -> None:
         assert told in in_words.out
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("loss.type=simpo", r"loss\.type: this loss needs no reference"),
-        ("reference.sync={mixup: 0.5}", r"reference\.sync: a reference that follows the policy"),
-    ],
-)
+@pytest.mark.parametrize("override", ["loss.type=simpo", "reference.sync={mixup: 0.5}"])
 def test_precompute_ref_says_when_there_is_nothing_to_precompute(
-    override: str, message: str, recipe: Path, dpopack: Dpopack
+    override: str, recipe: Path, dpopack: Dpopack
 ) -> None:
-    assert_refused(dpopack("precompute-ref", recipe, override), message)
+    key = override.partition("=")[0].replace(".", r"\.")
+    assert_refused(dpopack("precompute-ref", recipe, override), f"error: {key}: ")
 
 
 # ---- The page of a run
@@ -970,15 +775,6 @@ def test_a_page_that_cannot_be_written_is_one_line_and_ends_no_finished_run(
     assert outcome.status == 2 and outcome.err.count("\n") == 1 and "No space left" in outcome.err
 
 
-def test_report_refuses_what_is_no_run_in_one_line(trained: Path, dpopack: Dpopack) -> None:
-    outcome = dpopack("report", trained.parent / "run", trained.parent, "--output", trained.parent / "x.html")
-    assert outcome.status == 2
-    assert outcome.err == (
-        f"error: {trained.parent}: no run (no readable run.json); give the output_dir of a 'dpopack train'\n"
-    )
-    assert not (trained.parent / "x.html").exists()
-
-
 def test_recipe_prints_what_can_be_begun_with(dpopack: Dpopack, tmp_path: Path) -> None:
     short, full = dpopack("recipe", "--defaults"), dpopack("recipe", "--defaults", "--all")
     assert (short.status, full.status) == (0, 0) and len(short.out) < 1200 < len(full.out) / 8
@@ -988,20 +784,17 @@ def test_recipe_prints_what_can_be_begun_with(dpopack: Dpopack, tmp_path: Path) 
     (tmp_path / "dpo.yaml").write_text("learning_rate: 3e-7\nmodel_name_or_path: a/b\ndataset_name: c/d\n")
     translated = dpopack("recipe", "--from", "trl", tmp_path / "dpo.yaml")
     assert translated.status == 0 and yaml.safe_load(translated.out)["optim"]["lr"] == 3e-7
-    assert_refused(dpopack("recipe", "--all", "--schema"), "--all is an option of --defaults")
-    assert_refused(dpopack("recipe", "--template", "x"), "no such template; .*qwen3-0.6b-full-1gpu")
+    assert_refused(dpopack("recipe", "--template", "x"), "qwen3-0.6b-full-1gpu")
+    assert {"model", "data", "output_dir"} <= set(json.loads(dpopack("recipe", "--schema").out)["required"])
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (
-            "--config",
-            r"no option --config: give the recipe without an option, as in dpopack train recipe\.yaml",
-        ),
-        ("--learning_rate", r"TRL's learning_rate is optim\.lr here; set keys after the recipe"),
-        ("--per-device-train-batch-size", r"is packing\.pairs_per_step here"),
-        ("--max_length", r"write data\.max_length=VALUE after the recipe"),
+        ("--config", r"--config: .*dpopack train recipe\.yaml"),
+        ("--learning_rate", r"optim\.lr here"),
+        ("--per-device-train-batch-size", r"packing\.pairs_per_step here"),
+        ("--max_length", r"data\.max_length=VALUE"),
         ("--nonsense", r"No such option: --nonsense"),
     ],
 )
@@ -1019,11 +812,6 @@ def test_an_option_that_is_a_recipe_key_somewhere_is_answered_with_our_key(
 def test_shells_complete_templates_and_recipe_keys(words: str, expected: str) -> None:
     environment = {"_DPOPACK_COMPLETE": "complete_bash", "COMP_WORDS": f"dpopack {words}", "COMP_CWORD": "3"}
     code = "import sys; sys.argv = ['dpopack']; from dpo_pack.commands.main import main; main()"
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    env = {**os.environ, **environment}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert expected in ended.stdout.split(), ended

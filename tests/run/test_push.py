@@ -24,10 +24,10 @@ from support.tiny_run import tiny_run
 from typer.testing import CliRunner
 
 from dpo_pack.commands.main import app
-from dpo_pack.commands.merge import merge_adapter
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run import push as push_module
 from dpo_pack.run.checkpoint import Saver
+from dpo_pack.run.export import merge_adapter
 from dpo_pack.run.push import push
 from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import RunError

@@ -21,12 +21,12 @@ from support.two_ranks import run_on_ranks
 from support.whole_runs import text
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dpo_pack.commands.merge import merge_adapter
 from dpo_pack.model.quantize import Quantization, check_quantizable, compute_restored, quantization_settings
 from dpo_pack.model.shape import without_weights
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.recipe.machine import check_environment
 from dpo_pack.run.evaluate import evaluate_models
+from dpo_pack.run.export import merge_adapter
 from dpo_pack.run.log import describe_run
 from dpo_pack.run.models import load_and_prove, new_adapter
 from dpo_pack.run.setup import load_policy, prepare

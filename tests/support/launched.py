@@ -11,19 +11,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dpo_pack.commands import launch
 from dpo_pack.commands import main as cli
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DataError
+from dpo_pack.system.files import leaves
 from dpo_pack.system.interrupts import Interrupted, interruptible
+from dpo_pack.system.launch import on_every_rank
 
 
 def probe(recipe: Path, what: str, overrides: list[str]) -> None:
     """Leaves `rank-N.pid` beside the recipe."""
     if what == "disagree" and os.environ.get("RANK") == "1":
         overrides = [*overrides, "optim.lr=0.125"]
-    with launch.on_every_rank(load_recipe(recipe, overrides)) as console:
+    loaded = load_recipe(recipe, overrides)
+    settings = dict(leaves(loaded.model_dump(mode="json"), separator="."))
+    with on_every_rank(loaded.distributed.num_processes, cli._own_command(), settings) as console:
         (recipe.parent / f"rank-{ranks.rank()}.pid").write_text(str(os.getpid()))
         console.print(f"{ranks.num_ranks()} ranks, {os.environ.get('OMP_NUM_THREADS')} threads each")
         ranks.wait_for_all()
@@ -84,5 +87,5 @@ def add_commands() -> None:
 
 if __name__ == "__main__":
     add_commands()
-    launch._own_command = lambda: [sys.executable, *sys.argv]
+    cli._own_command = lambda: [sys.executable, *sys.argv]
     cli.main()

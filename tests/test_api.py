@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from datasets import Dataset
 from support.tiny_run import tiny_run
 
 import dpo_pack
-from dpo_pack.commands.python import load
+import dpo_pack.trainer as train_module
+from dpo_pack import api
+from dpo_pack.api import load
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system.errors import RecipeError
-
-ROOT = Path(__file__).resolve().parents[2]
+from dpo_pack.system.interrupts import Interrupted
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +31,11 @@ def margin_loss(logps: Any) -> Any:  # named by a test, never called
     raise NotImplementedError
 
 
-def call(name: str, *arguments: Any, **overrides: Any) -> Any:
-    """Calls a function of the interface; its name is also the name of a module."""
-    return getattr(dpo_pack, name)(*arguments, **overrides)
-
-
 def test_a_run_from_python_is_the_run_of_the_command(
-    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")
-        del os.environ[name]  # which the end of this test restores
-    run = call("train", recipe, **{"optim.lr": 5e-4, "output_dir": recipe.parent / "from-python"})
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    overrides: dict[str, Any] = {"optim.lr": 5e-4, "output_dir": recipe.parent / "from-python"}
+    run = api.train(recipe, **overrides)
     assert "Done: " in capsys.readouterr().out
     assert run.path == recipe.parent / "from-python"
     steps = [line for line in run.metrics if "loss" in line and "grad_norm" in line]
@@ -49,18 +43,24 @@ def test_a_run_from_python_is_the_run_of_the_command(
     assert (run.model_path / "model.safetensors").is_file() and run.report_path.is_file()
     kept = yaml.safe_load((run.path / "recipe.yaml").read_text())
     assert kept["optim"]["lr"] == 5e-4
-    again = call("train", run.path / "recipe.yaml")  # of a finished run
+    again = api.train(run.path / "recipe.yaml")  # of a finished run
     assert "nothing to do" in capsys.readouterr().out and again == run
-    results = call("evaluate", run.path / "recipe.yaml")
+    counts = {"reference_sequences_cached": 44, "reference_sequences_computed": 0}
+    assert api.precompute_ref(recipe) == counts
+    assert api.report(run.path, output=run.path / "page.html") == run.path / "page.html"
+    assert (run.path / "page.html").read_text() == run.report_path.read_text()
+    results = api.evaluate(run.path / "recipe.yaml")
     name = next(iter(results))
     assert results[name]["rewards/accuracies"] == pytest.approx(
         run.evaluation[name]["rewards/accuracies"], abs=1e-6
     )
 
 
-def test_a_name_that_the_package_lacks_is_an_error_of_python() -> None:
+def test_the_package_has_the_functions_of_api_and_no_other_name() -> None:
+    for name in dpo_pack._INTERFACE:
+        assert getattr(dpo_pack, name) is getattr(api, name)
     with pytest.raises(AttributeError, match="'dpo_pack' has no attribute 'trian'"):
-        call("trian")
+        dpo_pack.trian  # noqa: B018
 
 
 def test_a_dict_a_path_and_a_recipe_are_the_same_recipe(recipe: Path) -> None:
@@ -94,17 +94,67 @@ def test_a_function_becomes_its_name_and_one_without_a_name_is_refused(recipe: P
         load(recipe, {"loss.type": lambda logps: logps})
 
 
-def test_several_processes_are_refused_with_the_ways_that_start_them(recipe: Path) -> None:
-    with pytest.raises(RecipeError, match="num_processes: a call from Python .*torchrun.*dpopack train"):
-        load(recipe, {"distributed.num_processes": 2})
-    assert load(recipe, {}).distributed.num_processes == 1
+@pytest.mark.parametrize("name", ["train", "precompute_ref"])
+def test_several_processes_are_not_started_behind_the_caller_s_back(name: str, recipe: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^distributed\.num_processes: 2 .*torchrun"):
+        getattr(api, name)(recipe, **{"distributed.num_processes": 2})
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "after"),
+    [
+        ({}, {}, "expandable_segments:True"),
+        ({}, {"generator": {"type": "transformers"}}, "expandable_segments:True"),
+        ({}, {"generator": {"type": "vllm"}}, None),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {}, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {}, None),
+    ],
+)
+def test_the_allocator_s_segments_grow_unless_the_user_or_vllm_says_otherwise(
+    before: dict[str, str],
+    overrides: dict[str, Any],
+    after: str | None,
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        os.environ.pop(name, None)
+    os.environ |= before
+    monkeypatch.setattr("dpo_pack.recipe.load.check_environment", lambda recipe, trains: None)
+    judges = {"max_new_tokens": 8, "judges": [{"type": "reward_model", "path": "a"}]}
+    api.load(recipe, {"train.max_steps": 2, "online": {**judges, **overrides} if overrides else None})
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == after
 
 
 def test_pairs_and_rows_can_be_looked_at_from_python(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = call("show", recipe, pairs=[2])
+    shown = api.show(recipe, pairs=[2])
     assert "pairs.jsonl line 2" in capsys.readouterr().out
-    report = call("inspect_packing", recipe, ranks=[1, 2], budgets=[128])
+    report = api.inspect_packing(recipe, ranks=[1, 2], budgets=[128])
     assert {pair.row for pair in shown.pairs} == {2} and report.statistics.num_pairs == 16
     assert "fill" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("signum", "command", "error"),
+    [
+        (signal.SIGINT, None, KeyboardInterrupt),
+        (signal.SIGTERM, None, Interrupted),
+        (signal.SIGINT, ["dpopack"], Interrupted),
+    ],
+)
+def test_ctrl_c_is_python_s_own_interrupt_unless_a_command_is_run(
+    signum: int,
+    command: list[str] | None,
+    error: type[BaseException],
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*arguments: Any, **options: Any) -> None:
+        raise Interrupted(signum)
+
+    monkeypatch.setattr(train_module, "train", stop)
+    with pytest.raises(error):
+        api.train(recipe, command=command)

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-import dpo_pack.commands.merge as merging
+import dpo_pack.run.export as export
 from dpo_pack.commands.main import app
-from dpo_pack.commands.merge import merge_adapter
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run.export import merge_adapter
 from dpo_pack.system.errors import CacheError, DpoPackError, ModelError, RunError
 from dpo_pack.trainer import train
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_merged_is_one_line_and_writes_nothing(
         return str(caught.value)
 
     assert "no adapter_config.json in this directory" in refusal(tmp_path)
-    assert "nothing to merge" in refusal(trained / "model")
+    assert "no adapter_config.json" in refusal(trained / "model")  # a full model
     assert "--base" in refusal(trained / "run", base=str(tmp_path / "gone"))
     shutil.copytree(trained / "run" / "model", tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -141,5 +141,5 @@ def test_what_cannot_be_merged_is_one_line_and_writes_nothing(
         (arguments[2] / "model.safetensors").write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(merging, "write_model", full_disk)
+    monkeypatch.setattr(export, "_write_model", full_disk)
     assert "No space left" in refusal(trained / "run", CacheError)

@@ -1,7 +1,7 @@
-"""Runs a command on every rank: starts the ranks if no launcher has, connects them, checks that they agree.
+"""Runs a block on every rank: starts the ranks if no launcher has, connects them, checks that they agree.
 
-On several devices `dpopack` starts one process for each device (system/process_starter.py). If torchrun,
-accelerate launch or srun has started the processes (system/placement.py), each only joins the others.
+On several devices `dpopack` starts one process for each device (process_starter.py). If torchrun, accelerate
+launch or srun has started the processes (placement.py), each only joins the others.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import ipaddress
 import logging
 import os
 import socket
-import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -26,52 +25,58 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # torch.di
 from torch.distributed.rendezvous import rendezvous
 
 import dpo_pack
-from dpo_pack.recipe.load import Recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.console import log_only, make_console
 from dpo_pack.system.endings import end_soon, ending_of, settle_failure
 from dpo_pack.system.errors import RecipeError, RunError, first_line
-from dpo_pack.system.files import leaves
 from dpo_pack.system.machine import package_versions
 from dpo_pack.system.placement import Placement, is_set, placement
 from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
 
-# The longest time that ranks wait until all have started: nodes of a job start at different times.
-_MEETING_TIME = timedelta(minutes=15)
-# The longest time that a rank waits in a collective: rank 0 may be writing a large checkpoint.
-_COLLECTIVE_TIME = timedelta(minutes=60)
-_MEETING_TIME_OF_FAILURES = timedelta(seconds=30)
+# The longest waits of a rank: until all ranks have started (nodes of a job start at different times), and in
+# a collective (rank 0 may be writing a large checkpoint).
+_MEETING_TIME, _COLLECTIVE_TIME = timedelta(minutes=15), timedelta(minutes=60)
+_KEY = "distributed.num_processes"
 _GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 _stores: dict[Placement, Store] = {}  # at most one, because a process meets the other ranks once
 
 
 @contextlib.contextmanager
-def on_every_rank(recipe: Recipe, *, quiet: bool = False, verbose: bool = False) -> Iterator[Console]:
-    """Runs the body on every rank, with a console that prints on rank 0 only (nowhere if `quiet`).
+def on_every_rank(
+    wanted: int | Literal["auto"],
+    command: Sequence[str] | None,
+    settings: Mapping[str, Any],
+    *,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> Iterator[Console]:
+    """Runs the block on every rank, with a console that prints on rank 0 only (nowhere if `quiet`).
 
-    If the recipe needs several processes and no launcher has started them, this process starts them with its
-    own command line, waits for them and raises SystemExit with their exit status. The body then runs only in
-    the new processes. Raises RecipeError if the number of processes is wrong, RunError if the ranks cannot
-    connect, or if their recipes or package versions differ.
+    `wanted` is `distributed.num_processes`. If several are wanted and no launcher has started them, this
+    process starts `command` for each, waits for them and raises SystemExit with their exit status; the block
+    then runs only in the new processes. Without a command, this process alone runs the block.
+    Raises RecipeError if the number of processes is wrong, RunError if the ranks cannot connect, or if their
+    `settings` or package versions differ.
     """
     _refuse_other_shards()
     place = placement(os.environ)
-    num_processes = wanted_processes(recipe, place)
-    if place is None and num_processes > 1:
-        raise SystemExit(start_ranks(_own_command(), num_processes))
+    num_processes = 1 if place is None and command is None else wanted_processes(wanted, place)
+    if place is None and command is not None and num_processes > 1:
+        raise SystemExit(start_ranks(command, num_processes))
     if place is not None and num_processes > 1:
         end_with_parent()
         _join(place, meet(place))
         if place.rank > 0:
             _hush()
-        ranks.require_same(_facts(recipe), "start every rank with the same recipe, overrides and packages")
+        versions = {**package_versions(), "dpo_pack": dpo_pack.__version__}
+        facts = {**{f"version of {name}": version for name, version in versions.items()}, **settings}
+        ranks.require_same(facts, "start every rank with the same recipe, overrides and packages")
     console = make_console(quiet=quiet or not ranks.is_first(), verbose=verbose)
-    num_devices = torch.cuda.device_count() if ranks.uses_cuda() else 0
-    if place is not None and num_processes == 1 < num_devices and recipe.distributed.num_processes == "auto":
+    if place is not None and wanted == "auto" and num_processes == 1 < _num_devices():
         console.print(
-            f"Note: one of {num_devices} visible GPUs is used, because the launcher has started one process "
-            "(WORLD_SIZE=1); to use all, start one process a GPU, or unset RANK, WORLD_SIZE and LOCAL_RANK"
+            f"Note: one of {_num_devices()} visible GPUs is used, because WORLD_SIZE=1; to use all, start a "
+            "process for each, or unset RANK, WORLD_SIZE and LOCAL_RANK"
         )
     try:
         yield console
@@ -84,49 +89,49 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False, verbose: bool = False)
 
 
 def report_failure(error: BaseException, place: Placement) -> int:
-    """Prints why this rank ended. If one cause ended several ranks, only one of them prints it.
-
-    Returns the exit status. The process must exit after this; `end_soon` makes sure that it does.
-    """
+    """Prints why this rank ended; if one cause ended several ranks, only one of them does. Returns the exit
+    status. The process must exit after this; `end_soon` makes sure that it does."""
     end_soon(error)
     try:
-        store = meet(place, _MEETING_TIME_OF_FAILURES)
+        store = meet(place, timedelta(seconds=30))
     except RunError:  # the other ranks never started, or have ended
         store = HashStore()
     return settle_failure(error, rank=place.rank, num_ranks=place.num_ranks, store=store)
 
 
-def wanted_processes(recipe: Recipe, place: Placement | None) -> int:
+def wanted_processes(wanted: int | Literal["auto"], place: Placement | None) -> int:
     """Returns `distributed.num_processes` as a number. Raises RecipeError if it is impossible here."""
-    wanted = recipe.distributed.num_processes
-    num_devices = torch.cuda.device_count() if ranks.uses_cuda() else 0
+    num_devices = _num_devices()
     if place is None:
         # With a configuration for several processes on CPUs, `accelerate launch` starts one. It does not say
         # how many were asked for, but only then sets the address at which they would meet.
         if wanted == "auto" and is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ:
             raise RecipeError(
-                "distributed.num_processes: accelerate's configuration asks for several processes on CPUs, "
-                "but accelerate launch starts only one; set distributed.num_processes to the number that you "
-                "want, and dpo-pack starts them"
+                f"{_KEY}: accelerate's configuration asks for several processes on CPUs, "
+                "but accelerate launch starts only one; set their number here, and dpo-pack starts them"
             )
         number = max(1, num_devices) if wanted == "auto" else wanted
         if num_devices and number > num_devices:
             raise RecipeError(
-                f"distributed.num_processes: {number} processes need as many GPUs, and {num_devices} are "
-                "visible; lower the number, or correct CUDA_VISIBLE_DEVICES"
+                f"{_KEY}: {number} processes need as many GPUs, and {num_devices} are visible; lower the "
+                "number, or correct CUDA_VISIBLE_DEVICES"
             )
         return number
     if wanted not in ("auto", place.num_ranks):
         raise RecipeError(
-            f"distributed.num_processes: the recipe asks for {wanted}, but the launcher has started "
-            f"{place.num_ranks} (WORLD_SIZE, or SLURM_STEP_NUM_TASKS); set it to auto, or start {wanted}"
+            f"{_KEY}: the recipe asks for {wanted}, but the launcher has started {place.num_ranks} "
+            f"(WORLD_SIZE, or SLURM_STEP_NUM_TASKS); set it to auto, or start {wanted}"
         )
     if 1 < num_devices < place.num_local_ranks:  # if one GPU is visible, each rank may see a different GPU
         raise RecipeError(
-            f"distributed.num_processes: {place.num_local_ranks} processes were started on a node with "
-            f"{num_devices} visible GPUs; start one process for each GPU"
+            f"{_KEY}: {place.num_local_ranks} processes are on a node with {num_devices} visible GPUs; start "
+            "one process for each GPU"
         )
     return place.num_ranks
+
+
+def _num_devices() -> int:
+    return torch.cuda.device_count() if ranks.uses_cuda() else 0
 
 
 def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
@@ -137,9 +142,8 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
             store, _, _ = next(rendezvous("env://", timeout=timeout))
         except dist.DistError as error:
             raise RunError(
-                f"distributed.num_processes: the {place.num_ranks} ranks did not meet at {place.address}:"
-                f"{place.port} ({first_line(error)}); check that all ranks were started and can reach this "
-                "host and port"
+                f"{_KEY}: the {place.num_ranks} ranks did not meet at {place.address}:"
+                f"{place.port} ({first_line(error)}); check that all were started and can reach it"
             ) from error
         # When torchrun restarts ranks, its store still holds the addresses of the ranks that failed.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -149,13 +153,10 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
 
 def _refuse_other_shards() -> None:
     """Raises RecipeError if accelerate's configuration asks for sharding that this package does not have."""
-    refused = {
-        "DEEPSPEED": "DeepSpeed",
-        "MEGATRON_LM": "Megatron-LM",
-        "PARALLELISM_CONFIG": "a parallelism_config",
-        **({} if os.environ.get("FSDP_VERSION") == "2" else {"FSDP": "FSDP 1"}),
-    }
-    for variable, name in refused.items():
+    refused = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP": "FSDP 1"}
+    if os.environ.get("FSDP_VERSION") == "2":
+        del refused["FSDP"]
+    for variable, name in {**refused, "PARALLELISM_CONFIG": "a parallelism_config"}.items():
         if is_set(f"ACCELERATE_USE_{variable}"):
             raise RecipeError(
                 f"distributed.strategy: accelerate's configuration asks for {name}, which dpo-pack does not "
@@ -188,7 +189,7 @@ def _join(place: Placement, store: Store) -> None:
     except RuntimeError as error:
         used = os.environ.get(_GLOO_VARIABLE, "none given")
         raise RunError(
-            f"distributed.num_processes: the {place.num_ranks} ranks cannot connect to each other "
+            f"{_KEY}: the {place.num_ranks} ranks cannot connect to each other "
             f"({first_line(error)}; network interface: {used}); on each node set {_GLOO_VARIABLE} to the "
             "interface that reaches the other nodes"
         ) from error
@@ -198,46 +199,36 @@ def _interface_to_other_nodes(place: Placement, store: Store) -> str:
     """Returns GLOO_SOCKET_IFNAME, or the network interface that leads to other nodes. All ranks must call it.
 
     Gloo would take the interface to which the host's name resolves. On many clusters that is loopback. We
-    take the one whose address is this end of the route to rank 0. On rank 0's own node this can be loopback,
-    too: there we take the route to a rank of another node. Raises RunError if there is none.
+    take the one whose address is this end of the route to rank 0. On rank 0's own node that is loopback, too:
+    there we take the route to a rank of another node. Raises RunError if there is none.
     """
     store = PrefixStore("dpo_pack/addresses", store)
     own = _end_of_route(place.address)
     store.set(str(place.rank), own)
     if _GLOO_VARIABLE in os.environ:
         return os.environ[_GLOO_VARIABLE]
-    if _is_loopback(own):
+    if not own:
         addresses = [store.get(str(rank)).decode() for rank in range(place.num_ranks)]
-        own = next((_end_of_route(other) for other in addresses if not _is_loopback(other)), own)
-    names = [
-        name
-        for name, found in psutil.net_if_addrs().items()
-        for one in found
-        if one.address.partition("%")[0] == own
-    ]
-    if _is_loopback(own) or not names:
-        raise RunError(
-            f"distributed.num_processes: on {socket.gethostname()} no network interface is found that leads "
-            f"to the other nodes (its end of the route to {place.address} is {own or 'unknown'}); on each "
-            f"node set {_GLOO_VARIABLE} to the interface that does"
-        )
-    return names[0]
+        own = next((_end_of_route(other) for other in addresses if other), "")
+    for name, found in psutil.net_if_addrs().items():
+        if own in [one.address.partition("%")[0] for one in found]:
+            return name
+    raise RunError(
+        f"{_KEY}: on {socket.gethostname()} no network interface leads to the other nodes (rank 0 is at "
+        f"{place.address}); on each node set {_GLOO_VARIABLE} to the one that does"
+    )
 
 
 def _end_of_route(host: str) -> str:
-    """Returns this machine's address on the route to `host`; "" if there is no route. Sends nothing."""
+    """Returns this machine's address on the route to `host`; "" if no route leaves it. Sends nothing."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
-            address: str = probe.getsockname()[0]
-            return address.partition("%")[0]
+            address = str(probe.getsockname()[0]).partition("%")[0]
     except OSError:
         return ""
-
-
-def _is_loopback(address: str) -> bool:
-    return not address or ipaddress.ip_address(address).is_loopback
+    return "" if ipaddress.ip_address(address).is_loopback else address
 
 
 def _require_own_device(device: torch.device, place: Placement, store: Store) -> None:
@@ -248,24 +239,8 @@ def _require_own_device(device: torch.device, place: Placement, store: Store) ->
     sharing = [rank for rank, identity in enumerate(identities) if identity == identities[place.rank]]
     if len(sharing) > 1:
         raise RecipeError(
-            f"distributed.num_processes: ranks {', '.join(map(str, sharing))} have the same GPU; start one "
-            "process for each GPU"
+            f"{_KEY}: ranks {', '.join(map(str, sharing))} have the same GPU; start one process for each GPU"
         )
-
-
-def _facts(recipe: Recipe) -> dict[str, Any]:
-    """Returns the facts that must be equal on all ranks: package versions and every key of the recipe."""
-    versions = {**package_versions(), "dpo_pack": dpo_pack.__version__}
-    return {
-        **{f"version of {name}": version for name, version in versions.items()},
-        **dict(leaves(recipe.model_dump(mode="json"), separator=".")),
-    }
-
-
-def _own_command() -> list[str]:
-    # With `-m`, Python searches the working directory before installed packages. `-P` turns this off.
-    safe_path = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
-    return [sys.executable, *safe_path, "-m", "dpo_pack", *sys.argv[1:]]
 
 
 def _hush() -> None:
