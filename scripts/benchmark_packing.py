@@ -33,10 +33,9 @@ import numpy as np
 import typer
 
 from dpo_pack.packing.bin_packing import fewest_rows_possible, next_fit
-from dpo_pack.packing.epoch_order import epoch_order
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
 from dpo_pack.packing.lengths import FloatArray, IntArray, PairLengths
-from dpo_pack.packing.plan import PackingPlan, PlanSettings
+from dpo_pack.packing.plan import PackingPlan, PlanSettings, epoch_order
 
 TOKEN_BUDGET = 8192
 PAIRS_PER_STEP = {1: 64, 8: 128, 64: 512}  # number of ranks -> pairs

@@ -21,8 +21,8 @@ from dpo_pack.data.splits import (
 )
 from dpo_pack.data.store import PairTable, key_values
 from dpo_pack.data.tokenizer import Tokenizer, tokenizer_fingerprint
-from dpo_pack.packing.epoch_order import check_weights
 from dpo_pack.packing.lengths import length_percentiles
+from dpo_pack.packing.plan import check_weights
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 

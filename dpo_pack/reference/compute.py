@@ -19,8 +19,12 @@ import torch
 
 from dpo_pack.model.layout import layout_row, packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
-from dpo_pack.packing.balance import split_over_ranks
-from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows
+from dpo_pack.packing.bin_packing import (
+    next_fit,
+    pack_sequences_longest_first,
+    padded_rows,
+    split_over_ranks,
+)
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import ReferenceCache
