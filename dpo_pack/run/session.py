@@ -25,7 +25,7 @@ from dpo_pack.run.checkpoint.state import Identity, TrainState, load_checkpoint
 from dpo_pack.run.checkpoint.writer import CheckpointWriter
 from dpo_pack.run.describe import describe_run
 from dpo_pack.run.evaluation import Evaluator
-from dpo_pack.run.memory.report import (
+from dpo_pack.run.memory_estimate import (
     largest_row,
     print_measured_memory,
     print_memory_estimate,

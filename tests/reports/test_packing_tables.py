@@ -201,7 +201,7 @@ def test_the_terminal_shows_every_table_in_80_columns() -> None:
     left_out = {"removed_pairs": {"empty_completion": 4, "too_long": 1200}, "truncated": {"eos_lost": 5}}
     options: dict[str, Any] = {"ranks": (1, 8), "budgets": (100,), **left_out}
     for scope in ({}, {"rows_per_step": 2, "window_pairs": 10}):
-        text = rendered(inspect(**options, **scope))
+        text = rendered(inspect(**(options | scope)))
         assert max(map(len, text.splitlines())) <= 80
         assert "…" not in text  # nothing is cut
         for shown in ("prompts shared", "16 pairs", "3.48x", "worst", "70.0%", "best", "1,200", "eos_lost"):
