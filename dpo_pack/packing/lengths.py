@@ -48,16 +48,6 @@ class PairLengths:
         return self.chosen.astype(np.int64) + self.rejected
 
 
-def length_percentiles(lengths: AnyIntArray) -> tuple[int, int, int]:
-    """Returns the 50th, 90th and 99th percentile of [n] lengths, n > 0.
-
-    The p-th percentile is the smallest length such that p percent of all lengths are not larger (numpy's
-    method "inverted_cdf"). The 50th percentile of 1, 2, ..., 10 is 5.
-    """
-    p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(np.int64).tolist()
-    return p50, p90, p99
-
-
 class GroupSize(NamedTuple):
     """Tokens and cost of k pairs of one prompt as one group, which computes the prompt only once."""
 

@@ -26,8 +26,7 @@ from dpo_pack.packing.bin_packing import (
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray, PairSizes, PromptMerging
 from dpo_pack.system.errors import DataError
 
-# A part of every plan's fingerprint. Raise it whenever a code change gives other steps or rows for the same
-# arguments.
+# A part of every plan's fingerprint. Raise it if a change of code gives other steps or rows.
 PLAN_VERSION = 4
 # Numbers of two random streams, so that the two streams differ for the same seed and epoch.
 _SHUFFLE_STREAM, _MIXTURE_STREAM = 0, 1

@@ -1,7 +1,6 @@
 """The packing report: how many tokens packed rows (forward passes) compute, and how many packing saves.
 
-`dpopack inspect-packing` prints the report; packing_report.json has the fields of its dataclasses.
-Lengths are in tokens. FLOPs are those of training, see flops.py.
+packing_report.json has the fields of the dataclasses. Lengths are in tokens; FLOPs are those of training.
 """
 
 import json

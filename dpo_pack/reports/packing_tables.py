@@ -31,9 +31,8 @@ def render_packing(report: PackingReport, console: Console) -> None:
 def headline(report: PackingReport) -> str:
     """Returns the numbers of pairs and steps as a phrase."""
     ours = report.statistics
-    steps = f"{ours.num_pairs:,} pairs in {ours.num_steps:,} steps"
+    steps, mean = f"{ours.num_pairs:,} pairs in {ours.num_steps:,} steps", ours.num_pairs / ours.num_steps
     if report.pairs_per_step is None:
-        mean = ours.num_pairs / ours.num_steps
         return f"{steps} of {report.rows_per_step:,} rows, {mean:,.1f} pairs on average"
     last = ours.num_pairs - (ours.num_steps - 1) * report.pairs_per_step
     return f"{steps} of {report.pairs_per_step:,} (the last of {last:,})"
@@ -108,9 +107,9 @@ def tables(report: PackingReport) -> dict[str, Cells]:
         f"balance of ranks, by FLOPs, over {steps}": cells_of(report.balance, balance),
         "token budgets": Cells((*compared.columns, ""), marked, marks.index("best")),
     }
-    left_out = [*report.removed_pairs.items(), *report.truncated.items()]
+    left_out = {**report.removed_pairs, **report.truncated}
     if left_out:
-        counts = [(reason, f"{count:,}") for reason, count in left_out]
+        counts = [(reason, f"{count:,}") for reason, count in left_out.items()]
         found["dropped or truncated before packing"] = Cells(("reason", "pairs"), counts)
     return found
 
