@@ -56,7 +56,7 @@ from dpo_pack.run.checkpoint import Saver, load_checkpoint, run_identity
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
 from dpo_pack.run.evaluate import Evaluator, find_selection
 from dpo_pack.run.log import RunLog, describe_run, initial_loss
-from dpo_pack.run.memory.report import (
+from dpo_pack.run.memory_estimate import (
     largest_row,
     print_measured_memory,
     print_memory_estimate,

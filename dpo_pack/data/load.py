@@ -16,8 +16,7 @@ from dpo_pack.data.keys import BEGINNINGS, content_key
 from dpo_pack.data.store import PairTable, key_values
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import Tokenizer, tokenizer_fingerprint
-from dpo_pack.packing.epoch_order import check_weights
-from dpo_pack.packing.lengths import length_percentiles
+from dpo_pack.packing.plan import check_weights
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import DataError
@@ -240,7 +239,7 @@ def _overlap(train: PairTable, evals: Sequence[PairTable]) -> dict[str, int]:
 
 def _summarize_lengths(lengths: NDArray[np.int32]) -> dict[str, float]:
     """Returns mean, percentiles (lengths that occur, not interpolated) and maximum of one or more lengths."""
-    p50, p90, p99 = length_percentiles(lengths)
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
     return {"mean": float(lengths.mean()), "p50": p50, "p90": p90, "p99": p99, "max": int(lengths.max())}
 
 

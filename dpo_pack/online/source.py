@@ -36,10 +36,9 @@ from dpo_pack.online.phases import (
     phase_metrics,
     run_phase,
 )
-from dpo_pack.packing.epoch_order import epoch_order
 from dpo_pack.packing.flops import ModelShape, pair_flops
 from dpo_pack.packing.lengths import IntArray
-from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.packing.plan import PlanSettings, epoch_order
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
 from dpo_pack.training.batches import GlobalBatch, RowBuilder, global_batch

@@ -1,40 +1,43 @@
-"""Bin packers: functions (tokens of each item [n], token budget) -> rows. A row is one forward pass.
+"""Assigns items to rows (bin packers), and items or rows to ranks. A row is one forward pass.
 
-A row is given as an array of positions in [n]. An item is a pair, or several pairs of one
-prompt merged into a group. Each position is in exactly one row. An item that exceeds the budget alone is the
-only item of its row; no other row exceeds the budget.
+An item is a pair, or pairs of one prompt merged into a group. A bin packer is a function (tokens of each item
+[n], token budget) -> rows; a row is an array of positions in [n], each position in exactly one row. An item
+above the budget is alone in its row; no other row exceeds it. Legend: n items, R ranks.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappush, heapreplace
+from itertools import chain
 
 import numpy as np
 
-from dpo_pack.packing.lengths import IntArray
+from dpo_pack.packing.lengths import FloatArray, IntArray
 
 Row = IntArray
 BinPacker = Callable[[IntArray, int], list[Row]]
 
 # The algorithm of `packing.mode: padded`; the size of a pair is then `PairLengths.padded_tokens`.
 PADDED = "padded"
-# A row costs the time of its tokens plus the time of this many tokens, because each row launches all layers
-# again and shorter matrix products are less efficient. The number is small against a row of thousands of
-# tokens, but large enough that `padded_rows` puts sequences of nearly equal length into one row.
+# A row costs the time of its tokens plus that of so many more, because each row launches all layers again.
+# Few against a row of thousands, but enough that `padded_rows` puts nearly equal lengths into one row.
 ROW_OVERHEAD_TOKENS = 256
 # `packing.scope: epoch`: item lengths in one class, at most 6 % apart (a factor of 2^(1/12)), count as equal.
 # The shuffled order then decides which of these items share a row, so each epoch makes different rows.
 _CLASSES_PER_OCTAVE = 12
 # `packing.scope: epoch`: `_evenly_filled` may use max(1, n // this) rows more than n, the fewest possible.
 _FEW_ROWS = 200
+# A split is good enough when its slowest rank costs at most this many times the mean.
+BALANCE_TOLERANCE = 1.01
+# No swap is searched among more candidates, to save memory. Ranks of so many items are even without a swap.
+MAX_SWAPS = 10_000_000
 
 
 def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[Row]:
     """Puts each item, longest first, into the fullest row that has room for the item; O(n log n).
 
-    The number of rows is at most 11/9 x the fewest possible, plus 4 (Johnson et al. 1974, "Worst-case
-    performance bounds for simple one-dimensional packing algorithms"). Of equally long items the earlier one
-    comes first; of equally full rows the earlier one is taken.
+    At most 11/9 x the fewest possible rows, plus 4 (Johnson et al. 1974, "Worst-case performance bounds for
+    simple one-dimensional packing algorithms"). Of equal items or rows the earlier one is taken.
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (free tokens, row), ascending: the fullest row first
@@ -80,11 +83,9 @@ def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[Row]:
     """Cuts pairs into right-padded batches that together compute the fewest tokens; O(n x pairs in a row).
 
     padded_tokens: [n], from `PairLengths.padded_tokens`. A row of k pairs costs k x the largest of their
-    values, plus ROW_OVERHEAD_TOKENS. Only a row of a single pair may exceed `token_budget`.
-
-    The result is the best possible. Two rows can swap pairs so that one row takes the longer pairs and the
-    other row the shorter pairs; such a swap never adds padding. So some best solution cuts the list
-    of pairs, sorted by length, into pieces. Dynamic programming tries every such cut.
+    values, plus ROW_OVERHEAD_TOKENS. The result is the best possible: if two rows swap pairs so that one has
+    the longer pairs, padding never grows. So some best solution cuts the list of pairs, sorted by length,
+    into pieces, and dynamic programming tries every cut.
     """
     order = np.argsort(-padded_tokens, kind="stable")
     tokens = padded_tokens[order]
@@ -111,9 +112,8 @@ def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[Row]:
 def pack_sequences_longest_first(row_tokens: IntArray, token_budget: int) -> list[Row]:
     """Packs n items for a pass without gradients: similar lengths share a row, the largest row comes first.
 
-    row_tokens: [n]. This is next fit over decreasing lengths. The free part of a row is smaller than the
-    longest item of the row, so rows are nearly full if items are small against the budget. The row with the
-    most tokens comes first: if memory is too small, the pass fails at its start.
+    row_tokens: [n]. This is next fit over decreasing lengths, so rows are nearly full if items are small
+    against the budget. The row with the most tokens is first: if memory is too small, the pass fails at once.
     """
     order = np.argsort(-row_tokens, kind="stable")
     rows = [order[positions] for positions in next_fit(row_tokens[order], token_budget)]
@@ -133,15 +133,12 @@ def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm:
     tokens: [n] of the window's items, in the order of the epoch. order: the window's pairs in that order, [n]
     or more. algorithm: a name in BIN_PACKERS.
 
-    Most packers make the rows of long items first. In that order an epoch would train on long pairs first.
-    So rows are sorted by their first item, and then shuffled by the argsort of the first numbers of `order`.
-    No random numbers are drawn, because `order` is already random. If instead `order` is the order of the
-    files, rows stay near that order. Rows of next fit are in order already and are returned as they are.
+    Most packers make the rows of long items first. So that an epoch does not begin with long pairs, rows are
+    sorted by their first item, and then shuffled by the argsort of the first numbers of `order`, which are
+    random. If they are the order of the files instead, rows stay near that order.
     """
-    if algorithm != "best_fit_decreasing":
-        rows = BIN_PACKERS[algorithm](tokens, token_budget)
-    else:
-        rows = _evenly_filled(tokens, token_budget)
+    pack = _evenly_filled if algorithm == "best_fit_decreasing" else BIN_PACKERS[algorithm]
+    rows = pack(tokens, token_budget)
     rows.sort(key=lambda row: int(row[0]))
     if algorithm == "next_fit":
         return rows
@@ -151,11 +148,9 @@ def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm:
 def _evenly_filled(tokens: IntArray, token_budget: int) -> list[Row]:
     """Packs items into about `fewest_rows_possible` rows with similar token counts and lengths.
 
-    At first there are as many empty rows as the items within the budget need at least. Each item, longest
-    first, goes to the emptiest row. So every row gets long and short items, and all rows become equally
-    full. Ranks with equally many rows are then balanced, and no step has only long or only short pairs. If
-    this needs too many more rows, best fit decreasing packs the items too, and the packing with fewer rows
-    is returned.
+    Each item, longest first, goes to the emptiest of these rows. So every row has long and short items and
+    is as full as the others: ranks with equally many rows are balanced, and steps are alike. If this needs
+    too many more rows, best fit decreasing packs the items too, and the packing with fewer rows is returned.
     """
     is_oversize = tokens > token_budget
     bound = fewest_rows_possible(tokens, token_budget)
@@ -186,3 +181,90 @@ BIN_PACKERS: dict[str, BinPacker] = {
     "first_fit_decreasing": first_fit_decreasing,
     "next_fit": next_fit,
 }
+
+
+# ---- Ranks
+
+
+def split_over_ranks(costs: FloatArray, num_ranks: int, *, equal_counts: bool = False) -> list[IntArray]:
+    """Assigns n items to ranks; returns the positions in [n] of each rank's items, ascending. costs: [n].
+
+    First each item, costliest first, goes to the rank with the least cost so far (longest processing time,
+    Graham 1969). Then items are moved or swapped between the slowest rank and another rank, until the slowest
+    rank costs at most BALANCE_TOLERANCE times the mean or no single change helps. Every rank has an item if
+    n >= R. With `equal_counts` each rank gets n / R items, rounded up or down, and items are only swapped.
+    An item may be a whole row: a row costs the sum over its items.
+    """
+    if num_ranks == 1:
+        return [np.arange(len(costs))]
+    most = -(-len(costs) // num_ranks) if equal_counts else len(costs)
+    rank_of = np.zeros(len(costs), dtype=np.int64)
+    counts = [0] * num_ranks
+    loads = [(0.0, rank) for rank in range(num_ranks)]  # ascending, so already a heap
+    order = np.argsort(-costs, kind="stable")
+    for position, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
+        while counts[loads[0][1]] >= most:
+            heapreplace(loads, (float("inf"), loads[0][1]))
+        load, rank = loads[0]
+        rank_of[position] = rank
+        counts[rank] += 1
+        heapreplace(loads, (load + cost, rank))
+    while _improve(costs, rank_of, num_ranks, may_move=not equal_counts):
+        pass
+    return [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
+
+
+def _improve(costs: FloatArray, rank_of: IntArray, num_ranks: int, *, may_move: bool) -> bool:
+    """Makes the best move or swap of items between the slowest rank and another rank; False if none is made.
+
+    Changes `rank_of`, [n], in place. The best change makes the slower of its two ranks as fast as possible.
+    """
+    loads = np.bincount(rank_of, weights=costs, minlength=num_ranks)
+    slow = int(loads.argmax())
+    given, taken = np.flatnonzero(rank_of == slow), np.flatnonzero(rank_of != slow)
+    is_even = loads[slow] <= BALANCE_TOLERANCE * loads.mean()
+    if is_even or not 0 < len(given) * len(taken) <= MAX_SWAPS:
+        return False
+    ranks, taken_costs = rank_of[taken], costs[taken]
+    if may_move:  # a move to a rank is a swap for an item that costs nothing
+        ranks = np.append(ranks, np.arange(num_ranks))
+        taken_costs = np.append(taken_costs, np.zeros(num_ranks))
+    shifted = costs[given][:, None] - taken_costs  # the cost that a change takes off the slowest rank
+    slower = np.maximum(loads[slow] - shifted, loads[ranks] + shifted)
+    best = int(slower.argmin())
+    if slower.flat[best] >= loads[slow] * (1 - 1e-9):  # a smaller gain could be rounding
+        return False
+    ours, theirs = divmod(best, len(ranks))
+    rank_of[given[ours]] = ranks[theirs]
+    if theirs < len(taken):
+        rank_of[taken[theirs]] = slow
+    return True
+
+
+def equalize_rows(ranks: list[list[list[int]]], costs: Sequence[float]) -> None:
+    """Gives every rank as many rows as the rank with the most rows; changes `ranks` in place.
+
+    ranks: the rows of each rank; a row is a list of positions in `costs`. A rank with too few rows splits its
+    costliest row, which adds no FLOPs. If each of its rows is a single item, it takes the cheapest item of
+    the costliest rank that can spare one. If no rank can, the numbers of rows stay unequal.
+    """
+
+    def cost(positions: Iterable[int]) -> float:
+        return sum(costs[position] for position in positions)
+
+    num_rows = max(map(len, ranks))
+    for rows in ranks:
+        while len(rows) < num_rows:
+            if splittable := [row for row in rows if len(row) > 1]:
+                row = max(splittable, key=cost)
+                rows.remove(row)
+                halves = split_over_ranks(np.array([costs[position] for position in row]), 2)
+                rows += [[row[i] for i in half.tolist()] for half in halves]
+            elif donors := [other for other in ranks if sum(map(len, other)) > num_rows]:
+                donor = max(donors, key=lambda other: cost(chain(*other)))
+                sparable = [(position, row) for row in donor if len(row) > 1 for position in row]
+                position, row = min(sparable, key=lambda spared: costs[spared[0]])
+                row.remove(position)
+                rows.append([position])
+            else:
+                break

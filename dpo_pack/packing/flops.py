@@ -1,7 +1,7 @@
 """Estimates the floating-point operations (FLOPs) of a pair, a row or a step from model shape and lengths.
 
-W weights of the model multiply every token, and H weights are those of the output head. For each attention
-layer, A = heads x (query/key dimension + value dimension). A forward pass then costs
+W weights of the model multiply every token, H weights are those of the output head, and for each attention
+layer A = heads x (query/key dimension + value dimension). A forward pass costs
 
     2 (W + S) x tokens  +  2 H x scored tokens  +  sum over layers of 2 A x area  -  2 F x unread positions
 
@@ -10,11 +10,9 @@ number of weights of the last layer's feed-forward block. That block runs only a
 scored token (a token of a completion); the other positions are called unread.
 
 The area of a sequence is its number of (query, key) pairs: n (n + 1) / 2 for n tokens, less with a sliding
-window. A backward pass costs as much as two forward passes (Kaplan et al. 2020, arXiv 2001.08361, section
-2.1), so a training step costs three forward passes. Operations that checkpointing or a chunked head repeats
-are not counted, as usual for model FLOPs utilisation (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
-Norms, softmax, rotary embeddings and the gather of shared keys and values are not counted, because memory
-traffic decides their time.
+window. A backward pass costs two forward passes (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). What
+checkpointing or a chunked head repeats is not counted, as usual for model FLOPs utilisation (Chowdhery et al.
+2022, arXiv 2204.02311, appendix B), nor is what memory traffic decides: norms, softmax, rotary embeddings.
 
 Legend: P pairs. Lengths are in tokens.
 """
@@ -26,10 +24,8 @@ import numpy as np
 
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, GroupSize, PairLengths
 
-# A training step costs as much as this many forward passes. A frozen model under small adapters needs no
-# gradients of its weights, which saves one forward pass.
-TRAINING_PASSES = 3.0
-ADAPTER_PASSES = 2.0
+# Forward passes that a training step costs; a frozen model under adapters needs no gradients of its weights.
+TRAINING_PASSES, ADAPTER_PASSES = 3.0, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +39,15 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model that decide its FLOPs. `dpo_pack.model.shape` reads these sizes from a config."""
+    """The sizes of a model that decide its FLOPs; model/shape.py reads them off the architecture."""
 
     token_weights: float  # weights that multiply every token: only active experts, without the head
     head_weights: int  # hidden size x vocabulary, tied to the embedding or not
     attention: tuple[AttentionKind, ...]
     last_block_weights: float = 0.0  # of the last feed-forward block; 0 if that block runs at every position
     state_products: float = 0.0  # products of a token with the states of recurrent layers
-    kept_numbers: float = (
-        0.0  # fp32 numbers of a token that these layers keep for the backward pass: memory only
-    )
+    # fp32 numbers of a token that recurrent layers keep for the backward pass; counts in memory only
+    kept_numbers: float = 0.0
 
 
 def causal_area(lengths: AnyIntArray, window: int | None) -> FloatArray:
@@ -78,12 +73,10 @@ def sequence_flops(
 ) -> FloatArray:
     """Returns the FLOPs of one forward pass over each of n sequences or rows, [n].
 
-    tokens, scored_tokens: [n]. areas: one [n] for each kind of attention. unread_positions: [n] tokens that
-    predict no scored token.
+    tokens, scored_tokens, unread_positions: [n]. areas: one [n] for each kind of attention.
     """
-    flops = (
-        2.0 * (shape.token_weights + shape.state_products) * tokens + 2.0 * shape.head_weights * scored_tokens
-    )
+    flops = 2.0 * (shape.token_weights + shape.state_products) * tokens
+    flops += 2.0 * shape.head_weights * scored_tokens
     flops -= 2.0 * shape.last_block_weights * unread_positions
     for kind, area in zip(shape.attention, areas, strict=True):
         flops += 2.0 * kind.num_layers * kind.width * area
@@ -129,24 +122,21 @@ def group_size(
     passes: float = TRAINING_PASSES,
 ) -> GroupSize:
     """Returns the size of one prompt with several completions; `shared` first tokens are computed once."""
-    ends = np.asarray([prompt + completion for completion in completions], dtype=np.int64)
-    repeats = len(completions) - 1
+    ends, once = prompt + np.array(completions, dtype=np.int64), np.array([shared])
+    repeats, scored = len(completions) - 1, sum(completions)
+    tokens = int(ends.sum()) - repeats * shared
     areas = [
-        np.asarray([causal_area(ends, kind.window).sum()])
-        - repeats * causal_area(np.asarray([shared]), kind.window)
+        causal_area(ends, kind.window).sum() - repeats * causal_area(once, kind.window)
         for kind in shape.attention
     ]
-    tokens, scored = int(ends.sum()) - repeats * shared, sum(completions)
-    unread = tokens - scored + repeats * (shared - prompt + 1)
-    forward = sequence_flops(
+    (forward,) = sequence_flops(
         shape,
-        tokens=np.asarray([tokens], dtype=np.float64),
-        scored_tokens=np.asarray([scored], dtype=np.float64),
+        tokens=np.array([tokens], dtype=np.float64),
+        scored_tokens=np.array([scored], dtype=np.float64),
         areas=areas,
-        unread_positions=float(unread),
+        unread_positions=float(tokens - scored + repeats * (shared - prompt + 1)),
     )
-    cost = passes * float(forward[0])
-    return GroupSize(tokens=tokens, scored_tokens=scored, unread_positions=unread, cost=cost)
+    return GroupSize(tokens=tokens, cost=passes * float(forward))
 
 
 def padded_flops(
@@ -159,9 +149,8 @@ def padded_flops(
 ) -> float:
     """Returns the FLOPs of n right-padded batches, all together.
 
-    longest: [n] the length of each batch's longest sequence. num_sequences: [n]. Every position runs through
-    the layers; attention counts as causal attention over padded lengths. The head runs at [n] `scored_tokens`
-    positions; if they are None, it runs at every position.
+    longest: [n] the longest sequence of each batch. num_sequences, scored_tokens: [n]. Every position runs
+    through the layers, and through the head if `scored_tokens` is None.
     """
     tokens = longest.astype(np.float64) * num_sequences
     forward = sequence_flops(

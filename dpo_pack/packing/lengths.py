@@ -18,16 +18,12 @@ AnyIntArray = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLengths:
-    """Token counts of P pairs: four integer arrays [P].
-
-    `shared`: length of the longest common prefix of prompt + chosen and prompt + rejected. It is never
-    shorter than the prompt.
-    """
+    """Token counts of P pairs: four integer arrays [P]."""
 
     prompt: AnyIntArray
     chosen: AnyIntArray
     rejected: AnyIntArray
-    shared: AnyIntArray
+    shared: AnyIntArray  # of the longest common prefix of prompt + chosen and prompt + rejected
 
     def __post_init__(self) -> None:
         shapes = {a.shape for a in (self.prompt, self.chosen, self.rejected, self.shared)}
@@ -35,12 +31,8 @@ class PairLengths:
 
     def select(self, pairs: AnyIntArray) -> PairLengths:
         """Returns the lengths of `pairs`, in the order of `pairs`."""
-        return PairLengths(
-            prompt=self.prompt[pairs],
-            chosen=self.chosen[pairs],
-            rejected=self.rejected[pairs],
-            shared=self.shared[pairs],
-        )
+        prompt, chosen, rejected = self.prompt[pairs], self.chosen[pairs], self.rejected[pairs]
+        return PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=self.shared[pairs])
 
     def row_tokens(self, *, share_prompt: bool) -> IntArray:
         """Returns each pair's tokens in a packed row, [P]. If `share_prompt`, common prefixes count once."""
@@ -56,27 +48,15 @@ class PairLengths:
         return self.chosen.astype(np.int64) + self.rejected
 
 
-def length_percentiles(lengths: AnyIntArray) -> tuple[int, int, int]:
-    """Returns the 50th, 90th and 99th percentile of [n] lengths, n > 0.
-
-    The p-th percentile is the smallest length such that p percent of all lengths are not larger (numpy's
-    method "inverted_cdf"). The 50th percentile of 1, 2, ..., 10 is 5.
-    """
-    p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(np.int64).tolist()
-    return p50, p90, p99
-
-
 class GroupSize(NamedTuple):
     """Tokens and cost of k pairs of one prompt as one group, which computes the prompt only once."""
 
     tokens: int
-    scored_tokens: int  # of all different completions of the group
-    unread_positions: int  # tokens that predict no scored token
     cost: float
 
 
 class CutGroup(NamedTuple):
-    """One part of a group that was cut because it exceeds the token budget; see `PromptMerging.cut`."""
+    """One part of a group that exceeds the token budget; see `PromptMerging.cut`."""
 
     pairs: IntArray
     tokens: int
@@ -98,8 +78,7 @@ class PromptMerging(Protocol):
     def cut(self, pairs: IntArray, token_budget: int) -> list[CutGroup]:
         """Cuts [k] pairs of one prompt into groups within the budget.
 
-        If several of these groups meet in a row, they become one group again. That group takes at most the
-        sum of the `tokens` of its parts.
+        Groups that meet in a row become one group again, which takes at most the sum of their `tokens`.
         """
 
 
@@ -134,14 +113,14 @@ class PairSizes:
             return Items(pairs=pairs, groups=None, tokens=self.tokens[pairs], costs=self.costs[pairs])
         groups: list[CutGroup] = []
         for group in self.groups_in(pairs):
-            tokens, _ = self._measure(group)
+            tokens = self._measure(group).tokens
             fits = len(group) == 1 or tokens <= token_budget
             groups += [CutGroup(group, tokens)] if fits else self.merging.cut(group, token_budget)
         return Items(
             pairs=pairs,
             groups=[group.pairs for group in groups],
             tokens=np.array([group.tokens for group in groups], dtype=np.int64),
-            costs=np.array([self._measure(group.pairs)[1] for group in groups], dtype=np.float64),
+            costs=np.array([self._measure(group.pairs).cost for group in groups], dtype=np.float64),
         )
 
     def groups_in(self, row: IntArray) -> list[IntArray]:
@@ -153,20 +132,18 @@ class PairSizes:
     def tokens_in(self, row: IntArray) -> int:
         """Returns how many tokens a forward pass over the row computes, padding included."""
         if self.merging is not None:
-            return sum(self._measure(group)[0] for group in self.groups_in(row))
+            return sum(self._measure(group).tokens for group in self.groups_in(row))
         tokens = self.tokens[row]
         return int(len(row) * tokens.max() if self.pads else tokens.sum())
 
     def cost_of(self, row: IntArray) -> float:
         """Returns the cost of the row in the unit of `costs`."""
         if self.merging is not None:
-            return sum(self._measure(group)[1] for group in self.groups_in(row))
+            return sum(self._measure(group).cost for group in self.groups_in(row))
         costs = self.costs[row]
         return float(len(row) * costs.max() if self.pads else costs.sum())
 
-    def _measure(self, group: IntArray) -> tuple[int, float]:
-        """Returns the tokens and the cost of a group."""
+    def _measure(self, group: IntArray) -> GroupSize:
         if self.merging is None or len(group) == 1:
-            return int(self.tokens[group[0]]), float(self.costs[group[0]])
-        size = self.merging.measure(group)
-        return size.tokens, size.cost
+            return GroupSize(tokens=int(self.tokens[group[0]]), cost=float(self.costs[group[0]]))
+        return self.merging.measure(group)

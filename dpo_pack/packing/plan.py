@@ -4,26 +4,32 @@ Legend: P pairs of the data set, E pairs of an epoch (copies included), R ranks.
 number of a pair is its position in the [P] arrays.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from dpo_pack.packing.balance import BALANCE_TOLERANCE, equalize_rows, split_over_ranks
 from dpo_pack.packing.bin_packing import (
+    BALANCE_TOLERANCE,
     BIN_PACKERS,
     PADDED,
     ROW_OVERHEAD_TOKENS,
     Row,
+    equalize_rows,
     pack_window,
     padded_rows,
+    split_over_ranks,
 )
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray, PairSizes, PromptMerging
+from dpo_pack.system.errors import DataError
 
-# A part of every plan's fingerprint. Raise it whenever a code change gives other steps or rows for the same
-# arguments.
+# A part of every plan's fingerprint. Raise it if a change of code gives other steps or rows.
 PLAN_VERSION = 4
+# Numbers of two random streams, so that the two streams differ for the same seed and epoch.
+_SHUFFLE_STREAM, _MIXTURE_STREAM = 0, 1
 
 StepRows = tuple[tuple[Row, ...], ...]  # the rows of each rank; a row is an array of pairs
 
@@ -32,18 +38,15 @@ StepRows = tuple[tuple[Row, ...], ...]  # the rows of each rank; a row is an arr
 class PackingPlan:
     """The plan of one epoch. It has `len(plan)` steps; `pack_step(step)[rank][row]` is an array of pairs.
 
-    The work of a step is done only when `pack_step` is called. So with `packing.scope: step` a plan takes
-    almost no time to make. With scope epoch, rows are packed when the plan is made.
-    `PlanSettings.plan` makes plans.
+    `PlanSettings.plan` makes plans. With `packing.scope: step` this takes almost no time, because `pack_step`
+    packs the rows of its step. With scope epoch, rows are packed when the plan is made.
     """
 
     order: IntArray  # [E] pairs in the order they are trained on
     step_begins: IntArray  # [steps + 1] into `order`
     row_begins: IntArray | None  # scope epoch: [rows + 1] into `order`; scope step: None
-    full_step: int  # scope step: pairs of a full step; scope epoch: rows of a full step
     sizes: PairSizes  # tokens and cost of every pair
-    token_budget: int
-    algorithm: str
+    settings: PlanSettings
     num_ranks: int
     equal_rows: bool  # for sharded models: all ranks get equally many rows
     fingerprint: str  # hexadecimal; see `PlanSettings.plan`
@@ -70,9 +73,12 @@ class PackingPlan:
         slowest rank faster, they are packed again. This can only cost more rows, because rows are not padded.
         """
         pairs = self.pairs(step)
-        dealt = None if self.row_begins is None else self._deal(self._finished_rows(step))
-        if dealt is None:
+        rows = [] if self.row_begins is None else self._finished_rows(step)
+        if len(rows) < self.num_ranks or (self.equal_rows and len(rows) % self.num_ranks > 0):
             return self._pack(pairs)
+        costs = np.array([self.cost_of(row) for row in rows])
+        parts = split_over_ranks(costs, self.num_ranks, equal_counts=self.equal_rows)
+        dealt = tuple(tuple(rows[i] for i in part.tolist()) for part in parts)
         times = self._rank_times(dealt)
         if max(times) <= BALANCE_TOLERANCE * sum(times) / len(times):
             return dealt
@@ -86,14 +92,14 @@ class PackingPlan:
     def is_full(self, step: int) -> bool:
         """Whether the step is as large as every step of an epoch except the last one."""
         if self.row_begins is None:
-            return len(self.pairs(step)) == self.full_step
-        return len(self._finished_rows(step)) == self.full_step
+            return len(self.pairs(step)) == self.settings.pairs_per_step
+        return len(self._finished_rows(step)) == self.settings.rows_per_step
 
     @property
     def oversize_pairs(self) -> IntArray:
         """The pairs of the epoch that exceed the token budget, ascending. Each is alone in its row."""
         pairs = np.unique(self.order)
-        return pairs[self.row_tokens[pairs] > self.token_budget]
+        return pairs[self.row_tokens[pairs] > self.settings.token_budget]
 
     def tokens_in(self, row: Row) -> int:
         """Returns how many tokens a forward pass over the row computes, padding included."""
@@ -102,15 +108,6 @@ class PackingPlan:
     def cost_of(self, row: Row) -> float:
         """Returns the estimated cost of the row in the unit of the pairs' costs."""
         return self.sizes.cost_of(row)
-
-    def _deal(self, rows: list[Row]) -> StepRows | None:
-        """Assigns whole rows to ranks; returns None if a rank gets no row or `equal_rows` is impossible."""
-        is_uneven = len(rows) % self.num_ranks > 0
-        if len(rows) < self.num_ranks or (is_uneven and self.equal_rows):
-            return None
-        costs = np.array([self.cost_of(row) for row in rows])
-        dealt = split_over_ranks(costs, self.num_ranks, equal_counts=self.equal_rows)
-        return tuple(tuple(rows[i] for i in of_rank.tolist()) for of_rank in dealt)
 
     def _rank_times(self, ranks: StepRows) -> list[float]:
         """Returns each rank's estimated time, [R]: its costs, and ROW_OVERHEAD_TOKENS tokens for each row."""
@@ -128,11 +125,12 @@ class PackingPlan:
 
     def _pack(self, pairs: IntArray) -> StepRows:
         """Assigns the items of `pairs` to ranks, and packs each rank's items into rows."""
-        items = self.sizes.items_of(pairs, self.token_budget)
-        build_rows = padded_rows if self.algorithm == PADDED else BIN_PACKERS[self.algorithm]
+        token_budget, algorithm = self.settings.token_budget, self.settings.algorithm
+        items = self.sizes.items_of(pairs, token_budget)
+        build_rows = padded_rows if algorithm == PADDED else BIN_PACKERS[algorithm]
         ranks = []
         for positions in split_over_ranks(items.costs, self.num_ranks):
-            rows = build_rows(items.tokens[positions], self.token_budget)
+            rows = build_rows(items.tokens[positions], token_budget)
             ranks.append([positions[row].tolist() for row in rows])
         if self.equal_rows:
             equalize_rows(ranks, items.costs.tolist())
@@ -196,10 +194,8 @@ class PlanSettings:
             order=epoch_pairs,
             step_begins=step_begins,
             row_begins=row_begins,
-            full_step=full_step,
             sizes=sizes,
-            token_budget=self.token_budget,
-            algorithm=self.algorithm,
+            settings=self,
             num_ranks=num_ranks,
             equal_rows=equal_rows,
             fingerprint=digest.hexdigest(),
@@ -216,3 +212,60 @@ class PlanSettings:
             rows += [items.row(row) for row in packed]
         row_begins = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
         return np.concatenate(rows) if rows else order, row_begins
+
+
+# ---- The order of an epoch
+
+
+def epoch_order(
+    num_pairs: int,
+    *,
+    shuffle: bool,
+    seed: int,
+    epoch: int,
+    source_indices: AnyIntArray | None = None,
+    source_weights: FloatArray | None = None,
+) -> IntArray:
+    """Returns the pairs of one epoch in the order in which they are trained, [E].
+
+    source_indices: [P] the source of each pair; source_weights: one number per source, not negative. Every
+    pair occurs floor(weight) times. Of a source with n pairs, n x (weight - floor(weight)) pairs, rounded to
+    the nearest whole number, occur once more. Each epoch draws these pairs anew; all epochs are equally long.
+    Without weights every pair occurs once. Without `shuffle` the pairs keep the order of the files.
+
+    This is a pure function of its arguments. It draws from the raw output of PCG64, which is the same in all
+    versions of numpy, so a resumed run continues the same order.
+    """
+    order = np.arange(num_pairs, dtype=np.int64)
+    if source_indices is not None and source_weights is not None:
+        assert len(source_weights) and np.all(np.asarray(source_weights) >= 0), source_weights
+        copies = np.floor(source_weights).astype(np.int64)[source_indices]  # [P]
+        keys = _random_stream(seed, epoch, _MIXTURE_STREAM).random_raw(num_pairs)
+        for source, weight in enumerate(source_weights):
+            pairs = np.flatnonzero(source_indices == source)
+            drawn = np.argsort(keys[pairs], kind="stable")[: _num_extra(len(pairs), weight)]
+            copies[pairs[drawn]] += 1
+        order = np.repeat(order, copies)
+    if shuffle:
+        keys = _random_stream(seed, epoch, _SHUFFLE_STREAM).random_raw(len(order))
+        order = order[np.argsort(keys, kind="stable")]
+    return order
+
+
+def check_weights(source_indices: AnyIntArray, source_weights: FloatArray) -> None:
+    """Raises DataError if an epoch has no pair under the weights of the sources."""
+    num_pairs = np.bincount(source_indices, minlength=len(source_weights))
+    num_extra = [_num_extra(count, weight) for count, weight in zip(num_pairs, source_weights, strict=True)]
+    if not (np.floor(source_weights) * num_pairs + num_extra).any():
+        raise DataError(
+            "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
+        )
+
+
+def _num_extra(num_pairs: int, weight: float) -> int:
+    """Returns how many pairs of a source occur floor(weight) + 1 times."""
+    return int(np.floor(num_pairs * (weight - np.floor(weight)) + 0.5))
+
+
+def _random_stream(seed: int, epoch: int, stream: int) -> np.random.PCG64:
+    return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, epoch)))

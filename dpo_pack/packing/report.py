@@ -1,49 +1,86 @@
 """The packing report: how many tokens packed rows (forward passes) compute, and how many packing saves.
 
-`dpopack inspect-packing` prints the report; packing_report.json contains it.
-
-Lengths are in tokens.
+packing_report.json has the fields of the dataclasses. Lengths are in tokens; FLOPs are those of training.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
-from dpo_pack.packing.bin_packing import PADDED, Row
-from dpo_pack.packing.budget_advice import BudgetOutcome, Recommendation, recommend, sweep_budgets
-from dpo_pack.packing.epoch_order import NO_PAIR
-from dpo_pack.packing.flops import ModelShape
+import numpy as np
+
+from dpo_pack.packing.bin_packing import PADDED, ROW_OVERHEAD_TOKENS, Row
+from dpo_pack.packing.flops import ModelShape, padded_flops
 from dpo_pack.packing.lengths import IntArray, PairLengths
-from dpo_pack.packing.plan import PackingPlan, PlanSettings
-from dpo_pack.packing.statistics import (
-    LengthSummary,
-    PackingStatistics,
-    RankBalance,
-    length_summary,
-    packing_statistics,
-    rank_balance,
-)
-from dpo_pack.system.errors import DataError
+from dpo_pack.packing.plan import PackingPlan
 
-# The report shows a picture of this many rows of the first step.
-DRAWN_ROWS = 6
+# Pairs in a micro-batch of padded training, which pads to the longest sequence of the micro-batch.
+PADDED_MICROBATCH_PAIRS = (1, 2, 4, 8, 16)
+# Balance is measured on at most this many steps, spread evenly over the epoch; budgets on fewer.
+MAX_BALANCE_STEPS, MAX_BUDGET_STEPS = 1000, 300
+# A budget is good enough when a pair takes at most this many times as long as under the fastest budget.
+GOOD_ENOUGH = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Consecutive tokens of one kind in a row that the report draws."""
+class PaddedComparison:
+    """The epoch in padded micro-batches; their tokens = the plan's + saved by packing + saved by sharing.
 
-    kind: str  # prompt (the shared prefix), chosen, rejected, merged (a group of several pairs), padding
+    Padded training runs every position through the output head. The plan runs only completions through it.
+    """
+
+    microbatch_pairs: int
     tokens: int
+    saved_by_packing_tokens: int
+    times_computed_tokens: float  # `tokens` / the tokens that the plan computes
+    times_flops: float  # FLOPs / FLOPs of the plan: the speed-up if both run at the same utilisation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnRow:
-    """A picture of one row of the first step: its segments from left to right."""
+class PackingStatistics:
+    """Measurements of the plan of one epoch on one rank."""
 
-    num_pairs: int
-    tokens: int
-    segments: tuple[Segment, ...]
+    num_pairs: int  # a pair counts as often as it is trained on
+    num_steps: int
+    num_rows: int
+    max_row_tokens: int
+    budget_fill: float  # mean over rows of tokens / budget; an oversize row counts as full
+    computed_tokens: int  # tokens that the rows run through the model
+    unshared_tokens: int  # both sequences of every pair, with prompts twice and without padding
+    saved_by_sharing_tokens: int  # by sharing common prefixes, and by merging pairs of one prompt
+    merged_pairs: int  # pairs that are in a group with another pair of the same prompt
+    flops: float  # of the epoch
+    padded: tuple[PaddedComparison, ...]
+    oversize_pairs: Mapping[str, int]  # tokens of each pair that exceeds the budget, by its place in the data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBalance:
+    """How evenly the plan's estimated costs of an epoch are spread over `num_ranks` ranks (processes)."""
+
+    num_ranks: int
+    steps_measured: int
+    rows_per_step: float  # mean
+    max_rows_per_rank: int
+    mean_rows_of_fullest_rank: float
+    slowest_over_mean: float  # time of all steps / their time with perfect balance
+    worst_full_step_slowest_over_mean: float  # if no step is full: of all measured steps
+    steps_with_idle_ranks: int  # steps in which a rank has no row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetOutcome:
+    """Measurements of one epoch under one token budget."""
+
+    token_budget: int
+    rows_per_step: float  # mean, on one rank
+    full_step_rows: int | None  # scope epoch: rows of each step but the last; scope step: None
+    budget_fill: float
+    max_row_tokens: int  # the longest row of the measured steps, which memory has to hold
+    num_oversize_pairs: int
+    relative_time: float  # time per pair / time per pair under the fastest budget compared
+    is_best: bool  # the smallest within GOOD_ENOUGH, if possible one that no pair exceeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +96,8 @@ class PackingReport:
     merge_prompts: bool
     plan_fingerprint: str
     statistics: PackingStatistics
-    lengths: tuple[LengthSummary, ...]
     balance: tuple[RankBalance, ...]
-    sweep: tuple[BudgetOutcome, ...]  # empty if no budgets are compared
-    recommendation: Recommendation | None
-    drawn_rows: tuple[DrawnRow, ...]
+    sweep: tuple[BudgetOutcome, ...]  # by token budget, ascending
     removed_pairs: Mapping[str, int]  # pairs dropped before packing, by reason
     truncated: Mapping[str, int]  # pairs shortened before packing, by the part that was cut
 
@@ -72,104 +106,196 @@ def inspect_packing(
     planned: PackingPlan,
     lengths: PairLengths,
     shape: ModelShape,
-    settings: PlanSettings,
     *,
     order: IntArray,
     share_prompt: bool,
-    ranks: Sequence[int] = (1,),
-    budgets: Sequence[int] = (),
-    model: str = "",
-    removed_pairs: Mapping[str, int] | None = None,
-    truncated: Mapping[str, int] | None = None,
-    describe_pair: Callable[[int], str] = "pair {}".format,
+    ranks: Sequence[int],
+    budgets: Sequence[int],
+    model: str,
+    removed_pairs: Mapping[str, int],
+    truncated: Mapping[str, int],
+    describe_pair: Callable[[int], str],
 ) -> PackingReport:
-    """Measures the plan that `settings` made of the epoch `order` ([E] pairs, from `epoch_order`).
+    """Measures the plan of the epoch `order` ([E] pairs, E > 0, from `epoch_order`).
 
-    The algorithm PADDED makes padded rows, which share no prompts. `budgets` are compared with each other and
-    with the budget of `settings`; the epoch is planned again for each of them.
-    removed_pairs, truncated: counts by reason. describe_pair: returns where the user finds a pair, for
-    instance "pairs.jsonl row 17". Raises DataError if there are no pairs.
+    The costs in the plan must be FLOPs, unless the algorithm is PADDED, which makes padded rows and shares no
+    prompts. `budgets` and the plan's own are compared on ranks[0] ranks; each needs a plan of the epoch.
+    removed_pairs, truncated: counts by reason. describe_pair: returns where the user finds a pair.
     """
-    removed_pairs = dict(removed_pairs or {})
-    if len(order) == 0:
-        if len(lengths.prompt):
-            raise DataError(NO_PAIR)
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in removed_pairs.items())
-        raise DataError(
-            f"data.train: no pair is left to pack ({reasons or 'none was read'}); "
-            "check the files, their format and data.max_length"
-        )
-    share_prompt = share_prompt and settings.algorithm != PADDED
-    plan = replace(planned, num_ranks=1, equal_rows=False)
-    sizes = plan.sizes
-
-    def plan_under(token_budget: int) -> PackingPlan:
-        if token_budget == settings.token_budget:
-            return plan
-        changed = replace(settings, token_budget=token_budget)
-        if settings.rows_per_step is not None:  # so that a step has about as many pairs under each budget
-            rows = round(settings.rows_per_step * settings.token_budget / token_budget)
-            changed = replace(changed, rows_per_step=max(rows, 1))
-        return changed.plan(sizes.tokens, order=order, row_costs=sizes.costs, merging=sizes.merging)
-
-    sweep = sweep_budgets(plan_under, [settings.token_budget, *budgets], ranks) if budgets else ()
+    plan, settings = replace(planned, num_ranks=1, equal_rows=False), planned.settings
     return PackingReport(
         model=model,
         algorithm=settings.algorithm,
         token_budget=settings.token_budget,
         pairs_per_step=settings.pairs_per_step if settings.rows_per_step is None else None,
         rows_per_step=settings.rows_per_step,
-        share_prompt=share_prompt,
-        merge_prompts=sizes.merging is not None,
+        share_prompt=share_prompt and settings.algorithm != PADDED,
+        merge_prompts=plan.sizes.merging is not None,
         plan_fingerprint=plan.fingerprint,
-        statistics=packing_statistics(
-            plan, lengths, shape, order=order, share_prompt=share_prompt, describe_pair=describe_pair
-        ),
-        lengths=tuple(
-            length_summary(name, of_pairs[order])
-            for name, of_pairs in (
-                ("prompt", lengths.prompt),
-                ("chosen", lengths.chosen),
-                ("rejected", lengths.rejected),
-                ("pair", sizes.tokens),
-            )
-        ),
+        statistics=_statistics(plan, lengths, shape, order, describe_pair),
         balance=tuple(rank_balance(replace(plan, num_ranks=number)) for number in ranks),
-        sweep=sweep,
-        recommendation=recommend(sweep) if sweep else None,
-        drawn_rows=tuple(
-            draw_row(plan, lengths, row, share_prompt) for row in plan.pack_step(0)[0][:DRAWN_ROWS]
-        ),
-        removed_pairs=removed_pairs,
-        truncated=dict(truncated or {}),
-    )
-
-
-def draw_row(plan: PackingPlan, lengths: PairLengths, row: Row, share_prompt: bool) -> DrawnRow:
-    """Returns what a picture of one row of the plan shows: its prompts, completions and padding in order."""
-    segments: list[tuple[str, int]] = []
-    for group in plan.sizes.groups_in(row):
-        if len(group) > 1:
-            segments.append(("merged", plan.tokens_in(group)))
-            continue
-        pair = int(group[0])
-        prompt, chosen, rejected = (int(a[pair]) for a in (lengths.prompt, lengths.chosen, lengths.rejected))
-        if share_prompt:
-            shared = int(lengths.shared[pair])
-            common = shared - prompt  # number of equal first tokens of both completions
-            segments += [("prompt", shared), ("chosen", chosen - common), ("rejected", rejected - common)]
-            continue
-        segments += [("prompt", prompt), ("chosen", chosen), ("prompt", prompt), ("rejected", rejected)]
-        if plan.algorithm == PADDED:
-            longest = int(plan.row_tokens[row].max())
-            segments.append(("padding", longest - 2 * prompt - chosen - rejected))
-    return DrawnRow(
-        num_pairs=len(row),
-        tokens=plan.tokens_in(row),
-        segments=tuple(Segment(kind=kind, tokens=tokens) for kind, tokens in segments if tokens),
+        sweep=_compare_budgets(plan, order, budgets, ranks[0]),
+        removed_pairs=dict(removed_pairs),
+        truncated=dict(truncated),
     )
 
 
 def to_json(report: PackingReport) -> str:
     """Returns the report as JSON text with the names and the nesting of the dataclasses."""
     return json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
+
+
+def _statistics(
+    plan: PackingPlan,
+    lengths: PairLengths,
+    shape: ModelShape,
+    order: IntArray,
+    describe_pair: Callable[[int], str],
+) -> PackingStatistics:
+    rows = [row for (of_rank,) in plan for row in of_rank]
+    tokens = np.array([plan.tokens_in(row) for row in rows])
+    computed = int(tokens.sum())
+    unshared = int(lengths.row_tokens(share_prompt=False)[plan.order].sum())
+    if plan.settings.algorithm == PADDED:  # it shares no prompts: its tokens beyond `unshared` are padding
+        longest = np.array([plan.row_tokens[row].max() // 2 for row in rows])
+        scored = np.array([lengths.completion_tokens()[row].sum() for row in rows])
+        num_sequences = np.array([2 * len(row) for row in rows])
+        by_sharing, flops = 0, padded_flops(shape, longest, num_sequences, scored_tokens=scored)
+    else:
+        by_sharing, flops = unshared - computed, sum(plan.cost_of(row) for row in rows)
+    padded = []
+    for microbatch_pairs in PADDED_MICROBATCH_PAIRS:  # of the epoch's order; `plan.order` can be that of rows
+        begins = np.arange(0, len(order), microbatch_pairs)
+        num_pairs = np.diff(np.append(begins, len(order)))
+        longest = np.maximum.reduceat(lengths.padded_tokens()[order], begins)  # of two sequences
+        padded_tokens = int(longest @ num_pairs)
+        comparison = PaddedComparison(
+            microbatch_pairs=microbatch_pairs,
+            tokens=padded_tokens,
+            saved_by_packing_tokens=padded_tokens - computed - by_sharing,
+            times_computed_tokens=padded_tokens / computed,
+            times_flops=padded_flops(shape, longest // 2, 2 * num_pairs) / flops,
+        )
+        padded.append(comparison)
+    oversize = plan.oversize_pairs.tolist()
+    return PackingStatistics(
+        num_pairs=len(plan.order),
+        num_steps=len(plan),
+        num_rows=len(rows),
+        max_row_tokens=int(tokens.max()),
+        budget_fill=float(np.minimum(tokens / plan.settings.token_budget, 1.0).mean()),
+        computed_tokens=computed,
+        unshared_tokens=unshared,
+        saved_by_sharing_tokens=by_sharing,
+        merged_pairs=sum(len(group) for row in rows for group in plan.sizes.groups_in(row) if len(group) > 1),
+        flops=flops,
+        padded=tuple(padded),
+        oversize_pairs={describe_pair(pair): int(plan.row_tokens[pair]) for pair in oversize},
+    )
+
+
+def rank_balance(plan: PackingPlan, *, max_steps: int = MAX_BALANCE_STEPS) -> RankBalance:
+    """Measures the loads of ranks in at most `max_steps` steps, the first and the last step included."""
+    steps = _spread_steps(plan, max_steps)
+    planned = [plan.pack_step(step) for step in steps]
+    costs = np.array([[sum(plan.cost_of(row) for row in rows) for rows in step] for step in planned])
+    num_rows = np.array([[len(rows) for rows in step] for step in planned])  # [steps, R], like costs
+    slowest, mean = costs.max(axis=1), costs.mean(axis=1)
+    is_full = np.array([plan.is_full(step) for step in steps])
+    counted = is_full if is_full.any() else ~is_full
+    return RankBalance(
+        num_ranks=plan.num_ranks,
+        steps_measured=len(planned),
+        rows_per_step=float(num_rows.sum(axis=1).mean()),
+        max_rows_per_rank=int(num_rows.max()),
+        mean_rows_of_fullest_rank=float(num_rows.max(axis=1).mean()),
+        slowest_over_mean=float(slowest.sum() / mean.sum()),
+        worst_full_step_slowest_over_mean=float((slowest / mean)[counted].max()),
+        steps_with_idle_ranks=int((num_rows.min(axis=1) == 0).sum()),
+    )
+
+
+def _compare_budgets(
+    plan: PackingPlan, order: IntArray, budgets: Sequence[int], num_ranks: int
+) -> tuple[BudgetOutcome, ...]:
+    """Returns the outcome of each budget, and of that of `plan`, which is for one rank.
+
+    The time of a step is estimated in tokens: its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row
+    of the rank with the most rows. Budgets are compared by the time of a pair, because in scope epoch the
+    budget decides how many pairs a step has.
+    """
+    sizes, settings, outcomes = plan.sizes, plan.settings, []
+    for budget in sorted({settings.token_budget, *budgets}):
+        rows = settings.rows_per_step
+        if rows is not None:  # so that a step has about as many pairs under each budget
+            rows = max(round(rows * settings.token_budget / budget), 1)
+        changed, under = replace(settings, token_budget=budget, rows_per_step=rows), plan
+        if changed != settings:
+            under = changed.plan(sizes.tokens, order=order, row_costs=sizes.costs, merging=sizes.merging)
+        steps = _spread_steps(under, MAX_BUDGET_STEPS)
+        tokens = np.array([under.tokens_in(row) for step in steps for row in under.pack_step(step)[0]])
+        balance = rank_balance(replace(under, num_ranks=num_ranks), max_steps=MAX_BUDGET_STEPS)
+        time = tokens.sum() / len(steps) / num_ranks
+        time += ROW_OVERHEAD_TOKENS * balance.mean_rows_of_fullest_rank
+        outcome = BudgetOutcome(
+            token_budget=budget,
+            rows_per_step=len(tokens) / len(steps),
+            full_step_rows=rows,
+            budget_fill=float(np.minimum(tokens / budget, 1.0).mean()),
+            max_row_tokens=int(tokens.max()),
+            num_oversize_pairs=len(under.oversize_pairs),
+            relative_time=float(time / np.diff(under.step_begins)[steps].mean()),
+            is_best=False,
+        )
+        outcomes.append(outcome)
+    fastest = min(outcome.relative_time for outcome in outcomes)
+    good = [outcome for outcome in outcomes if outcome.relative_time <= GOOD_ENOUGH * fastest]
+    best = next((outcome for outcome in good if outcome.num_oversize_pairs == 0), good[0])
+    return tuple(
+        replace(outcome, relative_time=outcome.relative_time / fastest, is_best=outcome is best)
+        for outcome in outcomes
+    )
+
+
+def _spread_steps(plan: PackingPlan, max_steps: int) -> list[int]:
+    steps = np.linspace(0, len(plan) - 1, min(len(plan), max_steps)).round()
+    return [int(step) for step in np.unique(steps)]
+
+
+# ---- One row as `dpopack show` draws it
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of one kind in a row."""
+
+    kind: str  # prompt (the shared prefix), chosen, rejected, merged (a group of several pairs), padding
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnRow:
+    """A picture of one row: its segments from left to right."""
+
+    tokens: int
+    segments: tuple[Segment, ...]
+
+
+def draw_row(plan: PackingPlan, lengths: PairLengths, row: Row, share_prompt: bool) -> DrawnRow:
+    """Returns what a picture of one row of the plan shows: its prompts, completions and padding in order."""
+    segments: list[Segment] = []
+    for group in plan.sizes.groups_in(row):
+        if len(group) > 1:
+            segments.append(Segment("merged", plan.tokens_in(group)))
+            continue
+        pair = int(group[0])
+        prompt, chosen, rejected = (int(a[pair]) for a in (lengths.prompt, lengths.chosen, lengths.rejected))
+        shared = int(lengths.shared[pair]) if share_prompt else prompt
+        common = shared - prompt  # number of equal first tokens of both completions
+        segments += [Segment("prompt", shared), Segment("chosen", chosen - common)]
+        if not share_prompt:
+            segments.append(Segment("prompt", prompt))
+        segments.append(Segment("rejected", rejected - common))
+        if plan.settings.algorithm == PADDED:
+            longest = int(plan.row_tokens[row].max())
+            segments.append(Segment("padding", longest - 2 * prompt - chosen - rejected))
+    return DrawnRow(tokens=plan.tokens_in(row), segments=tuple(part for part in segments if part.tokens))

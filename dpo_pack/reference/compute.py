@@ -15,7 +15,9 @@ from rich.console import Console
 
 from dpo_pack.model.layout import packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
-from dpo_pack.packing.bin_packing import next_fit
+from dpo_pack.packing.bin_packing import (
+    next_fit,
+)
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.lengths import IntArray
 from dpo_pack.reference.cache import ReferenceCache

@@ -18,8 +18,7 @@ import torch
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.model.layout import Group
-from dpo_pack.packing.balance import split_over_ranks
-from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
+from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows, split_over_ranks
 from dpo_pack.packing.flops import ModelShape, causal_area, sequence_flops
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import ReferenceCache

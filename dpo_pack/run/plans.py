@@ -141,7 +141,6 @@ def packing_report(
         source.first_plan,
         pair_lengths(table),
         shape,
-        plan_settings(recipe),
         order=source.order(0),
         share_prompt=recipe.shares_prompts,
         ranks=num_ranks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,7 +14,6 @@ from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import Precision
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.schema import why_not_sharded
-from dpo_pack.run.memory.estimate import training_bytes
 from dpo_pack.run.models import ModelFacts
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
@@ -24,6 +23,10 @@ from dpo_pack.system.placement import is_set
 
 # `auto` chooses ddp only if weights, gradients and optimizer state take at most this part of the memory.
 STATE_SHARE = 0.6
+# Bytes of an optimizer's moments for each trained parameter. bitsandbytes keeps 8-bit moments and a scale for
+# each 256 moments. Adafactor keeps only sums of rows and columns.
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.03, "adafactor": 0.02}
+LOW_BITS_BYTES = 2.0  # the low halves of AdamW's fp32 master weights, if parameters are bfloat16
 
 
 def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) -> Strategy:
@@ -124,7 +127,7 @@ def _by_size(recipe: Recipe, policy: ModelFacts, device: torch.device) -> tuple[
         frozen_bytes=precision.parameters.itemsize,
         optimizer=recipe.optim.name,
     )
-    needed = state.total + state.gradients * (num_gradients(policy.config) - 1)
+    needed = sum(state) + state.gradients * (num_gradients(policy.config) - 1)
     if precision.casts_weights and not recipe.model.gradient_checkpointing:
         needed += 2.0 * count
     memory = -ranks.largest_number(-device_memory(device))  # the memory of the smallest device
@@ -133,6 +136,37 @@ def _by_size(recipe: Recipe, policy: ModelFacts, device: torch.device) -> tuple[
         f"a device has {memory / 1e9:.3g} GB"
     )
     return ("ddp" if needed <= STATE_SHARE * memory else "fsdp2"), what
+
+
+class StateBytes(NamedTuple):
+    """Bytes on one device of what a run holds all the time; their sum is the whole."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+def training_bytes(
+    *,
+    num_trained: int,
+    num_frozen: int = 0,
+    trained_bytes: float = 4,
+    frozen_bytes: float = 4,
+    optimizer: str = "adamw",
+    num_shards: int = 1,
+) -> StateBytes:
+    """Returns the bytes of weights, gradients and optimizer state on a device with 1/`num_shards` of each.
+
+    `num_trained`, `num_frozen`: numbers of parameters. `trained_bytes`, `frozen_bytes`: the bytes of one.
+    """
+    moments = OPTIMIZER_BYTES[optimizer]
+    if optimizer == "adamw" and trained_bytes == 2:
+        moments += LOW_BITS_BYTES
+    return StateBytes(
+        parameters=(num_trained * trained_bytes + num_frozen * frozen_bytes) / num_shards,
+        gradients=num_trained * trained_bytes / num_shards,
+        optimizer=num_trained * moments / num_shards,
+    )
 
 
 def num_gradients(config: PretrainedConfig) -> int:

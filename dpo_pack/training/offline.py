@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.data.store import pair_lengths
-from dpo_pack.packing.epoch_order import epoch_order
 from dpo_pack.packing.lengths import FloatArray, IntArray
-from dpo_pack.packing.plan import PackingPlan, PlanSettings
+from dpo_pack.packing.plan import PackingPlan, PlanSettings, epoch_order
 from dpo_pack.training.batches import GlobalBatch, PairReference, RowBuilder, global_batch
 
 

@@ -578,11 +578,12 @@ def test_inspect_packing_needs_no_weights_and_gives_the_report_a_run_leaves(
     assert json.loads(printed.out) == json.loads((job / "run" / "packing_report.json").read_text())
     files = ("--json", job / "report.json", "--html", job / "report.html")
     shown = dpopack("inspect-packing", trained_in_place, "--ranks", "1,2,4", "--budgets", "64,256", *files)
-    assert (shown.status, shown.err) == (0, "") and "Recommended: packing.token_budget=" in shown.out
-    assert (job / "report.html").read_text().startswith("<!doctype html>")
-    report = json.loads((job / "report.json").read_text())
-    assert [outcome["token_budget"] for outcome in report["sweep"]] == [64, 128, 256]
-    assert [entry["num_ranks"] for entry in report["balance"]] == [1, 2, 4]
+    assert (shown.status, shown.err) == (0, "") and " best" in shown.out
+    assert (trained_in_place.parent / "report.html").read_text().startswith("<!doctype html>")
+    sweep = json.loads((trained_in_place.parent / "report.json").read_text())["sweep"]
+    assert [outcome["token_budget"] for outcome in sweep] == [64, 128, 256]
+    balance = json.loads((trained_in_place.parent / "report.json").read_text())["balance"]
+    assert [entry["num_ranks"] for entry in balance] == [1, 2, 4]
 
 
 def test_show_needs_no_weights_and_writes_what_it_shows_as_json_and_as_a_page(

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from support.inspected_lengths import inspect
 from support.marks import slow
 from support.plans import make_plan
 from support.reference_pairs import make_table
@@ -30,6 +29,7 @@ from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
 from dpo_pack.packing.lengths import PairSizes
+from dpo_pack.packing.report import draw_row
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.plans import offline_source, trained_pair_sizes
 from dpo_pack.run.setup import prepare, prepare_data, prepare_tokenizer
@@ -112,12 +112,11 @@ def test_a_group_is_measured_as_the_layout_lays_it_out(table: PairTable) -> None
         assert row.segments is not None
         size = merging.measure(np.array(pairs))
         assert size.tokens == row.num_tokens
-        assert size.scored_tokens == row.completion_lengths.sum()
         area = sum(
             sum(range(k - q + 1, k + 1))
             for q, k in zip(row.segments.query_lengths, row.segments.key_lengths, strict=True)
         )
-        forward = 2 * 1000 * size.tokens + 2 * 50 * size.scored_tokens + 2 * 2 * 16 * area
+        forward = 2 * 1000 * size.tokens + 2 * 50 * row.completion_lengths.sum() + 2 * 2 * 16 * area
         assert size.cost == pytest.approx(3 * forward)
 
 
@@ -176,11 +175,15 @@ def test_pairs_that_take_as_many_tokens_merged_as_apart_stay_apart() -> None:
 def test_a_drawn_row_shows_a_merged_group_as_one_part_with_all_its_tokens() -> None:
     prompt, chosen = [3] * 20, [5] * 3
     table = make_table([(prompt, chosen, [6] * 2), (prompt, chosen, [7] * 4), ([4] * 10, [5] * 2, [6])])
-    (row,) = inspect(pair_lengths(table), merging=prompt_merging(table, SHAPE)).drawn_rows
+    plan = make_plan(
+        pair_lengths(table).row_tokens(share_prompt=True), order=np.arange(3), token_budget=50,
+        merging=prompt_merging(table, SHAPE),
+    )  # fmt: skip
+    row = draw_row(plan, pair_lengths(table), plan.pack_step(0)[0][0], share_prompt=True)
     assert [(segment.kind, segment.tokens) for segment in row.segments] == [
         ("merged", 20 + 3 + 2 + 4), ("prompt", 10), ("chosen", 2), ("rejected", 1),
     ]  # fmt: skip
-    assert (row.num_pairs, row.tokens) == (3, 29 + 13)
+    assert row.tokens == 29 + 13
 
 
 def test_parts_of_a_cut_group_meet_in_a_row_only_if_it_holds_them_as_one_group_again() -> None:

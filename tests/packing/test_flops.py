@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -73,10 +75,12 @@ def test_a_group_of_two_completions_is_a_pair_and_a_third_adds_its_tail() -> Non
     assert three - pair == 3 * (2 * 1000 * 5 + 2 * 50 * 6 + 2 * 16 * area)
 
 
-def test_unread_positions_of_a_group_are_those_counted_one_by_one() -> None:
+def test_a_group_skips_the_last_block_at_positions_that_are_not_read() -> None:
     # Of [ p p p p a b | c | c d | c ] the positions p (the last), a, b and the second tail's c are read.
-    size = group_size(SHAPE, prompt=4, completions=[3, 4, 3], shared=6)
-    assert (size.tokens, size.scored_tokens, size.unread_positions) == (10, 10, 6)
+    skipping = replace(SHAPE, last_block_weights=7.0)
+    whole, skipped = (group_size(s, prompt=4, completions=[3, 4, 3], shared=6) for s in (SHAPE, skipping))
+    assert whole.tokens == skipped.tokens == 10
+    assert whole.cost - skipped.cost == 3 * 2 * 7 * 6
 
 
 def test_padded_batches_run_every_position_through_layers_and_head() -> None:

@@ -23,9 +23,8 @@ from dpo_pack.packing.bin_packing import (
     pack_sequences_longest_first,
     padded_rows,
 )
-from dpo_pack.packing.epoch_order import check_weights, epoch_order
 from dpo_pack.packing.lengths import IntArray, PairLengths
-from dpo_pack.packing.plan import PackingPlan
+from dpo_pack.packing.plan import PackingPlan, check_weights, epoch_order
 from dpo_pack.recipe.data import PackingRecipe
 from dpo_pack.system.errors import DataError
 
@@ -101,13 +100,6 @@ def test_every_pair_is_in_one_row_and_only_an_oversize_pair_exceeds_the_budget(
     for row in rows:
         assert row
         assert len(row) == 1 or sum(lengths[pair] for pair in row) <= BUDGET
-
-
-@without_deadline
-@given(lengths=lengths_strategy, packer=packer_strategy)
-def test_packing_is_a_function_of_its_arguments(lengths: list[int], packer: str) -> None:
-    pack = BIN_PACKERS[packer]
-    assert as_lists(pack(ints(lengths), BUDGET)) == as_lists(pack(ints(lengths), BUDGET))
 
 
 @without_deadline

@@ -19,8 +19,8 @@ from support.whole_runs import pair_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.memory import report as memory_report
-from dpo_pack.run.memory.estimate import GIB
+from dpo_pack.run import memory_estimate as memory_report
+from dpo_pack.run.memory_estimate import GIB
 from dpo_pack.run.samples import Sampler, read_samples
 from dpo_pack.system import ranks
 from dpo_pack.system.memory import AvailableMemory

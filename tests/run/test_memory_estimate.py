@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,26 +25,27 @@ from support.tiny_online import online_recipe
 from support.tiny_run import tiny_run
 from torch import Tensor, nn
 
-import dpo_pack.run.memory.report as memory_report
+import dpo_pack.run.memory_estimate as memory
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.memory.estimate import (
+from dpo_pack.run.memory_estimate import (
     GIB,
     MemoryFacts,
     MemoryShape,
-    RowSize,
+    available_memory,
     estimate_memory,
+    fitting_rows,
+    format_bytes,
+    largest_row,
     layer_bytes,
     memory_shape,
     state_bytes,
-    training_bytes,
 )
-from dpo_pack.run.memory.report import advice, available_memory, format_bytes, largest_row
 from dpo_pack.run.plans import offline_source
 from dpo_pack.run.setup import prepare, recipe_objective
+from dpo_pack.run.strategy import training_bytes
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import RunError
 from dpo_pack.system.memory import AvailableMemory
 from dpo_pack.trainer import train
 from dpo_pack.training.optim import build_optimizer
@@ -161,11 +162,12 @@ def test_other_families_have_a_shape_as_well(family: str) -> None:
 
 def plain(shape: MemoryShape, **changes: Any) -> MemoryFacts:
     """Training on CUDA with rows of 8,192 tokens."""
-    row = RowSize(tokens=8192, keys=11_000, scored=5_000)
-    return replace(MemoryFacts(shape=shape, row=row, device=torch.device("cuda")), **changes)
+    facts = MemoryFacts(
+        shape=shape, row_tokens=8192, row_keys=11_000, row_scored=5_000, device=torch.device("cuda")
+    )
+    return replace(facts, **changes)
 
 
-# `advice` asks the recipe's own rules, which look for files: overrides of the recipe of a tiny run.
 Overridden = Callable[..., Recipe]
 
 
@@ -203,11 +205,11 @@ def eight_billion() -> MemoryShape:
 )
 def test_bytes_a_trained_parameter(optimizer: str, parameter_bytes: int, expected: float) -> None:
     state = training_bytes(num_trained=1000, trained_bytes=parameter_bytes, optimizer=optimizer)
-    assert state.total / 1000 == pytest.approx(expected, abs=0.05)
+    assert sum(state) / 1000 == pytest.approx(expected, abs=0.05)
     halves = training_bytes(
         num_trained=1000, trained_bytes=parameter_bytes, optimizer=optimizer, num_shards=2
     )
-    assert halves.total == state.total / 2
+    assert sum(halves) == sum(state) / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -244,7 +246,7 @@ def test_offloaded_state_is_in_the_host_s_memory(eight_billion: MemoryShape, rec
     offload, whole = "distributed.cpu_offload=true", "distributed.accumulate_unsharded=true"
     shards = estimate_memory(recipe_with(sharded), facts)
     offloaded = estimate_memory(recipe_with(sharded, offload), facts)
-    in_host = state_bytes(recipe_with(sharded, offload), facts).total
+    in_host = sum(state_bytes(recipe_with(sharded, offload), facts))
     assert in_host == pytest.approx(2 * eight_billion.num_parameters)
     assert sum(shards.values()) - sum(offloaded.values()) == pytest.approx(in_host)
     kept_whole = estimate_memory(recipe_with(sharded, offload, whole), facts)
@@ -287,16 +289,16 @@ def test_shards_stay_gathered_if_every_device_has_the_memory(
     recipe, facts = recipe_with("distributed.strategy=fsdp2"), plain(eight_billion, num_shards=8)
     needed = sum(estimate_memory(recipe, replace(facts, stays_gathered=True)).values())
     for free, stays in ((1.34 * needed, True), (1.33 * needed, False)):
-        memory = AvailableMemory(free=int(free), total=1000 * GIB)
-        monkeypatch.setattr(memory_report, "available_memory", lambda device: memory)  # noqa: B023
-        assert memory_report._can_stay_gathered(recipe, facts) == stays
-        assert not memory_report._can_stay_gathered(recipe, replace(facts, num_shards=1))
+        found = AvailableMemory(free=int(free), total=1000 * GIB)
+        monkeypatch.setattr(memory, "available_memory", lambda device: found)  # noqa: B023
+        assert memory._can_stay_gathered(recipe, facts) == stays
+        assert not memory._can_stay_gathered(recipe, replace(facts, num_shards=1))
     monkeypatch.setattr(ranks, "largest_numbers", lambda *lacking: [1.0])  # on another rank
-    monkeypatch.setattr(memory_report, "available_memory", lambda device: replace(memory, free=1000 * GIB))
-    assert not memory_report._can_stay_gathered(recipe, facts)
-    monkeypatch.setattr(memory_report, "available_memory", lambda device: None)
+    monkeypatch.setattr(memory, "available_memory", lambda device: replace(found, free=1000 * GIB))
+    assert not memory._can_stay_gathered(recipe, facts)
+    monkeypatch.setattr(memory, "available_memory", lambda device: None)
     monkeypatch.setattr(ranks, "largest_numbers", lambda *lacking: list(lacking))
-    assert not memory_report._can_stay_gathered(recipe, facts)
+    assert not memory._can_stay_gathered(recipe, facts)
 
 
 def test_a_gradient_beside_ddp_s_buckets_counts_twice(eight_billion: MemoryShape) -> None:
@@ -313,107 +315,69 @@ def test_a_second_model_and_a_base_count_without_gradients(
     eight_billion: MemoryShape, recipe_with: Overridden
 ) -> None:
     number, recipe = eight_billion.num_parameters, recipe_with("model.dtype=bfloat16")
-    assert state_bytes(recipe, plain(eight_billion)).total == 14 * number
-    assert state_bytes(recipe, plain(eight_billion, has_second_model=True)).total == 16 * number
+    assert sum(state_bytes(recipe, plain(eight_billion))) == 14 * number
+    assert sum(state_bytes(recipe, plain(eight_billion, has_second_model=True))) == 16 * number
     adapter = state_bytes(recipe, plain(eight_billion, lora_rank=16))
-    assert adapter.total == 2 * number + 16 * eight_billion.num_adapter_parameters(16)
+    assert sum(adapter) == 2 * number + 16 * eight_billion.num_adapter_parameters(16)
 
 
-# ----------------------------------------------------------------------------------------------------- advice
+# --------------------------------------------------------------------------------------------- what would fit
 
 
-def test_every_single_change_that_fits_is_told_cheapest_first(
+def needed_by(recipe: Recipe, facts: MemoryFacts, tokens: int) -> float:
+    keys, scored = (round(tokens / facts.row_tokens * size) for size in (facts.row_keys, facts.row_scored))
+    return sum(
+        estimate_memory(recipe, replace(facts, row_tokens=tokens, row_keys=keys, row_scored=scored)).values()
+    )
+
+
+def test_the_largest_budget_that_fits_is_told_and_that_checkpointing_is_enough(
     eight_billion: MemoryShape, recipe_with: Overridden
 ) -> None:
-    changes = advice(recipe_with(), plain(eight_billion), 4096, 140 * GIB)
-    assert [overrides.partition("=")[0] for overrides, _ in changes] == [
-        "model.gradient_checkpointing",
-        "distributed.num_processes",
-        "'model.lora",
-    ]
-    assert all(needed <= 140 * GIB for _, needed in changes)
+    recipe, facts = recipe_with(), plain(eight_billion)
+    rows, checkpointing = fitting_rows(recipe, facts, 1000, 150 * GIB)
+    key, _, tokens = rows[0].partition("=")
+    assert key == "packing.token_budget" and 1000 < int(tokens) < 8192
+    assert needed_by(recipe, facts, int(tokens)) == rows[1] <= 150 * GIB
+    assert needed_by(recipe, facts, int(tokens) + 1) > 150 * GIB
+    checkpointed = recipe_with("model.gradient_checkpointing=true")
+    assert checkpointing == ("model.gradient_checkpointing=true", needed_by(checkpointed, facts, 8192))
 
 
-def test_where_no_single_change_is_enough_the_fewest_are_put_together(
-    eight_billion: MemoryShape, recipe_with: Overridden
-) -> None:
-    facts, recompute = plain(eight_billion), "model.gradient_checkpointing=true"
-    for recipe, num_shards in ((recipe_with(recompute), 1), (recipe_with(), 64)):
-        assert sum(estimate_memory(recipe, replace(facts, num_shards=num_shards)).values()) > 80 * GIB
-    ((overrides, needed),) = advice(recipe_with(), facts, 1024, 80 * GIB)
-    assert overrides == f"{recompute} distributed.num_processes=4 distributed.strategy=fsdp2"
-    assert needed <= 80 * GIB
-
-
-def test_rows_are_shortened_no_further_than_needed_or_to_the_longest_pair(
-    eight_billion: MemoryShape, recipe_with: Overridden
-) -> None:
-    recipe, facts = recipe_with("model.dtype=bfloat16"), plain(eight_billion)
-    changes = dict(advice(recipe, facts, 1000, 140 * GIB))
-    assert "packing.token_budget=4096" in changes
-    assert not any("token_budget" in overrides for overrides, _ in advice(recipe, facts, 8192, 140 * GIB))
-
-
-def advised(recipe: Recipe, shape: MemoryShape, **changes: Any) -> set[str]:
-    """What is advised for devices of many sizes."""
-    facts = plain(shape, **changes)
-    sizes = [GIB * gib for gib in range(10, 200, 10)]
-    return {overrides for size in sizes for overrides, _ in advice(recipe, facts, 8192, size)}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("refusing", "changes", "key"),
+    ("overrides", "longest_pair", "gib", "expected"),
     [
-        (("optim.name=adafactor",), {}, "distributed.strategy"),
-        ((), {"can_shard": False}, "distributed.strategy"),
-        (("optim.name=adafactor",), {}, "model.dtype"),
-        (("reference.sync={mixup: 0.6}",), {}, "model.dtype"),
-        (("model.gradient_checkpointing=true",), {}, "model.gradient_checkpointing"),
-        (("model.dtype=bfloat16",), {}, "model.dtype"),
-        ((), {"lora_rank": 8}, "model.lora"),
+        # A budget below the longest pair saves nothing.
+        ((), 8192, 140, ["model.gradient_checkpointing=true"]),
+        # Checkpointing alone is not enough: with the largest rows beside it.
+        ((), 1000, 131, ["model.gradient_checkpointing=true packing.token_budget=\\d+"]),
+        (("model.gradient_checkpointing=true",), 1000, 131, ["packing.token_budget=\\d+"]),
+        (("model.gradient_checkpointing=true",), 8192, 131, []),
+        # A longer pair of another rank.
+        ((), 10_000, 140, ["model.gradient_checkpointing=true"]),
+        ((), 1000, 80, []),
     ],
 )
-def test_what_the_recipe_s_other_settings_refuse_is_not_advised(
+def test_of_shorter_rows_and_checkpointing_only_what_fits_is_told(
+    overrides: tuple[str, ...],
+    longest_pair: int,
+    gib: int,
+    expected: list[str],
     eight_billion: MemoryShape,
-    refusing: tuple[str, ...],
-    changes: dict[str, Any],
-    key: str,
     recipe_with: Overridden,
 ) -> None:
-    # With an adapter a bfloat16 base has an optimizer that the whole model must not have.
-    found = {
-        overrides
-        for overrides in advised(recipe_with(*refusing), eight_billion, **changes)
-        if key == "model.lora" or "lora" not in overrides
-    }
-    assert any(key in overrides for overrides in advised(recipe_with(), eight_billion))
-    assert not any(key in overrides for overrides in found)
-
-
-def test_a_moving_reference_that_copies_takes_bfloat16_or_an_adapter_and_not_both(
-    eight_billion: MemoryShape, recipe_with: Overridden
-) -> None:
-    def kinds(*overrides: str) -> list[list[bool]]:
-        found = advised(recipe_with(*overrides), eight_billion, can_shard=False)
-        return [["model.dtype" in each, "model.lora" in each] for each in found]
-
-    copies = kinds("reference.sync={mixup: 1.0}")
-    assert [True, False] in copies and [False, True] in copies and [True, True] not in copies
-    assert [True, True] in kinds()
+    found = list(fitting_rows(recipe_with(*overrides), plain(eight_billion), longest_pair, gib * GIB))
+    assert len(found) == len(expected) and all(num_bytes <= gib * GIB for _, num_bytes in found)
+    assert all(re.fullmatch(form, told) for form, (told, _) in zip(expected, found, strict=True)), found
 
 
 def test_in_scope_epoch_shorter_rows_come_with_more_of_them(
     eight_billion: MemoryShape, recipe_with: Overridden
 ) -> None:
     epoch = ("packing.scope=epoch", "packing.rows_per_step=6", "packing.pairs_per_step=64")
-    recipe = recipe_with("model.dtype=bfloat16", *epoch)
-    changes = dict(advice(recipe, plain(eight_billion), 1000, 140 * GIB))
-    assert "packing.token_budget=4096 packing.rows_per_step=12" in changes
-
-
-def test_where_nothing_fits_nothing_is_advised(eight_billion: MemoryShape, recipe_with: Overridden) -> None:
-    assert advice(recipe_with(), plain(eight_billion, device=CPU), 4096, 1 * GIB) == []
+    (told, _), _ = fitting_rows(recipe_with(*epoch), plain(eight_billion), 1000, 150 * GIB)
+    budget, rows = (int(part.partition("=")[2]) for part in told.split())
+    assert told.split()[1].startswith("packing.rows_per_step=") and rows == round(6 * 8192 / budget) > 6
 
 
 # ------------------------------------------------------------------------------------------- what is reported
@@ -430,7 +394,7 @@ def test_a_dry_run_says_what_the_run_will_take_and_that_it_fits(
     train(load_recipe(recipe_path, (f"output_dir={tmp_path / 'run'}",)), console, dry_run=True)
     said = text_of(console)
     assert "Memory on one cpu device, estimated" in said and "It fits: " in said
-    assert "attention scores" not in said
+    assert "scores that" not in said
     for line in ("parameters", "gradients", "optimizer", "activations", "a step"):
         assert f"\n  {line} " in said
     assert not (tmp_path / "run").exists()
@@ -445,30 +409,29 @@ def test_scores_that_softcaps_keep_are_said_not_to_be_counted(
     tiny_model("gemma2", vocab_size=tokens).save_pretrained(model)
     train(load_recipe(tmp_path / "run" / "recipe.yaml"), console, dry_run=True)
     said = text_of(console)
-    assert "not counted: attention scores" in said and said.index("not counted") < said.index("It fits: ")
+    assert "not counted: scores" in said and said.index("not counted") < said.index("It fits: ")
 
 
 def test_a_dry_run_that_does_not_fit_says_so_first_and_what_would(
     recipe_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     little = AvailableMemory(free=258 * 2**20, total=300 * 2**20)
-    monkeypatch.setattr(memory_report, "available_memory", lambda device: little)
+    monkeypatch.setattr(memory, "available_memory", lambda device: little)
     overrides = (f"output_dir={tmp_path / 'run'}", "packing.token_budget=1024")
     train(load_recipe(recipe_path, overrides), console, dry_run=True)
     said = text_of(console)
     assert "It does not fit: 0.25 GiB of 0.29 GiB are free" in said
     assert said.index("It does not fit") < said.index("Policy: ")
-    assert "packing.token_budget=" in said
+    assert "\n  packing.token_budget=" in said and "model.dtype=bfloat16" in said
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), (None, None, False, True)),
-        (("reference.sync.mixup=0.5",), (None, None, True, True)),
-        (("model.lora={r: 4}",), (4, None, False, True)),
-        (("model.lora={}", "model.path=quantised"), (16, 4.5, False, False)),
-        (("reference.path=quantised",), (None, None, False, False)),
+        ((), (None, None, False)),
+        (("reference.sync.mixup=0.5",), (None, None, True)),
+        (("model.lora={r: 4}",), (4, None, False)),
+        (("model.lora={}", "model.path=quantised"), (16, 4.5, False)),
     ],
 )
 def test_facts_of_a_run_are_read_off_its_recipe_and_models(
@@ -482,25 +445,20 @@ def test_facts_of_a_run_are_read_off_its_recipe_and_models(
     shutil.copytree(recipe_path.parent / "model", quantised)
     recipe = load_recipe(recipe_path, [each.replace("quantised", str(quantised)) for each in overrides])
     prepared = prepare(recipe, Console(quiet=True))
-    for model in (prepared.policy_facts, prepared.reference_facts):
-        if model.path == str(quantised):  # a config that says so from the start is refused on the CPU
-            model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    model = prepared.policy_facts
+    if model.path == str(quantised):  # a config that says so from the start is refused on the CPU
+        model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     plan = offline_source(recipe, prepared.data, prepared.policy_facts.shape).first_plan
-    facts, longest_pair = memory_report.memory_facts(prepared, recipe_objective(recipe), plan)
-    assert (facts.lora_rank, facts.bits, facts.has_second_model, facts.can_shard) == expected
-    assert 0 < longest_pair <= facts.row.tokens <= 128
+    facts, longest_pair = memory.memory_facts(prepared, recipe_objective(recipe), plan)
+    assert (facts.lora_rank, facts.bits, facts.has_second_model) == expected
+    assert 0 < longest_pair <= facts.row_tokens <= 128 and 0 < facts.row_scored < facts.row_tokens
 
 
-def test_an_online_run_whose_policy_answers_is_not_sharded_nor_adapted_with_an_offloaded_reference(
-    tmp_path: Path, eight_billion: MemoryShape
-) -> None:
-    recipe = online_recipe(tmp_path / "assets", tmp_path / "run", offload_reference=True)
+def test_the_largest_row_of_an_online_run_is_the_largest_possible(tmp_path: Path) -> None:
+    recipe = online_recipe(tmp_path / "assets", tmp_path / "run")
     prepared = prepare(recipe, Console(quiet=True), takes_prompts=True)
-    facts, longest_pair = memory_report.memory_facts(prepared, recipe_objective(recipe), None)
-    assert facts.row.scored == facts.row.tokens >= longest_pair
-    found = advised(recipe, eight_billion)
-    assert any("model.dtype" in overrides for overrides in found)
-    assert not any("fsdp2" in overrides or "lora" in overrides for overrides in found)
+    facts, longest_pair = memory.memory_facts(prepared, recipe_objective(recipe), None)
+    assert facts.row_scored == facts.row_tokens >= max(longest_pair, recipe.packing.token_budget)
 
 
 def test_the_largest_row_is_searched_in_every_step_and_among_pairs_longer_than_a_row() -> None:
@@ -523,7 +481,7 @@ def test_memory_of_the_cpu_is_what_the_system_has_left(monkeypatch: pytest.Monke
 
 
 def test_a_system_that_does_not_say_how_much_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_report, "host_memory", lambda: None)
+    monkeypatch.setattr(memory, "host_memory", lambda: None)
     assert available_memory(CPU) is None
 
 
@@ -537,9 +495,8 @@ def test_quantised_layers_count_with_their_scales(bits: float | None, in_layers:
 
 
 def test_sizes_are_told_in_units_that_fit() -> None:
-    assert [format_bytes(size) for size in (2048, 12 * 2**20, 0.31 * GIB, 104.6 * GIB)] == [
-        "2 KiB", "12 MiB", "0.31 GiB", "104.6 GiB"
-    ]  # fmt: skip
+    sizes = (12 * 2**20, 0.31 * GIB, 104.6 * GIB)
+    assert [format_bytes(size) for size in sizes] == ["12 MiB", "0.31 GiB", "104.60 GiB"]
 
 
 # ----------------------------------------------------------------------------------------------- measurements
@@ -575,7 +532,7 @@ def test_the_measurement_runs_the_row_beside_the_optimizer_s_state_and_trains_no
     from dpo_pack.model.parallel import ALONE, distribute_policy
 
     path = models("llama")  # made with torch's own
-    monkeypatch.setattr(memory_report, "release_memory", lambda: None)
+    monkeypatch.setattr(memory, "release_memory", lambda: None)
     fake = FakeCuda()
     monkeypatch.setattr(torch, "cuda", fake)
     loaded, row = load("bfloat16", path), build_row(96, num_pairs=2, length=5)
@@ -584,25 +541,12 @@ def test_the_measurement_runs_the_row_beside_the_optimizer_s_state_and_trains_no
         "adamw", loaded.scorer, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
     )
     policy = distribute_policy(loaded.scorer, ALONE)
-    memory_report.print_measured_memory(policy, optimizer, row, CPU, console)
+    memory.print_measured_memory(policy, optimizer, row, CPU, console)
     assert "30 tokens: 3.00 GiB at the peak; torch held 4.00 GiB, and 5.00 GiB" in text_of(console)
     assert fake.resets == 1 and optimizer.param_groups[0]["lr"] == 1e-3
     assert all(map(torch.equal, before, loaded.scorer.parameters()))
     assert all(optimizer.state[parameter] for parameter in loaded.scorer.parameters())
     assert all(parameter.grad is not None for parameter in loaded.scorer.parameters())
-
-
-def test_out_of_memory_in_the_measurement_is_one_line(
-    console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def out_of_memory(optimizer: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(memory_report, "hold_optimizer_state", out_of_memory)
-    row: Any = SimpleNamespace(num_tokens=8192)
-    nothing: Any = None
-    with pytest.raises(RunError, match=r"^the largest row, 8,192 tokens, does not fit .*gradient_check"):
-        memory_report.print_measured_memory(nothing, nothing, row, CPU, console)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from dpo_pack.model.quantize import bits_per_weight, quantization_settings
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.templates import MODELS, TEMPLATES, recipe_template
-from dpo_pack.run.memory.estimate import GIB, MemoryFacts, MemoryShape, RowSize, estimate_memory, memory_shape
+from dpo_pack.run.memory_estimate import GIB, MemoryFacts, MemoryShape, estimate_memory, memory_shape
 
 
 def _config(family: str, hidden: int, layers: int, ffn: int, heads: int, kv: int, head: int, vocabulary: int,
@@ -76,7 +76,9 @@ def test_the_run_of_a_template_fits_on_its_devices(name: str) -> None:
     tokens = recipe.packing.token_budget
     facts = MemoryFacts(
         shape=shape,
-        row=RowSize(tokens=tokens, keys=2 * tokens, scored=tokens),  # the worst: everything is scored
+        row_tokens=tokens,
+        row_keys=2 * tokens,
+        row_scored=tokens,  # the worst: everything is scored
         device=torch.device("cuda"),
         lora_rank=None if recipe.model.lora is None else recipe.model.lora.r,
         bits=bits_per_weight(quantization_settings("nf4").to_dict()) if setup.is_quantised else None,

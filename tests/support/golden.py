@@ -23,8 +23,7 @@ from dpo_pack.data.truncation import LengthLimits
 from dpo_pack.model import fingerprint
 from dpo_pack.packing import plan
 from dpo_pack.packing.bin_packing import PADDED
-from dpo_pack.packing.epoch_order import epoch_order
-from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.packing.plan import PlanSettings, epoch_order
 from dpo_pack.reference.cache import ReferenceCache
 from support.conformance import CONFORMANCE
 from support.oracle import completion_logps_one_by_one

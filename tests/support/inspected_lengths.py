@@ -52,6 +52,14 @@ def inspect(
         tokens = lengths.row_tokens(share_prompt=share_prompt)
         costs = pair_flops(shape, lengths, share_prompt=share_prompt)
     plan = PlanSettings(**settings).plan(tokens, order=order, row_costs=costs, merging=merging)
+    options: dict[str, Any] = {
+        "ranks": (1,),
+        "budgets": (),
+        "model": "org/model",
+        "removed_pairs": {},
+        "truncated": {},
+        "describe_pair": "pair {}".format,
+    }
     return inspect_packing(
-        plan, lengths, shape, PlanSettings(**settings), order=order, share_prompt=share_prompt, **changes
+        plan, lengths, shape, order=order, share_prompt=share_prompt, **(options | changes)
     )

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from dpo_pack.packing.epoch_order import epoch_order
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
 from dpo_pack.packing.lengths import PairLengths
-from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.packing.plan import PlanSettings, epoch_order
 from support.logps_memory import peak_resident_bytes
 
 NUM_PAIRS, NUM_RANKS = 1_000_000, 8

@@ -20,7 +20,7 @@ from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, resolve_precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.recipe.load import Recipe, parse_recipe
-from dpo_pack.run.memory.estimate import MemoryFacts, RowSize, estimate_memory, memory_shape
+from dpo_pack.run.memory_estimate import MemoryFacts, estimate_memory, memory_shape
 from dpo_pack.training.optim import build_optimizer
 from support.logps_memory import peak_resident_bytes
 
@@ -78,7 +78,9 @@ def memory_facts(kind: str, loaded: LoadedModel, row: Row) -> MemoryFacts:
     model = without_weights(config)
     return MemoryFacts(
         shape=memory_shape(config, model_shape(model), num_parameters(model)),
-        row=RowSize(tokens=row.num_tokens, keys=sum(row.segments.key_lengths), scored=len(row.targets)),
+        row_tokens=row.num_tokens,
+        row_keys=sum(row.segments.key_lengths),
+        row_scored=len(row.targets),
         device=CPU,
         lora_rank=RANK if kind.startswith("lora") else None,
     )

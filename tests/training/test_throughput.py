@@ -100,7 +100,7 @@ class Merging:
         return [np.flatnonzero(self.prompts[pairs] == prompt) for prompt in np.unique(self.prompts[pairs])]
 
     def measure(self, pairs: IntArray) -> GroupSize:
-        return GroupSize(tokens=1, scored_tokens=1, unread_positions=0, cost=7.0 * len(pairs))
+        return GroupSize(tokens=1, cost=7.0 * len(pairs))
 
     def cut(self, pairs: IntArray, token_budget: int) -> list[CutGroup]:
         return []

@@ -1,1 +1,0 @@
-"""The memory that a run needs on a device."""

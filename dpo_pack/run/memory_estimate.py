@@ -1,0 +1,398 @@
+"""The memory that a run needs on a device: an estimate without weights, what would fit, the peak on CUDA.
+
+A run holds parameters, gradients and optimizer state all the time. A step computes one row at a time, so it
+adds the activations that the largest row keeps for its backward pass, and the buffers of the output head or
+those of one layer's backward pass, whichever are larger.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch.optim import Optimizer
+from transformers import PretrainedConfig
+
+from dpo_pack.data.store import pair_lengths
+from dpo_pack.losses import Objective
+from dpo_pack.model.config import attention_needs, count_experts, routes_tokens
+from dpo_pack.model.layout import Row
+from dpo_pack.model.logps import HEAD_BOUNDS
+from dpo_pack.model.lora import read_adapter
+from dpo_pack.model.parallel import DistributedPolicy
+from dpo_pack.model.quantize import bits_per_weight
+from dpo_pack.model.scorer import Precision
+from dpo_pack.packing.flops import ModelShape
+from dpo_pack.packing.lengths import IntArray
+from dpo_pack.packing.plan import PackingPlan
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.run.models import recipe_precision
+from dpo_pack.run.setup import Setup, longest_sequence
+from dpo_pack.run.strategy import StateBytes, num_gradients, num_local_ranks, training_bytes
+from dpo_pack.system import ranks
+from dpo_pack.system.console import format_count
+from dpo_pack.system.memory import AvailableMemory, host_memory, release_memory
+
+GIB = 2**30
+# Memory that the allocator holds but cannot use; on CUDA also the device's context and cuBLAS workspaces.
+OVERHEAD_BYTES = {"cpu": GIB // 4, "cuda": 3 * GIB // 2}
+# Most families have seven linear layers: three before attention, one after attention, three in a gated
+# feed-forward block. Five of the seven read the result of a norm.
+_NUM_LINEARS, _NUM_NORM_READERS = 7, 5
+_STEPS_SEARCHED = 500  # `largest_row` searches these first steps; packed rows are nearly full in all steps
+# The part of free memory for a step with gathered shards: an estimate of activations can be 1/4 too low.
+_GATHERED_SHARE = 0.75
+_GATHERING = {True: "all for the whole step", False: "layer by layer"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShape:
+    """A model's numbers of parameters, and widths (numbers a token) of tensors, as means over its layers."""
+
+    num_layers: int
+    hidden: int
+    num_parameters: int
+    head_parameters: int  # vocabulary x hidden size
+    layer_parameters: float
+    attention: float  # width of the queries plus width of attention's result
+    feed_forward: float  # widths that its linear layers read and write, without the hidden size
+    linear: float  # the same sum for all linear layers, not only feed-forward
+    active_experts: float  # experts that each token uses; 0 if the model has none
+    recurrent: float = 0.0  # fp32 numbers that recurrent layers keep of a token; 0 if the model has none
+
+    def num_adapter_parameters(self, rank: int) -> int:
+        """Returns the parameters of a LoRA adapter on all linear layers except the head."""
+        return round(rank * self.num_layers * (self.linear + _NUM_LINEARS * self.hidden))
+
+
+def memory_shape(config: PretrainedConfig, shape: ModelShape, num_parameters: int) -> MemoryShape:
+    """Returns the memory shape of a model from its config, its `ModelShape` and its number of parameters."""
+    text = config.get_text_config()
+    num_layers, hidden, values = text.num_hidden_layers, text.hidden_size, text.to_dict()
+    num_experts, num_active = count_experts(values)
+    num_tables = 1 if text.tie_word_embeddings else 2  # tables of vocabulary x hidden size
+    attention = sum(kind.num_layers * kind.width for kind in shape.attention) / num_layers
+    num_heads = values.get("num_attention_heads") or 1
+    key_share = (values.get("num_key_value_heads") or num_heads) / num_heads
+    linear = shape.token_weights / num_layers / hidden  # such a layer has hidden size x width weights
+    return MemoryShape(
+        num_layers=num_layers,
+        hidden=hidden,
+        num_parameters=num_parameters,
+        head_parameters=shape.head_weights,
+        layer_parameters=(num_parameters - num_tables * shape.head_weights) / num_layers,
+        attention=attention,
+        feed_forward=linear - attention * (1 + key_share),
+        linear=linear,
+        active_experts=num_active if num_experts > 1 else 0.0,
+        recurrent=shape.kept_numbers / num_layers,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """The facts about a run that the estimate needs besides the recipe."""
+
+    shape: MemoryShape  # of the policy
+    row_tokens: int  # of the largest row; padding counts as tokens
+    row_keys: int  # keys that attention reads; a shared prompt counts once for each of its completions
+    row_scored: int  # completion tokens
+    device: torch.device
+    lora_rank: int | None = None  # rank of the policy's adapter; None if the whole model is trained
+    bits: float | None = None  # bits of a parameter in the layers of a quantised base, with its scale
+    has_second_model: bool = False  # whether a reference that follows the policy is loaded too
+    num_shards: int = 1
+    stays_gathered: bool = False  # whether all shards are gathered once a step, and not a layer at a time
+    num_gradients: int = 1  # copies of the gradient: 2 if rows add up outside DDP's buffers
+
+
+def estimate_memory(recipe: Recipe, facts: MemoryFacts) -> dict[str, float]:
+    """Returns the bytes of each part on one device at the peak of a step; the peak is their sum."""
+    shape, precision = facts.shape, recipe_precision(recipe, facts.device)
+    state, gathered = state_bytes(recipe, facts), 0.0
+    if facts.num_shards > 1:
+        whole_gradients = state.gradients * facts.num_shards
+        if recipe.distributed.cpu_offload:
+            state = StateBytes(parameters=0.0, gradients=0.0, optimizer=0.0)
+        if recipe.distributed.accumulate_unsharded:
+            state = state._replace(gradients=whole_gradients)
+        gathered = _gathered_bytes(facts, precision)
+    layer = layer_bytes(recipe, facts)
+    activations = shape.num_layers * layer  # `selective` counts as if layers kept everything: an upper limit
+    if recipe.model.gradient_checkpointing is True:  # layers keep their input; the last norm input and result
+        number = 4 if precision.casts_weights else precision.activations.itemsize
+        activations = layer + (shape.num_layers + 2.0) * facts.row_tokens * shape.hidden * number
+    # A quantised layer is restored for one product at a time; autocast keeps no copies of all layers.
+    num_cast = 1 if recipe.model.gradient_checkpointing or facts.bits is not None else shape.num_layers
+    return {
+        "parameters": state.parameters,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "gathered weights": gathered,
+        "weights cast": num_cast * shape.layer_parameters * 2.0 if precision.casts_weights else 0.0,
+        "activations": activations,
+        # The gradients of a layer's activations are about as large as the activations.
+        "working memory": max(_head_bytes(facts, precision), layer),
+        "overhead": float(OVERHEAD_BYTES[facts.device.type]),
+    }
+
+
+def state_bytes(recipe: Recipe, facts: MemoryFacts) -> StateBytes:
+    """Returns the bytes that a run holds all the time: on the device, or in host RAM with cpu_offload."""
+    shape, rank = facts.shape, facts.lora_rank
+    trained_bytes = recipe_precision(recipe, facts.device).parameters.itemsize
+    frozen_bytes = float(trained_bytes)
+    if facts.bits is not None:  # bitsandbytes quantises layers only
+        part = shape.num_layers * shape.layer_parameters / shape.num_parameters
+        frozen_bytes += part * (facts.bits / 8 - frozen_bytes)
+    state = training_bytes(
+        num_trained=shape.num_parameters if rank is None else shape.num_adapter_parameters(rank),
+        num_frozen=shape.num_parameters * ((rank is not None) + facts.has_second_model),
+        trained_bytes=trained_bytes if rank is None else 4,
+        frozen_bytes=frozen_bytes,
+        optimizer=recipe.optim.name,
+        num_shards=facts.num_shards,
+    )
+    num_gradients = facts.num_gradients if facts.num_shards == 1 else 1
+    return state._replace(gradients=num_gradients * state.gradients)
+
+
+def _gathered_bytes(facts: MemoryFacts, precision: Precision) -> float:
+    """Returns the bytes of gathered weights: those outside of layers and those of two layers, or all."""
+    shape, wide = facts.shape, (precision.gathered or precision.parameters).itemsize
+    num_layers = shape.num_layers if facts.stays_gathered else 2
+    num_outside = shape.num_parameters - shape.num_layers * shape.layer_parameters
+    # torch's buffers: the weights sent of two layers, or in the backward pass of a whole model the gradient
+    # of one layer and the fp32 copy from which that of another is reduced
+    sent = 2 * (2 if precision.casts_weights else wide)
+    reduced = wide + 4 if facts.lora_rank is None else 0
+    gathered = (num_layers * shape.layer_parameters + num_outside) * wide
+    return gathered + shape.layer_parameters * max(sent, reduced)
+
+
+def layer_bytes(recipe: Recipe, facts: MemoryFacts) -> float:
+    """Returns the bytes that one layer keeps of the largest row without checkpointing; see docs/memory.md."""
+    shape, precision = facts.shape, recipe_precision(recipe, facts.device)
+    product = precision.activations.itemsize
+    residual = 4 if precision.casts_weights else product  # autocast leaves the residual stream in fp32
+    trains_model = facts.lora_rank is None
+    norms = 2 * shape.hidden * (4 + (residual if trains_model else 0))  # inputs in fp32, results
+    inputs = 2.0 * shape.hidden * product  # linear layers that read the same norm keep one input together
+    if precision.casts_weights:  # autocast makes a copy for each
+        inputs = _NUM_NORM_READERS * shape.hidden * product
+    elif not trains_model and product == 2:  # so does an fp32 adapter
+        inputs = 4 * (_NUM_NORM_READERS * shape.hidden + shape.attention / 2 + shape.feed_forward / 3)
+    # A gated block keeps four vectors; linear layers read or write three of them.
+    feed_forward = 4 / 3 * shape.feed_forward * product
+    if shape.active_experts:  # copies of the token, weighted results; autocast does not change experts' type
+        feed_forward = (4 / 3 * shape.feed_forward + 2 * shape.active_experts * shape.hidden) * residual
+    # Keys and values are repeated for all query heads.
+    attention = (facts.row_tokens + facts.row_keys) * shape.attention * product
+    return facts.row_tokens * (norms + inputs + feed_forward + 4 * shape.recurrent) + attention
+
+
+def _head_bytes(facts: MemoryFacts, precision: Precision) -> float:
+    """Returns the bytes of the output head: one chunk of logits, and sums over all chunks of a row."""
+    bounds, is_low = HEAD_BOUNDS[facts.device.type], precision.activations.itemsize == 2
+    logits = 4.0 * facts.row_scored * facts.shape.head_parameters / facts.shape.hidden
+    # Two fp32 buffers of logits; with 16-bit products also the product itself.
+    chunk = min(float(bounds.chunk_bytes), 2 * logits) * (1.25 if is_low else 1.0)
+    hidden = 3.0 * facts.row_scored * facts.shape.hidden * precision.activations.itemsize
+    weight_bytes, kept = 2.0 if precision.casts_weights else 0.0, 0.0  # bytes of a weight's cast
+    if facts.lora_rank is None:  # the head's gradient in fp32, and its 16-bit copy if any
+        weight_bytes += 6.0 if is_low else 4.0
+        kept = min(float(bounds.kept_bytes), logits)  # softmax weights
+    return chunk + hidden + kept + facts.shape.head_parameters * weight_bytes
+
+
+# ---- The facts of a run
+
+
+def memory_facts(setup: Setup, objective: Objective, plan: PackingPlan | None) -> tuple[MemoryFacts, int]:
+    """Returns the facts of a run for the estimate, and the tokens of its longest pair. Reads no weights.
+
+    `plan` is the plan of the first epoch; None if the run is online. All ranks must call it.
+    """
+    recipe, policy, mesh = setup.recipe, setup.policy_facts, setup.strategy.mesh
+    if plan is None:  # the pairs do not exist yet: the largest row possible
+        assert recipe.online is not None
+        longest_pair = 2 * (longest_sequence(setup.tables) + recipe.online.max_new_tokens)
+        tokens = keys = scored = max(recipe.packing.token_budget, longest_pair)
+    else:
+        longest_pair = int(plan.row_tokens[np.unique(plan.order)].max())  # on any rank
+        pairs = largest_row(plan, rank=ranks.rank())
+        lengths = pair_lengths(setup.data.train).select(pairs)
+        tokens = keys = plan.tokens_in(pairs)
+        if setup.is_packed and recipe.shares_prompts:
+            keys = int(lengths.row_tokens(share_prompt=False).sum())
+        scored = int(lengths.completion_tokens().sum())
+    lora_rank = None if recipe.model.lora is None else recipe.model.lora.r
+    if lora_rank is None and policy.adapter is not None:
+        lora_rank = read_adapter(policy.adapter, policy.recipe_key).rank
+    quantised = policy.quantization
+    facts = MemoryFacts(
+        shape=memory_shape(policy.config, policy.shape, policy.num_parameters),
+        row_tokens=tokens,
+        row_keys=keys,
+        row_scored=scored,
+        device=setup.device,
+        lora_rank=lora_rank,
+        # Experts are not linear layers of torch, so bitsandbytes leaves them as they are: an upper limit.
+        bits=None if quantised is None or routes_tokens(policy.config) else bits_per_weight(quantised),
+        has_second_model=objective.needs_reference and recipe.reference.sync is not None,
+        num_shards=1 if mesh is None else mesh.size(mesh.ndim - 1),
+        num_gradients=num_gradients(policy.config) if setup.strategy.name == "ddp" else 1,
+    )
+    return replace(facts, stays_gathered=_can_stay_gathered(recipe, facts)), longest_pair
+
+
+def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:
+    """Returns the pairs of the row with the most tokens in the first steps, or the longest pair if longer."""
+    rows = [row for ranked in islice(plan, _STEPS_SEARCHED) for row in ranked[rank]]
+    oversize = plan.oversize_pairs
+    if len(oversize):
+        rows.append(oversize[[int(plan.row_tokens[oversize].argmax())]])
+    return max(rows, key=plan.tokens_in, default=plan.pairs(0)[:1])
+
+
+def _can_stay_gathered(recipe: Recipe, facts: MemoryFacts) -> bool:
+    """Whether every device has memory for all gathered weights during a step. All ranks must call it."""
+    if facts.num_shards == 1:
+        return False
+    available = available_memory(facts.device)
+    needed = sum(estimate_memory(recipe, replace(facts, stays_gathered=True)).values())
+    lacking = float("inf") if available is None else needed - _GATHERED_SHARE * available.free
+    return ranks.largest_numbers(lacking)[0] <= 0
+
+
+def stays_gathered(setup: Setup, objective: Objective, plan: PackingPlan | None) -> bool:
+    """Returns whether a run gathers its shards once a step, and prints it. All ranks must call it."""
+    if not setup.strategy.shards:
+        return False
+    facts, _ = memory_facts(setup, objective, plan)
+    how = _GATHERING[facts.stays_gathered]
+    setup.console.print(f"Shards: gathered {how} (the devices' free memory decides)")
+    return facts.stays_gathered
+
+
+def available_memory(device: torch.device) -> AvailableMemory | None:
+    """Returns the memory that a rank may use; on CPUs its part of the machine's. None if it is not known."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return AvailableMemory(free=free + torch.cuda.memory_reserved(device), total=total)
+    if (machine := host_memory()) is None:
+        return None
+    num_here = num_local_ranks()
+    return AvailableMemory(free=machine.free // num_here, total=machine.total // num_here)
+
+
+# ---- What is printed
+
+
+def print_memory_estimate(setup: Setup, objective: Objective, plan: PackingPlan | None) -> None:
+    """Prints the memory that the run needs on one device, the free memory, and what would fit."""
+    recipe, console, available = setup.recipe, setup.console, available_memory(setup.device)
+    facts, longest_pair = memory_facts(setup, objective, plan)
+    estimate = estimate_memory(recipe, facts)
+    needed, offloads = sum(estimate.values()), facts.num_shards > 1 and recipe.distributed.cpu_offload
+    in_host = sum(state_bytes(recipe, facts)) if offloads else 0.0
+    texts = {
+        "parameters": f"the model has {format_count(facts.shape.num_parameters)}",
+        "gathered weights": f"of {facts.num_shards} shards, {_GATHERING[facts.stays_gathered]}",
+        "activations": f"of {facts.row_tokens:,} tokens, the largest row",
+        "working memory": f"of the head on {facts.row_scored:,} scored tokens, or a layer",
+    }
+    console.print(f"Memory on one {facts.device.type} device, estimated, see docs/memory.md:")
+    for name, num_bytes in (estimate | {"a step": needed, "in host memory": in_host}).items():
+        if num_bytes:
+            console.print(f"  {name:<17}{format_bytes(num_bytes):>11}  {texts.get(name, '')}".rstrip())
+    if recipe.online is not None:
+        console.print("  not counted: the completions' keys and values, judges, and models of a server")
+    needs = attention_needs(setup.policy_facts.config)
+    if needs.has_softcap or needs.has_sinks:
+        console.print("  not counted: scores that sdpa keeps for softcaps and sinks, up to 3 x activations")
+    if available is None:
+        console.print("This system does not say how much memory it has")
+    elif needed <= available.free:
+        console.print(f"It fits: {_what_is_free(available)}")
+    else:
+        console.print(f"It does not fit: {_what_is_free(available)}. What would fit:")
+        for overrides, num_bytes in fitting_rows(recipe, facts, longest_pair, available.free):
+            console.print(f"  {overrides}: {format_bytes(num_bytes)}")
+        console.print("  less state: model.dtype=bfloat16, model.lora, or fsdp2 on more devices")
+    host = available_memory(torch.device("cpu"))
+    if host is not None and in_host > host.free:  # a process's part
+        console.print(f"It does not fit the host: {_what_is_free(host)}. Leave distributed.cpu_offload out")
+
+
+def fitting_rows(
+    recipe: Recipe, facts: MemoryFacts, longest_pair: int, available_bytes: float
+) -> Iterator[tuple[str, float]]:
+    """Yields recipe overrides with which the run fits, and the bytes that it then needs.
+
+    They are the largest `packing.token_budget` that fits, and gradient checkpointing, with the largest budget
+    if it is not enough alone. A budget below the longest pair saves nothing, because a pair is never cut.
+    """
+    whole, rows_per_step = facts.row_tokens, recipe.packing.rows_per_step
+    budgets = range(min(longest_pair, whole), whole + 1)
+    tried = {"": recipe}
+    if recipe.model.gradient_checkpointing is not True:
+        model = recipe.model.model_copy(update={"gradient_checkpointing": True})
+        tried["model.gradient_checkpointing=true"] = recipe.model_copy(update={"model": model})
+
+    def needed(changed: Recipe, tokens: int) -> float:
+        keys, scored = (round(tokens / whole * size) for size in (facts.row_keys, facts.row_scored))
+        shorter = replace(facts, row_tokens=tokens, row_keys=keys, row_scored=scored)
+        return sum(estimate_memory(changed, shorter).values())
+
+    for overrides, changed in tried.items():
+        if num_fitting := bisect_right(budgets, available_bytes, key=partial(needed, changed)):
+            tokens = budgets[num_fitting - 1]
+            if tokens < whole:
+                overrides += f" packing.token_budget={tokens}"
+            if tokens < whole and rows_per_step is not None:  # a step then has about as many pairs as before
+                overrides += f" packing.rows_per_step={round(rows_per_step * whole / tokens)}"
+            yield overrides.strip(), needed(changed, tokens)
+
+
+def _what_is_free(memory: AvailableMemory) -> str:
+    return f"{format_bytes(memory.free)} of {format_bytes(memory.total)} are free"
+
+
+def print_measured_memory(
+    policy: DistributedPolicy, optimizer: Optimizer, row: Row, device: torch.device, console: Console
+) -> None:
+    """Runs the largest row forward and backward on CUDA, beside optimizer state; prints the peak.
+
+    Weights do not change, because the gradient and the learning rate are zero. Every rank must call it.
+    """
+    release_memory()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            if parameter.grad is None:  # an existing gradient is zero, see model/parallel.py
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    torch.cuda.reset_peak_memory_stats(device)
+    with policy.gathered(), policy.accumulating(is_last=True):
+        policy.idle(row)
+    torch.cuda.synchronize(device)
+    used, held = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    peak = f"{format_bytes(used)} at the peak; torch held {format_bytes(held)}"
+    in_use = f"{format_bytes(total - free)} of {format_bytes(total)} are in use"
+    console.print(f"Measured on the largest row, {row.num_tokens:,} tokens: {peak}, and {in_use}")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns a text such as 12 MiB, 0.31 GiB or 104.60 GiB."""
+    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes < GIB / 10 else f"{num_bytes / GIB:.2f} GiB"
