@@ -103,17 +103,6 @@ def test_every_pair_is_in_one_row_and_only_an_oversize_pair_exceeds_the_budget(
 
 
 @without_deadline
-@given(lengths=lengths_strategy, packer=st.sampled_from(["best_fit_decreasing", "first_fit_decreasing"]))
-def test_no_two_rows_of_an_any_fit_packer_would_fit_together(lengths: list[int], packer: str) -> None:
-    rows = BIN_PACKERS[packer](ints(lengths), BUDGET)
-    tokens = [int(ints(lengths)[row].sum()) for row in rows]
-    assert all(a + b > BUDGET for a, b in itertools.combinations(tokens, 2))
-    # hence at most one row is no more than half full, and the rows are fewer than twice the bound plus one
-    assert sum(2 * count <= BUDGET for count in tokens) <= 1
-    assert len(rows) <= 2 * -(-sum(lengths) // BUDGET)
-
-
-@without_deadline
 @given(lengths=lengths_strategy)
 def test_neighbouring_next_fit_rows_would_not_fit_together_and_file_order_is_kept(lengths: list[int]) -> None:
     rows = as_lists(next_fit(ints(lengths), BUDGET))
@@ -142,12 +131,6 @@ def test_the_decreasing_packers_equal_their_naive_definitions(lengths: list[int]
     assert as_lists(first_fit_decreasing(ints(lengths), BUDGET)) == naive_decreasing(lengths, best=False)
 
 
-def test_best_fit_takes_the_tightest_row_where_first_fit_takes_the_earliest() -> None:
-    lengths = ints([60, 55, 42, 3])  # before the 3, the rows have 40 and 3 tokens free
-    assert as_lists(best_fit_decreasing(lengths, BUDGET)) == [[0], [1, 2, 3]]
-    assert as_lists(first_fit_decreasing(lengths, BUDGET)) == [[0, 3], [1, 2]]
-
-
 def test_a_recipe_may_name_every_bin_packer() -> None:
     assert get_args(PackingRecipe.model_fields["algorithm"].annotation) == tuple(BIN_PACKERS)
 
@@ -166,13 +149,6 @@ def test_an_oversize_pair_rides_alone_and_the_others_are_packed_as_if_it_were_no
 @pytest.mark.parametrize("packer", sorted(BIN_PACKERS))
 def test_a_pair_exactly_as_long_as_the_budget_fills_a_row(packer: str) -> None:
     assert sorted(as_lists(BIN_PACKERS[packer](ints([100, 1]), BUDGET))) == [[0], [1]]
-
-
-@pytest.mark.parametrize("num_pairs", [64, 128, 512])
-def test_best_fit_decreasing_is_within_one_row_of_the_volume_bound_on_hh_like_lengths(num_pairs: int) -> None:
-    row_tokens = hh_like_row_tokens(20 * num_pairs).reshape(20, num_pairs)
-    for step_tokens in row_tokens:
-        assert len(best_fit_decreasing(step_tokens, 8192)) <= -(-int(step_tokens.sum()) // 8192) + 1
 
 
 # ---- Padded rows
@@ -375,43 +351,6 @@ def test_the_pairs_of_a_step_and_the_fingerprint_do_not_depend_on_the_ranks(
     for step in range(len(alone)):
         assert alone.pairs(step).tolist() == together.pairs(step).tolist()
         assert sorted(flat_pairs(alone.pack_step(step))) == sorted(flat_pairs(together.pack_step(step)))
-
-
-@without_deadline
-@given(
-    costs=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
-    num_ranks=st.integers(1, 9),
-)
-def test_the_slowest_rank_is_within_grahams_bound_of_the_mean_and_the_costliest_pair(
-    costs: list[int], num_ranks: int
-) -> None:
-    plan = make_plan(
-        ints([1] * len(costs)),
-        order=np.arange(len(costs)),
-        token_budget=BUDGET,
-        pairs_per_step=len(costs),
-        algorithm="best_fit_decreasing",
-        num_ranks=num_ranks,
-        row_costs=np.array(costs, dtype=np.float64),
-    )
-    loads = [sum(plan.cost_of(row) for row in rows) for rows in plan.pack_step(0)]
-    assert sum(loads) == pytest.approx(sum(costs))
-    # Any list schedule: the last pair went to the rank that had the least, at most the mean of the others.
-    assert max(loads) <= sum(costs) / num_ranks + max(costs) * (1 - 1 / num_ranks) + 1e-6
-
-
-def test_ranks_of_hh_like_steps_are_balanced_within_two_percent() -> None:
-    row_tokens = hh_like_row_tokens(128 * 20)
-    plan = make_plan(
-        row_tokens,
-        order=np.arange(len(row_tokens)),
-        token_budget=8192,
-        pairs_per_step=128,
-        algorithm="best_fit_decreasing",
-        num_ranks=8,
-    )
-    loads = np.array([[sum(plan.cost_of(row) for row in rows) for rows in step] for step in plan])
-    assert np.all(loads.max(axis=1) / loads.mean(axis=1) <= 1.02)
 
 
 def test_next_fit_on_one_rank_trains_pairs_in_the_order_of_the_epoch() -> None:

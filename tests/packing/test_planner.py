@@ -217,7 +217,6 @@ def test_windows_are_not_mixed_and_rows_do_not_come_in_the_order_of_their_length
         token_budget=200,
         rows_per_step=1,
         window_pairs=1000,
-        algorithm="best_fit_decreasing",
     )
     windows = [int(pair) // 1000 for pair in plan.order]
     assert windows == sorted(windows)
@@ -364,7 +363,6 @@ def test_copies_of_a_pair_are_all_trained_in_scope_epoch() -> None:
         token_budget=BUDGET,
         rows_per_step=2,
         window_pairs=5,
-        algorithm="best_fit_decreasing",
     )
     assert Counter(plan.order.tolist()) == {0: 2, 1: 3}
 
@@ -513,23 +511,3 @@ def test_inspecting_hh_from_the_shell_takes_seconds(shared_dir: Path, tmp_path: 
     # CPU seconds: what a machine with nothing else to do would take, or less with several cores.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10 * slowness()
     assert (tmp_path / "page.html").is_file()
-
-
-def test_plans_are_functions_of_their_arguments() -> None:
-    lengths = np.random.default_rng(0).integers(1, 90, 300)
-    for num_ranks in (1, 3):
-        one, other = (
-            make_plan(
-                lengths,
-                order=np.arange(300),
-                token_budget=BUDGET,
-                pairs_per_step=50,
-                algorithm="best_fit_decreasing",
-                num_ranks=num_ranks,
-            )
-            for _ in range(2)
-        )
-        for ours, theirs in zip(one, other, strict=True):
-            assert [[row.tolist() for row in rows] for rows in ours] == [
-                [row.tolist() for row in rows] for rows in theirs
-            ]
