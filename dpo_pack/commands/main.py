@@ -282,8 +282,8 @@ def show(
     loaded = _load(recipe, [text for text in overrides or () if text not in more])
     with many_imports():
         from dpo_pack.reports.pages import pairs_page
-        from dpo_pack.reports.pair_views import render_pairs
-        from dpo_pack.run.show import show_recipe, to_json
+        from dpo_pack.reports.pair_views import render_pairs, to_json
+        from dpo_pack.run.show import show_recipe
         from dpo_pack.system.console import make_console
 
     console = make_console(quiet=json_file == Path("-"))

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
 
+    from dpo_pack.data.view import ShownRecipe
     from dpo_pack.packing.report import PackingReport
-    from dpo_pack.run.show import ShownRecipe
 
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 
