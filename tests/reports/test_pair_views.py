@@ -299,13 +299,6 @@ def test_tokens_that_were_cut_are_shown_as_cut_and_are_not_among_those_of_the_mo
     assert re.search(r"</s>\] ?\[no EOS\]", joined(screen(shown)))
 
 
-def test_bos_stays_in_front_of_a_prompt_that_is_cut(shows: Shows) -> None:
-    prompt_ids = [1, *range(10, 40)]
-    rows = [{"prompt_ids": prompt_ids, "chosen_ids": [50, 2], "rejected_ids": [51, 2]}]
-    pair = as_json(shows(rows, "data.truncation=prompt_left", "data.max_length=10"))["pairs"][0]
-    assert [token["id"] for token in pair["chosen"]] == [1, *prompt_ids[-7:], 50, 2]
-
-
 def test_ids_are_on_the_screen_for_pairs_that_are_asked_for(shows: Shows) -> None:
     rows = [PAIR, EMPTY, {**PAIR, "prompt": "Which one?"}]
     text = screen(shows(rows, asked=[3]))
