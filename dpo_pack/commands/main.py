@@ -247,7 +247,7 @@ def show(
     loaded = _load(recipe, [text for text in overrides or () if text not in more])
     shown = api.show(loaded, pairs=sorted(rows), dropped=dropped, quiet=json_file == Path("-"))
     from dpo_pack.reports.pages import pairs_page
-    from dpo_pack.run.show import to_json
+    from dpo_pack.reports.pair_views import to_json
 
     _write_files(json_file, lambda: to_json(shown), html_file, lambda: pairs_page(shown))
 

@@ -55,6 +55,17 @@ class Prompt:
     row_number: int  # in its source, from 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenizedPair:
+    """A pair before and after it became tokens."""
+
+    row_number: int
+    pair: Pair
+    alone: TokenIds  # the prompt, tokenised without a completion
+    whole: PairIds  # before truncation
+    fitted: PairIds  # the tokens that the model gets
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedBatch:
     """The result for some consecutive rows: pairs or prompts, dropped rows and counts."""
@@ -64,6 +75,7 @@ class TokenizedBatch:
     prompts: tuple[Prompt, ...]  # one for each pair; empty if rows are pairs
     dropped: tuple[DroppedRow, ...]  # in row order
     counts: Counter[str]  # counts of kept pairs and of their completions, see _pair_notes
+    kept: tuple[TokenizedPair, ...] = ()  # the pairs; empty if rows are prompts
 
 
 def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label: str) -> None:
@@ -117,12 +129,18 @@ def tokenize_batch(
     ends, counts = EndTokens.of(tokenizer, settings.format), Counter[str]()
     kept: list[tuple[int, Pair, PairIds]] = []
     prompts: list[Prompt] = []
+    tokenized: list[TokenizedPair] = []
     for (number, pair, texts), *sequences in zip(parsed, *[ids] * sequences_per_row, strict=True):
         try:
             if settings.completion_tokens is None:
                 whole = with_weights(split_at_boundary(*sequences), pair, weights.get(number))
                 fitted = truncate(whole, settings.limits, tokenizer.bos_token_id)
                 counts.update(_pair_notes(len(sequences[0]), whole, fitted, ends))
+                tokenized.append(
+                    TokenizedPair(
+                        row_number=number, pair=pair, alone=sequences[0], whole=whole, fitted=fitted
+                    )
+                )
             else:
                 prompt, is_truncated = _fit_prompt(number, pair, texts, sequences[0], settings, tokenizer)
                 prompts.append(prompt)
@@ -147,6 +165,7 @@ def tokenize_batch(
         prompts=tuple(prompts),
         dropped=tuple(sorted(dropped, key=lambda row: row[0])),
         counts=counts,
+        kept=tuple(tokenized),
     )
 
 

@@ -6,11 +6,10 @@ packing_report.json has the fields of the dataclasses. Lengths are in tokens; FL
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
-from dpo_pack.packing.bin_packing import PADDED, ROW_OVERHEAD_TOKENS, Row
+from dpo_pack.packing.bin_packing import PADDED, ROW_OVERHEAD_TOKENS
 from dpo_pack.packing.flops import ModelShape, padded_flops
 from dpo_pack.packing.lengths import IntArray, PairLengths
 from dpo_pack.packing.plan import PackingPlan
@@ -260,42 +259,3 @@ def _compare_budgets(
 def _spread_steps(plan: PackingPlan, max_steps: int) -> list[int]:
     steps = np.linspace(0, len(plan) - 1, min(len(plan), max_steps)).round()
     return [int(step) for step in np.unique(steps)]
-
-
-# ---- One row as `dpopack show` draws it
-
-
-class Segment(NamedTuple):
-    """Consecutive tokens of one kind in a row."""
-
-    kind: str  # prompt (the shared prefix), chosen, rejected, merged (a group of several pairs), padding
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnRow:
-    """A picture of one row: its segments from left to right."""
-
-    tokens: int
-    segments: tuple[Segment, ...]
-
-
-def draw_row(plan: PackingPlan, lengths: PairLengths, row: Row, share_prompt: bool) -> DrawnRow:
-    """Returns what a picture of one row of the plan shows: its prompts, completions and padding in order."""
-    segments: list[Segment] = []
-    for group in plan.sizes.groups_in(row):
-        if len(group) > 1:
-            segments.append(Segment("merged", plan.tokens_in(group)))
-            continue
-        pair = int(group[0])
-        prompt, chosen, rejected = (int(a[pair]) for a in (lengths.prompt, lengths.chosen, lengths.rejected))
-        shared = int(lengths.shared[pair]) if share_prompt else prompt
-        common = shared - prompt  # number of equal first tokens of both completions
-        segments += [Segment("prompt", shared), Segment("chosen", chosen - common)]
-        if not share_prompt:
-            segments.append(Segment("prompt", prompt))
-        segments.append(Segment("rejected", rejected - common))
-        if plan.settings.algorithm == PADDED:
-            longest = int(plan.row_tokens[row].max())
-            segments.append(Segment("padding", longest - 2 * prompt - chosen - rejected))
-    return DrawnRow(tokens=plan.tokens_in(row), segments=tuple(part for part in segments if part.tokens))

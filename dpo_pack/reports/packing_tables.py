@@ -1,24 +1,15 @@
 """The packing report in sentences and tables. This module prints it; pages.py puts it into an HTML page."""
 
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.text import Text
 
-from dpo_pack.packing.report import DrawnRow, PackingReport
+from dpo_pack.packing.report import PackingReport
 from dpo_pack.reports.tables import Cells, cells_of, counted, terminal_table
 
 _OVERSIZE_PAIRS_SHOWN = 5
+
+
 # For each kind of segment: colour, ASCII cell, Unicode cell, and full name.
-_KINDS = {
-    "prompt": ("blue", "=", "█", "prompt and what both completions begin with"),
-    "chosen": ("green", "+", "▓", "chosen"),
-    "rejected": ("red", "-", "▒", "rejected"),
-    "merged": ("magenta", "#", "█", "pairs of one prompt, merged"),
-    "padding": ("bright_black", ".", "·", "padding"),
-}
-
-
 def render_packing(report: PackingReport, console: Console) -> None:
     """Prints the report as tables for 80 columns."""
     console.print(Text.assemble((headline(report), "bold"), f"; {rows_sentence(report)}"))
@@ -112,42 +103,3 @@ def tables(report: PackingReport) -> dict[str, Cells]:
         counts = [(reason, f"{count:,}") for reason, count in left_out.items()]
         found["dropped or truncated before packing"] = Cells(("reason", "pairs"), counts)
     return found
-
-
-# ---- One row as `dpopack show` draws it
-
-
-def drawn_kinds(rows: Sequence[DrawnRow]) -> list[tuple[str, str]]:
-    """Returns the kinds of segments (keys of _KINDS) in the drawn rows, with their full names."""
-    drawn = {segment.kind for row in rows for segment in row.segments}
-    return [(kind, name) for kind, (*_, name) in _KINDS.items() if kind in drawn]
-
-
-def segments(row: DrawnRow) -> Sequence[tuple[str, int]]:
-    """Returns kind and number of tokens of each segment."""
-    return row.segments
-
-
-def draw_rows(title: str, rows: Sequence[DrawnRow], console: Console, *, names: Sequence[str]) -> None:
-    """Prints rows as bars with the same scale, each with its name.
-
-    The parts of a bar are the row's segments, in their order; ASCII if the console cannot print Unicode.
-    """
-    symbol = 1 if console.options.ascii_only else 2
-    cells = {kind: style[symbol] for kind, style in _KINDS.items()}
-    labels = [f" {row.tokens:,}, {name}" for row, name in zip(rows, names, strict=True)]
-    width = max(min(console.width, 120) - max(map(len, labels)), 20)
-    scale = max(row.tokens for row in rows) / width
-    legend = Text(f"{title}: ", style="bold")
-    for kind, _ in drawn_kinds(rows):
-        legend.append(f"{cells[kind]} {kind}  ", style=_KINDS[kind][0])
-    legend.rstrip()
-    console.print(legend)
-    of_character = f"{scale:,.0f}" if scale >= 10 else f"{scale:.2g}"
-    console.print(f"one character of a bar: {of_character} tokens", style="dim")
-    for row, label in zip(rows, labels, strict=True):
-        bar, position = Text(), 0
-        for kind, tokens in row.segments:
-            begin, position = round(position / scale), position + tokens
-            bar.append(cells[kind] * (round(position / scale) - begin), style=_KINDS[kind][0])
-        console.print(bar, Text(label, style="dim"), sep="", soft_wrap=False, crop=True, no_wrap=True)

@@ -17,7 +17,7 @@ from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.output import printable
 
 if TYPE_CHECKING:  # the page of a run is written without torch
-    from dpo_pack.run.show import ShownRecipe
+    from dpo_pack.data.view import ShownRecipe
 
 
 def packing_page(report: PackingReport) -> str:
@@ -27,7 +27,7 @@ def packing_page(report: PackingReport) -> str:
 
 def pairs_page(shown: ShownRecipe) -> str:
     """Returns the page that `show --html` writes."""
-    return render_page("pairs.html.jinja", shown=shown, text=pair_views, rows=packing_tables)
+    return render_page("pairs.html.jinja", shown=shown, views=pair_views)
 
 
 def write_run_page(paths: Sequence[Path], target: Path) -> None:

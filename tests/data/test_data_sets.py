@@ -13,10 +13,8 @@ import yaml
 from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 
-from dpo_pack.data.faults import find_faults
 from dpo_pack.data.formats import FORMATS, BadRow, possible_formats
 from dpo_pack.data.load import Data, load_data
-from dpo_pack.data.view import view_source
 from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 
@@ -457,31 +455,6 @@ def test_a_data_set_with_two_columns_for_the_better_answer_gives_prompts_without
     recipe = DataRecipe.model_validate({"train": str(tmp_path / "rows.jsonl")})
     splits = load_data(recipe, tokenizer=TOKENIZER, max_new_tokens=4, seed=0, cache_dir=tmp_path / "cache")
     assert splits.prompts[0].messages == ({"role": "user", "content": PKU["prompt"]},)
-
-
-def test_a_fault_names_the_column_of_the_format_where_its_texts_are(tmp_path: Path) -> None:
-    rows = [
-        {"instruction": f"why, {number}?", "chosen": f"id-{number}", "rejected": f"no {number}"}
-        for number in range(30)
-    ]
-    compared: list[dict[str, Any]] = [
-        {"prompt": f"p-{row['chosen']}", "first": row["chosen"], "second": row["rejected"], "preference": -1}
-        for row in rows
-    ]
-    remedies = []
-    for number, named in enumerate([rows, compared]):
-        path = tmp_path / f"{number}.jsonl"
-        write_rows(path, named)
-        data = DataRecipe.model_validate({"train": str(path)})
-        view = view_source(
-            data.train[0], "data.train.0", data, TOKENIZER, name="a", label="a", progress=lambda *task: None
-        )
-        remedies += [fault.remedy for fault in find_faults(view) if fault.name.endswith("_is_a_label")]
-    assert [re.findall(r"columns\.(\w+)", remedy) for remedy in remedies] == [
-        ["chosen"],
-        ["prompt"],
-        ["first", "second"],  # a row's preference decides which of them is chosen
-    ]
 
 
 # ---- Keys of the hub

@@ -29,7 +29,6 @@ from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
 from dpo_pack.packing.lengths import PairSizes
-from dpo_pack.packing.report import draw_row
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.plans import offline_source, trained_pair_sizes
 from dpo_pack.run.setup import prepare, prepare_data, prepare_tokenizer
@@ -170,20 +169,6 @@ def test_pairs_that_take_as_many_tokens_merged_as_apart_stay_apart() -> None:
         merging.measure(np.arange(2)).tokens == 220 == pair_lengths(table).row_tokens(share_prompt=True).sum()
     )
     assert [group.tolist() for group in merging.groups_of(np.arange(2))] == [[0], [1]]
-
-
-def test_a_drawn_row_shows_a_merged_group_as_one_part_with_all_its_tokens() -> None:
-    prompt, chosen = [3] * 20, [5] * 3
-    table = make_table([(prompt, chosen, [6] * 2), (prompt, chosen, [7] * 4), ([4] * 10, [5] * 2, [6])])
-    plan = make_plan(
-        pair_lengths(table).row_tokens(share_prompt=True), order=np.arange(3), token_budget=50,
-        merging=prompt_merging(table, SHAPE),
-    )  # fmt: skip
-    row = draw_row(plan, pair_lengths(table), plan.pack_step(0)[0][0], share_prompt=True)
-    assert [(segment.kind, segment.tokens) for segment in row.segments] == [
-        ("merged", 20 + 3 + 2 + 4), ("prompt", 10), ("chosen", 2), ("rejected", 1),
-    ]  # fmt: skip
-    assert row.tokens == 29 + 13
 
 
 def test_parts_of_a_cut_group_meet_in_a_row_only_if_it_holds_them_as_one_group_again() -> None:

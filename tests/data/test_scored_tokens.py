@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dpo_pack.data.load import Data, load_data
 from dpo_pack.data.store import write_store
-from dpo_pack.data.view import view_source
 from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
+from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.run.setup import prepare_data
 from dpo_pack.system.errors import DataError
 
@@ -240,25 +239,3 @@ def test_a_line_says_on_how_many_pairs_the_scored_turns_matter(tmp_path: Path) -
 
 def test_other_scored_turns_are_a_change_that_changes_training() -> None:
     assert changed_keys(load_recipe(), load_recipe("data.scored_turns=all")) == ["data.scored_turns"]
-
-
-def test_show_tells_of_each_token_whether_it_is_scored_or_its_weight(tmp_path: Path) -> None:
-    def scored(row: dict[str, Any]) -> list[Any]:
-        source = SourceRecipe(path=write(tmp_path / "shown.jsonl", [row]))
-        data = DataRecipe(train=(source,))
-        view = view_source(
-            source,
-            "data.train.0",
-            data,
-            chat_tokenizer(),
-            name="shown",
-            label="shown",
-            progress=lambda *_: None,
-        )
-        return [(token.text, token.scored) for token in view.pairs[0].tokens("chosen")]
-
-    shown = scored({**ROW, "chosen_weights": [1, 0, 0.5, 1]})
-    assert [is_scored for _, is_scored in shown] == [False, False, True, False, 0.5, True]
-    said = scored(AGENT)
-    assert "".join(text for text, is_scored in said if is_scored) == "call</s>\nIt is sunny.</s>\n"
-    assert {is_scored for _, is_scored in said} == {True, False}

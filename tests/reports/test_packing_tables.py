@@ -16,7 +16,7 @@ from dpo_pack.packing.bin_packing import PADDED, ROW_OVERHEAD_TOKENS
 from dpo_pack.packing.flops import AttentionKind, ModelShape
 from dpo_pack.packing.lengths import PairLengths
 from dpo_pack.packing.plan import epoch_order
-from dpo_pack.packing.report import MAX_BALANCE_STEPS, PackingReport, draw_row, rank_balance, to_json
+from dpo_pack.packing.report import MAX_BALANCE_STEPS, PackingReport, rank_balance, to_json
 from dpo_pack.reports.packing_tables import render_packing, tables
 from dpo_pack.reports.tables import parse_numbers
 from dpo_pack.system.errors import RecipeError
@@ -242,17 +242,3 @@ def test_numbers_that_are_not_positive_and_whole_are_refused_with_an_instance(te
 
 
 # ---- One row as `dpopack show` draws it
-
-
-@pytest.mark.parametrize("share_prompt", [True, False])
-@pytest.mark.parametrize("algorithm", ["best_fit_decreasing", PADDED])
-def test_a_drawn_row_shows_every_token_of_the_row_as_it_lies(algorithm: str, share_prompt: bool) -> None:
-    is_padded = algorithm == PADDED
-    tokens = LENGTHS.padded_tokens() if is_padded else LENGTHS.row_tokens(share_prompt=share_prompt)
-    plan = make_plan(tokens, order=np.arange(2), token_budget=200, algorithm=algorithm)
-    shares = share_prompt and not is_padded
-    row = draw_row(plan, LENGTHS, plan.pack_step(0)[0][0], shares)
-    expected = {True: [22, 3, 3, 10, 4, 2], False: [20, 5, 20, 5, 10, 4, 10, 2]}[shares]
-    assert [part.tokens for part in row.segments if part.kind != "padding"] == expected
-    assert sum(part.tokens for part in row.segments) == row.tokens
-    assert ("padding" in {part.kind for part in row.segments}) == is_padded
