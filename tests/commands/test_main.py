@@ -38,7 +38,6 @@ from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import CacheError
 from dpo_pack.trainer import train
 
-
 WITHOUT_CACHE = shutil.ignore_patterns("cache")  # other tests of the session fill it
 
 
