@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.online.endpoint import Endpoint, UnusableAnswer
+from dpo_pack.online.endpoint import Endpoint
 from dpo_pack.online.interface import Completion, Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings
 
@@ -76,14 +76,12 @@ class HttpGenerator:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != self.sampling.completions_per_prompt:
             number = len(choices) if isinstance(choices, list) else "no"
-            raise UnusableAnswer(
-                f"the answer has {number} choices, not {self.sampling.completions_per_prompt}"
-            )
+            raise ValueError(f"the answer has {number} choices, not {self.sampling.completions_per_prompt}")
         return tuple(self._completion(choice) for choice in choices)
 
     def _completion(self, choice: Any) -> Completion:
         if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
-            raise UnusableAnswer("one of the choices has no text")
+            raise ValueError("one of the choices has no text")
         text, is_finished = str(choice["text"]), choice.get("finish_reason") == "stop"
         # The stop string, or the id of the stop token, that ended the completion. vLLM calls this field
         # stop_reason, SGLang matched_stop. The completion's text does not contain the stop string or token.
@@ -92,14 +90,12 @@ class HttpGenerator:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UnusableAnswer("the text has half of a surrogate pair") from None
+            raise ValueError("the text has half of a surrogate pair") from None
         ids = list(self.tokenizer(text + end, add_special_tokens=False)["input_ids"])
         if is_finished and not end:
             ids += self._end_token(stopped_by)
         if not 1 <= len(ids) <= self.sampling.max_new_tokens:
-            raise UnusableAnswer(
-                f"a completion has {len(ids)} tokens, not 1 to {self.sampling.max_new_tokens}"
-            )
+            raise ValueError(f"a completion has {len(ids)} tokens, not 1 to {self.sampling.max_new_tokens}")
         return Completion(ids=np.array(ids, dtype=np.int32), text=text, is_finished=is_finished)
 
     def _end_token(self, stopped_by: Any) -> list[int]:
@@ -107,5 +103,5 @@ class HttpGenerator:
         if not isinstance(stopped_by, int) or isinstance(stopped_by, bool):
             return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         if not 0 <= stopped_by < len(self.tokenizer):
-            raise UnusableAnswer(f"it stopped at token {stopped_by}, which the tokenizer does not have")
+            raise ValueError(f"it stopped at token {stopped_by}, which the tokenizer does not have")
         return [stopped_by]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.online.endpoint import Endpoint, UnusableAnswer
+from dpo_pack.online.endpoint import Endpoint
 from dpo_pack.online.interface import Failure, Judge, Rollout, Scores
 from dpo_pack.system.errors import RunError, one_line
 
@@ -192,8 +192,8 @@ def _read_verdict(answer: Any) -> float:
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        raise UnusableAnswer("the answer has no message") from None
+        raise ValueError("the answer has no message") from None
     verdict = _VERDICT.match(text) if isinstance(text, str) else None
     if verdict is None:
-        raise UnusableAnswer(f"the answer is neither A, B nor T: {text!r}")
+        raise ValueError(f"the answer is neither A, B nor T: {text!r}")
     return _WINS[verdict.group(1).lower()]
