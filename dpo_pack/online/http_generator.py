@@ -73,35 +73,29 @@ class HttpGenerator:
         return body
 
     def _read(self, answer: Any) -> tuple[Completion, ...]:
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not isinstance(choices, list) or len(choices) != self.sampling.completions_per_prompt:
-            number = len(choices) if isinstance(choices, list) else "no"
+        choices: Any = answer.get("choices") if isinstance(answer, dict) else None
+        number = len(choices) if isinstance(choices, list) else "no"
+        if number != self.sampling.completions_per_prompt:
             raise ValueError(f"the answer has {number} choices, not {self.sampling.completions_per_prompt}")
-        return tuple(self._completion(choice) for choice in choices)
+        return tuple(map(self._completion, choices))
 
     def _completion(self, choice: Any) -> Completion:
         if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
             raise ValueError("one of the choices has no text")
         text, is_finished = str(choice["text"]), choice.get("finish_reason") == "stop"
+        text.encode()  # raises ValueError for half of a surrogate pair, which no tokenizer takes
         # The stop string, or the id of the stop token, that ended the completion. vLLM calls this field
         # stop_reason, SGLang matched_stop. The completion's text does not contain the stop string or token.
         stopped_by = choice.get("stop_reason", choice.get("matched_stop"))
         end = stopped_by if isinstance(stopped_by, str) else ""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("the text has half of a surrogate pair") from None
         ids = list(self.tokenizer(text + end, add_special_tokens=False)["input_ids"])
         if is_finished and not end:
-            ids += self._end_token(stopped_by)
+            if type(stopped_by) is not int:  # no token is named: True is no token, either
+                ids += [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+            elif 0 <= stopped_by < len(self.tokenizer):
+                ids.append(stopped_by)
+            else:
+                raise ValueError(f"it stopped at token {stopped_by}, which the tokenizer does not have")
         if not 1 <= len(ids) <= self.sampling.max_new_tokens:
             raise ValueError(f"a completion has {len(ids)} tokens, not 1 to {self.sampling.max_new_tokens}")
         return Completion(ids=np.array(ids, dtype=np.int32), text=text, is_finished=is_finished)
-
-    def _end_token(self, stopped_by: Any) -> list[int]:
-        """Returns [the end token that the server names], else [EOS], or [] if the tokenizer has no EOS."""
-        if not isinstance(stopped_by, int) or isinstance(stopped_by, bool):
-            return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        if not 0 <= stopped_by < len(self.tokenizer):
-            raise ValueError(f"it stopped at token {stopped_by}, which the tokenizer does not have")
-        return [stopped_by]

@@ -62,45 +62,35 @@ class FunctionJudge:
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
         """Raises RunError when the function does not return one number for each completion."""
-        together = self._try(rollouts)
-        if not isinstance(together, Failure):
-            return together
-        if len(rollouts) == 1:
-            return [together]
-        # One bad prompt must not make the other prompts fail.
-        return [result for rollout in rollouts for result in self.score([rollout])]
-
-    def _try(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure] | Failure:
-        prompts: list[Any] = []
-        completions: list[str] = []
+        batch: dict[str, list[Any]] = {"prompts": [], "completions": []}
         for rollout in rollouts:
             prompt = rollout.draw.prompt
             for completion in rollout.completions:
-                prompts.append(prompt.text if prompt.messages is None else list(prompt.messages))
-                completions.append(completion.text)
+                batch["prompts"].append(prompt.text if prompt.messages is None else list(prompt.messages))
+                batch["completions"].append(completion.text)
         reason = ""
         for _ in range(1 + self.retries):
             try:
-                values = self.function(prompts=prompts, completions=completions)
+                values = self.function(**batch)
             except Exception as error:  # the user's code may raise anything
                 reason = f"{self.name}: {one_line(error)}"
                 continue
             return self._by_prompt(values, rollouts)
-        return Failure(reason=reason)
+        if len(rollouts) == 1:
+            return [Failure(reason=reason)]
+        # One bad prompt must not make the other prompts fail.
+        return [result for rollout in rollouts for result in self.score([rollout])]
 
     def _by_prompt(self, values: Any, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
+        ends = np.cumsum([len(rollout.completions) for rollout in rollouts])
         try:
             numbers = [math.nan if value is None else float(value) for value in values]
         except (TypeError, ValueError):
-            raise RunError(
-                f"online.judges: {self.name} must return a list with one number for each completion, not "
-                f"{type(values).__name__} {str(values)[:60]!r}"
-            ) from None
-        ends = np.cumsum([len(rollout.completions) for rollout in rollouts])
+            numbers = []
         if len(numbers) != ends[-1]:
             raise RunError(
-                f"online.judges: {self.name} returned {len(numbers)} scores for {ends[-1]} completions; "
-                "return one score for each completion"
+                f"online.judges: {self.name} must return a list with one number for each of {ends[-1]} "
+                f"completions, not {type(values).__name__} {str(values)[:60]!r}"
             )
         not_finite = Failure(reason=f"{self.name}: a score is not finite")
         by_prompt = np.split(np.array(numbers, dtype=np.float64), ends[:-1])
@@ -151,7 +141,7 @@ class LlmJudge:
         ]
         bodies = [self._body(rollouts[place], first, second) for place, first, second in comparisons]
         verdicts = self.endpoint.ask_all("/chat/completions", bodies, _read_verdict)
-        wins = [np.full((len(r.completions), len(r.completions)), 0.5) for r in rollouts]
+        wins = [np.full((len(r.completions), len(r.completions)), 0.5) for r in rollouts]  # of i against j
         failures: dict[int, Failure] = {}
         for (place, first, second), verdict in zip(comparisons, verdicts, strict=True):
             if isinstance(verdict, Failure):
@@ -160,7 +150,9 @@ class LlmJudge:
             # This verdict counts one half; the verdict on the other order counts the other half.
             wins[place][first, second] += (verdict - 0.5) / 2
             wins[place][second, first] -= (verdict - 0.5) / 2
-        return [failures.get(place) or _mean_wins(of_prompt) for place, of_prompt in enumerate(wins)]
+        # Without the diagonal: no completion is compared with itself.
+        means = [np.array([np.delete(line, i).mean() for i, line in enumerate(table)]) for table in wins]
+        return [failures.get(place) or scores for place, scores in enumerate(means)]
 
     def _body(self, rollout: Rollout, first: int, second: int) -> dict[str, Any]:
         prompt = rollout.draw.prompt
@@ -178,13 +170,6 @@ class LlmJudge:
             "temperature": 0.0,
             "max_tokens": 16,
         }
-
-
-def _mean_wins(wins: Scores) -> Scores:
-    """Returns [n] means of the rows of [n, n], without the diagonal. wins[i, j]: fraction won against j."""
-    others = ~np.eye(len(wins), dtype=bool)
-    means: Scores = np.array([line[other].mean() for line, other in zip(wins, others, strict=True)])
-    return means
 
 
 def _read_verdict(answer: Any) -> float:

@@ -1,7 +1,7 @@
 """Makes preference pairs from the completions of one prompt and their scores.
 
-A method is a function that proposes pairs (better, worse) as positions. `make_pairs` then drops the pairs
-whose scores differ too little. A new method needs a function, a line in METHODS and its name in
+A method is a function that proposes pairs of positions. `make_pairs` puts the better one first, and drops
+pairs whose scores differ too little. A new method needs a function, a line in METHODS and its name in
 recipe/online.py.
 
 Legend: n completions of a prompt.
@@ -57,7 +57,8 @@ def make_pairs(
     distinct = list(first_places.values())
     rng = np.random.default_rng([settings.seed, draw_number])
     proposed = METHODS[settings.method](scores, distinct, rng) if len(distinct) > 1 else []
-    pairs = tuple(pair for pair in proposed if scores[pair[0]] - scores[pair[1]] > settings.min_margin)
+    ordered = [(one, other) if scores[one] >= scores[other] else (other, one) for one, other in proposed]
+    pairs = tuple(pair for pair in ordered if scores[pair[0]] - scores[pair[1]] > settings.min_margin)
     return Pairing(
         pairs=pairs,
         scores=scores,
@@ -72,16 +73,12 @@ def _best_vs_worst(scores: Scores, distinct: list[int], rng: np.random.Generator
 
 
 def _all_pairs(scores: Scores, distinct: list[int], rng: np.random.Generator) -> list[Position]:
-    return [_ordered(scores, one, other) for one, other in combinations(distinct, 2)]
+    return list(combinations(distinct, 2))
 
 
 def _random(scores: Scores, distinct: list[int], rng: np.random.Generator) -> list[Position]:
     one, other = rng.choice(distinct, 2, replace=False).tolist()
-    return [_ordered(scores, one, other)]
-
-
-def _ordered(scores: Scores, one: int, other: int) -> Position:
-    return (one, other) if scores[one] >= scores[other] else (other, one)
+    return [(one, other)]
 
 
 METHODS: dict[str, Callable[[Scores, list[int], np.random.Generator], list[Position]]] = {

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dpo_pack.data.store import PairTable, join_pairs
 from dpo_pack.data.truncation import PairIds
 from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judge, Rollout, Scores
 from dpo_pack.online.pairing import Pairing, PairingSettings, make_pairs
@@ -141,29 +140,21 @@ class PendingPair:
 
 
 def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingPair]:
-    """Returns the pairs of a phase in the order of its prompts."""
-    pairs = []
-    for outcome in outcomes:
-        if outcome.pairing is None:
-            continue
-        prompt, completions = outcome.draw.prompt.ids, outcome.completions
-        scores = outcome.pairing.scores
-        for chosen, rejected in outcome.pairing.pairs:
-            ids = PairIds(prompt=prompt, chosen=completions[chosen].ids, rejected=completions[rejected].ids)
-            pairs.append(
-                PendingPair(
-                    ids=ids,
-                    prompt_index=outcome.draw.prompt_index,
-                    margin=float(scores[chosen] - scores[rejected]),
-                    weights_step=weights_step,
-                )
-            )
-    return pairs
-
-
-def pair_table(pairs: Sequence[PendingPair]) -> PairTable:
-    """Returns the pairs as a table in memory, of the same type as a table of pairs on disk."""
-    return PairTable.of([join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))])
+    return [
+        PendingPair(
+            ids=PairIds(
+                prompt=outcome.draw.prompt.ids,
+                chosen=outcome.completions[chosen].ids,
+                rejected=outcome.completions[rejected].ids,
+            ),
+            prompt_index=outcome.draw.prompt_index,
+            margin=float(outcome.pairing.scores[chosen] - outcome.pairing.scores[rejected]),
+            weights_step=weights_step,
+        )
+        for outcome in outcomes
+        if outcome.pairing is not None
+        for chosen, rejected in outcome.pairing.pairs
+    ]
 
 
 def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
@@ -179,7 +170,6 @@ def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
 
 
 def load_pending(state: dict[str, Any]) -> list[PendingPair]:
-    """Returns the pairs that `pending_state` has turned into `state`."""
     ends = np.cumsum(state["lengths"].numpy())
     parts = np.split(state["tokens"].numpy(), ends)
     columns = (state[name].tolist() for name in ("prompt_indices", "margins", "weights_steps"))
@@ -239,7 +229,6 @@ class RolloutLog:
 
 
 def _logged(step: int, outcome: Outcome) -> dict[str, Any]:
-    """Returns an outcome as a row of the file, with the columns of SCHEMA."""
     draw, completions, pairing = outcome.draw, outcome.completions, outcome.pairing
     chosen, rejected = pairing.pairs[0] if pairing is not None and pairing.pairs else (None, None)
     return {

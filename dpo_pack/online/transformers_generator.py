@@ -133,7 +133,10 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
     for module in training:
         module.training = False  # a layer that recomputes its activations would have no cache
     if attention == ATTENTION_NAME:
-        _use_stock_attention(model)
+        try:
+            model.set_attn_implementation(own_attention(model.config) or "sdpa")
+        except (ValueError, ImportError):  # transformers raises these if the family's code has no sdpa
+            model.set_attn_implementation("eager")
     try:
         with stock_layers(model):  # compiled layers would compile again whenever the cache grows
             yield
@@ -143,13 +146,6 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
         for module in training:
             module.training = True
         model.generation_config = config
-
-
-def _use_stock_attention(model: PreTrainedModel) -> None:
-    try:
-        model.set_attn_implementation(own_attention(model.config) or "sdpa")
-    except (ValueError, ImportError):  # transformers raises these if the family's code has no sdpa
-        model.set_attn_implementation("eager")
 
 
 class _Drawing(LogitsProcessor):

