@@ -1,4 +1,4 @@
-"""Shows progress: in a terminal, one line that is redrawn; elsewhere, a plain line every ten seconds."""
+"""Shows progress: in a terminal by rich.progress, in a log by a plain line every ten seconds."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
+from rich.console import Console, ConsoleOptions
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.output import printable
 
-# A log cannot redraw a line, so each redraw would add a line. A log gets one line in this time instead.
 _LINE_EVERY_SECONDS = 10.0
-_REFRESHES_PER_SECOND = 2
-_NARROWEST_BAR, _WIDEST_BAR = 8, 40  # columns
-_NARROWEST_WITH_BAR = 72  # columns; in fewer, facts come before the bar
+_NARROWEST_WITH_BAR = 72  # columns of a terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,67 +28,50 @@ class Line:
     fraction: float | None  # None: unknown
     facts: Sequence[str]
 
-    def plain(self) -> str:
-        return f"{self.label}: {', '.join(self.facts)}"
-
-    def fitted(self, width: int, *, ascii_only: bool = False) -> Text:
-        """Returns the line in at most `width` columns. If they do not suffice, the last facts are left out;
-        below 72 columns, the bar is left out first."""
-        pieces = [self.label] if self.fraction is None else [self.label, f"{self.fraction:4.0%}"]
-        least_bar = 0 if self.fraction is None or width < _NARROWEST_WITH_BAR else _NARROWEST_BAR + 1
-        for fact in self.facts:
-            if len("  ".join([*pieces, fact])) + least_bar > width:
-                break
-            pieces.append(fact)
-        text = "  ".join(pieces)[:width]
-        room = min(_WIDEST_BAR, width - len(text) - 1)
-        if self.fraction is None or room < _NARROWEST_BAR:
-            return Text(text, no_wrap=True)
-        done = round(self.fraction * room)
-        full, empty = ("#", "-") if ascii_only else ("━", "─")
-        bar = Text.assemble((full * done, "green"), (empty * (room - done), "dim"))
-        return Text.assemble(self.label, " ", bar, text[len(self.label) :], no_wrap=True)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yields the facts before the first one that does not fit."""
+        facts = [*([] if self.fraction is None else [f"{self.fraction:.0%}"]), *self.facts]
+        texts = ["  ".join(facts[:number]) for number in range(len(facts) + 1)]
+        yield Text([text for text in texts if len(text) <= options.max_width][-1], no_wrap=True)
 
 
-_shown: list[Callable[[], Line]] = []  # lines of nested work; the innermost is last
+class _Facts(ProgressColumn):
+    def render(self, task: Task) -> Line:
+        line: Line = task.fields["line"]
+        return line
 
 
 @contextlib.contextmanager
 def live(
     console: Console, line: Callable[[], Line], clock: Callable[[], float] | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Shows what `line()` returns while the `with` block runs. Yields a function to call as work proceeds.
-
-    A terminal shows one such line, at the bottom. If blocks are nested, it is the line of the innermost.
-    """
-    if console.is_terminal:
-        _shown.append(line)
-        try:
-            with _bottom_line(console) if len(_shown) == 1 else contextlib.nullcontext():
-                yield lambda: None
-        finally:
-            _shown.remove(line)
-        return
+    """Shows `line()` while the `with` block runs. Yields a function to call when work has proceeded."""
+    one_line = Column(no_wrap=True)  # so that facts are left out first
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        *([BarColumn(20, table_column=one_line)] if console.width >= _NARROWEST_WITH_BAR else []),
+        TimeElapsedColumn(one_line),
+        _Facts(),
+        console=console,
+        transient=True,
+        refresh_per_second=2,
+        disable=not console.is_terminal,
+    )
     clock = clock or time.monotonic
-    printed = clock()
+    task, printed = bar.add_task("", total=None), clock()
 
     def tell() -> None:
         nonlocal printed
-        now = clock()
-        if now - printed >= _LINE_EVERY_SECONDS and (current := line()).fraction != 1:
-            console.print(printable(current.plain()))
+        now, current = clock(), line()
+        total = None if current.fraction is None else 1.0
+        bar.update(task, description=current.label, completed=current.fraction, total=total, line=current)
+        if bar.disable and now - printed >= _LINE_EVERY_SECONDS and current.fraction != 1:
+            console.print(printable(f"{current.label}: {', '.join(current.facts)}"))
             printed = now
 
-    yield tell
-
-
-def _bottom_line(console: Console) -> Live:
-    def current() -> Text:
-        return _shown[-1]().fitted(console.width, ascii_only=console.options.ascii_only)
-
-    return Live(
-        get_renderable=current, console=console, transient=True, refresh_per_second=_REFRESHES_PER_SECOND
-    )
+    tell()
+    with bar:
+        yield tell
 
 
 @contextlib.contextmanager
@@ -112,13 +93,7 @@ def progress_bar(
 @contextlib.contextmanager
 def waiting_line(console: Console, what: str) -> Iterator[None]:
     """In a terminal, shows what is being done, and for how long, while the `with` block runs."""
-    begun = time.monotonic()
-
-    def line() -> Line:
-        since = format_seconds(time.monotonic() - begun)
-        return Line(label=printable(what), fraction=None, facts=(f"{since} elapsed",))
-
-    with live(console, line):
+    with live(console, lambda: Line(label=printable(what), fraction=None, facts=())):
         yield
 
 
@@ -130,7 +105,13 @@ def reading_progress(
     begun, done = time.monotonic(), 0
 
     def line() -> Line:
-        return _work_line(task, time.monotonic() - begun, done, total, unit)
+        seconds = time.monotonic() - begun
+        rate = f"{done / max(seconds, 1e-9):,.0f}/s"
+        if not total:
+            return Line(label=printable(task), fraction=None, facts=(f"{done:,} {unit}", rate))
+        left = f"{format_seconds(seconds * (total - done) / done)} left" if done else "beginning"
+        facts = (left, f"{done:,} of {total:,} {unit}", rate)
+        return Line(label=printable(task), fraction=done / total, facts=facts)
 
     with live(console, line) as tell:
 
@@ -144,44 +125,34 @@ def reading_progress(
         yield progress
 
 
-def _work_line(what: str, seconds: float, done: int, total: int | None, unit: str) -> Line:
-    rate = f"{done / max(seconds, 1e-9):,.0f}/s"
-    if not total:
-        return Line(label=printable(what), fraction=None, facts=(f"{done:,} {unit}", rate))
-    left = f"{format_seconds(seconds * (total - done) / done)} left" if done else "beginning"
-    facts = (left, f"{done:,} of {total:,} {unit}", rate)
-    return Line(label=printable(what), fraction=done / total, facts=facts)
-
-
-_LEFT_OUT = "  At most one step a second is printed; metrics.jsonl has every logged step."
-
-
 class TrainingLines:
     """Shows training: a line for logged steps, and below them, in a terminal, a progress line."""
 
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self.console = console
         self.num_steps = num_steps
-        self._step, self._seconds, self._at = 0, 0.0, time.monotonic()
+        self._step, self._left = 0, ""
         self._newest: Mapping[str, Any] | None = None
         self._printed, self._has_left_out = 0.0, False
+        self._tell: Callable[[], None] = lambda: None  # redraws the progress line
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
         """In a terminal, shows the progress line while the `with` block runs."""
-        # Elsewhere the lines of logged steps suffice.
-        with live(self.console, self._line) if self.console.is_terminal else contextlib.nullcontext():
+        if not self.console.is_terminal:  # the lines of logged steps suffice
+            yield
+            return
+        with live(self.console, self._line) as self._tell:
             yield
 
     def advance(self, step: int, seconds: float) -> None:
         """Sets the progress line's number of steps done, and the seconds that all of them took."""
-        self._step, self._seconds, self._at = step, seconds, time.monotonic()
+        self._step = step
+        self._left = f"{format_seconds(seconds / step * (self.num_steps - step))} left"
+        self._tell()
 
     def _line(self) -> Line:
-        since = time.monotonic() - self._at
-        facts = []
-        if self._step:
-            facts.append(f"{format_seconds(max(self._seconds_left() - since, 0.0))} left")
+        facts = [self._left] if self._step else []
         if self._newest is not None:
             facts += [
                 f"loss {self._newest['loss']:.4f}",
@@ -189,12 +160,8 @@ class TrainingLines:
                 f"margin {self._newest['rewards/margins']:+.4f}",
                 f"{self._newest['pairs_per_second']:,.1f} pairs/s",
             ]
-        facts.append(f"{format_seconds(self._seconds + since)} elapsed")
         label = f"step {self._step:>{len(str(self.num_steps))}}/{self.num_steps}"
         return Line(label=label, fraction=self._step / self.num_steps, facts=facts)
-
-    def _seconds_left(self) -> float:
-        return self._seconds / self._step * (self.num_steps - self._step)
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Prints a train line of metrics.jsonl: the first, the last, and of others at most one a second.
@@ -203,9 +170,10 @@ class TrainingLines:
         """
         now = time.monotonic()
         self._newest = record
+        self._tell()
         if now - self._printed < 1.0 and record["step"] not in (1, self.num_steps):
             if not self._has_left_out:
-                self.console.print(_LEFT_OUT)
+                self.console.print("  At most one step a second is printed; metrics.jsonl has all of them.")
             self._has_left_out = True
             return
         self._printed = now
@@ -217,7 +185,7 @@ class TrainingLines:
             "norm": f"grad norm {record['grad_norm']:.3g}",
             "lr": f"lr {record['learning_rate']:.2e}",
             "rate": f"{record['pairs_per_second']:,.1f} pairs/s",
-            "left": f"{format_seconds(self._seconds_left())} left",
+            "left": self._left,
         }
         for least_important in ("lr", "norm", "rate", "left", "accuracy", "margin"):
             if not self.console.is_terminal or len("  ".join(pieces.values())) <= self.console.width:
