@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 OUR_BUG = 1
 USER_CAN_MEND = 2
 
-_POLL_SECONDS = 0.05
 # Errors of the disk. A file of a cache, of output_dir or of a library may raise them, and so may stdout.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 # A rank that failed waits this long, so that other ranks with the same mistake can report it too. If a rank
@@ -57,29 +56,22 @@ def ending_of(error: BaseException) -> Ending:
                 is_urgent=error.is_urgent,
             )
         case DpoPackError():
-            # A cause quoted from another library may have several lines.
-            message = " ".join(line.strip() for line in f"error: {error}".splitlines())
-            return Ending(message=message, exit_status=USER_CAN_MEND)
+            text = " ".join(
+                line.strip() for line in str(error).splitlines()
+            )  # another library's may have more
         case _ if is_out_of_memory(error):
-            return Ending(message=f"error: {_out_of_memory(str(error))}", exit_status=USER_CAN_MEND)
+            sentences = str(error).strip().partition("\n")[0].split(". ")
+            what = ". ".join(sentences[:3]).rstrip(".")  # size of the allocation, free memory of the device
+            text = (
+                f"{what}; lower packing.token_budget (if it was the reference pass or an evaluation: "
+                "reference.token_budget), or set model.gradient_checkpointing=true"
+            )
         case OSError() if error.errno in _DISK_ERRORS:
             where = "a file" if error.filename is None else error.filename
-            text = f"error: {where}: {error.strerror}; free space, or check the disk for faults"
-            return Ending(message=text, exit_status=USER_CAN_MEND)
-    return Ending(message=None, exit_status=OUR_BUG)
-
-
-def _out_of_memory(message: str) -> str:
-    """Returns torch's text about the failed allocation, and settings that make allocations smaller."""
-    sentences = message.strip().partition("\n")[0].split(". ")
-    what = ". ".join(sentences[:3]).rstrip(".")  # size of the allocation, free memory of the device
-    return (
-        f"{what}; lower packing.token_budget (if it was the reference pass or an evaluation: "
-        "reference.token_budget), or set model.gradient_checkpointing=true"
-    )
-
-
-# --------------------------------------------------------------------------------------- of several ranks
+            text = f"{where}: {error.strerror}; free space, or check the disk for faults"
+        case _:
+            return Ending(message=None, exit_status=OUR_BUG)
+    return Ending(message=f"error: {text}", exit_status=USER_CAN_MEND)
 
 
 def settle_failure(error: BaseException, *, rank: int, num_ranks: int, store: Store) -> int:
@@ -93,8 +85,8 @@ def settle_failure(error: BaseException, *, rank: int, num_ranks: int, store: St
 
     ending = ending_of(error)
     store = PrefixStore("dpo_pack/failures", store)
-    messages = []
-    try:
+    messages: list[str | None] = []  # of all failed ranks
+    with contextlib.suppress(RuntimeError, ValueError):  # the process that served the store has ended
         place = store.add("number", 1)
         store.set(str(place), json.dumps([ending.message, ending.exit_status]))
         if place > 1:
@@ -104,14 +96,20 @@ def settle_failure(error: BaseException, *, rank: int, num_ranks: int, store: St
             is_bug = ending.message is None
             _wait_until(lambda: not is_bug and store.add("number", 0) == num_ranks, _SECONDS_FOR_THE_OTHERS)
         messages = [json.loads(store.get(str(n)))[0] for n in range(1, store.add("number", 0) + 1)]
-    except (RuntimeError, ValueError):  # the process that served the store has ended
-        pass
     is_common = ending.message is not None and messages == [ending.message] * num_ranks
-    is_named = rank > 0 and not is_common and not ending.is_interruption
-    _print_error(error, ending, rank=rank if is_named else None)
+    if rank > 0 and not is_common and not ending.is_interruption:
+        say_of_rank(rank, ending.message or "a bug of dpo-pack")
+    elif ending.message is not None:
+        complain(ending.message)
+    if ending.message is None:
+        traceback.print_exception(error)
     with contextlib.suppress(RuntimeError):
         store.set("printed", "")
     return ending.exit_status
+
+
+def say_of_rank(rank: int, message: str) -> None:
+    complain(f"rank {rank} ({socket.gethostname()}): {message}")
 
 
 def end_soon(error: BaseException) -> None:
@@ -124,16 +122,7 @@ def end_soon(error: BaseException) -> None:
     signal.alarm(_SECONDS_TO_END)
 
 
-def _print_error(error: BaseException, ending: Ending, *, rank: int | None) -> None:
-    """Prints the message, or the traceback of a bug. `rank`: printed before the message, with the host."""
-    where = "" if rank is None else f"rank {rank} ({socket.gethostname()}): "
-    if where or ending.message is not None:
-        complain(f"{where}{ending.message or 'a bug of dpo-pack'}")
-    if ending.message is None:
-        traceback.print_exception(error)
-
-
 def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not is_so() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.05)

@@ -34,7 +34,6 @@ _host_groups: dict[Any, Any] = {}  # by default group, of which a test makes sev
 
 
 def rank() -> int:
-    """Returns the number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -76,7 +75,6 @@ def any_rank(flag: bool) -> bool:
 
 
 def largest_number(number: int) -> int:
-    """Returns the largest of all ranks' numbers."""
     return int(largest_numbers(number)[0])
 
 
@@ -184,11 +182,11 @@ def require_same(facts: Mapping[str, Any], remedy: str) -> None:
     for other, (other_host, found) in enumerate(outcomes):
         names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
         if names:
-            name = names[0]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            theirs, ours = (repr(each.get(names[0]))[:_MOST_SHOWN] for each in (found, expected))
             raise RunError(
-                f"rank {other} (on {other_host}) and rank 0 (on {host}) differ in {name}{more}: "
-                f"{_shown(found.get(name))} and {_shown(expected.get(name))}; {remedy}"
+                f"rank {other} (on {other_host}) and rank 0 (on {host}) differ in {names[0]}{more}: "
+                f"{theirs} and {ours}; {remedy}"
             )
 
 
@@ -197,35 +195,30 @@ def require_shared(directory: Path, recipe_key: str) -> None:
     hosts = every_rank_says(socket.gethostname())
     if len(set(hosts)) == 1:
         return
-    mark = first_does(lambda: _leave_mark(directory, recipe_key))
+
+    def leave_mark() -> Path:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor, path = tempfile.mkstemp(prefix=".shared-", suffix=".tmp", dir=directory)
+        except OSError as error:
+            raise RunError(
+                f"{recipe_key}: cannot write in {directory}: {error.strerror}; choose a writable directory"
+            ) from error
+        os.close(descriptor)
+        return Path(path)
+
+    mark = first_does(leave_mark)
     try:
         seen = every_rank_says(mark.exists())
     finally:
         if is_first():
             mark.unlink()
-    for host, is_seen in zip(hosts, seen, strict=True):
-        if not is_seen:
-            raise RunError(
-                f"{recipe_key}: {host} does not see a file that rank 0 (on {hosts[0]}) wrote in {directory}; "
-                "use a directory on a file system that all nodes share"
-            )
-
-
-def _leave_mark(directory: Path, recipe_key: str) -> Path:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(prefix=".shared-", suffix=".tmp", dir=directory)
-    except OSError as error:
+    blind = [host for host, is_seen in zip(hosts, seen, strict=True) if not is_seen]
+    if blind:
         raise RunError(
-            f"{recipe_key}: cannot write in {directory}: {error.strerror}; choose a writable directory"
-        ) from error
-    os.close(descriptor)
-    return Path(path)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+            f"{recipe_key}: {blind[0]} does not see a file that rank 0 (on {hosts[0]}) wrote in {directory}; "
+            "use a directory on a file system that all nodes share"
+        )
 
 
 # ----------------------------------------------------------------------------------------------- tensors

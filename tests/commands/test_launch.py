@@ -317,7 +317,7 @@ ENDS: dict[str, tuple[int, str, str]] = {
     "same-mistake": (2, "error: pairs.jsonl: no such file\n", "error: pairs.jsonl: no such file\n"),
     "disagree": (2, "error: rank 1 (on ", "same recipe, overrides and packages\n"),
     "bug": (1, "rank 1 (", "ValueError: a bug of ours\n"),
-    "killed": (1, "error: rank 1 was killed (SIGKILL)", "too little memory\n"),
+    "killed": (1, "rank 1 (", "it was killed (SIGKILL), often because the machine has too little memory\n"),
 }
 
 
