@@ -26,7 +26,7 @@ def make_console(*, quiet: bool = False, verbose: bool = False) -> Console:
 
 
 def print_detail(console: Console, text: str) -> None:
-    """Prints a text that few readers need: in a terminal only with --verbose, in console.log always."""
+    """Prints a text in a terminal only with --verbose, in console.log always."""
     if not isinstance(console, _Console) or console.verbose:
         console.print(text)
     else:
@@ -34,11 +34,7 @@ def print_detail(console: Console, text: str) -> None:
 
 
 def keep_log(console: Console, path: Path) -> None:
-    """Makes the console copy to the file `path` what it has printed and what it prints from now on.
-
-    A print raises CacheError if the file cannot be written. A quiet console, or one that `make_console` has
-    not made, writes no file.
-    """
+    """Makes the console copy to the file `path` all that it prints. A quiet console writes no file."""
     if isinstance(console, _Console) and not console.quiet:
         console.log_path = path
 
@@ -71,12 +67,20 @@ class _Console(_Plain):
         self._copy = _Plain(file=io.StringIO(), width=_LOG_WIDTH, color_system=None, force_terminal=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        shown = objects
-        if self.is_terminal:
-            shown = tuple(_wrapped(item, self.width) if isinstance(item, str) else item for item in objects)
-        super().print(*shown, **options)
+        wraps = self.is_terminal
+        super().print(*(self._wrapped(x) if wraps and isinstance(x, str) else x for x in objects), **options)
         if not any(isinstance(item, Control | NewLine) for item in objects):  # of a progress line
             self.keep(*objects, **options)
+
+    def _wrapped(self, line: str) -> Text:
+        """Wraps a line at words. Long words, such as paths, are not broken, as rich would."""
+        line = printable(line)
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        return Text(
+            textwrap.fill(
+                line, self.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        )
 
     def keep(self, *objects: Any, **options: Any) -> None:
         """Prints only into the copy, and appends the copy to the log file, if any. Raises CacheError."""
@@ -89,17 +93,8 @@ class _Console(_Plain):
             self._copy.file = io.StringIO()
 
 
-def _wrapped(line: str, width: int) -> Text:
-    """Returns the line in lines of at most `width` columns. Long words, such as paths, are not broken."""
-    line = printable(line)
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return Text(
-        textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    )
-
-
 def format_count(count: int) -> str:
-    """Returns the count as a short text: 812, 40.1K, 7.0M, 1.5B."""
+    """812, 40.1K, 7.0M, 1.5B."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 1000)):
         if count >= size:
             return f"{count / size:.1f}{unit}"
@@ -107,7 +102,7 @@ def format_count(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns the time as a short text: 4.3 s, 43 s, 12 min, 3.5 h."""
+    """4.3 s, 43 s, 12 min, 3.5 h."""
     if seconds < 100:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -14,20 +14,17 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns an error's type and the first line of its message."""
+    """Returns an error's class and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
 
 
-# Words that mean too little memory in errors of torch's allocators, the CUDA driver, Triton, cuBLAS and
-# hipBLAS. Only torch's allocators have an error class for it.
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|BLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)", re.IGNORECASE
-)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or a library below it says that a device or the host has too little memory."""
-    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+    """Whether torch or a library below it says that a device or the host has too little memory.
+
+    Only torch's allocators have an error class for it; CUDA's driver, Triton, cuBLAS and hipBLAS have words.
+    """
+    words = r"out of memory|can't allocate memory|BLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
+    return isinstance(error, RuntimeError) and bool(re.search(words, str(error), re.IGNORECASE))
 
 
 class DpoPackError(Exception):

@@ -15,7 +15,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -48,23 +47,19 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the package tokenizers raises plain Exception
-        reason = _refusal_of_disk(error)
-        if reason is None:
-            raise
+        rust = re.search(r"([^:]+) \(os error \d+\)", str(error))  # tokenizers, safetensors
+        is_cut = isinstance(error, RuntimeError) and "inline_container" in str(error)  # torch.save
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+        elif rust is not None:
+            reason = rust[1].strip()
+        elif is_cut or isinstance(error, SafetensorError):
+            reason = "it could not be written in full"
+        else:
+            raise  # the disk is not the cause
         raise CacheError(
             f"cannot write {path}: {reason}; free space or choose a writable directory"
         ) from error
-
-
-def _refusal_of_disk(error: Exception) -> str | None:
-    """Returns why the disk refused to write; None if the error has another cause."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    rust = re.search(r"([^:]+) \(os error \d+\)", str(error))  # tokenizers, safetensors
-    if rust is not None:
-        return rust[1].strip()
-    is_cut = isinstance(error, RuntimeError) and "inline_container" in str(error)  # torch.save
-    return "it could not be written in full" if is_cut or isinstance(error, SafetensorError) else None
 
 
 def path_aside(path: Path) -> Path:
@@ -110,7 +105,7 @@ def write_json_atomically(path: Path, value: Any) -> None:
 
 
 def text_of(path: Path) -> str:
-    """Returns the text of a file; "" if the file does not exist or cannot be read."""
+    """Returns the text of a file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -148,7 +143,7 @@ def add_to_json(path: Path, shape: Any, entries: Mapping[str, Any]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until all data written to a file or directory is on the disk."""
+    """Waits until a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -168,13 +163,6 @@ def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, An
 # ------------------------------------------------------------------------------------------------- locks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Holder:
-    pid: int
-    host: str
-    since: str
-
-
 @contextlib.contextmanager
 def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
     """Holds a lock on the file `path` for the `with` block; removes the file afterwards.
@@ -189,11 +177,9 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
         file = _lock(path, what, say)
     try:
         with writing(path):
-            holder = _Holder(
-                pid=os.getpid(), host=socket.gethostname(), since=time.strftime("%Y-%m-%d %H:%M:%S %Z")
-            )
             file.truncate(0)
-            file.write(json.dumps(asdict(holder)))
+            since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
             file.flush()
         yield
     finally:
@@ -216,15 +202,13 @@ def _lock(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
-            holder = read_json(path, _Holder)
-            who = "" if holder is None else f", process {holder.pid} on {holder.host} since {holder.since}"
+            holder = text_of(path) or "which has not written its name yet"
             raise RunError(
-                f"{what} is in use by another run{who}; wait until that run ends, or stop it"
+                f"{what} is in use by another run, {holder}; wait until that run ends, or stop it"
             ) from error
         except OSError as error:
-            say(
-                f"Warning: {what}: its file system has no locks ({error.strerror}): start no second run there"
-            )
+            reason = f"its file system has no locks ({error.strerror})"
+            say(f"Warning: {what}: {reason}: start no second run there")
             return file
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):

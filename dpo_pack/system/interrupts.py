@@ -2,10 +2,7 @@
 
 The first signal stops the command at once, except in a `deferred` block, where work could be lost. There it
 stops the command only when every rank has called `poll`, which ranks do where all of them can stop. A second
-signal stops the command at once in every part of the program. Signals within SAME_REQUEST_SECONDS count as
-one signal.
-
-`recorded`, `held_back` and `accept_stop_signals` are for a process that starts ranks, and for these ranks.
+signal stops the command at once in every part of the program.
 """
 
 from __future__ import annotations
@@ -29,10 +26,8 @@ POLL_SECONDS = 1.0
 class Interrupted(BaseException):
     """The user or the scheduler asked the run to stop; `exit_status` is the shell's convention.
 
-    `next_step` tells the user how to continue. If the same command would not continue the interrupted work,
-    the code that did this work sets another text.
-    SIGUSR1 and SIGHUP give the exit status of SIGTERM. Like KeyboardInterrupt, this class does not inherit
-    from Exception, because libraries catch an Exception and retry, or report a failure of their own.
+    `next_step` tells the user how to continue; code whose work continues otherwise sets another text. Like
+    KeyboardInterrupt, this is no Exception, because libraries catch an Exception and retry.
     """
 
     def __init__(self, signum: int, *, is_urgent: bool = False) -> None:
@@ -98,10 +93,7 @@ class Interruption:
         self._calls, self._polled = 0, self._clock()
 
     def poll_in_time(self) -> None:
-        """Does the same as `poll`, but several ranks exchange signals only about once in POLL_SECONDS.
-
-        Each call must be made on every rank.
-        """
+        """Does the same as `poll`, but several ranks exchange signals only about once in POLL_SECONDS."""
         from dpo_pack.system.ranks import num_ranks  # imports torch
 
         self._calls += 1
@@ -116,14 +108,6 @@ def interruptible() -> Iterator[Interruption]:
     is_main = threading.current_thread() is threading.main_thread()
     with _handled_by(interruption.handle) if is_main else contextlib.nullcontext():
         yield interruption
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[int]]:
-    """Yields a list that collects the stop signals of this block; they have no other effect."""
-    received: list[int] = []
-    with _handled_by(lambda signum, frame: received.append(signum)):
-        yield received
 
 
 @contextlib.contextmanager
@@ -157,12 +141,22 @@ def _leave_lost_terminal() -> None:
                 os.close(null)
 
 
+# ------------------------------------------------------- in a process that starts ranks, and in these ranks
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[int]]:
+    """Yields a list that collects the stop signals of this block; they have no other effect."""
+    received: list[int] = []
+    with _handled_by(lambda signum, frame: received.append(signum)):
+        yield received
+
+
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Holds stop signals back from processes that are started in this `with` block.
+    """Holds stop signals back from processes that are started in this block, until they accept signals.
 
-    Such a process gets these signals when it calls `accept_stop_signals`. A signal during the start of Python
-    would end the process with a traceback.
+    A signal during the start of Python would end the process with a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

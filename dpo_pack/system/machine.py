@@ -5,6 +5,7 @@ Linux describes the CPU in /proc/cpuinfo; on other systems most facts of the CPU
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import platform
@@ -17,22 +18,12 @@ from dpo_pack.system.files import text_of
 _CPUINFO = Path("/proc/cpuinfo")
 # CPU instructions that multiply bfloat16, on x86 and Arm: name in /proc/cpuinfo -> name for people.
 _BFLOAT16_FLAGS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
+# fmt: off
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "pyarrow",
-    "numpy",
-    "flash-attn",
-    "flash-linear-attention",
-    "causal-conv1d",
-    "mamba-ssm",
-    "liger-kernel",
-    "peft",
+    "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy",
+    "flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "liger-kernel", "peft",
 )
+# fmt: on
 
 
 def cpu_name() -> str:
@@ -68,10 +59,8 @@ def package_versions() -> dict[str, str]:
     """Returns the installed versions of Python and of the packages whose versions may change results."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -1,8 +1,7 @@
 """Prints text. Control characters in names of files or in models' answers never reach a terminal or a log.
 
-Otherwise such a name could clear the screen, or overwrite or add a line. `say`, `complain` and the
-console (console.py) print our lines with such characters as escapes. `guard_output` does the same to what
-libraries, warnings and tracebacks print.
+Otherwise such a name could clear the screen. `say` (stdout), `complain` (stderr) and the console (console.py)
+print our lines with escapes, and so does `guard_output` with what libraries, warnings and tracebacks print.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ def printable(text: str) -> str:
 
 
 def say(line: str) -> None:
-    """Prints a line to stdout."""
     print(printable(line))
 
 
 def complain(line: str) -> None:
-    """Prints a line to stderr."""
     print(printable(line), file=sys.stderr, flush=True)
 
 

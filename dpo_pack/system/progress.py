@@ -29,10 +29,14 @@ class Line:
     facts: Sequence[str]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Yields the facts before the first one that does not fit."""
         facts = [*([] if self.fraction is None else [f"{self.fraction:.0%}"]), *self.facts]
-        texts = ["  ".join(facts[:number]) for number in range(len(facts) + 1)]
-        yield Text([text for text in texts if len(text) <= options.max_width][-1], no_wrap=True)
+        yield Text(_fitting(facts, options.max_width), no_wrap=True)
+
+
+def _fitting(facts: Sequence[str], width: int | None) -> str:
+    """Returns the facts before the first that does not fit."""
+    texts = ["  ".join(facts[:number]) for number in range(len(facts) + 1)]
+    return [text for text in texts if width is None or len(text) <= width][-1]
 
 
 class _Facts(ProgressColumn):
@@ -131,8 +135,9 @@ class TrainingLines:
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self.console = console
         self.num_steps = num_steps
-        self._step, self._left = 0, ""
-        self._newest: Mapping[str, Any] | None = None
+        self._step = 0
+        self._left: list[str] = []
+        self._newest: list[str] = []
         self._printed, self._has_left_out = 0.0, False
         self._tell: Callable[[], None] = lambda: None  # redraws the progress line
 
@@ -145,50 +150,34 @@ class TrainingLines:
         with live(self.console, self._line) as self._tell:
             yield
 
+    def _line(self) -> Line:
+        label = f"step {self._step:>{len(str(self.num_steps))}}/{self.num_steps}"
+        return Line(label=label, fraction=self._step / self.num_steps, facts=self._left + self._newest)
+
     def advance(self, step: int, seconds: float) -> None:
         """Sets the progress line's number of steps done, and the seconds that all of them took."""
-        self._step = step
-        self._left = f"{format_seconds(seconds / step * (self.num_steps - step))} left"
+        self._step, self._left = step, [f"{format_seconds(seconds / step * (self.num_steps - step))} left"]
         self._tell()
-
-    def _line(self) -> Line:
-        facts = [self._left] if self._step else []
-        if self._newest is not None:
-            facts += [
-                f"loss {self._newest['loss']:.4f}",
-                f"accuracy {self._newest['rewards/accuracies']:.3f}",
-                f"margin {self._newest['rewards/margins']:+.4f}",
-                f"{self._newest['pairs_per_second']:,.1f} pairs/s",
-            ]
-        label = f"step {self._step:>{len(str(self.num_steps))}}/{self.num_steps}"
-        return Line(label=label, fraction=self._step / self.num_steps, facts=facts)
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Prints a train line of metrics.jsonl: the first, the last, and of others at most one a second.
 
         `record` is of the newest step that `advance` was told of.
         """
-        now = time.monotonic()
-        self._newest = record
+        self._newest = [
+            f"loss {record['loss']:.4f}",
+            f"margin {record['rewards/margins']:+.4f}",
+            f"accuracy {record['rewards/accuracies']:.3f}",
+            f"{record['pairs_per_second']:,.1f} pairs/s",
+            f"grad norm {record['grad_norm']:.3g}",
+            f"lr {record['learning_rate']:.2e}",
+        ]
         self._tell()
-        if now - self._printed < 1.0 and record["step"] not in (1, self.num_steps):
-            if not self._has_left_out:
-                self.console.print("  At most one step a second is printed; metrics.jsonl has all of them.")
+        now = time.monotonic()
+        if now - self._printed >= 1.0 or record["step"] in (1, self.num_steps):
+            self._printed = now
+            facts = [f"  {self._line().label}", *self._newest[:3], *self._left, *self._newest[3:]]
+            self.console.print(_fitting(facts, self.console.width if self.console.is_terminal else None))
+        elif not self._has_left_out:
             self._has_left_out = True
-            return
-        self._printed = now
-        pieces = {
-            "step": f"  step {record['step']:>{len(str(self.num_steps))}}/{self.num_steps}",
-            "loss": f"loss {record['loss']:.4f}",
-            "margin": f"margin {record['rewards/margins']:+.4f}",
-            "accuracy": f"accuracy {record['rewards/accuracies']:.3f}",
-            "norm": f"grad norm {record['grad_norm']:.3g}",
-            "lr": f"lr {record['learning_rate']:.2e}",
-            "rate": f"{record['pairs_per_second']:,.1f} pairs/s",
-            "left": self._left,
-        }
-        for least_important in ("lr", "norm", "rate", "left", "accuracy", "margin"):
-            if not self.console.is_terminal or len("  ".join(pieces.values())) <= self.console.width:
-                break
-            del pieces[least_important]
-        self.console.print("  ".join(pieces.values()))
+            self.console.print("  At most one step a second is printed; metrics.jsonl has all of them.")

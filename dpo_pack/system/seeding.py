@@ -9,7 +9,7 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds random numbers drawn before the first step, mainly the weights of new adapters. seed < 2**32."""
+    """Seeds the random numbers before the first step, mainly weights of new adapters. seed < 2**32."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -117,10 +117,10 @@ def test_training_shows_its_first_and_last_step_and_at_most_one_a_second_between
     assert "At most one step a second is printed" in note
     assert [int(line.split()[1].split("/")[0]) for line in shown] == [1, 4, 7, 10, 13, 16, 19, 20]
     assert shown[0] == (
-        "  step  1/20  loss 0.5000  margin +0.2500  accuracy 0.750  grad norm 12  lr 5.00e-07  "
-        "1,234.5 pairs/s  7.6 s left"
+        "  step  1/20  loss 0.5000  margin +0.2500  accuracy 0.750  7.6 s left  1,234.5 pairs/s  "
+        "grad norm 12  lr 5.00e-07"
     )
-    assert shown[1].endswith("6.4 s left") and shown[-1].endswith("0.0 s left")
+    assert "6.4 s left" in shown[1] and "0.0 s left" in shown[-1]
     assert len({len(line) for line in shown}) == 1  # columns stay in place
 
 
