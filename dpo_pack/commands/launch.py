@@ -84,7 +84,7 @@ def on_every_rank(recipe: Recipe, *, quiet: bool = False, verbose: bool = False)
 
 
 def report_failure(error: BaseException, place: Placement) -> int:
-    """Prints why this rank ended. If one cause ended several ranks, only one of them prints it.
+    """Prints why this rank ended, unless another rank failed before.
 
     Returns the exit status. The process must exit after this; `end_soon` makes sure that it does.
     """
@@ -93,7 +93,7 @@ def report_failure(error: BaseException, place: Placement) -> int:
         store = meet(place, _MEETING_TIME_OF_FAILURES)
     except RunError:  # the other ranks never started, or have ended
         store = HashStore()
-    return settle_failure(error, rank=place.rank, num_ranks=place.num_ranks, store=store)
+    return settle_failure(error, rank=place.rank, store=store)
 
 
 def wanted_processes(recipe: Recipe, place: Placement | None) -> int:

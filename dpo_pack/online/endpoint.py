@@ -5,8 +5,6 @@ does so if an answer takes too long, is too large or is unusable. A process that
 threads of a ThreadPool, so a run that a signal interrupts does not wait for open requests.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

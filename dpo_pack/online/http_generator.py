@@ -6,8 +6,6 @@ completion, the generator adds the end token. Training does not update the serve
 step 0 writes all completions, and a completion that is used at step n is n steps old.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

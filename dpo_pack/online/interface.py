@@ -6,8 +6,6 @@ The result is a `Failure` if the prompt got no answer or no score. Training coun
 Legend: n completions of a prompt, L tokens of a completion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

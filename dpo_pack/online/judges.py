@@ -3,8 +3,6 @@
 Legend: n completions of a prompt.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

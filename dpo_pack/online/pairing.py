@@ -7,8 +7,6 @@ recipe/online.py.
 Legend: n completions of a prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations

@@ -7,8 +7,6 @@ pairs wait in a queue until a step trains on them.
 Legend: P pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

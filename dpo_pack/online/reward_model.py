@@ -8,8 +8,6 @@ the appended token changes no score.
 Legend: n completions of a prompt, S sequences of a row, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ depends neither on the other sequences in the batch, nor on the rank, nor on oth
 Legend: B sequences of a batch, V vocabulary, L tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

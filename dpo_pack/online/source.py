@@ -10,8 +10,6 @@ outcomes of all prompts, so all ranks have the same queue and the same counts.
 Legend: P pairs of a step, N prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cached_property

@@ -7,8 +7,6 @@ set up for training again.
 Legend: B sequences of a batch, n completions of a prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

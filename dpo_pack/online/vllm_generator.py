@@ -7,8 +7,6 @@ and it does not change the policy. So training needs no preparation after a phas
 Legend: L tokens of a completion.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib.metadata

@@ -5,8 +5,6 @@ adapter, the adapter is added to the base weights. The policy does not change. A
 weights (merged or regrouped) of only one layer are in memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ same answers; these are ties, and its win rate is exactly one half. The ranks di
 rank gets the metrics over all prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """The console of a command. It prints, and copies what it prints into a run's console.log."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys
@@ -58,7 +56,7 @@ class _Plain(Console):
 
 
 class _Console(_Plain):
-    """Prints, and keeps a copy of its lines without colours and without progress lines."""
+    """Prints, and keeps a copy without colours and progress lines."""
 
     def __init__(self, *, verbose: bool, **options: Any) -> None:
         super().__init__(**options)
@@ -76,11 +74,8 @@ class _Console(_Plain):
         """Wraps a line at words. Long words, such as paths, are not broken, as rich would."""
         line = printable(line)
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        return Text(
-            textwrap.fill(
-                line, self.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-            )
-        )
+        whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+        return Text(textwrap.TextWrapper(self.width, subsequent_indent=indent, **whole).fill(line))
 
     def keep(self, *objects: Any, **options: Any) -> None:
         """Prints only into the copy, and appends the copy to the log file, if any. Raises CacheError."""

@@ -3,11 +3,9 @@
 import pickle
 import re
 
-_MESSAGE_CHARACTERS = 2000
-
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message; the name of its class if the message is empty."""
+    """Returns the first line of an error's message, or the name of its class."""
     if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the file's code
         return "its weights are pickled objects that are not tensors; save them as safetensors"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -19,25 +17,20 @@ def one_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or a library below it says that a device or the host has too little memory.
-
-    Only torch's allocators have an error class for it; CUDA's driver, Triton, cuBLAS and hipBLAS have words.
-    """
+    """Whether a device or the host has too little memory. Only torch's own allocators have a class for it."""
     words = r"out of memory|can't allocate memory|BLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
     return isinstance(error, RuntimeError) and bool(re.search(words, str(error), re.IGNORECASE))
 
 
 class DpoPackError(Exception):
-    """Base class of all errors for which the command line prints one line and ends with exit status 2.
+    """An error for which the command line prints one line and ends with exit status 2.
 
     Any other exception is a bug of dpo-pack: the command prints a traceback and ends with exit status 1.
     """
 
     def __init__(self, message: str) -> None:
-        """Cuts the middle out of a very long message: it may quote a million column names of a data file."""
-        if len(message) > _MESSAGE_CHARACTERS:
-            half = _MESSAGE_CHARACTERS // 2
-            message = f"{message[:half]} ... {message[-half:]}"
+        if len(message) > 2000:  # it may quote a million column names of a data file
+            message = f"{message[:1000]} ... {message[-1000:]}"
         super().__init__(message)
 
 

@@ -3,8 +3,6 @@
 Also reads JSON files, and holds locks on files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -26,10 +24,9 @@ from dpo_pack.system.errors import CacheError, RunError
 
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the directory of `path`, for a file or a directory.
+    """Yields a temporary path for a file or a directory, which becomes `path` if the block succeeds.
 
-    If the block succeeds, the temporary path is synced and renamed to `path`; otherwise it is removed. Raises
-    CacheError if the disk refuses (full, read-only).
+    Raises CacheError if the disk refuses (full, read-only).
     """
     temporary = path_aside(path)
     try:
@@ -87,7 +84,7 @@ def remove_directory(path: Path) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Removes a temporary file or directory, if it exists and the file system allows to remove it."""
+    """Removes a temporary file or directory, if it exists and can be removed."""
     if temporary.is_dir() and not temporary.is_symlink():
         shutil.rmtree(temporary, ignore_errors=True)
     else:
@@ -113,10 +110,9 @@ def text_of(path: Path) -> str:
 
 
 def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
-    """Returns the content of a JSON file; None if the file does not exist, is damaged or has another `shape`.
+    """Returns the content of a JSON file; None if it does not exist, is damaged or has another `shape`.
 
-    `shape` is a type for pydantic, for instance dict[str, float]. If it is a dataclass, the result is an
-    instance, and keys of the file that are no fields are ignored.
+    `shape` is a type for pydantic. If it is a dataclass, keys of the file that are no fields are ignored.
     """
     try:
         return parse_json(path.read_bytes(), shape)
@@ -125,7 +121,7 @@ def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
 
 
 def parse_json(text: bytes, shape: Any = dict[str, Any]) -> Any:
-    """Returns the value of a JSON text; None if the text is damaged or its value has another `shape`."""
+    """Does the same as `read_json` for a text."""
     try:
         return TypeAdapter(shape).validate_json(text, strict=True)
     except ValueError:  # pydantic's error, also for values that are nested too deep
@@ -133,10 +129,7 @@ def parse_json(text: bytes, shape: Any = dict[str, Any]) -> Any:
 
 
 def add_to_json(path: Path, shape: Any, entries: Mapping[str, Any]) -> None:
-    """Adds entries to a cache's JSON file. Reads it again first, because other processes add to it, too.
-
-    An entry is lost if two processes write at once or the cache is read-only. It is then computed again.
-    """
+    """Adds entries to a cache's JSON file, to which other processes add, too. Some may be lost."""
     content = {**(read_json(path, shape) or {}), **entries}
     with contextlib.suppress(CacheError):
         write_json_atomically(path, TypeAdapter(shape).dump_python(content, mode="json"))
@@ -152,7 +145,7 @@ def sync(path: Path) -> None:
 
 
 def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, Any]]:
-    """Yields the values of nested dicts, each with its keys joined by `separator`."""
+    """Yields (keys joined by `separator`, value) of nested dicts."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from ((key + separator + name, leaf) for name, leaf in leaves(value, separator=separator))
@@ -168,9 +161,8 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
     """Holds a lock on the file `path` for the `with` block; removes the file afterwards.
 
     The kernel frees the lock when the process ends, also if it is killed. Raises RunError if another process
-    holds the lock; the message begins with `what` and names this process. If the file system has no locks,
-    `say` gets a warning. On a network file system, it depends on the kernels whether other hosts see the
-    lock.
+    holds it; the message begins with `what`. `say` gets a warning if the file system has no locks. On a
+    network file system, it depends on the kernels whether other hosts see the lock.
     """
     has_parent = path.parent.exists()
     with writing(path):

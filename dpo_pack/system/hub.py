@@ -1,11 +1,7 @@
 """Checks before a client of the Hugging Face hub waits for it, or uploads to it.
 
-A mistyped path looks like a hub id. If the hub cannot be reached, its clients (transformers, datasets) repeat
-their requests for half a minute. This file checks only whether the hub answers. A wrong id is reported later,
-by the clients.
+A mistyped path looks like a hub id, and clients of a hub that cannot be reached ask for half a minute.
 """
-
-from __future__ import annotations
 
 import re
 import time
@@ -21,24 +17,22 @@ def check_model(path: str, revision: str | None, recipe_key: str) -> None:
     """Raises ModelError if `path` is a hub id without cached files and the hub cannot be reached."""
     from huggingface_hub import try_to_load_from_cache
 
-    if not _may_be_hub_id(path):
-        return
-    if isinstance(try_to_load_from_cache(path, "config.json", revision=revision), str):
-        return
-    obstacle = _obstacle("model", path, recipe_key)
-    if obstacle is not None:
-        raise ModelError(f"{recipe_key}: no directory {path} here, and {obstacle}")
+    if _may_be_hub_id(path):
+        cached = try_to_load_from_cache(path, "config.json", revision=revision)
+        obstacle = None if isinstance(cached, str) else _obstacle("model", path, recipe_key)
+        if obstacle is not None:
+            raise ModelError(f"{recipe_key}: no directory {path} here, and {obstacle}")
 
 
 def check_dataset(path: str, recipe_key: str) -> None:
     """Raises DataError if `path` is a hub id without cached files and the hub cannot be reached."""
     from datasets import config
 
-    if not _may_be_hub_id(path) or (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).exists():
-        return
-    obstacle = _obstacle("dataset", path, recipe_key)
-    if obstacle is not None:
-        raise DataError(f"{path}: no such file here, and {obstacle}")
+    if _may_be_hub_id(path):
+        is_cached = (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).exists()
+        obstacle = None if is_cached else _obstacle("dataset", path, recipe_key)
+        if obstacle is not None:
+            raise DataError(f"{path}: no such file here, and {obstacle}")
 
 
 def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> str | None:

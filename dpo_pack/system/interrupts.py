@@ -5,8 +5,6 @@ stops the command only when every rank has called `poll`, which ranks do where a
 signal stops the command at once in every part of the program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -59,19 +57,15 @@ class Interruption:
         if not self.is_deferred:
             raise Interrupted(signum)
 
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """In this `with` block, the first signal has an effect only at `poll` or at a `lifted` block."""
-        yield from self._deferring(True)
-
-    @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
+    def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Used inside `deferred`: a signal stops this block at once; with several ranks, only at `poll`."""
         from dpo_pack.system.ranks import num_ranks  # imports torch
 
-        yield from self._deferring(num_ranks() > 1)
+        return self.deferred(num_ranks() > 1)
 
-    def _deferring(self, is_deferred: bool) -> Iterator[None]:
+    @contextlib.contextmanager
+    def deferred(self, is_deferred: bool = True) -> Iterator[None]:
+        """In this `with` block, the first signal has an effect only at `poll` or at a `lifted` block."""
         before, self.is_deferred = self.is_deferred, is_deferred
         try:
             if self.signum is not None and not is_deferred:

@@ -4,8 +4,6 @@ Otherwise such a name could clear the screen. `say` (stdout), `complain` (stderr
 print our lines with escapes, and so does `guard_output` with what libraries, warnings and tracebacks print.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -31,12 +29,8 @@ def complain(line: str) -> None:
 
 
 def guard_output() -> None:
-    """From now on, escapes control characters in all that Python code writes to stdout and stderr.
-
-    Also escapes characters that stdout's encoding lacks, because data may have any character. And silences
-    bitsandbytes, which transformers imports if it is installed: it warns that the CPU lacks kernels, which
-    dpo-pack does not call.
-    """
+    """From now on, escapes in stdout and stderr control characters and characters that the encoding lacks."""
+    # transformers imports bitsandbytes if it is installed; it warns of kernels that dpo-pack does not call.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     stdout = unguarded(sys.stdout)
     if isinstance(stdout, io.TextIOWrapper):
@@ -45,12 +39,12 @@ def guard_output() -> None:
 
 
 def unguarded(stream: Any) -> Any:
-    """Returns the stream to which a program may write control characters of its own, such as colours."""
+    """Returns the stream that takes control characters, such as those of colours."""
     return stream.stream if isinstance(stream, _Guarded) else stream
 
 
 class _Guarded:
-    """A text stream that writes control characters as escapes. Other attributes are those of `stream`."""
+    """A text stream that writes control characters as escapes."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

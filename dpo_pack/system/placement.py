@@ -4,8 +4,6 @@ torchrun and accelerate launch set RANK, WORLD_SIZE, LOCAL_RANK and the address 
 ranks connect. `srun` sets variables of SLURM, from which this file computes the same values.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ torchrun is not used: its exit status is not the failed rank's, and its ranks co
 ranks get the same variables as from torchrun. They connect to a store in the parent process, at a free port.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -16,19 +14,18 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch._C._distributed_c10d import TCPStore  # as in torch.distributed, but with types
 
 from dpo_pack.system.endings import OUR_BUG, say_of_rank
 from dpo_pack.system.interrupts import Interrupted, held_back, recorded
-from dpo_pack.system.placement import Placement
+from dpo_pack.system.placement import ALONE
 
 PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; a read from it returns when the parent has ended
 
-# After a rank has failed, the others get this time to end. Some notice a broken connection, others wait on.
-_SECONDS_AFTER_A_FAILURE = 5.0
-# After an interrupted rank has ended, the others get this time: they may still write large files.
-_SECONDS_AFTER_AN_INTERRUPTION = 600.0
+# After a rank has ended, the others get this time: after an interruption they may still write large files.
+_SECONDS_AFTER_A_FAILURE, _SECONDS_AFTER_AN_INTERRUPTION = 5.0, 600.0
 _INTERRUPTED_STATUSES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -50,19 +47,13 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     if "lo" in (name for _, name in socket.if_nameindex()):
         # All ranks are on this host. `lo` works even if the host's name resolves to a wrong address.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    node = replace(ALONE, num_ranks=num_ranks, num_local_ranks=num_ranks, port=store.port)
     processes: list[subprocess.Popen[bytes]] = []  # by rank
     with recorded() as received:
         try:
             with held_back():
                 for rank in range(num_ranks):
-                    place = Placement(
-                        rank=rank,
-                        num_ranks=num_ranks,
-                        local_rank=rank,
-                        num_local_ranks=num_ranks,
-                        address="127.0.0.1",
-                        port=store.port,
-                    )
+                    place = replace(node, rank=rank, local_rank=rank)
                     # Rank 0 gives the same warnings.
                     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if rank > 0 else {}
                     forced = {"TORCHELASTIC_USE_AGENT_STORE": "True", PARENT_PIPE: str(read_end)}

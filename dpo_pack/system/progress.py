@@ -1,7 +1,5 @@
 """Shows progress: in a terminal by rich.progress, in a log by a plain line every ten seconds."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -314,8 +314,8 @@ def test_a_mistake_of_one_rank_ends_both_with_its_one_line(
 
 
 ENDS: dict[str, tuple[int, str, str]] = {
-    "same-mistake": (2, "error: pairs.jsonl: no such file\n", "error: pairs.jsonl: no such file\n"),
-    "disagree": (2, "error: rank 1 (on ", "same recipe, overrides and packages\n"),
+    "same-mistake": (2, "rank ", "error: pairs.jsonl: no such file\n"),
+    "disagree": (2, "rank ", "same recipe, overrides and packages\n"),
     "bug": (1, "rank 1 (", "ValueError: a bug of ours\n"),
     "killed": (1, "rank 1 (", "it was killed (SIGKILL), often because the machine has too little memory\n"),
 }
@@ -417,7 +417,7 @@ def test_a_wrong_recipe_under_torchrun_is_told_once(recipe: Path, start: Start) 
     process = start([*TORCHRUN, "-m", "dpo_pack", "precompute-ref", recipe, "optim.lrr=1"])
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert err.startswith("error: optim.lrr: unknown key")
+    assert "error: optim.lrr: unknown key" in err.splitlines()[0]
     assert err.count("unknown key") == 1
 
 
