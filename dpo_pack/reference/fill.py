@@ -16,9 +16,9 @@ from dpo_pack.packing.flops import ModelShape
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import Amount, PassSettings, compute_missing, plan_pass, probe_row
 from dpo_pack.reference.work import ReferenceWork
-from dpo_pack.system.console import format_count, format_seconds
+from dpo_pack.system.console import format_seconds
 from dpo_pack.system.files import add_to_json, read_json
-from dpo_pack.system.progress import Line, live
+from dpo_pack.system.progress import progress_bar
 from dpo_pack.system.ranks import largest_over_ranks
 
 # Longer rows are not faster on CPU: the allocator does not keep blocks as large as their activations, so each
@@ -141,36 +141,17 @@ def pass_progress(
     The remaining time is estimated by FLOPs, because later rows are shorter. A few seconds after the start, a
     line with this time is printed once.
     """
-    begun, has_estimated = clock(), False
-    num_pairs, num_tokens, flops = 0, 0, 0.0  # of all finished rows
-
-    def time_left() -> str:
-        return format_seconds((clock() - begun) * (total.flops - flops) / max(flops, 1e-9))
-
-    def line() -> Line:
-        seconds = max(clock() - begun, 1e-9)
-        return Line(
-            label="Reference pass",
-            fraction=flops / max(total.flops, 1e-9),
-            facts=(
-                f"{time_left()} left",
-                f"{num_pairs:,} of {total.num_pairs:,} pairs",
-                f"{num_pairs / seconds:,.1f} pairs/s",
-                f"{format_count(num_tokens)} of {format_count(total.num_tokens)} tokens",
-                f"{format_count(int(num_tokens / seconds))} tokens/s",
-            ),
-        )
-
-    with live(console, line, clock) as tell:
+    begun, has_estimated, flops = clock(), False, 0.0
+    with progress_bar(console, "Reference pass", total.num_pairs, "pairs") as advance:
 
         def finish_row(row: Amount) -> None:
-            nonlocal has_estimated, num_pairs, num_tokens, flops
-            num_pairs += row.num_pairs
-            num_tokens += row.num_tokens
+            nonlocal has_estimated, flops
             flops += row.flops
-            if not has_estimated and flops < total.flops and clock() - begun > ESTIMATE_AFTER_SECONDS:
+            seconds = clock() - begun
+            if not has_estimated and flops < total.flops and seconds > ESTIMATE_AFTER_SECONDS:
                 has_estimated = True
-                console.print(f"  the rest will take about {time_left()}")
-            tell()
+                left = format_seconds(seconds * (total.flops - flops) / max(flops, 1e-9))
+                console.print(f"  the rest will take about {left}")
+            advance(row.num_pairs)
 
         yield finish_row

@@ -166,7 +166,9 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
     """
     has_parent = path.parent.exists()
     with writing(path):
-        file = _lock(path, what, say)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+        _lock(file, path, what, say)
     try:
         with writing(path):
             file.truncate(0)
@@ -183,26 +185,17 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
             file.close()
 
 
-def _lock(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = path.open("a", encoding="utf-8")
-        except FileNotFoundError:  # another process has removed the empty directory
-            continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
-            holder = text_of(path) or "which has not written its name yet"
-            raise RunError(
-                f"{what} is in use by another run, {holder}; wait until that run ends, or stop it"
-            ) from error
-        except OSError as error:
-            reason = f"its file system has no locks ({error.strerror})"
-            say(f"Warning: {what}: {reason}: start no second run there")
-            return file
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()  # another process has removed this file in the meantime: try again
+def _lock(file: TextIO, path: Path, what: str, say: Callable[[str], None]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return
+        holder = "which is ending"  # it has removed this file, and a third run may have made a new one
+    except BlockingIOError:
+        holder = text_of(path)
+    except OSError as error:
+        reason = f"its file system has no locks ({error.strerror})"
+        say(f"Warning: {what}: {reason}: start no second run there")
+        return
+    file.close()
+    raise RunError(f"{what} is in use by another run, {holder}; wait until that run ends, or stop it")

@@ -1,8 +1,7 @@
 """Handles stop signals: Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, by which schedulers announce preemption.
 
-The first signal stops the command at once, except in a `deferred` block, where work could be lost. There it
-stops the command only when every rank has called `poll`, which ranks do where all of them can stop. A second
-signal stops the command at once in every part of the program.
+The first signal stops the command at once, except in a `deferred` block, where work could be lost: there it
+does so when every rank has called `poll`. A second signal stops the command at once everywhere.
 """
 
 import contextlib
@@ -15,25 +14,18 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# Launcher and terminal may each send a signal for one Ctrl-C. Signals within this time count as one.
-SAME_REQUEST_SECONDS = 1.0
-# Ranks exchange their signals about once in this time: an exchange waits for the slowest rank.
-POLL_SECONDS = 1.0
+SAME_REQUEST_SECONDS = 1.0  # launcher and terminal may each send a signal for one Ctrl-C
+POLL_SECONDS = 1.0  # ranks exchange their signals about this often: an exchange waits for the slowest rank
 
 
 class Interrupted(BaseException):
-    """The user or the scheduler asked the run to stop; `exit_status` is the shell's convention.
-
-    `next_step` tells the user how to continue; code whose work continues otherwise sets another text. Like
-    KeyboardInterrupt, this is no Exception, because libraries catch an Exception and retry.
-    """
+    """The user or the scheduler asked the run to stop. (Libraries would catch an Exception and retry.)"""
 
     def __init__(self, signum: int, *, is_urgent: bool = False) -> None:
-        """`is_urgent`: a second signal came, so the process must not save anything or wait for anything."""
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_status = 128 + (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
-        self.is_urgent = is_urgent
-        self.next_step = "run the same command again; it uses what was saved"
+        self.is_urgent = is_urgent  # a second signal came: save nothing, wait for nothing
+        self.next_step = "run the same command again; it uses what was saved"  # how the user continues
 
 
 class Interruption:
@@ -45,8 +37,7 @@ class Interruption:
         self._clock = clock
         self._arrived = 0.0
         self._polled = clock()
-        # Calls of `poll_in_time` since the last `poll`, and the number of calls after which ranks exchange.
-        self._calls, self._next_exchange = 0, 1
+        self._calls, self._next_exchange = 0, 1  # of `poll_in_time` since the last `poll`; the last of them
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None:
@@ -148,10 +139,7 @@ def recorded() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Holds stop signals back from processes that are started in this block, until they accept signals.
-
-    A signal during the start of Python would end the process with a traceback.
-    """
+    """Holds stop signals back from processes that are started in this block, until Python has started."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -32,9 +32,8 @@ class AvailableMemory:
 def host_memory(root: Path = Path("/")) -> AvailableMemory:
     """Returns the memory of the machine that this process may use.
 
-    A container or a batch job may have less memory than the machine. The smallest of the limits of nested
-    control groups counts; cached files do not count as used. In a container the path of a group may be a path
-    on the host, which does not exist here. Then only the last path, the mount point, has a limit.
+    The smallest limit of its control groups counts (of a container or a batch job), without cached files. In
+    a container, groups may have paths of the host: then only the last path, the mount point, has a limit.
     """
     machine = psutil.virtual_memory()
     free, total = machine.available, machine.total
@@ -68,10 +67,10 @@ def free_memory_bytes() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks for later allocations, instead of returning them to the system at once.
+    """Makes glibc keep freed blocks for later allocations, until `release_memory`.
 
-    A step on the CPU frees and allocates activations of megabytes, hundreds of times. For every page of a new
-    block, the operating system handles a page fault and clears the page. `release_memory` still returns all.
+    A step on the CPU frees and allocates activations hundreds of times, and each page of a new block costs a
+    page fault.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library: its settings are not changed
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -86,7 +85,6 @@ def release_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # another C library, which needs no such call
-        # glibc keeps freed blocks of up to 32 MiB. Most weights of a model are not larger.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 

@@ -1,7 +1,6 @@
 """Prints text. Control characters in names of files or in models' answers never reach a terminal or a log.
 
-Otherwise such a name could clear the screen. `say` (stdout), `complain` (stderr) and the console (console.py)
-print our lines with escapes, and so does `guard_output` with what libraries, warnings and tracebacks print.
+`say` (stdout), `complain` (stderr) and console.py print our lines, `guard_output` guards what others print.
 """
 
 import io

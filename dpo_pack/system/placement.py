@@ -1,8 +1,4 @@
-"""Reads the rank of this process, and the number of ranks, from the environment. Imports no torch.
-
-torchrun and accelerate launch set RANK, WORLD_SIZE, LOCAL_RANK and the address of the store to which all
-ranks connect. `srun` sets variables of SLURM, from which this file computes the same values.
-"""
+"""Reads the rank of this process and the number of ranks from variables of torchrun, accelerate or SLURM."""
 
 import os
 import re
@@ -11,9 +7,7 @@ from dataclasses import dataclass
 
 from dpo_pack.system.errors import RecipeError
 
-# Below the ports that Linux gives to outgoing connections (32768 and up).
-_FIRST_PORT, _NUM_PORTS = 12_000, 20_000
-
+_FIRST_PORT, _NUM_PORTS = 12_000, 20_000  # below the ports of outgoing connections (32768 and up)
 _KEY = "distributed.num_processes"
 _LAUNCHERS = "start the processes with dpopack itself, torchrun, accelerate launch or srun"
 
@@ -45,10 +39,7 @@ ALONE = Placement(rank=0, num_ranks=1, local_rank=0, num_local_ranks=1, address=
 
 
 def placement(environ: Mapping[str, str]) -> Placement | None:
-    """Returns this process's rank and the number of processes, from the launcher's environment variables.
-
-    None if no launcher started it. Raises RecipeError if some of these variables are missing or wrong.
-    """
+    """Returns this process's place; None if no launcher started it. Raises RecipeError if variables lack."""
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         num_ranks = _number(environ, "WORLD_SIZE")
         if num_ranks == 1:
@@ -77,9 +68,8 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
         )
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if _number(environ, name, 1) > 1:
-            raise RecipeError(
-                f"{_KEY}: {name} is set, but dpo-pack does not read MPI's variables; {_LAUNCHERS}"
-            )
+            what = f"{name} is set, but dpo-pack does not read MPI's variables"
+            raise RecipeError(f"{_KEY}: {what}; {_LAUNCHERS}")
     return None
 
 

@@ -1,7 +1,6 @@
 """Starts the ranks of one node and watches them. If one rank fails, all ranks end.
 
-torchrun is not used: its exit status is not the failed rank's, and its ranks continue if it is killed. The
-ranks get the same variables as from torchrun. They connect to a store in the parent process, at a free port.
+torchrun is not used: its exit status is not the failed rank's, and its ranks continue if it is killed.
 """
 
 import contextlib
@@ -23,7 +22,6 @@ from dpo_pack.system.interrupts import Interrupted, held_back, recorded
 from dpo_pack.system.placement import ALONE
 
 PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; a read from it returns when the parent has ended
-
 # After a rank has ended, the others get this time: after an interruption they may still write large files.
 _SECONDS_AFTER_A_FAILURE, _SECONDS_AFTER_AN_INTERRUPTION = 5.0, 600.0
 _INTERRUPTED_STATUSES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -35,11 +33,10 @@ def usable_cores() -> int:
 
 
 def start_ranks(command: Sequence[str], num_ranks: int) -> int:
-    """Runs `command` as ranks 0 to `num_ranks` - 1 on this node until all have ended; returns an exit status.
+    """Runs `command` as ranks 0 to `num_ranks` - 1 on this node; returns the status of the first that failed.
 
-    The status is that of the rank that failed first. If a rank was killed, this function prints a message and
-    returns 1. The first stop signal is sent once to every rank; a second one ends all ranks at once. Raises
-    Interrupted after a second signal, or if the first one ended ranks before they could handle it.
+    The status is 1 if a rank was killed. The first stop signal is sent once to every rank; a second one ends
+    all at once. Raises Interrupted then, or if the first one ended ranks before they could handle it.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     read_end, write_end = os.pipe()
@@ -54,8 +51,7 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
             with held_back():
                 for rank in range(num_ranks):
                     place = replace(node, rank=rank, local_rank=rank)
-                    # Rank 0 gives the same warnings.
-                    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if rank > 0 else {}
+                    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if rank > 0 else {}  # rank 0 warns, too
                     forced = {"TORCHELASTIC_USE_AGENT_STORE": "True", PARENT_PIPE: str(read_end)}
                     process = subprocess.Popen(
                         command,
@@ -76,7 +72,7 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
-    """Waits for all ranks, or until the remaining ranks must end. Returns the status of the command."""
+    """Waits for all ranks, or until the remaining ranks must end."""
     statuses: dict[int, int] = {}  # by rank, in the order of their ends
     passed_on = False
     deadline = math.inf
@@ -113,12 +109,11 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]
 
 def end_with_parent() -> None:
     """Makes a rank of `start_ranks`, and all processes it started, end when the parent has ended."""
-    pipe = os.environ.pop(PARENT_PIPE, None)
-    if pipe is None:
-        return
 
-    def wait_for_the_end() -> None:
-        os.read(int(pipe), 1)  # nothing is written: this returns when the only writer, the parent, has ended
+    def wait_for_the_end(pipe: int) -> None:
+        os.read(pipe, 1)  # nothing is written: this returns when the only writer, the parent, has ended
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=wait_for_the_end, daemon=True, name="parent").start()
+    if PARENT_PIPE in os.environ:
+        pipe = int(os.environ.pop(PARENT_PIPE))
+        threading.Thread(target=wait_for_the_end, args=(pipe,), daemon=True, name="parent").start()

@@ -223,19 +223,14 @@ def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
     return together, slice(first, first + len(rows))
 
 
-def largest_over_ranks(values: Tensor) -> Tensor:
-    """Returns the elementwise largest. The host does not wait for the device."""
-    return _reduced(values, dist.ReduceOp.MAX)
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
+def sum_over_ranks(values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
     """Returns the elementwise sum. The host does not wait for the device."""
-    return _reduced(values, dist.ReduceOp.SUM)
-
-
-def _reduced(values: Tensor, operation: Any) -> Tensor:
     if num_ranks() == 1:
         return values
     result = values.clone()
     dist.all_reduce(result, op=operation)
     return result
+
+
+def largest_over_ranks(values: Tensor) -> Tensor:
+    return sum_over_ranks(values, dist.ReduceOp.MAX)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import dpo_pack.system.progress as progress_module
-from dpo_pack.system.progress import Line, TrainingLines, progress_bar, reading_progress, waiting_line
+from dpo_pack.system.progress import TrainingLines, progress_bar, reading_progress, waiting_line
 
 
 class Clock:
@@ -132,8 +133,9 @@ def test_lines_of_training_fit_the_terminal_and_lose_what_matters_least(width: i
     lines.show(_record(120))
     printed = text_of(console).rstrip("\n")
     with lines.moving():
-        pass
-    moving = text_of(console).removeprefix(printed).split("\x1b[?25l")[1].splitlines()[0]
+        lines.advance(120, 180.0)
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "\n", text_of(console)).splitlines()
+    moving = [line for line in shown if "%" in line][-1]
     assert max(cell_len(printed), cell_len(moving)) <= width
     assert "120/2000" in printed and "loss 0.5000" in printed and ("lr 5.00e-07" in printed) == (width >= 120)
     assert "120/2000" in moving and "6%" in moving and "47 min left" in moving
@@ -143,11 +145,12 @@ def test_lines_of_training_fit_the_terminal_and_lose_what_matters_least(width: i
 
 def test_the_line_of_training_moves_with_steps_and_with_what_they_log() -> None:
     lines = TrainingLines(terminal(), num_steps=4)
-    assert lines._line() == Line(label="step 0/4", fraction=0.0, facts=[])
     with lines.moving():
+        assert "step 0/4" in text_of(lines.console)
         lines.advance(1, 40.0)
         lines.show(_record(1))
-    assert "25%  2 min left  loss 0.5000" in text_of(lines.console)
+        lines.advance(2, 80.0)
+    assert "step 2/4" in text_of(lines.console) and "50%  80 s left  loss 0.5000" in text_of(lines.console)
 
 
 def test_an_evaluation_has_a_line_below_that_of_training_until_it_is_done() -> None:
