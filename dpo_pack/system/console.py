@@ -15,8 +15,6 @@ from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import writing
 from dpo_pack.system.output import printable, unguarded
 
-_LOG_WIDTH = 120  # columns of a table in a run's console.log
-
 
 def make_console(*, quiet: bool = False, verbose: bool = False) -> Console:
     """Returns the console of a command. Only rank 0 prints; all other ranks are `quiet`."""
@@ -45,10 +43,9 @@ def log_only(console: Console, text: str) -> None:
 
 
 class _Plain(Console):
-    """Prints strings, also those in tables, with escapes for control characters that names may contain."""
+    """Prints names and paths as they are: no markup, and escapes for control characters."""
 
     def __init__(self, **options: Any) -> None:
-        # Names and paths may contain brackets, which rich would read as markup.
         super().__init__(highlight=False, soft_wrap=True, markup=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -62,7 +59,7 @@ class _Console(_Plain):
         super().__init__(**options)
         self.verbose = verbose
         self.log_path: Path | None = None
-        self._copy = _Plain(file=io.StringIO(), width=_LOG_WIDTH, color_system=None, force_terminal=False)
+        self._copy = _Plain(file=io.StringIO(), width=120, color_system=None, force_terminal=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
         wraps = self.is_terminal

@@ -22,9 +22,7 @@ from dpo_pack.system.output import complain
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-OUR_BUG = 1
-USER_CAN_MEND = 2
-
+OUR_BUG, USER_CAN_MEND = 1, 2  # exit statuses
 # A file of a cache, of output_dir or of a library may raise these errors of the disk, and so may stdout.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 # A bug may be that the connection to a killed rank broke. In this time the launcher ends all other ranks.
@@ -47,9 +45,7 @@ def ending_of(error: BaseException) -> Ending:
             message = f"{error}; {error.next_step}"
             return Ending(message=message, exit_status=error.exit_status, is_urgent=error.is_urgent)
         case DpoPackError():
-            text = " ".join(
-                line.strip() for line in str(error).splitlines()
-            )  # another library's may have more
+            text = " ".join(line.strip() for line in str(error).splitlines())
         case _ if is_out_of_memory(error):
             sentences = str(error).strip().partition("\n")[0].split(". ")
             what = ". ".join(sentences[:3]).rstrip(".")  # size of the allocation, free memory of the device

@@ -23,10 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class DpoPackError(Exception):
-    """An error for which the command line prints one line and ends with exit status 2.
-
-    Any other exception is a bug of dpo-pack: the command prints a traceback and ends with exit status 1.
-    """
+    """A command prints one line of it and ends with status 2. Any other exception is a bug of dpo-pack."""
 
     def __init__(self, message: str) -> None:
         if len(message) > 2000:  # it may quote a million column names of a data file

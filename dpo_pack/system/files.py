@@ -1,7 +1,4 @@
-"""Writes files to a temporary path, syncs and renames them. So after a crash a file is whole or absent.
-
-Also reads JSON files, and holds locks on files.
-"""
+"""Writes files that are whole or absent after a crash; reads JSON; holds locks on files."""
 
 import contextlib
 import fcntl
@@ -121,7 +118,6 @@ def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
 
 
 def parse_json(text: bytes, shape: Any = dict[str, Any]) -> Any:
-    """Does the same as `read_json` for a text."""
     try:
         return TypeAdapter(shape).validate_json(text, strict=True)
     except ValueError:  # pydantic's error, also for values that are nested too deep
@@ -136,7 +132,6 @@ def add_to_json(path: Path, shape: Any, entries: Mapping[str, Any]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,16 +148,12 @@ def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, An
             yield key, value
 
 
-# ------------------------------------------------------------------------------------------------- locks
-
-
 @contextlib.contextmanager
 def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
     """Holds a lock on the file `path` for the `with` block; removes the file afterwards.
 
-    The kernel frees the lock when the process ends, also if it is killed. Raises RunError if another process
-    holds it; the message begins with `what`. `say` gets a warning if the file system has no locks. On a
-    network file system, it depends on the kernels whether other hosts see the lock.
+    Raises RunError, with `what`, if another process holds it. `say` is told of a file system without locks.
+    The kernel frees the lock of a killed process.
     """
     has_parent = path.parent.exists()
     with writing(path):

@@ -1,7 +1,4 @@
-"""Checks before a client of the Hugging Face hub waits for it, or uploads to it.
-
-A mistyped path looks like a hub id, and clients of a hub that cannot be reached ask for half a minute.
-"""
+"""Checks before clients of the Hugging Face hub ask for half a minute: a mistyped path looks like a hub id."""
 
 import re
 import time
@@ -28,9 +25,8 @@ def check_dataset(path: str, recipe_key: str) -> None:
     """Raises DataError if `path` is a hub id without cached files and the hub cannot be reached."""
     from datasets import config
 
-    if _may_be_hub_id(path):
-        is_cached = (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).exists()
-        obstacle = None if is_cached else _obstacle("dataset", path, recipe_key)
+    if _may_be_hub_id(path) and not (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).exists():
+        obstacle = _obstacle("dataset", path, recipe_key)
         if obstacle is not None:
             raise DataError(f"{path}: no such file here, and {obstacle}")
 
@@ -40,10 +36,8 @@ def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> 
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
-    if constants.HF_HUB_OFFLINE:
-        return None
-    reason = ""
-    for seconds_before in (0.0, 1.0):  # a network may fail once
+    reason: str | None = None
+    for seconds_before in () if constants.HF_HUB_OFFLINE else (0.0, 1.0):  # a network may fail once
         time.sleep(seconds_before)
         try:
             HfApi().repo_info(path, repo_type=kind, timeout=10.0)
@@ -52,7 +46,7 @@ def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> 
             return None
         except Exception as error:  # the class of the error depends on the client's HTTP library
             reason = first_line(error)
-    return (
+    return reason and (
         f"the Hugging Face hub cannot be reached to look for this {kind} ({reason}); correct {recipe_key}, "
         f"connect to the internet, or download the {kind} first"
     )

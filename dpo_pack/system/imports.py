@@ -13,11 +13,7 @@ from dpo_pack.system.errors import RecipeError, one_line
 
 @contextlib.contextmanager
 def many_imports() -> Iterator[None]:
-    """Turns garbage collection off in a block that imports torch and transformers for the first time.
-
-    Searches for garbage among their million objects, which live as long as the process, would take a sixth of
-    the import time. After the block these objects are frozen: no later collection searches them.
-    """
+    """Collects no garbage while torch and transformers are imported, which would take a sixth of the time."""
     if "transformers" in sys.modules or not gc.isenabled():  # a freeze would keep garbage
         yield
         return

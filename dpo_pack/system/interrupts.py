@@ -34,9 +34,7 @@ class Interruption:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.signum: int | None = None
         self.is_deferred = False
-        self._clock = clock
-        self._arrived = 0.0
-        self._polled = clock()
+        self._clock, self._arrived, self._polled = clock, 0.0, clock()
         self._calls, self._next_exchange = 0, 1  # of `poll_in_time` since the last `poll`; the last of them
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
@@ -117,7 +115,7 @@ def taken_signals() -> list[signal.Signals]:
 
 
 def _leave_lost_terminal() -> None:
-    """Discards further output if the terminal is gone. Otherwise a print would fail and prevent the save."""
+    """Discards output to a terminal that is gone. Otherwise a print would fail and prevent the save."""
     for descriptor in (1, 2):  # stdout and stderr
         with contextlib.suppress(OSError):  # the descriptor is closed
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
@@ -126,12 +124,9 @@ def _leave_lost_terminal() -> None:
                 os.close(null)
 
 
-# ------------------------------------------------------- in a process that starts ranks, and in these ranks
-
-
 @contextlib.contextmanager
 def recorded() -> Iterator[list[int]]:
-    """Yields a list that collects the stop signals of this block; they have no other effect."""
+    """Yields a list that collects the stop signals of this block, for a process that starts ranks."""
     received: list[int] = []
     with _handled_by(lambda signum, frame: received.append(signum)):
         yield received

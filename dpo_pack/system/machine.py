@@ -13,16 +13,13 @@ from dpo_pack.system.files import text_of
 _CPUINFO = Path("/proc/cpuinfo")
 # CPU instructions that multiply bfloat16, on x86 and Arm: name in /proc/cpuinfo -> name for people.
 _BFLOAT16_FLAGS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
-# fmt: off
 _PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy",
     "flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "liger-kernel", "peft",
-)
-# fmt: on
+)  # fmt: skip
 
 
 def cpu_name() -> str:
-    # On Linux, platform.processor() is empty or only the architecture.
     return _field("model name") or platform.processor() or platform.machine()
 
 
@@ -32,10 +29,7 @@ def is_intel(cpuinfo: Path = _CPUINFO) -> bool:
 
 
 def bfloat16_instructions(cpuinfo: Path = _CPUINFO) -> tuple[str, ...] | None:
-    """Returns the instructions of this CPU that multiply bfloat16; None if the CPU's flags are unknown.
-
-    Without such instructions, torch converts to float32 and back, which takes longer than float32 alone.
-    """
+    """Returns the CPU's instructions that multiply bfloat16; None: unknown. Without, float32 is faster."""
     flags = _field("flags", "Features", cpuinfo=cpuinfo)
     if flags is None:
         return None

@@ -67,11 +67,7 @@ def free_memory_bytes() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks for later allocations, until `release_memory`.
-
-    A step on the CPU frees and allocates activations hundreds of times, and each page of a new block costs a
-    page fault.
-    """
+    """Makes glibc keep freed blocks until `release_memory`: each page of a new block costs a page fault."""
     with contextlib.suppress(OSError, AttributeError):  # another C library: its settings are not changed
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(_MMAP_THRESHOLD, 32 * 2**20)  # the largest: glibc unmaps a larger block when it is freed

@@ -3,11 +3,10 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from dpo_pack.system.errors import RecipeError
 
-_FIRST_PORT, _NUM_PORTS = 12_000, 20_000  # below the ports of outgoing connections (32768 and up)
 _KEY = "distributed.num_processes"
 _LAUNCHERS = "start the processes with dpopack itself, torchrun, accelerate launch or srun"
 
@@ -24,15 +23,9 @@ class Placement:
     port: int
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment variables that torch and accelerate read."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.num_ranks),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.num_local_ranks),
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-        }
+        """Returns the environment variables that torch and accelerate read, in the order of the fields."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        return dict(zip(names, map(str, astuple(self)), strict=True))
 
 
 ALONE = Placement(rank=0, num_ranks=1, local_rank=0, num_local_ranks=1, address="127.0.0.1", port=0)
@@ -56,15 +49,15 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
     if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         nodes = environ.get("SLURM_STEP_NODELIST") or _value(environ, "SLURM_JOB_NODELIST")
         tasks = _value(environ, "SLURM_STEP_TASKS_PER_NODE")
-        # A job may run several steps at once. Each step needs a different port.
-        meeting = _number(environ, "SLURM_JOB_ID") + 127 * _number(environ, "SLURM_STEP_ID", 0)
+        # A job may run several steps at once, each with its port, below those of outgoing connections.
+        step = _number(environ, "SLURM_JOB_ID") + 127 * _number(environ, "SLURM_STEP_ID", 0)
         return Placement(
             rank=_number(environ, "SLURM_PROCID"),
             num_ranks=_number(environ, "SLURM_STEP_NUM_TASKS"),
             local_rank=_number(environ, "SLURM_LOCALID"),
             num_local_ranks=tasks_on_node(tasks, _number(environ, "SLURM_NODEID")),
             address=environ.get("MASTER_ADDR") or first_host(nodes),
-            port=_number(environ, "MASTER_PORT", _FIRST_PORT + meeting % _NUM_PORTS),
+            port=_number(environ, "MASTER_PORT", 12_000 + step % 20_000),
         )
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if _number(environ, name, 1) > 1:

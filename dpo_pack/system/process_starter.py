@@ -33,10 +33,10 @@ def usable_cores() -> int:
 
 
 def start_ranks(command: Sequence[str], num_ranks: int) -> int:
-    """Runs `command` as ranks 0 to `num_ranks` - 1 on this node; returns the status of the first that failed.
+    """Runs `command` as all ranks of this node; returns the first failed rank's status, 1 if it was killed.
 
-    The status is 1 if a rank was killed. The first stop signal is sent once to every rank; a second one ends
-    all at once. Raises Interrupted then, or if the first one ended ranks before they could handle it.
+    The first stop signal is sent once to every rank; a second one ends all at once. Raises Interrupted then,
+    or if the first one ended ranks before they could handle it.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     read_end, write_end = os.pipe()
@@ -72,7 +72,6 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
-    """Waits for all ranks, or until the remaining ranks must end."""
     statuses: dict[int, int] = {}  # by rank, in the order of their ends
     passed_on = False
     deadline = math.inf
@@ -101,10 +100,8 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]
     exits = [status for status in statuses.values() if status > 0]  # a killed rank has a negative status
     if len(received) > 1 or not exits:
         raise Interrupted(received[-1])
-    failures = [status for status in exits if status not in _INTERRUPTED_STATUSES]
-    if failures:
-        return failures[0]
-    return Interrupted(received[0]).exit_status if received else exits[0]
+    interrupted = Interrupted(received[0]).exit_status if received else exits[0]
+    return next((status for status in exits if status not in _INTERRUPTED_STATUSES), interrupted)
 
 
 def end_with_parent() -> None:

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.output import printable
-
-_LINE_EVERY_SECONDS = 10.0
 
 # Takes the name of the work, the part done, all (None: unknown), and facts, the most important first.
 Tell = Callable[[str, float, float | None, Sequence[str]], None]
@@ -24,16 +21,6 @@ def _fitting(facts: Sequence[str], width: int) -> str:
     return [text for text in texts if len(text) <= width][-1]
 
 
-class _Facts(ProgressColumn):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width  # of this column and that of the name
-
-    def render(self, task: Task) -> Text:
-        facts = [*([] if task.total is None else [f"{task.percentage:.0f}%"]), *task.fields["facts"]]
-        return Text(_fitting(facts, max(0, self.width - len(task.description))))
-
-
 @contextlib.contextmanager
 def _shown(console: Console, what: str) -> Iterator[Tell]:
     """Shows work, its seconds and what the yielded function is told, while the `with` block runs."""
@@ -42,31 +29,31 @@ def _shown(console: Console, what: str) -> Iterator[Tell]:
         TextColumn("{task.description}", markup=False),
         *([BarColumn(bar_width)] if bar_width else []),
         TimeElapsedColumn(),
-        _Facts(console.width - bar_width - len("  0:00:00  ")),
+        TextColumn("{task.fields[facts]}", markup=False),
         console=console,
         transient=True,
         refresh_per_second=2,
         disable=not console.is_terminal,
     )
-    task, printed = bar.add_task(printable(what), total=None, facts=()), time.monotonic()
+    task, printed = bar.add_task(printable(what), total=None, facts=""), time.monotonic()
 
     def tell(what: str, done: float, total: float | None, facts: Sequence[str]) -> None:
         nonlocal printed
-        bar.update(task, description=printable(what), completed=done, total=total, facts=facts)
-        now = time.monotonic()
-        if bar.disable and now - printed >= _LINE_EVERY_SECONDS and done != total:
-            console.print(printable(f"{what}: {', '.join(facts)}"))
+        what, now = printable(what), time.monotonic()
+        width = max(0, console.width - bar_width - len(f"{what}  0:00:00  "))
+        fitting = _fitting([*([f"{done / total:.0%}"] if total else []), *facts], width)
+        bar.update(task, description=what, completed=done, total=total, facts=fitting)
+        if bar.disable and now - printed >= 10.0 and done != total:
+            console.print(f"{what}: {', '.join(facts)}")
             printed = now
 
     with bar:
         yield tell
 
 
-@contextlib.contextmanager
-def waiting_line(console: Console, what: str) -> Iterator[None]:
+def waiting_line(console: Console, what: str) -> contextlib.AbstractContextManager[Any]:
     """In a terminal, shows what is being done, and for how long, while the `with` block runs."""
-    with _shown(console, what):
-        yield
+    return _shown(console, what)
 
 
 @contextlib.contextmanager
@@ -106,7 +93,6 @@ def progress_bar(
             done += count
             progress(description, done, total)
 
-        advance(0)
         yield advance
 
 

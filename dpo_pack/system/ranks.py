@@ -1,7 +1,7 @@
 """Communication between ranks. Every rank makes the same calls in the same order.
 
 If there is only one process, these functions return at once. Objects go from host to host by gloo, so they
-wait for no device. Tensors (the functions at the end of this file) go from device to device.
+wait for no device. Tensors go from device to device.
 """
 
 import contextlib
@@ -56,10 +56,8 @@ def host_group() -> Any:
 
 def leave() -> None:
     """Destroys this process's groups. Afterwards it cannot reach other ranks."""
-    # The threads of a group end with the last reference to it. A thread that calls Python while the
-    # interpreter shuts down would abort the process.
     dist.destroy_process_group()
-    _host_groups.clear()
+    _host_groups.clear()  # else threads of a group, while the interpreter shuts down, could abort the process
 
 
 def any_rank(flag: bool) -> bool:
@@ -101,9 +99,8 @@ def every_rank_says(value: Value, group: Any = None) -> list[Value]:
 
 def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]:
     """Runs `work` on every rank; returns all values. All ranks raise the lowest rank's DpoPackError."""
-    outcome: Any
     try:
-        outcome = work(), None
+        outcome: tuple[Any, DpoPackError | None] = work(), None
     except DpoPackError as error:
         if num_ranks() == 1:
             raise
@@ -121,10 +118,9 @@ def first_does(work: Callable[[], Value]) -> Value:
 
 
 def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Value]]) -> list[Value]:
-    """Splits `items` over ranks; returns `work`'s values of all items, in their order, on every rank.
+    """Splits `items` over ranks; returns `work`'s values, one for each item, in their order, on every rank.
 
-    `work` returns one value for each of its items. A rank without items does not call it. If it raises a
-    DpoPackError on one rank, all ranks raise it.
+    A rank without items does not call `work`. If it raises a DpoPackError on one rank, all ranks raise it.
     """
     own = items[rank() :: num_ranks()]
     results: list[Any] = [None] * len(items)
@@ -197,9 +193,6 @@ def require_shared(directory: Path, recipe_key: str) -> None:
             f"{recipe_key}: {blind[0]} does not see a file that rank 0 (on {hosts[0]}) wrote in {directory}; "
             "use a directory on a file system that all nodes share"
         )
-
-
-# ----------------------------------------------------------------------------------------------- tensors
 
 
 def gather_over_ranks(rows: Tensor) -> Tensor:
