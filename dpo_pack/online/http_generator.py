@@ -1,9 +1,8 @@
 """Completions from a server that has OpenAI's HTTP interface /completions: vLLM, SGLang, llama.cpp, others.
 
-The generator sends prompts as token ids, so the server continues exactly the tokens that training uses. The
-server answers with text, and the generator tokenises the text. If the server reports that the model ended the
-completion, the generator adds the end token. Training does not update the server's weights. So the policy of
-step 0 writes all completions, and a completion that is used at step n is n steps old.
+Prompts are sent as token ids, so the server continues exactly the tokens that training uses. Its text is
+tokenised, with the end token if the model ended it. Training does not update the server's weights, so a
+completion that is used at step n is n steps old.
 """
 
 from collections.abc import Sequence
@@ -34,9 +33,25 @@ class HttpGenerator:
     console: Console
 
     def generate(self, draws: Sequence[Draw]) -> list[tuple[Completion, ...] | Failure]:
-        bodies = [self._body(draw) for draw in draws]
-        optional = _NEUTRAL.keys() - self._filters().keys()
-        before = set(self.endpoint.refused)
+        sampling = self.sampling
+        filters: dict[str, Any] = {"top_k": sampling.top_k, "min_p": sampling.min_p or None}
+        filters = {name: value for name, value in filters.items() if value is not None}
+        common = {
+            "n": sampling.completions_per_prompt,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **_NEUTRAL,
+            **filters,
+            **({"stop": list(sampling.stop)} if sampling.stop else {}),
+        }
+        # A server that uses the seed gives a resumed run the same completions.
+        seeds = [np.random.SeedSequence([self.seed, draw.number]).generate_state(1)[0] for draw in draws]
+        bodies = [
+            {**common, "prompt": draw.prompt.ids.tolist(), "seed": int(seed) >> 1}
+            for draw, seed in zip(draws, seeds, strict=True)
+        ]
+        before, optional = set(self.endpoint.refused), _NEUTRAL.keys() - filters.keys()
         answers = self.endpoint.ask_all("/completions", bodies, self._read, optional=optional)
         if refused := sorted(self.endpoint.refused - before):
             self.console.print(
@@ -47,28 +62,6 @@ class HttpGenerator:
 
     def weights_step(self, step: int) -> int:
         return 0
-
-    def _filters(self) -> dict[str, float]:
-        """Returns the fields of _NEUTRAL that the recipe sets, with the recipe's values."""
-        filters = {"top_k": self.sampling.top_k, "min_p": self.sampling.min_p or None}
-        return {name: value for name, value in filters.items() if value is not None}
-
-    def _body(self, draw: Draw) -> dict[str, Any]:
-        sampling = self.sampling
-        body: dict[str, Any] = {
-            "prompt": draw.prompt.ids.tolist(),
-            "n": sampling.completions_per_prompt,
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            **_NEUTRAL,
-            **self._filters(),
-            # A server that uses the seed gives a resumed run the same completions.
-            "seed": int(np.random.SeedSequence([self.seed, draw.number]).generate_state(1)[0]) >> 1,
-        }
-        if sampling.stop:
-            body["stop"] = list(sampling.stop)
-        return body
 
     def _read(self, answer: Any) -> tuple[Completion, ...]:
         choices: Any = answer.get("choices") if isinstance(answer, dict) else None

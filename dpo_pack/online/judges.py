@@ -1,7 +1,4 @@
-"""Judges that load no model in this process: your own function, a server's model, a weighted sum of judges.
-
-Legend: n completions of a prompt.
-"""
+"""Judges that load no model in this process: your own function, a server's model, a weighted sum."""
 
 import math
 import re
@@ -37,21 +34,15 @@ class WeightedJudges:
         return sums
 
 
-# ---------------------------------------------------------------------------------------- your own function
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionJudge:
-    """Calls your own function, `module:function`, from the working directory or an installed module.
-
-    The function gets a batch as keyword arguments, with one entry for each completion. It returns one number
-    for each completion; a better completion has a higher number:
+    """Calls your own function. It returns a number for each completion; a better one has a higher number:
 
         def score(*, prompts: list[str | list[dict]], completions: list[str]) -> list[float]
 
     A prompt is text, or a list of messages if the data is conversational. The completions of one prompt
-    follow one another. If the function returns `None` or a number that is not finite, the prompt fails. If a
-    call raises an error, the judge repeats it up to `retries` times, then does so for each prompt alone.
+    follow one another. If a number is `None` or not finite, the prompt fails. If a call raises an error, the
+    judge repeats it up to `retries` times, then does so for each prompt alone.
     """
 
     name: str  # module:function
@@ -95,8 +86,6 @@ class FunctionJudge:
         return [scores if np.isfinite(scores).all() else not_finite for scores in by_prompt]
 
 
-# ----------------------------------------------------------------------------------------- a server's model
-
 INSTRUCTIONS = "The better answer is helpful, honest and to the point."
 _SYSTEM = """\
 You compare two answers to the same request. {instructions}
@@ -118,11 +107,10 @@ _WINS = {"a": 1.0, "b": 0.0, "t": 0.5, "tie": 0.5}  # score of the answer that i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmJudge:
-    """Asks a server's model which of two completions is better. Scores are in [0, 1].
+    """Asks a server's model which of two completions is better. A score is the fraction of comparisons won.
 
     Models favour the answer that is shown first (Zheng et al. 2023, arXiv 2306.05685). So the judge compares
-    each pair of completions in both orders. A completion's score is the fraction of its comparisons that it
-    wins. If a model looks only at the order, both completions score one half, a tie.
+    each pair of completions in both orders. If a model looks only at the order, both score one half.
     """
 
     endpoint: Endpoint

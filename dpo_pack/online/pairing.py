@@ -30,7 +30,7 @@ class PairingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """The pairs of one prompt, and the numbers of ties and duplicates that are not among them."""
+    """The pairs of one prompt, without ties and duplicates."""
 
     pairs: tuple[Position, ...]
     scores: Scores  # [n] missing_eos_penalty is already subtracted
@@ -41,11 +41,7 @@ class Pairing:
 def make_pairs(
     completions: Sequence[Completion], scores: Scores, settings: PairingSettings, *, draw_number: int
 ) -> Pairing:
-    """Returns the pairs of a prompt's completions. scores: [n].
-
-    A completion with the same tokens as an earlier completion is left out. The random numbers of the method
-    `random` depend on the seed and `draw_number`.
-    """
+    """Returns the pairs of a prompt's completions, without those that equal an earlier one. scores: [n]."""
     assert scores.shape == (len(completions),)
     is_finished = np.array([completion.is_finished for completion in completions])
     scores = scores - settings.missing_eos_penalty * ~is_finished

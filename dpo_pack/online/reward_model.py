@@ -1,9 +1,8 @@
 """A judge that scores with a sequence classifier with one output. Packed rows hold each prompt only once.
 
-The judge packs the classifier's rows as training packs the policy's rows. The score of a sequence is the
-classifier's output at the last token. But a packed row gives hidden states only at positions that predict a
-token. So the judge appends a token to each sequence, which the last token predicts. Attention is causal, so
-the appended token changes no score.
+The score of a sequence is the classifier's output at the last token. But a packed row gives hidden states
+only at positions that predict a token. So the judge appends a token to each sequence, which changes no score,
+because attention is causal.
 
 Legend: n completions of a prompt, S sequences of a row, D hidden size.
 """
@@ -115,8 +114,8 @@ class RewardModelJudge:
 
 
 def as_groups(sequences: Sequence[TokenIds]) -> list[Group]:
-    """Appends a token to each of a prompt's sequences. Returns one Group, which holds the tokens that all
-    sequences begin with once. If not even the first token is common, returns one Group for each sequence."""
+    """Appends a token to each of a prompt's sequences. Returns one Group, with their common beginning
+    once, or one Group for each sequence, if they begin with different tokens."""
     shared = common_prefix_length(sequences)
     appended = np.zeros(1, dtype=np.int32)
     if shared == 0:
@@ -126,8 +125,7 @@ def as_groups(sequences: Sequence[TokenIds]) -> list[Group]:
 
 
 def without_padding(ids: TokenIds, pad: int | None) -> TokenIds:
-    """Returns `ids` up to the last token that is not `pad`. transformers reads the score at this token, even
-    if the text itself ends in `pad`."""
+    """Returns `ids` up to the last token that is not `pad`, where transformers reads the score."""
     places = np.flatnonzero(ids != pad) if pad is not None else np.arange(len(ids))
     return ids[: int(places[-1]) + 1] if len(places) else ids[:1]
 
@@ -146,8 +144,7 @@ def load_reward_model(
 ) -> RewardModelJudge:
     """Loads the classifier at `path`, for packed rows or padded batches.
 
-    Raises ModelError when the classifier cannot be loaded or does not give one score at the last token.
-    Raises UnsupportedModelError when rows cannot be packed for its model family.
+    Raises ModelError when it cannot be loaded, gives no single score at the last token, or cannot be packed.
     """
     config = load_config(path, revision=None, trust_remote_code=trust_remote_code, recipe_key=recipe_key)
     if config.num_labels != 1:
@@ -197,10 +194,7 @@ def load_reward_model(
 
 @torch.no_grad()
 def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
-    """Proves on small rows, before the judge's first use, that packing or padding changes no score.
-
-    Raises UnsupportedModelError if a score changes.
-    """
+    """Proves on small rows that packing or padding changes no score. Raises UnsupportedModelError."""
     scorer, device = judge.backbone, judge.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)

@@ -1,11 +1,8 @@
 """Global batches of pairs that the current policy has written.
 
-A phase answers `rollouts_per_update` prompts with the current policy and puts the pairs into a queue. A step
-takes `pairs_per_step` pairs from the front of the queue. The next phase runs when the queue has too few
-pairs. So a step has as many pairs as an offline step, even if many prompts end in a tie or a failure.
-
-The ranks divide the prompts of a phase, and later the rows of a step. Between these two, every rank gets the
-outcomes of all prompts, so all ranks have the same queue and the same counts.
+A phase answers `rollouts_per_update` prompts and puts the pairs into a queue. A step takes `pairs_per_step`
+pairs from the front; the next phase runs when the queue has too few. The ranks divide the prompts of a phase,
+and later the rows of a step. In between every rank gets all outcomes, so all have the same queue and counts.
 
 Legend: P pairs of a step, N prompts.
 """
@@ -48,7 +45,7 @@ FRUITLESS_PHASES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineSettings:
-    """The settings that decide how prompts become steps."""
+    """How prompts become steps."""
 
     pairs_per_step: int
     rollouts_per_update: int  # prompts answered before the policy is updated on them
@@ -60,7 +57,7 @@ class OnlineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSettings:
-    """The settings that decide how the pairs of a step are put into rows."""
+    """How the pairs of a step are put into rows."""
 
     plan: PlanSettings
     builder: Callable[[PairTable], RowBuilder]

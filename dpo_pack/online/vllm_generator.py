@@ -1,8 +1,7 @@
 """Completions from vLLM in this process: starts vLLM, gives it weights and prompts, checks its log-probs.
 
-If vLLM ran in another process, dpo-pack would have to send it all weights before every phase. In this
-process, vLLM's loader reads the policy's own tensors. vLLM has its own copy of the weights and its own cache,
-and it does not change the policy. So training needs no preparation after a phase.
+In this process vLLM's loader reads the policy's own tensors. vLLM has its own copy of the weights and its own
+cache, and does not change the policy.
 
 Legend: L tokens of a completion.
 """
@@ -50,10 +49,7 @@ class VllmEngine:
     device: torch.device
 
     def take_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Loads weights, named as in a checkpoint, and empties the cache that older weights have filled.
-
-        Raises ModelError with vLLM's own message.
-        """
+        """Loads weights, named as in a checkpoint, and empties the cache that older weights have filled."""
         try:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
             if self.device.type == "cpu":
@@ -117,8 +113,7 @@ def start_engine(
 ) -> VllmEngine:
     """Starts vLLM with the architecture of `model`, without weights. Raises ModelError with vLLM's message.
 
-    max_tokens: length of the longest prompt plus its completion. gpu_memory_utilization: the part of the
-    device's memory for vLLM's weights and cache.
+    max_tokens: of the longest prompt plus its completion. gpu_memory_utilization: a part of the memory.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -154,10 +149,7 @@ def start_engine(
 
 
 def _pack_heads(model: nn.Module) -> None:
-    """Renews the packed copy of the output head, with which vLLM's CPU build computes.
-
-    vLLM itself renews the copy only when it loads a head. It loads none if the head is the embedding.
-    """
+    """Renews the copy of the output head in vLLM's CPU build, which is not loaded if it is the embedding."""
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead":
             head: Any = module
@@ -191,9 +183,6 @@ def _brief(error: Exception) -> str:
     text = text.rpartition("Value error, ")[2].partition(" [type=")[0]
     text = text.partition(". Supported architectures")[0]
     return (text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...").rstrip(".")
-
-
-# ------------------------------------------------------------------------------------------------ completions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,12 +239,8 @@ class VllmGenerator:
         return step
 
 
-# ------------------------------------------------------------------------------------------------------ proof
-
 # The largest mean difference in nats a token. Rounding gives less (docs/online.md), wrong weights more.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-_PROMPT_TOKENS = 64
-_WRITTEN_TOKENS = 32
 
 
 def prove_agreement(
@@ -268,17 +253,14 @@ def prove_agreement(
 ) -> float:
     """Proves, before the first step, that vLLM computes the same log-probs as the policy.
 
-    vLLM, which has the policy's weights, continues the start of `prompt`, and the policy computes the
-    log-probs of the new tokens too. Only this check finds a tensor that vLLM did not load. Returns the mean
-    difference in nats. Raises ModelError if the difference is larger than rounding in `dtype` (the dtype of
-    the activations) can explain.
+    vLLM continues the start of `prompt`, and the policy computes the log-probs of the new tokens, too. Only
+    this check finds a tensor that vLLM did not load. Returns the mean difference in nats. Raises ModelError
+    if rounding in `dtype`, that of the activations, cannot explain it.
     """
-    start = prompt[:_PROMPT_TOKENS]
-    num_tokens = min(max_new_tokens, _WRITTEN_TOKENS)
+    start, num_tokens = prompt[:64], min(max_new_tokens, 32)
+    options = {"max_tokens": num_tokens, "seed": 0, "logprobs": 0, "ignore_eos": True}
     try:
-        (output,) = engine.answer(
-            [start], [{"max_tokens": num_tokens, "seed": 0, "logprobs": 0, "ignore_eos": True}]
-        )
+        (output,) = engine.answer([start], [options])
     except Exception as error:  # vLLM chooses some kernels only now, and these kernels may raise
         raise _refusal(f"vLLM cannot run this policy: {_brief(error)}") from error
     written = np.array(output.token_ids, dtype=np.int32)

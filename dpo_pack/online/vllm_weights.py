@@ -1,8 +1,7 @@
 """Gives the policy's tensors, in the form of a checkpoint, to an engine that has its own copy of the weights.
 
-The tensors come layer by layer, under the names that checkpoints of the family have. If the policy has an
-adapter, the adapter is added to the base weights. The policy does not change. At any time, the computed
-weights (merged or regrouped) of only one layer are in memory.
+The tensors come layer by layer, under the names that checkpoints of the family have. An adapter is added to
+the base weights. The computed weights (merged or regrouped) of only one layer at a time are in memory.
 """
 
 import contextlib

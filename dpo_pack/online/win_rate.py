@@ -1,9 +1,8 @@
 """Evaluation of an online run: compares the current policy with the starting policy on held-out prompts.
 
-Both policies write one completion for each prompt, with the same random numbers. The judge scores the two
-completions together, so each difference is between answers to the same prompt. An unchanged policy writes the
-same answers; these are ties, and its win rate is exactly one half. The ranks divide the prompts, and every
-rank gets the metrics over all prompts.
+Both policies write one completion for each prompt, with the same random numbers, and the judge scores the two
+together. An unchanged policy writes the same answers, so its win rate is exactly one half. The ranks divide
+the prompts, and every rank gets the metrics over all prompts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

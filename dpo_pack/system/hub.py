@@ -1,4 +1,4 @@
-"""Checks before clients of the Hugging Face hub ask for half a minute: a mistyped path looks like a hub id."""
+"""Checks before clients of the Hugging Face hub ask for half a minute, as for a mistyped path."""
 
 import re
 import time
