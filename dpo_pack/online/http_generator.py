@@ -1,12 +1,9 @@
 """Completions from a server that has OpenAI's HTTP interface /completions: vLLM, SGLang, llama.cpp, others.
 
-The generator sends prompts as token ids, so the server continues exactly the tokens that training uses. The
-server answers with text, and the generator tokenises the text. If the server reports that the model ended the
-completion, the generator adds the end token. Training does not update the server's weights. So the policy of
-step 0 writes all completions, and a completion that is used at step n is n steps old.
+Prompts are sent as token ids, so the server continues exactly the tokens that training uses. Its text is
+tokenised, with the end token if the model ended it. Training does not update the server's weights, so a
+completion that is used at step n is n steps old.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.online.endpoint import Endpoint, UnusableAnswer
+from dpo_pack.online.endpoint import Endpoint
 from dpo_pack.online.interface import Completion, Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings
 
@@ -36,9 +33,25 @@ class HttpGenerator:
     console: Console
 
     def generate(self, draws: Sequence[Draw]) -> list[tuple[Completion, ...] | Failure]:
-        bodies = [self._body(draw) for draw in draws]
-        optional = _NEUTRAL.keys() - self._filters().keys()
-        before = set(self.endpoint.refused)
+        sampling = self.sampling
+        filters: dict[str, Any] = {"top_k": sampling.top_k, "min_p": sampling.min_p or None}
+        filters = {name: value for name, value in filters.items() if value is not None}
+        common = {
+            "n": sampling.completions_per_prompt,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **_NEUTRAL,
+            **filters,
+            **({"stop": list(sampling.stop)} if sampling.stop else {}),
+        }
+        # A server that uses the seed gives a resumed run the same completions.
+        seeds = [np.random.SeedSequence([self.seed, draw.number]).generate_state(1)[0] for draw in draws]
+        bodies = [
+            {**common, "prompt": draw.prompt.ids.tolist(), "seed": int(seed) >> 1}
+            for draw, seed in zip(draws, seeds, strict=True)
+        ]
+        before, optional = set(self.endpoint.refused), _NEUTRAL.keys() - filters.keys()
         answers = self.endpoint.ask_all("/completions", bodies, self._read, optional=optional)
         if refused := sorted(self.endpoint.refused - before):
             self.console.print(
@@ -50,62 +63,30 @@ class HttpGenerator:
     def weights_step(self, step: int) -> int:
         return 0
 
-    def _filters(self) -> dict[str, float]:
-        """Returns the fields of _NEUTRAL that the recipe sets, with the recipe's values."""
-        filters = {"top_k": self.sampling.top_k, "min_p": self.sampling.min_p or None}
-        return {name: value for name, value in filters.items() if value is not None}
-
-    def _body(self, draw: Draw) -> dict[str, Any]:
-        sampling = self.sampling
-        body: dict[str, Any] = {
-            "prompt": draw.prompt.ids.tolist(),
-            "n": sampling.completions_per_prompt,
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            **_NEUTRAL,
-            **self._filters(),
-            # A server that uses the seed gives a resumed run the same completions.
-            "seed": int(np.random.SeedSequence([self.seed, draw.number]).generate_state(1)[0]) >> 1,
-        }
-        if sampling.stop:
-            body["stop"] = list(sampling.stop)
-        return body
-
     def _read(self, answer: Any) -> tuple[Completion, ...]:
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not isinstance(choices, list) or len(choices) != self.sampling.completions_per_prompt:
-            number = len(choices) if isinstance(choices, list) else "no"
-            raise UnusableAnswer(
-                f"the answer has {number} choices, not {self.sampling.completions_per_prompt}"
-            )
-        return tuple(self._completion(choice) for choice in choices)
+        choices: Any = answer.get("choices") if isinstance(answer, dict) else None
+        number = len(choices) if isinstance(choices, list) else "no"
+        if number != self.sampling.completions_per_prompt:
+            raise ValueError(f"the answer has {number} choices, not {self.sampling.completions_per_prompt}")
+        return tuple(map(self._completion, choices))
 
     def _completion(self, choice: Any) -> Completion:
         if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
-            raise UnusableAnswer("one of the choices has no text")
+            raise ValueError("one of the choices has no text")
         text, is_finished = str(choice["text"]), choice.get("finish_reason") == "stop"
+        text.encode()  # raises ValueError for half of a surrogate pair, which no tokenizer takes
         # The stop string, or the id of the stop token, that ended the completion. vLLM calls this field
         # stop_reason, SGLang matched_stop. The completion's text does not contain the stop string or token.
         stopped_by = choice.get("stop_reason", choice.get("matched_stop"))
         end = stopped_by if isinstance(stopped_by, str) else ""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UnusableAnswer("the text has half of a surrogate pair") from None
         ids = list(self.tokenizer(text + end, add_special_tokens=False)["input_ids"])
         if is_finished and not end:
-            ids += self._end_token(stopped_by)
+            if type(stopped_by) is not int:  # no token is named: True is no token, either
+                ids += [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+            elif 0 <= stopped_by < len(self.tokenizer):
+                ids.append(stopped_by)
+            else:
+                raise ValueError(f"it stopped at token {stopped_by}, which the tokenizer does not have")
         if not 1 <= len(ids) <= self.sampling.max_new_tokens:
-            raise UnusableAnswer(
-                f"a completion has {len(ids)} tokens, not 1 to {self.sampling.max_new_tokens}"
-            )
+            raise ValueError(f"a completion has {len(ids)} tokens, not 1 to {self.sampling.max_new_tokens}")
         return Completion(ids=np.array(ids, dtype=np.int32), text=text, is_finished=is_finished)
-
-    def _end_token(self, stopped_by: Any) -> list[int]:
-        """Returns [the end token that the server names], else [EOS], or [] if the tokenizer has no EOS."""
-        if not isinstance(stopped_by, int) or isinstance(stopped_by, bool):
-            return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        if not 0 <= stopped_by < len(self.tokenizer):
-            raise UnusableAnswer(f"it stopped at token {stopped_by}, which the tokenizer does not have")
-        return [stopped_by]

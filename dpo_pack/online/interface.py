@@ -1,12 +1,10 @@
 """The values that generators, judges and pairing exchange.
 
-A generator answers prompts, and a judge scores the answers. Both return one result for each prompt, in order.
-The result is a `Failure` if the prompt got no answer or no score. Training counts such a prompt and skips it.
+Generators and judges return one result for each prompt, in order: a `Failure` without an answer or a score.
+Training counts such a prompt and skips it.
 
 Legend: n completions of a prompt, L tokens of a completion.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass

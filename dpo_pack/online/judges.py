@@ -1,9 +1,4 @@
-"""Judges that load no model in this process: your own function, a server's model, a weighted sum of judges.
-
-Legend: n completions of a prompt.
-"""
-
-from __future__ import annotations
+"""Judges that load no model in this process: your own function, a server's model, a weighted sum."""
 
 import math
 import re
@@ -14,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.online.endpoint import Endpoint, UnusableAnswer
+from dpo_pack.online.endpoint import Endpoint
 from dpo_pack.online.interface import Failure, Judge, Rollout, Scores
 from dpo_pack.system.errors import RunError, one_line
 
@@ -39,21 +34,15 @@ class WeightedJudges:
         return sums
 
 
-# ---------------------------------------------------------------------------------------- your own function
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionJudge:
-    """Calls your own function, `module:function`, from the working directory or an installed module.
-
-    The function gets a batch as keyword arguments, with one entry for each completion. It returns one number
-    for each completion; a better completion has a higher number:
+    """Calls your own function. It returns a number for each completion; a better one has a higher number:
 
         def score(*, prompts: list[str | list[dict]], completions: list[str]) -> list[float]
 
     A prompt is text, or a list of messages if the data is conversational. The completions of one prompt
-    follow one another. If the function returns `None` or a number that is not finite, the prompt fails. If a
-    call raises an error, the judge repeats it up to `retries` times, then does so for each prompt alone.
+    follow one another. If a number is `None` or not finite, the prompt fails. If a call raises an error, the
+    judge repeats it up to `retries` times, then does so for each prompt alone.
     """
 
     name: str  # module:function
@@ -62,52 +51,40 @@ class FunctionJudge:
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
         """Raises RunError when the function does not return one number for each completion."""
-        together = self._try(rollouts)
-        if not isinstance(together, Failure):
-            return together
-        if len(rollouts) == 1:
-            return [together]
-        # One bad prompt must not make the other prompts fail.
-        return [result for rollout in rollouts for result in self.score([rollout])]
-
-    def _try(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure] | Failure:
-        prompts: list[Any] = []
-        completions: list[str] = []
+        batch: dict[str, list[Any]] = {"prompts": [], "completions": []}
         for rollout in rollouts:
             prompt = rollout.draw.prompt
             for completion in rollout.completions:
-                prompts.append(prompt.text if prompt.messages is None else list(prompt.messages))
-                completions.append(completion.text)
+                batch["prompts"].append(prompt.text if prompt.messages is None else list(prompt.messages))
+                batch["completions"].append(completion.text)
         reason = ""
         for _ in range(1 + self.retries):
             try:
-                values = self.function(prompts=prompts, completions=completions)
+                values = self.function(**batch)
             except Exception as error:  # the user's code may raise anything
                 reason = f"{self.name}: {one_line(error)}"
                 continue
             return self._by_prompt(values, rollouts)
-        return Failure(reason=reason)
+        if len(rollouts) == 1:
+            return [Failure(reason=reason)]
+        # One bad prompt must not make the other prompts fail.
+        return [result for rollout in rollouts for result in self.score([rollout])]
 
     def _by_prompt(self, values: Any, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
+        ends = np.cumsum([len(rollout.completions) for rollout in rollouts])
         try:
             numbers = [math.nan if value is None else float(value) for value in values]
         except (TypeError, ValueError):
-            raise RunError(
-                f"online.judges: {self.name} must return a list with one number for each completion, not "
-                f"{type(values).__name__} {str(values)[:60]!r}"
-            ) from None
-        ends = np.cumsum([len(rollout.completions) for rollout in rollouts])
+            numbers = []
         if len(numbers) != ends[-1]:
             raise RunError(
-                f"online.judges: {self.name} returned {len(numbers)} scores for {ends[-1]} completions; "
-                "return one score for each completion"
+                f"online.judges: {self.name} must return a list with one number for each of {ends[-1]} "
+                f"completions, not {type(values).__name__} {str(values)[:60]!r}"
             )
         not_finite = Failure(reason=f"{self.name}: a score is not finite")
         by_prompt = np.split(np.array(numbers, dtype=np.float64), ends[:-1])
         return [scores if np.isfinite(scores).all() else not_finite for scores in by_prompt]
 
-
-# ----------------------------------------------------------------------------------------- a server's model
 
 INSTRUCTIONS = "The better answer is helpful, honest and to the point."
 _SYSTEM = """\
@@ -130,11 +107,10 @@ _WINS = {"a": 1.0, "b": 0.0, "t": 0.5, "tie": 0.5}  # score of the answer that i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmJudge:
-    """Asks a server's model which of two completions is better. Scores are in [0, 1].
+    """Asks a server's model which of two completions is better. A score is the fraction of comparisons won.
 
     Models favour the answer that is shown first (Zheng et al. 2023, arXiv 2306.05685). So the judge compares
-    each pair of completions in both orders. A completion's score is the fraction of its comparisons that it
-    wins. If a model looks only at the order, both completions score one half, a tie.
+    each pair of completions in both orders. If a model looks only at the order, both score one half.
     """
 
     endpoint: Endpoint
@@ -151,7 +127,7 @@ class LlmJudge:
         ]
         bodies = [self._body(rollouts[place], first, second) for place, first, second in comparisons]
         verdicts = self.endpoint.ask_all("/chat/completions", bodies, _read_verdict)
-        wins = [np.full((len(r.completions), len(r.completions)), 0.5) for r in rollouts]
+        wins = [np.full((len(r.completions), len(r.completions)), 0.5) for r in rollouts]  # of i against j
         failures: dict[int, Failure] = {}
         for (place, first, second), verdict in zip(comparisons, verdicts, strict=True):
             if isinstance(verdict, Failure):
@@ -160,7 +136,9 @@ class LlmJudge:
             # This verdict counts one half; the verdict on the other order counts the other half.
             wins[place][first, second] += (verdict - 0.5) / 2
             wins[place][second, first] -= (verdict - 0.5) / 2
-        return [failures.get(place) or _mean_wins(of_prompt) for place, of_prompt in enumerate(wins)]
+        # Without the diagonal: no completion is compared with itself.
+        means = [np.array([np.delete(line, i).mean() for i, line in enumerate(table)]) for table in wins]
+        return [failures.get(place) or scores for place, scores in enumerate(means)]
 
     def _body(self, rollout: Rollout, first: int, second: int) -> dict[str, Any]:
         prompt = rollout.draw.prompt
@@ -180,20 +158,13 @@ class LlmJudge:
         }
 
 
-def _mean_wins(wins: Scores) -> Scores:
-    """Returns [n] means of the rows of [n, n], without the diagonal. wins[i, j]: fraction won against j."""
-    others = ~np.eye(len(wins), dtype=bool)
-    means: Scores = np.array([line[other].mean() for line, other in zip(wins, others, strict=True)])
-    return means
-
-
 def _read_verdict(answer: Any) -> float:
     """Returns the score of the answer that is shown first: 1, 0, or 0.5 for a tie."""
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        raise UnusableAnswer("the answer has no message") from None
+        raise ValueError("the answer has no message") from None
     verdict = _VERDICT.match(text) if isinstance(text, str) else None
     if verdict is None:
-        raise UnusableAnswer(f"the answer is neither A, B nor T: {text!r}")
+        raise ValueError(f"the answer is neither A, B nor T: {text!r}")
     return _WINS[verdict.group(1).lower()]

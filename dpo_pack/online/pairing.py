@@ -1,13 +1,11 @@
 """Makes preference pairs from the completions of one prompt and their scores.
 
-A method is a function that proposes pairs (better, worse) as positions. `make_pairs` then drops the pairs
-whose scores differ too little. A new method needs a function, a line in METHODS and its name in
+A method is a function that proposes pairs of positions. `make_pairs` puts the better one first, and drops
+pairs whose scores differ too little. A new method needs a function, a line in METHODS and its name in
 recipe/online.py.
 
 Legend: n completions of a prompt.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ class PairingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """The pairs of one prompt, and the numbers of ties and duplicates that are not among them."""
+    """The pairs of one prompt, without ties and duplicates."""
 
     pairs: tuple[Position, ...]
     scores: Scores  # [n] missing_eos_penalty is already subtracted
@@ -43,11 +41,7 @@ class Pairing:
 def make_pairs(
     completions: Sequence[Completion], scores: Scores, settings: PairingSettings, *, draw_number: int
 ) -> Pairing:
-    """Returns the pairs of a prompt's completions. scores: [n].
-
-    A completion with the same tokens as an earlier completion is left out. The random numbers of the method
-    `random` depend on the seed and `draw_number`.
-    """
+    """Returns the pairs of a prompt's completions, without those that equal an earlier one. scores: [n]."""
     assert scores.shape == (len(completions),)
     is_finished = np.array([completion.is_finished for completion in completions])
     scores = scores - settings.missing_eos_penalty * ~is_finished
@@ -57,7 +51,8 @@ def make_pairs(
     distinct = list(first_places.values())
     rng = np.random.default_rng([settings.seed, draw_number])
     proposed = METHODS[settings.method](scores, distinct, rng) if len(distinct) > 1 else []
-    pairs = tuple(pair for pair in proposed if scores[pair[0]] - scores[pair[1]] > settings.min_margin)
+    ordered = [(one, other) if scores[one] >= scores[other] else (other, one) for one, other in proposed]
+    pairs = tuple(pair for pair in ordered if scores[pair[0]] - scores[pair[1]] > settings.min_margin)
     return Pairing(
         pairs=pairs,
         scores=scores,
@@ -72,16 +67,12 @@ def _best_vs_worst(scores: Scores, distinct: list[int], rng: np.random.Generator
 
 
 def _all_pairs(scores: Scores, distinct: list[int], rng: np.random.Generator) -> list[Position]:
-    return [_ordered(scores, one, other) for one, other in combinations(distinct, 2)]
+    return list(combinations(distinct, 2))
 
 
 def _random(scores: Scores, distinct: list[int], rng: np.random.Generator) -> list[Position]:
     one, other = rng.choice(distinct, 2, replace=False).tolist()
-    return [_ordered(scores, one, other)]
-
-
-def _ordered(scores: Scores, one: int, other: int) -> Position:
-    return (one, other) if scores[one] >= scores[other] else (other, one)
+    return [(one, other)]
 
 
 METHODS: dict[str, Callable[[Scores, list[int], np.random.Generator], list[Position]]] = {

@@ -1,13 +1,10 @@
 """A phase of an online run: prompts -> completions -> scores -> pairs. The outcomes are counted and logged.
 
-The current policy answers prompts, the judge scores the answers, and `make_pairs` makes pairs. Each prompt of
-a phase has exactly one outcome, so each prompt is counted once. The rollout log stores the outcomes. The
-pairs wait in a queue until a step trains on them.
+Each prompt of a phase has exactly one outcome, so each prompt is counted once. The rollout log stores the
+outcomes. The pairs wait in a queue until a step trains on them.
 
 Legend: P pairs.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dpo_pack.data.store import PairTable, join_pairs
 from dpo_pack.data.truncation import PairIds
 from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judge, Rollout, Scores
 from dpo_pack.online.pairing import Pairing, PairingSettings, make_pairs
@@ -39,7 +35,6 @@ class Outcome:
 def run_phase(
     draws: Sequence[Draw], generator: Generator, judge: Judge, pairing: PairingSettings
 ) -> list[Outcome]:
-    """Returns the outcome of each draw, in the order of `draws`."""
     outcomes = []
     answers = generator.generate(draws)
     for draw, answer, scores in zip(draws, answers, score_answers(draws, answers, judge), strict=True):
@@ -65,9 +60,6 @@ def score_answers(
     assert len(scores) == len(rollouts)
     remaining = iter(scores)
     return [answer if isinstance(answer, Failure) else next(remaining) for answer in answers]
-
-
-# -------------------------------------------------------------------------------------- counts and averages
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,8 +95,8 @@ class Tally:
 def phase_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Returns averages over the completions of a phase; {} if every prompt failed.
 
-    The missing-EOS penalty is already subtracted from the scores. `online/scores_best` is the mean, over
-    prompts, of the highest score of a prompt; `online/scores_worst` is the mean of the lowest.
+    `online/scores_best` is the mean, over prompts, of a prompt's highest score; `online/scores_worst` of the
+    lowest.
     """
     answers = [outcome.completions for outcome in outcomes if outcome.completions]
     scores = [outcome.pairing.scores for outcome in outcomes if outcome.pairing is not None]
@@ -127,9 +119,6 @@ def phase_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return metrics
 
 
-# ------------------------------------------------------------------------------- pairs that wait for a step
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PendingPair:
     """A pair that no step has trained on yet."""
@@ -141,33 +130,25 @@ class PendingPair:
 
 
 def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingPair]:
-    """Returns the pairs of a phase in the order of its prompts."""
-    pairs = []
-    for outcome in outcomes:
-        if outcome.pairing is None:
-            continue
-        prompt, completions = outcome.draw.prompt.ids, outcome.completions
-        scores = outcome.pairing.scores
-        for chosen, rejected in outcome.pairing.pairs:
-            ids = PairIds(prompt=prompt, chosen=completions[chosen].ids, rejected=completions[rejected].ids)
-            pairs.append(
-                PendingPair(
-                    ids=ids,
-                    prompt_index=outcome.draw.prompt_index,
-                    margin=float(scores[chosen] - scores[rejected]),
-                    weights_step=weights_step,
-                )
-            )
-    return pairs
-
-
-def pair_table(pairs: Sequence[PendingPair]) -> PairTable:
-    """Returns the pairs as a table in memory, of the same type as a table of pairs on disk."""
-    return PairTable.of([join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))])
+    return [
+        PendingPair(
+            ids=PairIds(
+                prompt=outcome.draw.prompt.ids,
+                chosen=outcome.completions[chosen].ids,
+                rejected=outcome.completions[rejected].ids,
+            ),
+            prompt_index=outcome.draw.prompt_index,
+            margin=float(outcome.pairing.scores[chosen] - outcome.pairing.scores[rejected]),
+            weights_step=weights_step,
+        )
+        for outcome in outcomes
+        if outcome.pairing is not None
+        for chosen, rejected in outcome.pairing.pairs
+    ]
 
 
 def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
-    """Returns the pairs as tensors, because checkpoints are read without unpickling any other objects."""
+    """Returns the pairs as tensors: checkpoints are read without unpickling other objects."""
     parts = [part for pair in pairs for part in (pair.ids.prompt, pair.ids.chosen, pair.ids.rejected)]
     return {
         "tokens": torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int32), *parts])),
@@ -179,7 +160,6 @@ def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
 
 
 def load_pending(state: dict[str, Any]) -> list[PendingPair]:
-    """Returns the pairs that `pending_state` has turned into `state`."""
     ends = np.cumsum(state["lengths"].numpy())
     parts = np.split(state["tokens"].numpy(), ends)
     columns = (state[name].tolist() for name in ("prompt_indices", "margins", "weights_steps"))
@@ -194,13 +174,10 @@ def load_pending(state: dict[str, Any]) -> list[PendingPair]:
     ]
 
 
-# ---------------------------------------------------------------------------------------- rollouts on disk
-
 _IDS = pa.list_(pa.int32())
-# A row of the file is a prompt with its completions and scores. `prompt_ids`, `chosen_ids` and `rejected_ids`
-# are the tokens of the prompt and of its first pair. If the prompt has no pair, `chosen_ids` and
-# `rejected_ids` are null. So `data.train` can also read the directory (format `tokenized`;
-# `data.on_bad_row: skip` leaves out prompts without a pair).
+# A row is a prompt with its completions and scores. `prompt_ids`, `chosen_ids` and `rejected_ids` are the
+# tokens of its first pair; without a pair the last two are null. So `data.train` can read the directory, too
+# (format `tokenized`; `data.on_bad_row: skip` leaves out prompts without a pair).
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),  # optimizer steps that the policy had taken
@@ -227,7 +204,28 @@ class RolloutLog:
 
     def write(self, phase: int, step: int, outcomes: Sequence[Outcome]) -> None:
         """Writes the outcomes of phase `phase`, from 0; replaces a file of that phase. Raises CacheError."""
-        table = pa.Table.from_pylist([_logged(step, outcome) for outcome in outcomes], schema=SCHEMA)
+        rows = []
+        for outcome in outcomes:
+            draw, completions, pairing = outcome.draw, outcome.completions, outcome.pairing
+            first = pairing.pairs[0] if pairing is not None and pairing.pairs else None
+            chosen, rejected = (None, None) if first is None else (completions[n].ids.tolist() for n in first)
+            rows.append(
+                {
+                    "step": step,
+                    "draw": draw.number,
+                    "row_number": draw.prompt.row_number,
+                    "prompt": draw.prompt.text,
+                    "completions": [completion.text for completion in completions],
+                    "scores": None if pairing is None else pairing.scores.tolist(),
+                    "is_finished": [completion.is_finished for completion in completions],
+                    "failure": outcome.failure,
+                    "completion_ids": [completion.ids.tolist() for completion in completions],
+                    "prompt_ids": draw.prompt.ids.tolist(),
+                    "chosen_ids": chosen,
+                    "rejected_ids": rejected,
+                }
+            )
+        table = pa.Table.from_pylist(rows, schema=SCHEMA)
         with written_aside(self.directory / f"part-{phase:06d}.parquet") as temporary:
             pq.write_table(table, temporary, write_page_checksum=True)
 
@@ -236,23 +234,3 @@ class RolloutLog:
         for part in self.directory.glob("part-*.parquet"):
             if int(part.stem.removeprefix("part-")) >= phase:
                 part.unlink()
-
-
-def _logged(step: int, outcome: Outcome) -> dict[str, Any]:
-    """Returns an outcome as a row of the file, with the columns of SCHEMA."""
-    draw, completions, pairing = outcome.draw, outcome.completions, outcome.pairing
-    chosen, rejected = pairing.pairs[0] if pairing is not None and pairing.pairs else (None, None)
-    return {
-        "step": step,
-        "draw": draw.number,
-        "row_number": draw.prompt.row_number,
-        "prompt": draw.prompt.text,
-        "completions": [completion.text for completion in completions],
-        "scores": None if pairing is None else pairing.scores.tolist(),
-        "is_finished": [completion.is_finished for completion in completions],
-        "failure": outcome.failure,
-        "completion_ids": [completion.ids.tolist() for completion in completions],
-        "prompt_ids": draw.prompt.ids.tolist(),
-        "chosen_ids": None if chosen is None else completions[chosen].ids.tolist(),
-        "rejected_ids": None if rejected is None else completions[rejected].ids.tolist(),
-    }

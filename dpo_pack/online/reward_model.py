@@ -1,14 +1,11 @@
 """A judge that scores with a sequence classifier with one output. Packed rows hold each prompt only once.
 
-The judge packs the classifier's rows as training packs the policy's rows. The score of a sequence is the
-classifier's output at the last token. But a packed row gives hidden states only at positions that predict a
-token. So the judge appends a token to each sequence, which the last token predicts. Attention is causal, so
-the appended token changes no score.
+The score of a sequence is the classifier's output at the last token. But a packed row gives hidden states
+only at positions that predict a token. So the judge appends a token to each sequence, which changes no score,
+because attention is causal.
 
 Legend: n completions of a prompt, S sequences of a row, D hidden size.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +26,7 @@ from dpo_pack.model.liger import stock_layers
 from dpo_pack.model.loading import load_config, load_errors, quiet_transformers, replace_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, Precision
-from dpo_pack.online.interface import Completion, Failure, Rollout, Scores
+from dpo_pack.online.interface import Failure, Rollout, Scores
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.recurrence import prove_recurrence
@@ -58,7 +55,8 @@ class RewardModelJudge:
         groups = [as_groups(ids) for ids in sequences]
         scores: dict[int, Scores] = {}
         for prompts in self._rows(groups):
-            row_scores = self.row_scores(self.row([group for p in prompts for group in groups[p]]))
+            row = proof_row(self.backbone, [group for p in prompts for group in groups[p]], self.device)
+            row_scores = self.row_scores(row)
             ends = np.cumsum([len(sequences[p]) for p in prompts])
             scores.update(zip(prompts.tolist(), np.split(row_scores, ends[:-1]), strict=True))
         not_finite = Failure(reason="reward model: a score is not finite")
@@ -67,34 +65,32 @@ class RewardModelJudge:
 
     def _sequences(self, rollout: Rollout) -> list[TokenIds] | Failure:
         """Returns n sequences (prompt + completion) in tokens of the classifier's tokenizer, or a Failure."""
+        prompt, texts = rollout.draw.prompt, []
         try:
             with bounded_template("mend the template of the reward model"):
-                texts = [self._text(rollout, completion) for completion in rollout.completions]
+                for completion in rollout.completions:
+                    if prompt.messages is not None and self.tokenizer.chat_template is not None:
+                        answer = {"role": "assistant", "content": completion.text}
+                        chat: Any = [*prompt.messages, answer]
+                        texts.append(str(self.tokenizer.apply_chat_template(chat, tokenize=False)))
+                    else:
+                        end = str(self.tokenizer.eos_token or "") if completion.is_finished else ""
+                        texts.append(prompt.text + completion.text + end)
         except ModelError:
             raise
         except Exception as error:  # a template is a program from the model's author: it may raise any error
-            return Failure(
-                reason=f"reward model: its chat template cannot render the messages ({first_line(error)})"
-            )
+            reason = f"reward model: its chat template cannot render the messages ({first_line(error)})"
+            return Failure(reason=reason)
         encoded: Any = self.tokenizer(
-            texts, add_special_tokens=rollout.draw.prompt.messages is None, return_attention_mask=False
+            texts, add_special_tokens=prompt.messages is None, return_attention_mask=False
         )
         pad = self.backbone.model.config.get_text_config().pad_token_id
         sequences = [without_padding(np.array(ids, dtype=np.int32), pad) for ids in encoded["input_ids"]]
         longest = max(len(ids) for ids in sequences)
         if self.max_tokens is not None and longest >= self.max_tokens:
-            return Failure(
-                reason=f"reward model: {longest} tokens, but the model has {self.max_tokens} positions"
-            )
+            reason = f"reward model: {longest} tokens, but the model has {self.max_tokens} positions"
+            return Failure(reason=reason)
         return sequences
-
-    def _text(self, rollout: Rollout, completion: Completion) -> str:
-        prompt = rollout.draw.prompt
-        if prompt.messages is not None and self.tokenizer.chat_template is not None:
-            conversation: Any = [*prompt.messages, {"role": "assistant", "content": completion.text}]
-            return str(self.tokenizer.apply_chat_template(conversation, tokenize=False))
-        end = str(self.tokenizer.eos_token or "") if completion.is_finished else ""
-        return prompt.text + completion.text + end
 
     def _rows(self, groups: Sequence[Sequence[Group]]) -> list[npt.NDArray[np.int64]]:
         """Returns the indices of the prompts in each row. groups: by prompt, its sequences as Groups."""
@@ -107,9 +103,6 @@ class RewardModelJudge:
             padded.append(len(lengths) * max(lengths))
         return padded_rows(np.array(padded, dtype=np.int64), self.token_budget)
 
-    def row(self, groups: Sequence[Group]) -> Row:
-        return proof_row(self.backbone, groups, self.device)
-
     def row_scores(self, row: Row) -> Scores:
         """Returns the scores [S] of the row's sequences."""
         with self.backbone.autocasting(self.device):
@@ -121,8 +114,8 @@ class RewardModelJudge:
 
 
 def as_groups(sequences: Sequence[TokenIds]) -> list[Group]:
-    """Appends a token to each of a prompt's sequences. Returns one Group, which holds the tokens that all
-    sequences begin with once. If not even the first token is common, returns one Group for each sequence."""
+    """Appends a token to each of a prompt's sequences. Returns one Group, with their common beginning
+    once, or one Group for each sequence, if they begin with different tokens."""
     shared = common_prefix_length(sequences)
     appended = np.zeros(1, dtype=np.int32)
     if shared == 0:
@@ -132,8 +125,7 @@ def as_groups(sequences: Sequence[TokenIds]) -> list[Group]:
 
 
 def without_padding(ids: TokenIds, pad: int | None) -> TokenIds:
-    """Returns `ids` up to the last token that is not `pad`. transformers reads the score at this token, even
-    if the text itself ends in `pad`."""
+    """Returns `ids` up to the last token that is not `pad`, where transformers reads the score."""
     places = np.flatnonzero(ids != pad) if pad is not None else np.arange(len(ids))
     return ids[: int(places[-1]) + 1] if len(places) else ids[:1]
 
@@ -152,20 +144,15 @@ def load_reward_model(
 ) -> RewardModelJudge:
     """Loads the classifier at `path`, for packed rows or padded batches.
 
-    Raises ModelError when the classifier cannot be loaded or does not give one score at the last token.
-    Raises UnsupportedModelError when rows cannot be packed for its model family.
+    Raises ModelError when it cannot be loaded, gives no single score at the last token, or cannot be packed.
     """
     config = load_config(path, revision=None, trust_remote_code=trust_remote_code, recipe_key=recipe_key)
     if config.num_labels != 1:
-        raise ModelError(
-            f"{recipe_key}: {path} has {config.num_labels} outputs, but a reward model must have one; choose "
-            "another model"
-        )
+        raise ModelError(f"{recipe_key}: {path} has {config.num_labels} outputs; choose a model with one")
     pooling = config.get_text_config().to_dict().get("pooling")
     if pooling not in (None, "eos"):
         raise ModelError(
-            f"{recipe_key}: {path} pools its score over tokens ({pooling}), but a reward model must score at "
-            "the last token; choose another model"
+            f"{recipe_key}: {path} pools its score over tokens ({pooling}); choose one for the last token"
         )
     backend = None
     if packed:
@@ -207,10 +194,7 @@ def load_reward_model(
 
 @torch.no_grad()
 def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
-    """Proves on small rows, before the judge's first use, that packing or padding changes no score.
-
-    Raises UnsupportedModelError if a score changes.
-    """
+    """Proves on small rows that packing or padding changes no score. Raises UnsupportedModelError."""
     scorer, device = judge.backbone, judge.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -240,20 +224,20 @@ def _prove_scores(judge: RewardModelJudge) -> Proof:
     ]
     inputs = [torch.from_numpy(ids).to(judge.device)[None] for prompt in prompts for ids in prompt]
 
-    def alone() -> Tensor:
-        """Returns scores [S]."""
+    def alone() -> Tensor:  # [S]
         with eager_attention(scorer.model), stock_layers(scorer.model), scorer.autocasting(judge.device):
             scores = [scorer.model(input_ids=ids, use_cache=False).logits.flatten() for ids in inputs]
         return torch.cat(scores).double()
 
-    row = judge.row([group for prompt in prompts for group in as_groups(prompt)])
+    groups = [group for prompt in prompts for group in as_groups(prompt)]
+    row = proof_row(scorer, groups, judge.device)
     together = torch.from_numpy(judge.row_scores(row)).to(judge.device)
     measured, passed = distance_from_stock(scorer, together, alone, torch.ones_like(together))
-    causal_remedy = "judge with a causal model that scores at the last token"
+    causal = "judge with a causal model that scores at the last token"
     return Proof(
         name="scores",
         passed=passed,
         numbers={name.removesuffix(" a token"): number for name, number in measured.items()},
         bound="mean error <= 3 x rounding",
-        remedy=causal_remedy if scorer.backend is None else PADDED_REMEDY,
+        remedy=causal if scorer.backend is None else PADDED_REMEDY,
     )

@@ -1,14 +1,11 @@
 """Parts of sampling: settings, random numbers, drawing a token from logits, finding a completion's end.
 
-The host draws all random numbers, the device none. Each token of each completion has a separate uniform
-number, which is a function of (seed, number of the prompt in the run, number of the completion, position).
-The sampled token is the first one at which the cumulative distribution is above that number. So a completion
-depends neither on the other sequences in the batch, nor on the rank, nor on other completions.
+The host draws all random numbers. Each token has a uniform number, a function of (seed, number of the prompt
+in the run, number of the completion, position), and is the first at which the cumulative distribution is
+above that number. So a completion depends neither on other sequences in the batch, nor on the rank.
 
 Legend: B sequences of a batch, V vocabulary, L tokens.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ from dpo_pack.online.interface import Completion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """The settings of the distribution that completions are drawn from."""
+    """The distribution that completions are drawn from."""
 
     completions_per_prompt: int
     max_new_tokens: int
@@ -39,8 +36,7 @@ class SamplingSettings:
 def completion_uniforms(
     seed: int, draw_number: int, completion: int, num_tokens: int
 ) -> npt.NDArray[np.float64]:
-    """Returns [num_tokens] in [0, 1), a pure function of the arguments. The first n do not depend on
-    `num_tokens`."""
+    """Returns [num_tokens] in [0, 1). The first n do not depend on `num_tokens`."""
     # Raw bits of PCG64 are the same in all versions of numpy.
     stream = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(2, draw_number, completion)))
     return (stream.random_raw(num_tokens) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -88,10 +84,7 @@ def _invert(masses: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Returns the tokens that end a completion: EOS of tokenizer, model config and generation config.
-
-    Some families (Phi 3) name the token that ends a turn only in their generation config.
-    """
+    """Returns the tokens that end a completion. Some families name one in their generation config only."""
     named: list[Any] = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
     if model.can_generate():  # other models have no generation config
         named.append(model.generation_config.eos_token_id)
@@ -106,10 +99,9 @@ def completion_of(
     stop: Sequence[str],
     stop_end: int | None,
 ) -> Completion:
-    """Returns the completion at the start of `ids` [L]: all tokens up to and with the first end token.
+    """Returns the completion at the start of `ids` [L]: all tokens up to and with the first of `ends`.
 
-    `ends`: the ids of the end tokens. `stop_end`: the number of tokens up to the end of a stop string, if one
-    was found; the completion ends there if this is earlier.
+    It ends earlier after `stop_end` tokens, if these contain a stop string.
     """
     places = np.flatnonzero(np.isin(ids, sorted(ends)))
     eos_end = int(places[0]) + 1 if len(places) else None

@@ -1,19 +1,15 @@
 """Global batches of pairs that the current policy has written.
 
-A phase answers `rollouts_per_update` prompts with the current policy and puts the pairs into a queue. A step
-takes `pairs_per_step` pairs from the front of the queue. The next phase runs when the queue has too few
-pairs. So a step has as many pairs as an offline step, even if many prompts end in a tie or a failure.
-
-The ranks divide the prompts of a phase, and later the rows of a step. Between these two, every rank gets the
-outcomes of all prompts, so all ranks have the same queue and the same counts.
+A phase answers `rollouts_per_update` prompts and puts the pairs into a queue. A step takes `pairs_per_step`
+pairs from the front; the next phase runs when the queue has too few. The ranks divide the prompts of a phase,
+and later the rows of a step. In between every rank gets all outcomes, so all have the same queue and counts.
 
 Legend: P pairs of a step, N prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +17,7 @@ import numpy as np
 from dpo_pack.data.keys import content_key
 from dpo_pack.data.load import Data
 from dpo_pack.data.merging import prompt_merging
-from dpo_pack.data.store import PairTable, pair_lengths
+from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.online.interface import Draw, Generator, Judge
 from dpo_pack.online.pairing import PairingSettings
 from dpo_pack.online.phases import (
@@ -30,7 +26,6 @@ from dpo_pack.online.phases import (
     RolloutLog,
     Tally,
     load_pending,
-    pair_table,
     pairs_of,
     pending_state,
     phase_metrics,
@@ -49,7 +44,7 @@ FRUITLESS_PHASES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineSettings:
-    """The settings that decide how prompts become steps."""
+    """How prompts become steps."""
 
     pairs_per_step: int
     rollouts_per_update: int  # prompts answered before the policy is updated on them
@@ -61,7 +56,7 @@ class OnlineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSettings:
-    """The settings that decide how the pairs of a step are put into rows."""
+    """How the pairs of a step are put into rows."""
 
     plan: PlanSettings
     builder: Callable[[PairTable], RowBuilder]
@@ -69,35 +64,23 @@ class RowSettings:
     equal_rows: bool  # True: a rank with fewer rows than another adds idle rows (gradient 0)
 
 
+@dataclass(eq=False)
 class OnlineSource:
     """Yields a global batch for each step. The state for checkpoints is the counts and the queue of pairs."""
 
-    def __init__(
-        self,
-        data: Data,
-        *,
-        generator: Generator,
-        judge: Judge,
-        pairing: PairingSettings,
-        settings: OnlineSettings,
-        rows: RowSettings,
-        log: RolloutLog | None,
-    ) -> None:
-        """`log` is None if another rank writes the log."""
-        self.data = data
-        self.prompts = data.prompts
-        self.generator = generator
-        self.judge = judge
-        self.pairing = pairing
-        self.settings = settings
-        self.rows = rows
-        self.log = log
-        self.tally = Tally()
-        self.pending: list[PendingPair] = []
-        self.next_step = 0
-        self.num_draws = 0
-        self.num_phases = 0
-        self._set_order(0)
+    data: Data
+    _: KW_ONLY
+    generator: Generator
+    judge: Judge
+    pairing: PairingSettings
+    settings: OnlineSettings
+    rows: RowSettings
+    log: RolloutLog | None  # None: another rank writes it
+    tally: Tally = field(default_factory=Tally)
+    pending: list[PendingPair] = field(default_factory=list)
+    next_step: int = 0
+    num_draws: int = 0
+    num_phases: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -124,7 +107,14 @@ class OnlineSource:
 
     def _refill(self, step: int) -> dict[str, float]:
         """Runs phases until the queue holds a step's pairs; returns averages of the last, or {}."""
-        self._drop_stale(step)
+        bound = self.settings.max_staleness_steps
+        if bound is not None:
+            # Otherwise new pairs would be dropped at once. A server's weights get older with each step, but
+            # recipe/schema.py refuses a bound that they would exceed.
+            assert step - self.generator.weights_step(step) <= bound
+            fresh = [pair for pair in self.pending if step - pair.weights_step <= bound]
+            self.tally.stale_pairs += len(self.pending) - len(fresh)
+            self.pending = fresh
         metrics: dict[str, float] = {}
         num_fruitless = 0
         while len(self.pending) < self.settings.pairs_per_step:
@@ -134,11 +124,42 @@ class OnlineSource:
             metrics = phase_metrics(outcomes)
             num_fruitless = 0 if made else num_fruitless + 1
             if num_fruitless == FRUITLESS_PHASES:
-                raise RunError(_fruitless(step, outcomes, self.settings.rollouts_per_update))
+                failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+                reason = (
+                    "a prompt's completions are equal, or their scores differ by no more than "
+                    "online.pairing.min_margin; raise online.temperature or online.completions_per_prompt"
+                )
+                if failures:
+                    reason = f"{len(failures)} failed; repair what the first one names: {failures[0]}"
+                raise RunError(
+                    f"step {step + 1}: {len(outcomes)} prompts gave no pair, {FRUITLESS_PHASES} times in "
+                    f"succession (rollouts.parquet has every answer and reason); the last time {reason}"
+                )
         return metrics
 
+    def _order(self, epoch: int) -> IntArray:
+        """Returns the indices of an epoch's prompts in their order. Every epoch is equally long."""
+        return epoch_order(
+            len(self.data.prompts),
+            shuffle=self.settings.shuffle,
+            seed=self.settings.seed,
+            epoch=epoch,
+            source_indices=self.data.train.source_indices,
+            source_weights=self.data.source_weights,
+        )
+
+    @cached_property
+    def _draws_each_epoch(self) -> int:
+        return len(self._order(0))
+
     def _phase(self, step: int) -> list[Outcome]:
-        draws = [self._draw(self.num_draws + place) for place in range(self.settings.rollouts_per_update)]
+        draws, orders = list[Draw](), dict[int, IntArray]()
+        for number in range(self.num_draws, self.num_draws + self.settings.rollouts_per_update):
+            epoch, place = divmod(number, self._draws_each_epoch)
+            if epoch not in orders:
+                orders[epoch] = self._order(epoch)
+            index = int(orders[epoch][place])
+            draws.append(Draw(number=number, prompt_index=index, prompt=self.data.prompts[index]))
         outcomes = ranks.share_out(
             draws, lambda mine: run_phase(mine, self.generator, self.judge, self.pairing)
         )
@@ -149,38 +170,8 @@ class OnlineSource:
         self.num_phases += 1
         return outcomes
 
-    def _draw(self, number: int) -> Draw:
-        """Returns draw `number` of the run, from 0. Prompts come epoch after epoch, see `epoch_order`."""
-        epoch, place = divmod(number, len(self._order))  # every epoch is equally long
-        if epoch != self._order_epoch:
-            self._set_order(epoch)
-        index = int(self._order[place])
-        return Draw(number=number, prompt_index=index, prompt=self.prompts[index])
-
-    def _set_order(self, epoch: int) -> None:
-        self._order_epoch = epoch
-        self._order: IntArray = epoch_order(
-            len(self.prompts),
-            shuffle=self.settings.shuffle,
-            seed=self.settings.seed,
-            epoch=epoch,
-            source_indices=self.data.train.source_indices,
-            source_weights=self.data.source_weights,
-        )
-
-    def _drop_stale(self, step: int) -> None:
-        bound = self.settings.max_staleness_steps
-        if bound is None:
-            return
-        # Otherwise new pairs would be dropped at once. A server's weights get older with each step, but
-        # recipe/schema.py refuses a bound that they would exceed.
-        assert step - self.generator.weights_step(step) <= bound
-        fresh = [pair for pair in self.pending if step - pair.weights_step <= bound]
-        self.tally.stale_pairs += len(self.pending) - len(fresh)
-        self.pending = fresh
-
     def _batch(self, pairs: list[PendingPair], metrics: dict[str, float], step: int) -> GlobalBatch:
-        table = pair_table(pairs)
+        table = PairTable.of([join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))])
         builder, lengths = self.rows.builder(table), pair_lengths(table)
         merging = row_costs = None
         if self.rows.shape is not None:
@@ -203,7 +194,7 @@ class OnlineSource:
             0,
             rank=ranks.rank(),
             real_tokens=lengths.row_tokens(share_prompt=builder.is_packed and builder.share_prompt),
-            epoch=self.num_draws / len(self._order),
+            epoch=self.num_draws / self._draws_each_epoch,
         )
         # Other code expects the pairs' positions in data.train. Here these are positions of their prompts.
         prompt_indices = np.array([pair.prompt_index for pair in pairs], dtype=np.int64)
@@ -238,19 +229,3 @@ class OnlineSource:
         self.num_phases = int(state["num_phases"])
         self.tally = Tally(**state["tally"])
         self.pending = load_pending(state["pending"])
-
-
-def _fruitless(step: int, outcomes: list[Outcome], num_prompts: int) -> str:
-    """Returns an error message that says why the phases gave no pairs, and a remedy."""
-    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-    asked = f"step {step + 1}: {num_prompts} prompts gave no pair, {FRUITLESS_PHASES} times in succession"
-    if failures:
-        return (
-            f"{asked}; the last time {len(failures)} prompts failed, the first with: {failures[0]}; "
-            "repair what online.judges or online.generator names (rollouts.parquet has every reason)"
-        )
-    return (
-        f"{asked}: a prompt's completions are equal, or their scores differ by no more than "
-        "online.pairing.min_margin; raise online.temperature or online.completions_per_prompt, or look at "
-        "rollouts.parquet"
-    )

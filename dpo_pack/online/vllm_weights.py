@@ -1,17 +1,14 @@
 """Gives the policy's tensors, in the form of a checkpoint, to an engine that has its own copy of the weights.
 
-The tensors come layer by layer, under the names that checkpoints of the family have. If the policy has an
-adapter, the adapter is added to the base weights. The policy does not change. At any time, the computed
-weights (merged or regrouped) of only one layer are in memory.
+The tensors come layer by layer, under the names that checkpoints of the family have. An adapter is added to
+the base weights. The computed weights (merged or regrouped) of only one layer at a time are in memory.
 """
-
-from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +16,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from dpo_pack.model.lora import plain_name
-
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
 _LAYER = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.)")  # a name up to its first number, such as model.layers.3
 
@@ -32,23 +26,18 @@ def checkpoint_tensors(model: PreTrainedModel, *, has_adapter: bool) -> Iterator
 
     A tensor that no adapter changes is no copy but the model's own, so read it before the next training step.
     """
-    adapted = _adapted_layers(model) if has_adapter else {}
-    for layer, named in groupby(_untied(model).items(), key=lambda item: _layer_of(item[0])):
+    tensors: dict[int, tuple[str, Tensor]] = {}  # by identity: tied tensors have one
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), (name, tensor))
+    adapted: dict[str, Any] = {}
+    if has_adapter:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        adapted = {name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)}
+    for layer, named in groupby(tensors.values(), key=lambda item: _layer_of(item[0])):
         inside = [module for name, module in adapted.items() if _layer_of(f"{name}.") == layer]
         # A variable would keep this result in memory while the next layer is computed.
-        yield from _as_in_checkpoints(model, _merged_state(named, inside, has_adapter=has_adapter)).items()
-
-
-def _merged_state(
-    named: Iterable[tuple[str, Tensor]], adapted: Sequence[BaseTunerLayer], *, has_adapter: bool
-) -> dict[str, Tensor]:
-    """Returns a layer's tensors by name, with the adapter (if there is one) merged into the tensors."""
-    with _merged(adapted):
-        return {
-            plain: tensor.detach()
-            for name, tensor in named
-            if (plain := plain_name(name) if has_adapter else name) is not None
-        }
+        yield from _as_in_checkpoints(model, named, inside, has_adapter=has_adapter).items()
 
 
 def _layer_of(name: str) -> str:
@@ -56,18 +45,28 @@ def _layer_of(name: str) -> str:
     return found.group() if found else ""
 
 
-def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns a checkpoint's tensors in the model's order; tied tensors come once, under the first name."""
-    by_identity: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        by_identity.setdefault(id(tensor), (name, tensor))
-    return dict(by_identity.values())
+def _as_in_checkpoints(
+    model: PreTrainedModel, named: Iterable[tuple[str, Tensor]], adapted: Sequence[Any], *, has_adapter: bool
+) -> dict[str, Tensor]:
+    """Returns a layer's tensors, adapters added, with the names and shapes of checkpoints. (In memory,
+    transformers stacks the experts of some families.)
 
-
-def _adapted_layers(model: PreTrainedModel) -> dict[str, BaseTunerLayer]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    The model may come from a checkpoint with other names (a prefix before the text model). Those names are
+    not used, because the engine gets the class of this model, not the class of the checkpoint.
+    """
+    own = vars(model).pop("_weight_conversions", None)
+    try:
+        with _merged(adapted):
+            state = {
+                plain: tensor.detach()
+                for name, tensor in named
+                if (plain := plain_name(name) if has_adapter else name) is not None
+            }
+        reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
+    finally:
+        if own is not None:
+            vars(model)["_weight_conversions"] = own
+    return reverted
 
 
 @contextlib.contextmanager
@@ -84,19 +83,3 @@ def _merged(layers: Sequence[Any]) -> Iterator[None]:
             parameter.data = data
         for layer in layers:
             layer.merged_adapters.clear()
-
-
-def _as_in_checkpoints(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gives tensors the names and shapes of checkpoints. (In memory, transformers stacks the experts of some
-    families.)
-
-    The model may come from a checkpoint with other names (a prefix before the text model). Those names are
-    not used, because the engine gets the class of this model, not the class of the checkpoint.
-    """
-    own = vars(model).pop("_weight_conversions", None)
-    try:
-        reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
-    finally:
-        if own is not None:
-            vars(model)["_weight_conversions"] = own
-    return reverted

@@ -1,12 +1,9 @@
 """Evaluation of an online run: compares the current policy with the starting policy on held-out prompts.
 
-Both policies write one completion for each prompt, with the same random numbers. The judge scores the two
-completions together, so each difference is between answers to the same prompt. An unchanged policy writes the
-same answers; these are ties, and its win rate is exactly one half. The ranks divide the prompts, and every
-rank gets the metrics over all prompts.
+Both policies write one completion for each prompt, with the same random numbers, and the judge scores the two
+together. An unchanged policy writes the same answers, so its win rate is exactly one half. The ranks divide
+the prompts, and every rank gets the metrics over all prompts.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -22,8 +19,7 @@ from dpo_pack.training.intervals import mean_intervals
 
 # The draws of evaluations are numbered from here, so no training draw has the same random numbers.
 FIRST_DRAW = 2**40
-# [2] scores of the starting policy's answer and the current policy's answer, and the current policy's answer.
-Game = tuple[Scores, Completion]
+Game = tuple[Scores, Completion]  # [2] scores of the starting and the current answer; the current answer
 
 
 class WinRate:

@@ -1,7 +1,5 @@
 """The console of a command. It prints, and copies what it prints into a run's console.log."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys
@@ -17,8 +15,6 @@ from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import writing
 from dpo_pack.system.output import printable, unguarded
 
-_LOG_WIDTH = 120  # columns of a table in a run's console.log
-
 
 def make_console(*, quiet: bool = False, verbose: bool = False) -> Console:
     """Returns the console of a command. Only rank 0 prints; all other ranks are `quiet`."""
@@ -26,7 +22,7 @@ def make_console(*, quiet: bool = False, verbose: bool = False) -> Console:
 
 
 def print_detail(console: Console, text: str) -> None:
-    """Prints a text that few readers need: in a terminal only with --verbose, in console.log always."""
+    """Prints a text in a terminal only with --verbose, in console.log always."""
     if not isinstance(console, _Console) or console.verbose:
         console.print(text)
     else:
@@ -34,11 +30,7 @@ def print_detail(console: Console, text: str) -> None:
 
 
 def keep_log(console: Console, path: Path) -> None:
-    """Makes the console copy to the file `path` what it has printed and what it prints from now on.
-
-    A print raises CacheError if the file cannot be written. A quiet console, or one that `make_console` has
-    not made, writes no file.
-    """
+    """Makes the console copy to the file `path` all that it prints. A quiet console writes no file."""
     if isinstance(console, _Console) and not console.quiet:
         console.log_path = path
 
@@ -51,10 +43,9 @@ def log_only(console: Console, text: str) -> None:
 
 
 class _Plain(Console):
-    """Prints strings, also those in tables, with escapes for control characters that names may contain."""
+    """Prints names and paths as they are: no markup, and escapes for control characters."""
 
     def __init__(self, **options: Any) -> None:
-        # Names and paths may contain brackets, which rich would read as markup.
         super().__init__(highlight=False, soft_wrap=True, markup=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -62,21 +53,26 @@ class _Plain(Console):
 
 
 class _Console(_Plain):
-    """Prints, and keeps a copy of its lines without colours and without progress lines."""
+    """Prints, and keeps a copy without colours and progress lines."""
 
     def __init__(self, *, verbose: bool, **options: Any) -> None:
         super().__init__(**options)
         self.verbose = verbose
         self.log_path: Path | None = None
-        self._copy = _Plain(file=io.StringIO(), width=_LOG_WIDTH, color_system=None, force_terminal=False)
+        self._copy = _Plain(file=io.StringIO(), width=120, color_system=None, force_terminal=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        shown = objects
-        if self.is_terminal:
-            shown = tuple(_wrapped(item, self.width) if isinstance(item, str) else item for item in objects)
-        super().print(*shown, **options)
+        wraps = self.is_terminal
+        super().print(*(self._wrapped(x) if wraps and isinstance(x, str) else x for x in objects), **options)
         if not any(isinstance(item, Control | NewLine) for item in objects):  # of a progress line
             self.keep(*objects, **options)
+
+    def _wrapped(self, line: str) -> Text:
+        """Wraps a line at words. Long words, such as paths, are not broken, as rich would."""
+        line = printable(line)
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+        return Text(textwrap.TextWrapper(self.width, subsequent_indent=indent, **whole).fill(line))
 
     def keep(self, *objects: Any, **options: Any) -> None:
         """Prints only into the copy, and appends the copy to the log file, if any. Raises CacheError."""
@@ -89,17 +85,8 @@ class _Console(_Plain):
             self._copy.file = io.StringIO()
 
 
-def _wrapped(line: str, width: int) -> Text:
-    """Returns the line in lines of at most `width` columns. Long words, such as paths, are not broken."""
-    line = printable(line)
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return Text(
-        textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    )
-
-
 def format_count(count: int) -> str:
-    """Returns the count as a short text: 812, 40.1K, 7.0M, 1.5B."""
+    """812, 40.1K, 7.0M, 1.5B."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 1000)):
         if count >= size:
             return f"{count / size:.1f}{unit}"
@@ -107,7 +94,7 @@ def format_count(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns the time as a short text: 4.3 s, 43 s, 12 min, 3.5 h."""
+    """4.3 s, 43 s, 12 min, 3.5 h."""
     if seconds < 100:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

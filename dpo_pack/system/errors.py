@@ -3,44 +3,31 @@
 import pickle
 import re
 
-_MESSAGE_CHARACTERS = 2000
-
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message; the name of its class if the message is empty."""
+    """Returns the first line of an error's message, or the name of its class."""
     if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the file's code
         return "its weights are pickled objects that are not tensors; save them as safetensors"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(error: BaseException) -> str:
-    """Returns an error's type and the first line of its message."""
+    """Returns an error's class and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
 
 
-# Words that mean too little memory in errors of torch's allocators, the CUDA driver, Triton, cuBLAS and
-# hipBLAS. Only torch's allocators have an error class for it.
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|BLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)", re.IGNORECASE
-)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or a library below it says that a device or the host has too little memory."""
-    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+    """Whether a device or the host has too little memory. Only torch's own allocators have a class for it."""
+    words = r"out of memory|can't allocate memory|BLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
+    return isinstance(error, RuntimeError) and bool(re.search(words, str(error), re.IGNORECASE))
 
 
 class DpoPackError(Exception):
-    """Base class of all errors for which the command line prints one line and ends with exit status 2.
-
-    Any other exception is a bug of dpo-pack: the command prints a traceback and ends with exit status 1.
-    """
+    """A command prints one line of it and ends with status 2. Any other exception is a bug of dpo-pack."""
 
     def __init__(self, message: str) -> None:
-        """Cuts the middle out of a very long message: it may quote a million column names of a data file."""
-        if len(message) > _MESSAGE_CHARACTERS:
-            half = _MESSAGE_CHARACTERS // 2
-            message = f"{message[:half]} ... {message[-half:]}"
+        if len(message) > 2000:  # it may quote a million column names of a data file
+            message = f"{message[:1000]} ... {message[-1000:]}"
         super().__init__(message)
 
 

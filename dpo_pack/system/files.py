@@ -1,9 +1,4 @@
-"""Writes files to a temporary path, syncs and renames them. So after a crash a file is whole or absent.
-
-Also reads JSON files, and holds locks on files.
-"""
-
-from __future__ import annotations
+"""Writes files that are whole or absent after a crash; reads JSON; holds locks on files."""
 
 import contextlib
 import fcntl
@@ -15,7 +10,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,10 +21,9 @@ from dpo_pack.system.errors import CacheError, RunError
 
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the directory of `path`, for a file or a directory.
+    """Yields a temporary path for a file or a directory, which becomes `path` if the block succeeds.
 
-    If the block succeeds, the temporary path is synced and renamed to `path`; otherwise it is removed. Raises
-    CacheError if the disk refuses (full, read-only).
+    Raises CacheError if the disk refuses (full, read-only).
     """
     temporary = path_aside(path)
     try:
@@ -48,23 +41,19 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the package tokenizers raises plain Exception
-        reason = _refusal_of_disk(error)
-        if reason is None:
-            raise
+        rust = re.search(r"([^:]+) \(os error \d+\)", str(error))  # tokenizers, safetensors
+        is_cut = isinstance(error, RuntimeError) and "inline_container" in str(error)  # torch.save
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+        elif rust is not None:
+            reason = rust[1].strip()
+        elif is_cut or isinstance(error, SafetensorError):
+            reason = "it could not be written in full"
+        else:
+            raise  # the disk is not the cause
         raise CacheError(
             f"cannot write {path}: {reason}; free space or choose a writable directory"
         ) from error
-
-
-def _refusal_of_disk(error: Exception) -> str | None:
-    """Returns why the disk refused to write; None if the error has another cause."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    rust = re.search(r"([^:]+) \(os error \d+\)", str(error))  # tokenizers, safetensors
-    if rust is not None:
-        return rust[1].strip()
-    is_cut = isinstance(error, RuntimeError) and "inline_container" in str(error)  # torch.save
-    return "it could not be written in full" if is_cut or isinstance(error, SafetensorError) else None
 
 
 def path_aside(path: Path) -> Path:
@@ -92,7 +81,7 @@ def remove_directory(path: Path) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Removes a temporary file or directory, if it exists and the file system allows to remove it."""
+    """Removes a temporary file or directory, if it exists and can be removed."""
     if temporary.is_dir() and not temporary.is_symlink():
         shutil.rmtree(temporary, ignore_errors=True)
     else:
@@ -110,7 +99,7 @@ def write_json_atomically(path: Path, value: Any) -> None:
 
 
 def text_of(path: Path) -> str:
-    """Returns the text of a file; "" if the file does not exist or cannot be read."""
+    """Returns the text of a file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -118,10 +107,9 @@ def text_of(path: Path) -> str:
 
 
 def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
-    """Returns the content of a JSON file; None if the file does not exist, is damaged or has another `shape`.
+    """Returns the content of a JSON file; None if it does not exist, is damaged or has another `shape`.
 
-    `shape` is a type for pydantic, for instance dict[str, float]. If it is a dataclass, the result is an
-    instance, and keys of the file that are no fields are ignored.
+    `shape` is a type for pydantic. If it is a dataclass, keys of the file that are no fields are ignored.
     """
     try:
         return parse_json(path.read_bytes(), shape)
@@ -130,7 +118,6 @@ def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
 
 
 def parse_json(text: bytes, shape: Any = dict[str, Any]) -> Any:
-    """Returns the value of a JSON text; None if the text is damaged or its value has another `shape`."""
     try:
         return TypeAdapter(shape).validate_json(text, strict=True)
     except ValueError:  # pydantic's error, also for values that are nested too deep
@@ -138,17 +125,13 @@ def parse_json(text: bytes, shape: Any = dict[str, Any]) -> Any:
 
 
 def add_to_json(path: Path, shape: Any, entries: Mapping[str, Any]) -> None:
-    """Adds entries to a cache's JSON file. Reads it again first, because other processes add to it, too.
-
-    An entry is lost if two processes write at once or the cache is read-only. It is then computed again.
-    """
+    """Adds entries to a cache's JSON file, to which other processes add, too. Some may be lost."""
     content = {**(read_json(path, shape) or {}), **entries}
     with contextlib.suppress(CacheError):
         write_json_atomically(path, TypeAdapter(shape).dump_python(content, mode="json"))
 
 
 def sync(path: Path) -> None:
-    """Waits until all data written to a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,7 +140,7 @@ def sync(path: Path) -> None:
 
 
 def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, Any]]:
-    """Yields the values of nested dicts, each with its keys joined by `separator`."""
+    """Yields (keys joined by `separator`, value) of nested dicts."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from ((key + separator + name, leaf) for name, leaf in leaves(value, separator=separator))
@@ -165,35 +148,23 @@ def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, An
             yield key, value
 
 
-# ------------------------------------------------------------------------------------------------- locks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Holder:
-    pid: int
-    host: str
-    since: str
-
-
 @contextlib.contextmanager
 def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
     """Holds a lock on the file `path` for the `with` block; removes the file afterwards.
 
-    The kernel frees the lock when the process ends, also if it is killed. Raises RunError if another process
-    holds the lock; the message begins with `what` and names this process. If the file system has no locks,
-    `say` gets a warning. On a network file system, it depends on the kernels whether other hosts see the
-    lock.
+    Raises RunError, with `what`, if another process holds it. `say` is told of a file system without locks.
+    The kernel frees the lock of a killed process.
     """
     has_parent = path.parent.exists()
     with writing(path):
-        file = _lock(path, what, say)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+        _lock(file, path, what, say)
     try:
         with writing(path):
-            holder = _Holder(
-                pid=os.getpid(), host=socket.gethostname(), since=time.strftime("%Y-%m-%d %H:%M:%S %Z")
-            )
             file.truncate(0)
-            file.write(json.dumps(asdict(holder)))
+            since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
             file.flush()
         yield
     finally:
@@ -205,28 +176,17 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
             file.close()
 
 
-def _lock(path: Path, what: str, say: Callable[[str], None]) -> TextIO:
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = path.open("a", encoding="utf-8")
-        except FileNotFoundError:  # another process has removed the empty directory
-            continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
-            holder = read_json(path, _Holder)
-            who = "" if holder is None else f", process {holder.pid} on {holder.host} since {holder.since}"
-            raise RunError(
-                f"{what} is in use by another run{who}; wait until that run ends, or stop it"
-            ) from error
-        except OSError as error:
-            say(
-                f"Warning: {what}: its file system has no locks ({error.strerror}): start no second run there"
-            )
-            return file
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()  # another process has removed this file in the meantime: try again
+def _lock(file: TextIO, path: Path, what: str, say: Callable[[str], None]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return
+        holder = "which is ending"  # it has removed this file, and a third run may have made a new one
+    except BlockingIOError:
+        holder = text_of(path)
+    except OSError as error:
+        reason = f"its file system has no locks ({error.strerror})"
+        say(f"Warning: {what}: {reason}: start no second run there")
+        return
+    file.close()
+    raise RunError(f"{what} is in use by another run, {holder}; wait until that run ends, or stop it")

@@ -1,11 +1,4 @@
-"""Checks before a client of the Hugging Face hub waits for it, or uploads to it.
-
-A mistyped path looks like a hub id. If the hub cannot be reached, its clients (transformers, datasets) repeat
-their requests for half a minute. This file checks only whether the hub answers. A wrong id is reported later,
-by the clients.
-"""
-
-from __future__ import annotations
+"""Checks before clients of the Hugging Face hub ask for half a minute, as for a mistyped path."""
 
 import re
 import time
@@ -15,40 +8,57 @@ from typing import Literal
 from dpo_pack.system.errors import DataError, ModelError, first_line
 
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
-_TIMEOUT_SECONDS = 10.0
 
 
 def check_model(path: str, revision: str | None, recipe_key: str) -> None:
     """Raises ModelError if `path` is a hub id without cached files and the hub cannot be reached."""
     from huggingface_hub import try_to_load_from_cache
 
-    if not _may_be_hub_id(path):
-        return
-    if isinstance(try_to_load_from_cache(path, "config.json", revision=revision), str):
-        return
-    obstacle = _obstacle("model", path, recipe_key)
-    if obstacle is not None:
-        raise ModelError(f"{recipe_key}: no directory {path} here, and {obstacle}")
+    if _may_be_hub_id(path):
+        cached = try_to_load_from_cache(path, "config.json", revision=revision)
+        obstacle = None if isinstance(cached, str) else _obstacle("model", path, recipe_key)
+        if obstacle is not None:
+            raise ModelError(f"{recipe_key}: no directory {path} here, and {obstacle}")
 
 
 def check_dataset(path: str, recipe_key: str) -> None:
     """Raises DataError if `path` is a hub id without cached files and the hub cannot be reached."""
     from datasets import config
 
-    if not _may_be_hub_id(path) or (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).exists():
-        return
-    obstacle = _obstacle("dataset", path, recipe_key)
-    if obstacle is not None:
-        raise DataError(f"{path}: no such file here, and {obstacle}")
+    if _may_be_hub_id(path) and not (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).exists():
+        obstacle = _obstacle("dataset", path, recipe_key)
+        if obstacle is not None:
+            raise DataError(f"{path}: no such file here, and {obstacle}")
 
 
-def is_on_hub(path: str) -> bool:
-    """Returns whether a path has the form owner/name of a hub id, and is not a path on this machine."""
-    return "/" in path and _may_be_hub_id(path)
+def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> str | None:
+    """Returns why the hub does not answer, and a remedy; None if it answers or HF_HUB_OFFLINE is set."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    reason: str | None = None
+    for seconds_before in () if constants.HF_HUB_OFFLINE else (0.0, 1.0):  # a network may fail once
+        time.sleep(seconds_before)
+        try:
+            HfApi().repo_info(path, repo_type=kind, timeout=10.0)
+            return None
+        except HfHubHTTPError:
+            return None
+        except Exception as error:  # the class of the error depends on the client's HTTP library
+            reason = first_line(error)
+    return reason and (
+        f"the Hugging Face hub cannot be reached to look for this {kind} ({reason}); correct {recipe_key}, "
+        f"connect to the internet, or download the {kind} first"
+    )
 
 
 def _may_be_hub_id(path: str) -> bool:
     return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
+
+
+def is_on_hub(path: str) -> bool:
+    """Whether a path has the form owner/name of a hub id, and is not a path on this machine."""
+    return "/" in path and _may_be_hub_id(path)
 
 
 def name_for_others(path: str) -> str:
@@ -77,26 +87,3 @@ def why_no_upload() -> str | None:
     if get_token() is None:
         return "there is no token of the hub; set HF_TOKEN, or log in with 'hf auth login'"
     return None
-
-
-def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> str | None:
-    """Returns why the hub does not answer, and a remedy; None if it answers or HF_HUB_OFFLINE is set."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if constants.HF_HUB_OFFLINE:
-        return None
-    reason = ""
-    for seconds_before in (0.0, 1.0):  # a network may fail once
-        time.sleep(seconds_before)
-        try:
-            HfApi().repo_info(path, repo_type=kind, timeout=_TIMEOUT_SECONDS)
-            return None
-        except HfHubHTTPError:
-            return None
-        except Exception as error:  # the class of the error depends on the client's HTTP library
-            reason = first_line(error)
-    return (
-        f"the Hugging Face hub cannot be reached to look for this {kind} ({reason}); correct {recipe_key}, "
-        f"connect to the internet, or download the {kind} first"
-    )

@@ -1,14 +1,8 @@
 """Handles stop signals: Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, by which schedulers announce preemption.
 
-The first signal stops the command at once, except in a `deferred` block, where work could be lost. There it
-stops the command only when every rank has called `poll`, which ranks do where all of them can stop. A second
-signal stops the command at once in every part of the program. Signals within SAME_REQUEST_SECONDS count as
-one signal.
-
-`recorded`, `held_back` and `accept_stop_signals` are for a process that starts ranks, and for these ranks.
+The first signal stops the command at once, except in a `deferred` block, where work could be lost: there it
+does so when every rank has called `poll`. A second signal stops the command at once everywhere.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -20,27 +14,18 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# Launcher and terminal may each send a signal for one Ctrl-C. Signals within this time count as one.
-SAME_REQUEST_SECONDS = 1.0
-# Ranks exchange their signals about once in this time: an exchange waits for the slowest rank.
-POLL_SECONDS = 1.0
+SAME_REQUEST_SECONDS = 1.0  # launcher and terminal may each send a signal for one Ctrl-C
+POLL_SECONDS = 1.0  # ranks exchange their signals about this often: an exchange waits for the slowest rank
 
 
 class Interrupted(BaseException):
-    """The user or the scheduler asked the run to stop; `exit_status` is the shell's convention.
-
-    `next_step` tells the user how to continue. If the same command would not continue the interrupted work,
-    the code that did this work sets another text.
-    SIGUSR1 and SIGHUP give the exit status of SIGTERM. Like KeyboardInterrupt, this class does not inherit
-    from Exception, because libraries catch an Exception and retry, or report a failure of their own.
-    """
+    """The user or the scheduler asked the run to stop. (Libraries would catch an Exception and retry.)"""
 
     def __init__(self, signum: int, *, is_urgent: bool = False) -> None:
-        """`is_urgent`: a second signal came, so the process must not save anything or wait for anything."""
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_status = 128 + (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
-        self.is_urgent = is_urgent
-        self.next_step = "run the same command again; it uses what was saved"
+        self.is_urgent = is_urgent  # a second signal came: save nothing, wait for nothing
+        self.next_step = "run the same command again; it uses what was saved"  # how the user continues
 
 
 class Interruption:
@@ -49,11 +34,8 @@ class Interruption:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.signum: int | None = None
         self.is_deferred = False
-        self._clock = clock
-        self._arrived = 0.0
-        self._polled = clock()
-        # Calls of `poll_in_time` since the last `poll`, and the number of calls after which ranks exchange.
-        self._calls, self._next_exchange = 0, 1
+        self._clock, self._arrived, self._polled = clock, 0.0, clock()
+        self._calls, self._next_exchange = 0, 1  # of `poll_in_time` since the last `poll`; the last of them
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None:
@@ -64,19 +46,15 @@ class Interruption:
         if not self.is_deferred:
             raise Interrupted(signum)
 
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """In this `with` block, the first signal has an effect only at `poll` or at a `lifted` block."""
-        yield from self._deferring(True)
-
-    @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
+    def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Used inside `deferred`: a signal stops this block at once; with several ranks, only at `poll`."""
         from dpo_pack.system.ranks import num_ranks  # imports torch
 
-        yield from self._deferring(num_ranks() > 1)
+        return self.deferred(num_ranks() > 1)
 
-    def _deferring(self, is_deferred: bool) -> Iterator[None]:
+    @contextlib.contextmanager
+    def deferred(self, is_deferred: bool = True) -> Iterator[None]:
+        """In this `with` block, the first signal has an effect only at `poll` or at a `lifted` block."""
         before, self.is_deferred = self.is_deferred, is_deferred
         try:
             if self.signum is not None and not is_deferred:
@@ -98,10 +76,7 @@ class Interruption:
         self._calls, self._polled = 0, self._clock()
 
     def poll_in_time(self) -> None:
-        """Does the same as `poll`, but several ranks exchange signals only about once in POLL_SECONDS.
-
-        Each call must be made on every rank.
-        """
+        """Does the same as `poll`, but several ranks exchange signals only about once in POLL_SECONDS."""
         from dpo_pack.system.ranks import num_ranks  # imports torch
 
         self._calls += 1
@@ -116,14 +91,6 @@ def interruptible() -> Iterator[Interruption]:
     is_main = threading.current_thread() is threading.main_thread()
     with _handled_by(interruption.handle) if is_main else contextlib.nullcontext():
         yield interruption
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[int]]:
-    """Yields a list that collects the stop signals of this block; they have no other effect."""
-    received: list[int] = []
-    with _handled_by(lambda signum, frame: received.append(signum)):
-        yield received
 
 
 @contextlib.contextmanager
@@ -148,7 +115,7 @@ def taken_signals() -> list[signal.Signals]:
 
 
 def _leave_lost_terminal() -> None:
-    """Discards further output if the terminal is gone. Otherwise a print would fail and prevent the save."""
+    """Discards output to a terminal that is gone. Otherwise a print would fail and prevent the save."""
     for descriptor in (1, 2):  # stdout and stderr
         with contextlib.suppress(OSError):  # the descriptor is closed
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
@@ -158,12 +125,16 @@ def _leave_lost_terminal() -> None:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Holds stop signals back from processes that are started in this `with` block.
+def recorded() -> Iterator[list[int]]:
+    """Yields a list that collects the stop signals of this block, for a process that starts ranks."""
+    received: list[int] = []
+    with _handled_by(lambda signum, frame: received.append(signum)):
+        yield received
 
-    Such a process gets these signals when it calls `accept_stop_signals`. A signal during the start of Python
-    would end the process with a traceback.
-    """
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Holds stop signals back from processes that are started in this block, until Python has started."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -89,14 +89,16 @@ def on_every_rank(
 
 
 def report_failure(error: BaseException, place: Placement) -> int:
-    """Prints why this rank ended; if one cause ended several ranks, only one of them does. Returns the exit
-    status. The process must exit after this; `end_soon` makes sure that it does."""
+    """Prints why this rank ended, unless another rank failed before.
+
+    Returns the exit status. The process must exit after this; `end_soon` makes sure that it does.
+    """
     end_soon(error)
     try:
         store = meet(place, timedelta(seconds=30))
     except RunError:  # the other ranks never started, or have ended
         store = HashStore()
-    return settle_failure(error, rank=place.rank, num_ranks=place.num_ranks, store=store)
+    return settle_failure(error, rank=place.rank, store=store)
 
 
 def wanted_processes(wanted: int | Literal["auto"], place: Placement | None) -> int:

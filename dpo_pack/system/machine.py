@@ -1,10 +1,6 @@
-"""Describes the machine and the software of a run: facts of the CPU that decide speed, versions, the commit.
+"""Facts of the machine and the software of a run: the CPU, versions of packages, the commit."""
 
-Linux describes the CPU in /proc/cpuinfo; on other systems most facts of the CPU are unknown.
-"""
-
-from __future__ import annotations
-
+import contextlib
 import functools
 import importlib.metadata
 import platform
@@ -18,25 +14,12 @@ _CPUINFO = Path("/proc/cpuinfo")
 # CPU instructions that multiply bfloat16, on x86 and Arm: name in /proc/cpuinfo -> name for people.
 _BFLOAT16_FLAGS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "pyarrow",
-    "numpy",
-    "flash-attn",
-    "flash-linear-attention",
-    "causal-conv1d",
-    "mamba-ssm",
-    "liger-kernel",
-    "peft",
-)
+    "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy",
+    "flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "liger-kernel", "peft",
+)  # fmt: skip
 
 
 def cpu_name() -> str:
-    """Returns the CPU's model name. (On Linux, platform.processor() is empty or only the architecture.)"""
     return _field("model name") or platform.processor() or platform.machine()
 
 
@@ -46,11 +29,7 @@ def is_intel(cpuinfo: Path = _CPUINFO) -> bool:
 
 
 def bfloat16_instructions(cpuinfo: Path = _CPUINFO) -> tuple[str, ...] | None:
-    """Returns the instructions of this CPU that multiply bfloat16; None if the CPU's flags are unknown.
-
-    If the CPU has no such instructions, torch converts bfloat16 to float32 and back, which takes longer than
-    float32 without conversions.
-    """
+    """Returns the CPU's instructions that multiply bfloat16; None: unknown. Without, float32 is faster."""
     flags = _field("flags", "Features", cpuinfo=cpuinfo)
     if flags is None:
         return None
@@ -58,7 +37,7 @@ def bfloat16_instructions(cpuinfo: Path = _CPUINFO) -> tuple[str, ...] | None:
 
 
 def _field(*names: str, cpuinfo: Path = _CPUINFO) -> str | None:
-    """Returns the value of the first line with one of `names`; None if there is no such line."""
+    """Returns the value of the first line with one of `names`. Other systems than Linux have no such file."""
     lines = (line.partition(":") for line in text_of(cpuinfo).splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() in names), None)
 
@@ -68,18 +47,13 @@ def package_versions() -> dict[str, str]:
     """Returns the installed versions of Python and of the packages whose versions may change results."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
 def install_command(extra: str) -> str:
-    """Returns the pip command that installs the packages of one of dpo-pack's extras.
-
-    It names the packages themselves: `pip install dpo-pack[...]` works only where an index has dpo-pack.
-    """
+    """Returns the pip command for the packages of an extra. (Not every index has dpo-pack itself.)"""
     needed = [
         requirement.partition(";")[0].strip()
         for requirement in importlib.metadata.requires("dpo-pack") or ()
@@ -90,11 +64,9 @@ def install_command(extra: str) -> str:
 
 
 def git_commit() -> str | None:
-    """Returns the commit checked out in the working directory; None if there is no repository."""
+    """Returns the commit that is checked out in the working directory, if any."""
+    command = ["git", "rev-parse", "HEAD"]
     try:
-        result = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip()

@@ -1,11 +1,7 @@
 """Prints text. Control characters in names of files or in models' answers never reach a terminal or a log.
 
-Otherwise such a name could clear the screen, or overwrite or add a line. `say`, `complain` and the
-console (console.py) print our lines with such characters as escapes. `guard_output` does the same to what
-libraries, warnings and tracebacks print.
+`say` (stdout), `complain` (stderr) and console.py print our lines, `guard_output` guards what others print.
 """
-
-from __future__ import annotations
 
 import io
 import logging
@@ -24,22 +20,16 @@ def printable(text: str) -> str:
 
 
 def say(line: str) -> None:
-    """Prints a line to stdout."""
     print(printable(line))
 
 
 def complain(line: str) -> None:
-    """Prints a line to stderr."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
 def guard_output() -> None:
-    """From now on, escapes control characters in all that Python code writes to stdout and stderr.
-
-    Also escapes characters that stdout's encoding lacks, because data may have any character. And silences
-    bitsandbytes, which transformers imports if it is installed: it warns that the CPU lacks kernels, which
-    dpo-pack does not call.
-    """
+    """From now on, escapes in stdout and stderr control characters and characters that the encoding lacks."""
+    # transformers imports bitsandbytes if it is installed; it warns of kernels that dpo-pack does not call.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     stdout = unguarded(sys.stdout)
     if isinstance(stdout, io.TextIOWrapper):
@@ -48,12 +38,12 @@ def guard_output() -> None:
 
 
 def unguarded(stream: Any) -> Any:
-    """Returns the stream to which a program may write control characters of its own, such as colours."""
+    """Returns the stream that takes control characters, such as those of colours."""
     return stream.stream if isinstance(stream, _Guarded) else stream
 
 
 class _Guarded:
-    """A text stream that writes control characters as escapes. Other attributes are those of `stream`."""
+    """A text stream that writes control characters as escapes."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

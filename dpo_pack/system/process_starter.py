@@ -1,13 +1,7 @@
 """Starts the ranks of one node and watches them. If one rank fails, all ranks end.
 
-torchrun is not used. In torch before 2.13, torchrun neither waits for ranks that save after a signal
-(--shutdown_timeout) nor passes on SIGUSR1 (--signals_to_handle). In 2.13, too, torchrun waits 30 seconds for
-the other ranks if one fails, and prints a page after the failed rank's line. If torchrun is killed, its ranks
-continue. This file gives the ranks the same variables as torchrun. The ranks connect to a store in the parent
-process; the system chooses the store's port, so the port is always free.
+torchrun is not used: its exit status is not the failed rank's, and its ranks continue if it is killed.
 """
-
-from __future__ import annotations
 
 import contextlib
 import math
@@ -18,49 +12,55 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torch._C._distributed_c10d import TCPStore  # as in torch.distributed, but with types
 
-from dpo_pack.system.endings import OUR_BUG
+from dpo_pack.system.endings import OUR_BUG, say_of_rank
 from dpo_pack.system.interrupts import Interrupted, held_back, recorded
-from dpo_pack.system.output import complain
-from dpo_pack.system.placement import Placement
+from dpo_pack.system.placement import ALONE
 
 PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; a read from it returns when the parent has ended
-
-_POLL_SECONDS = 0.05
-# After a rank has failed, the others get this time to end. Some notice a broken connection, others wait on.
-_SECONDS_AFTER_A_FAILURE = 5.0
-# After an interrupted rank has ended, the others get this time: they may still write large files.
-_SECONDS_AFTER_AN_INTERRUPTION = 600.0
+# After a rank has ended, the others get this time: after an interruption they may still write large files.
+_SECONDS_AFTER_A_FAILURE, _SECONDS_AFTER_AN_INTERRUPTION = 5.0, 600.0
 _INTERRUPTED_STATUSES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
-def start_ranks(command: Sequence[str], num_ranks: int) -> int:
-    """Runs `command` as ranks 0 to `num_ranks` - 1 on this node until all have ended; returns an exit status.
+def usable_cores() -> int:
+    """Returns how many cores this process may use; a scheduler may have bound it to fewer than all."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
-    The status is that of the rank that failed first. If a rank was killed, this function prints a message and
-    returns 1. The first stop signal is sent once to every rank; a second one ends all ranks at once. Raises
-    Interrupted after a second signal, or if the first one ended ranks before they could handle it.
+
+def start_ranks(command: Sequence[str], num_ranks: int) -> int:
+    """Runs `command` as all ranks of this node; returns the first failed rank's status, 1 if it was killed.
+
+    The first stop signal is sent once to every rank; a second one ends all at once. Raises Interrupted then,
+    or if the first one ended ranks before they could handle it.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = _environment(num_ranks)
     read_end, write_end = os.pipe()
+    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks))}
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        # All ranks are on this host. `lo` works even if the host's name resolves to a wrong address.
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    node = replace(ALONE, num_ranks=num_ranks, num_local_ranks=num_ranks, port=store.port)
     processes: list[subprocess.Popen[bytes]] = []  # by rank
     with recorded() as received:
         try:
             with held_back():
                 for rank in range(num_ranks):
-                    place = Placement(
-                        rank=rank,
-                        num_ranks=num_ranks,
-                        local_rank=rank,
-                        num_local_ranks=num_ranks,
-                        address="127.0.0.1",
-                        port=store.port,
+                    place = replace(node, rank=rank, local_rank=rank)
+                    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if rank > 0 else {}  # rank 0 warns, too
+                    forced = {"TORCHELASTIC_USE_AGENT_STORE": "True", PARENT_PIPE: str(read_end)}
+                    process = subprocess.Popen(
+                        command,
+                        env={**defaults, **quiet, **os.environ, **forced, **place.environment()},
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=(read_end,),
+                        start_new_session=True,  # with all processes that the rank will start
                     )
-                    processes.append(_start(command, place, environment, parent_pipe=read_end))
+                    processes.append(process)
             os.close(read_end)
             return _watch(processes, received)
         finally:
@@ -71,47 +71,19 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
             os.close(write_end)
 
 
-def usable_cores() -> int:
-    """Returns how many cores this process may use; a scheduler may have bound it to fewer than all."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _environment(num_ranks: int) -> dict[str, str]:
-    """Returns the environment variables of all ranks. Variables that the user has set are not changed."""
-    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks))}
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        # All ranks are on this host. `lo` works even if the host's name resolves to a wrong address.
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    return {**defaults, **os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-
-def _start(
-    command: Sequence[str], place: Placement, environment: Mapping[str, str], *, parent_pipe: int
-) -> subprocess.Popen[bytes]:
-    """Starts a rank in a new session, which includes all processes that the rank will start."""
-    own = {**environment, **place.environment(), PARENT_PIPE: str(parent_pipe)}
-    if place.rank > 0:
-        own.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # rank 0 gives the same warnings
-    return subprocess.Popen(
-        command, env=own, stdin=subprocess.DEVNULL, pass_fds=(parent_pipe,), start_new_session=True
-    )
-
-
 def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
-    """Waits for all ranks, or until the remaining ranks must end. Returns the status of the command."""
     statuses: dict[int, int] = {}  # by rank, in the order of their ends
     passed_on = False
     deadline = math.inf
-    while len(statuses) < len(processes):
+    while len(statuses) < len(processes) and len(received) < 2 and time.monotonic() <= deadline:
         for rank, process in enumerate(processes):
             status = process.poll() if rank not in statuses else None
             if status is None:
                 continue
             statuses[rank] = status
             if status < 0 and -status not in received:
-                complain(_killed(rank, -status))
+                why = ", often because the machine has too little memory" if -status == signal.SIGKILL else ""
+                say_of_rank(rank, f"error: it was killed ({signal.Signals(-status).name}){why}")
                 return OUR_BUG
             if status != 0:
                 is_interruption = status in _INTERRUPTED_STATUSES or received
@@ -122,42 +94,23 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]
             for rank, process in enumerate(processes):
                 if rank not in statuses:
                     process.send_signal(received[0])
-        if len(received) > 1 or time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_SECONDS)
-    return _status_of_all(list(statuses.values()), len(processes), received)
-
-
-def _status_of_all(statuses: Sequence[int], num_ranks: int, received: Sequence[int]) -> int:
-    """Returns the command's status; `statuses` are those of ended ranks, in the order of their ends."""
-    if len(statuses) == num_ranks and not any(statuses):
+        time.sleep(0.05)
+    if len(statuses) == len(processes) and not any(statuses.values()):
         return 0  # no signal came, or it came after all work was done
-    exits = [status for status in statuses if status > 0]  # a killed rank has a negative status
+    exits = [status for status in statuses.values() if status > 0]  # a killed rank has a negative status
     if len(received) > 1 or not exits:
         raise Interrupted(received[-1])
-    failures = [status for status in exits if status not in _INTERRUPTED_STATUSES]
-    if failures:
-        return failures[0]
-    return Interrupted(received[0]).exit_status if received else exits[0]
-
-
-def _killed(rank: int, signum: int) -> str:
-    name = signal.Signals(signum).name
-    if signum == signal.SIGKILL:
-        return f"error: rank {rank} was killed ({name}), often because the machine has too little memory"
-    return f"error: rank {rank} died of {name}"
-
-
-# ------------------------------------------------------------------------------------------- in a rank
+    interrupted = Interrupted(received[0]).exit_status if received else exits[0]
+    return next((status for status in exits if status not in _INTERRUPTED_STATUSES), interrupted)
 
 
 def end_with_parent() -> None:
     """Makes a rank of `start_ranks`, and all processes it started, end when the parent has ended."""
-    pipe = os.environ.pop(PARENT_PIPE, None)
-    if pipe is not None:
-        threading.Thread(target=_wait_for_the_end, args=(int(pipe),), daemon=True, name="parent").start()
 
+    def wait_for_the_end(pipe: int) -> None:
+        os.read(pipe, 1)  # nothing is written: this returns when the only writer, the parent, has ended
+        os.killpg(0, signal.SIGKILL)
 
-def _wait_for_the_end(pipe: int) -> None:
-    os.read(pipe, 1)  # nothing is written: this returns when the only writer, the parent, has ended
-    os.killpg(0, signal.SIGKILL)
+    if PARENT_PIPE in os.environ:
+        pipe = int(os.environ.pop(PARENT_PIPE))
+        threading.Thread(target=wait_for_the_end, args=(pipe,), daemon=True, name="parent").start()

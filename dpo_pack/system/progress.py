@@ -1,96 +1,83 @@
-"""Shows progress: in a terminal, one line that is redrawn; elsewhere, a plain line every ten seconds."""
-
-from __future__ import annotations
+"""Shows progress: in a terminal by rich.progress, in a log by a plain line every ten seconds."""
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.output import printable
 
-# A log cannot redraw a line, so each redraw would add a line. A log gets one line in this time instead.
-_LINE_EVERY_SECONDS = 10.0
-_REFRESHES_PER_SECOND = 2
-_NARROWEST_BAR, _WIDEST_BAR = 8, 40  # columns
-_NARROWEST_WITH_BAR = 72  # columns; in fewer, facts come before the bar
+# Takes the name of the work, the part done, all (None: unknown), and facts, the most important first.
+Tell = Callable[[str, float, float | None, Sequence[str]], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A progress line: the name of the work, the fraction done, and facts, the most important first."""
-
-    label: str
-    fraction: float | None  # None: unknown
-    facts: Sequence[str]
-
-    def plain(self) -> str:
-        return f"{self.label}: {', '.join(self.facts)}"
-
-    def fitted(self, width: int, *, ascii_only: bool = False) -> Text:
-        """Returns the line in at most `width` columns. If they do not suffice, the last facts are left out;
-        below 72 columns, the bar is left out first."""
-        pieces = [self.label] if self.fraction is None else [self.label, f"{self.fraction:4.0%}"]
-        least_bar = 0 if self.fraction is None or width < _NARROWEST_WITH_BAR else _NARROWEST_BAR + 1
-        for fact in self.facts:
-            if len("  ".join([*pieces, fact])) + least_bar > width:
-                break
-            pieces.append(fact)
-        text = "  ".join(pieces)[:width]
-        room = min(_WIDEST_BAR, width - len(text) - 1)
-        if self.fraction is None or room < _NARROWEST_BAR:
-            return Text(text, no_wrap=True)
-        done = round(self.fraction * room)
-        full, empty = ("#", "-") if ascii_only else ("━", "─")
-        bar = Text.assemble((full * done, "green"), (empty * (room - done), "dim"))
-        return Text.assemble(self.label, " ", bar, text[len(self.label) :], no_wrap=True)
-
-
-_shown: list[Callable[[], Line]] = []  # lines of nested work; the innermost is last
+def _fitting(facts: Sequence[str], width: int) -> str:
+    """Returns the facts before the first that does not fit into `width` columns."""
+    texts = ["  ".join(facts[:number]) for number in range(len(facts) + 1)]
+    return [text for text in texts if len(text) <= width][-1]
 
 
 @contextlib.contextmanager
-def live(
-    console: Console, line: Callable[[], Line], clock: Callable[[], float] | None = None
-) -> Iterator[Callable[[], None]]:
-    """Shows what `line()` returns while the `with` block runs. Yields a function to call as work proceeds.
+def _shown(console: Console, what: str) -> Iterator[Tell]:
+    """Shows work, its seconds and what the yielded function is told, while the `with` block runs."""
+    bar_width = 20 if console.width >= 72 else 0
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        *([BarColumn(bar_width)] if bar_width else []),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[facts]}", markup=False),
+        console=console,
+        transient=True,
+        refresh_per_second=2,
+        disable=not console.is_terminal,
+    )
+    task, printed = bar.add_task(printable(what), total=None, facts=""), time.monotonic()
 
-    A terminal shows one such line, at the bottom. If blocks are nested, it is the line of the innermost.
-    """
-    if console.is_terminal:
-        _shown.append(line)
-        try:
-            with _bottom_line(console) if len(_shown) == 1 else contextlib.nullcontext():
-                yield lambda: None
-        finally:
-            _shown.remove(line)
-        return
-    clock = clock or time.monotonic
-    printed = clock()
-
-    def tell() -> None:
+    def tell(what: str, done: float, total: float | None, facts: Sequence[str]) -> None:
         nonlocal printed
-        now = clock()
-        if now - printed >= _LINE_EVERY_SECONDS and (current := line()).fraction != 1:
-            console.print(printable(current.plain()))
+        what, now = printable(what), time.monotonic()
+        width = max(0, console.width - bar_width - len(f"{what}  0:00:00  "))
+        fitting = _fitting([*([f"{done / total:.0%}"] if total else []), *facts], width)
+        bar.update(task, description=what, completed=done, total=total, facts=fitting)
+        if bar.disable and now - printed >= 10.0 and done != total:
+            console.print(f"{what}: {', '.join(facts)}")
             printed = now
 
-    yield tell
+    with bar:
+        yield tell
 
 
-def _bottom_line(console: Console) -> Live:
-    def current() -> Text:
-        return _shown[-1]().fitted(console.width, ascii_only=console.options.ascii_only)
+def waiting_line(console: Console, what: str) -> contextlib.AbstractContextManager[Any]:
+    """In a terminal, shows what is being done, and for how long, while the `with` block runs."""
+    return _shown(console, what)
 
-    return Live(
-        get_renderable=current, console=console, transient=True, refresh_per_second=_REFRESHES_PER_SECOND
-    )
+
+@contextlib.contextmanager
+def reading_progress(
+    console: Console, task: str = "Reading data", unit: str = "rows"
+) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Yields a function that takes the task's name, the units done, and all its units (None: unknown)."""
+    begun = time.monotonic()
+    with _shown(console, task) as tell:
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            nonlocal begun, task
+            if what != task:
+                begun, task = time.monotonic(), what
+            seconds = time.monotonic() - begun
+            facts = [
+                f"{done:,}{f' of {total:,}' if total else ''} {unit}",
+                f"{done / max(seconds, 1e-9):,.0f}/s",
+            ]
+            if total and done:
+                facts.insert(0, f"{format_seconds(seconds * (total - done) / done)} left")
+            tell(what, done, total or None, facts)
+
+        yield progress
 
 
 @contextlib.contextmanager
@@ -99,7 +86,7 @@ def progress_bar(
 ) -> Iterator[Callable[[int], None]]:
     """Yields a function that takes the number of units done since its last call. Shows rate and time left."""
     done = 0
-    with reading_progress(console, description, total, unit) as progress:
+    with reading_progress(console, description, unit) as progress:
 
         def advance(count: int) -> None:
             nonlocal done
@@ -109,118 +96,54 @@ def progress_bar(
         yield advance
 
 
-@contextlib.contextmanager
-def waiting_line(console: Console, what: str) -> Iterator[None]:
-    """In a terminal, shows what is being done, and for how long, while the `with` block runs."""
-    begun = time.monotonic()
-
-    def line() -> Line:
-        since = format_seconds(time.monotonic() - begun)
-        return Line(label=printable(what), fraction=None, facts=(f"{since} elapsed",))
-
-    with live(console, line):
-        yield
-
-
-@contextlib.contextmanager
-def reading_progress(
-    console: Console, task: str = "Reading data", total: int | None = None, unit: str = "rows"
-) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Yields a function that takes the task's name, the units done, and all its units (None: unknown)."""
-    begun, done = time.monotonic(), 0
-
-    def line() -> Line:
-        return _work_line(task, time.monotonic() - begun, done, total, unit)
-
-    with live(console, line) as tell:
-
-        def progress(what: str, num_done: int, num_all: int | None) -> None:
-            nonlocal begun, task, done, total
-            if what != task:
-                begun, task = time.monotonic(), what
-            done, total = num_done, num_all
-            tell()
-
-        yield progress
-
-
-def _work_line(what: str, seconds: float, done: int, total: int | None, unit: str) -> Line:
-    rate = f"{done / max(seconds, 1e-9):,.0f}/s"
-    if not total:
-        return Line(label=printable(what), fraction=None, facts=(f"{done:,} {unit}", rate))
-    left = f"{format_seconds(seconds * (total - done) / done)} left" if done else "beginning"
-    facts = (left, f"{done:,} of {total:,} {unit}", rate)
-    return Line(label=printable(what), fraction=done / total, facts=facts)
-
-
-_LEFT_OUT = "  At most one step a second is printed; metrics.jsonl has every logged step."
-
-
 class TrainingLines:
     """Shows training: a line for logged steps, and below them, in a terminal, a progress line."""
 
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self.console = console
         self.num_steps = num_steps
-        self._step, self._seconds, self._at = 0, 0.0, time.monotonic()
-        self._newest: Mapping[str, Any] | None = None
+        self._facts: list[str] = []  # of the newest line
+        self._left: list[str] = []
         self._printed, self._has_left_out = 0.0, False
+        self._tell: Tell | None = None
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
         """In a terminal, shows the progress line while the `with` block runs."""
-        # Elsewhere the lines of logged steps suffice.
-        with live(self.console, self._line) if self.console.is_terminal else contextlib.nullcontext():
+        if not self.console.is_terminal:  # the lines of logged steps suffice
             yield
+            return
+        with _shown(self.console, self._label(0)) as self._tell:
+            yield
+
+    def _label(self, step: int) -> str:
+        return f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"
 
     def advance(self, step: int, seconds: float) -> None:
         """Sets the progress line's number of steps done, and the seconds that all of them took."""
-        self._step, self._seconds, self._at = step, seconds, time.monotonic()
-
-    def _line(self) -> Line:
-        since = time.monotonic() - self._at
-        facts = []
-        if self._step:
-            facts.append(f"{format_seconds(max(self._seconds_left() - since, 0.0))} left")
-        if self._newest is not None:
-            facts += [
-                f"loss {self._newest['loss']:.4f}",
-                f"accuracy {self._newest['rewards/accuracies']:.3f}",
-                f"margin {self._newest['rewards/margins']:+.4f}",
-                f"{self._newest['pairs_per_second']:,.1f} pairs/s",
-            ]
-        facts.append(f"{format_seconds(self._seconds + since)} elapsed")
-        label = f"step {self._step:>{len(str(self.num_steps))}}/{self.num_steps}"
-        return Line(label=label, fraction=self._step / self.num_steps, facts=facts)
-
-    def _seconds_left(self) -> float:
-        return self._seconds / self._step * (self.num_steps - self._step)
+        self._left = [f"{format_seconds(seconds / step * (self.num_steps - step))} left"]
+        if self._tell is not None:
+            self._tell(self._label(step), step, self.num_steps, self._left + self._facts)
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Prints a train line of metrics.jsonl: the first, the last, and of others at most one a second.
 
         `record` is of the newest step that `advance` was told of.
         """
+        self._facts = [
+            f"loss {record['loss']:.4f}",
+            f"margin {record['rewards/margins']:+.4f}",
+            f"accuracy {record['rewards/accuracies']:.3f}",
+            f"{record['pairs_per_second']:,.1f} pairs/s",
+            f"grad norm {record['grad_norm']:.3g}",
+            f"lr {record['learning_rate']:.2e}",
+        ]
         now = time.monotonic()
-        self._newest = record
-        if now - self._printed < 1.0 and record["step"] not in (1, self.num_steps):
-            if not self._has_left_out:
-                self.console.print(_LEFT_OUT)
+        if now - self._printed >= 1.0 or record["step"] in (1, self.num_steps):
+            self._printed = now
+            line = [f"  {self._label(record['step'])}", *self._facts[:3], *self._left, *self._facts[3:]]
+            width = self.console.width if self.console.is_terminal else 1000
+            self.console.print(_fitting(line, width))
+        elif not self._has_left_out:
             self._has_left_out = True
-            return
-        self._printed = now
-        pieces = {
-            "step": f"  step {record['step']:>{len(str(self.num_steps))}}/{self.num_steps}",
-            "loss": f"loss {record['loss']:.4f}",
-            "margin": f"margin {record['rewards/margins']:+.4f}",
-            "accuracy": f"accuracy {record['rewards/accuracies']:.3f}",
-            "norm": f"grad norm {record['grad_norm']:.3g}",
-            "lr": f"lr {record['learning_rate']:.2e}",
-            "rate": f"{record['pairs_per_second']:,.1f} pairs/s",
-            "left": f"{format_seconds(self._seconds_left())} left",
-        }
-        for least_important in ("lr", "norm", "rate", "left", "accuracy", "margin"):
-            if not self.console.is_terminal or len("  ".join(pieces.values())) <= self.console.width:
-                break
-            del pieces[least_important]
-        self.console.print("  ".join(pieces.values()))
+            self.console.print("  At most one step a second is printed; metrics.jsonl has all of them.")

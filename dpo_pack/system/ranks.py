@@ -1,15 +1,11 @@
 """Communication between ranks. Every rank makes the same calls in the same order.
 
 If there is only one process, these functions return at once. Objects go from host to host by gloo, so they
-wait for no device. Tensors (the functions at the end of this file) go from device to device.
+wait for no device. Tensors go from device to device.
 """
 
-from __future__ import annotations
-
 import contextlib
-import os
 import socket
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpo_pack.system.errors import DpoPackError, RunError
+from dpo_pack.system.files import path_aside, writing
 from dpo_pack.system.placement import is_set
 
-# Ranks wait at most this long for rank 0, which may tokenise for hours. If a rank ends, the others notice the
-# broken connection at once.
-_HOST_TIME = timedelta(days=7)
 _MOST_SHOWN = 40  # characters of a value in an error message
 
 Item = TypeVar("Item")
@@ -34,7 +28,6 @@ _host_groups: dict[Any, Any] = {}  # by default group, of which a test makes sev
 
 
 def rank() -> int:
-    """Returns the number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -56,18 +49,15 @@ def host_group() -> Any:
     """Returns the gloo group. The first call creates it, so all ranks must make that call together."""
     default = dist.group.WORLD
     if default not in _host_groups:
-        _host_groups[default] = dist.new_group(backend="gloo", timeout=_HOST_TIME)
+        # Ranks wait for rank 0, which may tokenise for hours. They notice at once that a rank has ended.
+        _host_groups[default] = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     return _host_groups[default]
 
 
 def leave() -> None:
-    """Destroys this process's groups and ends their threads. Afterwards it cannot reach other ranks.
-
-    The threads of a group end when the last reference to the group is deleted. If a thread still ran while
-    the interpreter shuts down, it could call Python, and the process would abort although its work is done.
-    """
+    """Destroys this process's groups. Afterwards it cannot reach other ranks."""
     dist.destroy_process_group()
-    _host_groups.clear()
+    _host_groups.clear()  # else threads of a group, while the interpreter shuts down, could abort the process
 
 
 def any_rank(flag: bool) -> bool:
@@ -76,7 +66,6 @@ def any_rank(flag: bool) -> bool:
 
 
 def largest_number(number: int) -> int:
-    """Returns the largest of all ranks' numbers."""
     return int(largest_numbers(number)[0])
 
 
@@ -100,11 +89,7 @@ def first_says(value: Value) -> Value:
 
 
 def every_rank_says(value: Value, group: Any = None) -> list[Value]:
-    """Returns the values of all ranks, in the order of ranks.
-
-    A thread other than the main thread passes its own `group`, so that its messages and those of the main
-    thread are never mixed.
-    """
+    """Returns the values of all ranks, in their order. Threads beside the main one have their own `group`."""
     if num_ranks() == 1:
         return [value]
     values: list[Any] = [None] * num_ranks()
@@ -113,17 +98,14 @@ def every_rank_says(value: Value, group: Any = None) -> list[Value]:
 
 
 def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]:
-    """Runs `work` on every rank; returns all values. If it raises a DpoPackError on some ranks, all ranks
-    raise that of the lowest rank."""
-    value: Any = None
-    failure: DpoPackError | None = None
+    """Runs `work` on every rank; returns all values. All ranks raise the lowest rank's DpoPackError."""
     try:
-        value = work()
+        outcome: tuple[Any, DpoPackError | None] = work(), None
     except DpoPackError as error:
         if num_ranks() == 1:
             raise
-        failure = error
-    outcomes = every_rank_says((value, failure), group)
+        outcome = None, error
+    outcomes = every_rank_says(outcome, group)
     for _, failure in outcomes:
         if failure is not None:
             raise failure
@@ -147,11 +129,9 @@ def only_first(work: Callable[[], object]) -> None:
 
 
 def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Value]]) -> list[Value]:
-    """Splits `items` over ranks and runs `work` on each part; returns the values of all items on every rank.
+    """Splits `items` over ranks; returns `work`'s values, one for each item, in their order, on every rank.
 
-    `work` takes items and returns one value for each item; values can be pickled. A rank without items does
-    not call `work`. If `work` raises a DpoPackError on one rank, all ranks raise it. The values have the
-    order of the items.
+    A rank without items does not call `work`. If it raises a DpoPackError on one rank, all ranks raise it.
     """
     own = items[rank() :: num_ranks()]
     results: list[Any] = [None] * len(items)
@@ -161,17 +141,13 @@ def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[V
 
 
 def wait_for_all() -> None:
-    """Waits until every rank has called this function."""
     if num_ranks() > 1:
         dist.barrier(group=host_group())
 
 
 @contextlib.contextmanager
 def first_goes_first() -> Iterator[None]:
-    """Rank 0 runs the `with` block first; then the other ranks run it, and find the files of rank 0.
-
-    If rank 0 raises a DpoPackError in the block, the other ranks raise the same error.
-    """
+    """Rank 0 runs the `with` block first; then the other ranks run it, or raise rank 0's DpoPackError."""
     failure: DpoPackError | None = None
     if not is_first():
         failure = first_says(None)
@@ -195,11 +171,11 @@ def require_same(facts: Mapping[str, Any], remedy: str) -> None:
     for other, (other_host, found) in enumerate(outcomes):
         names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
         if names:
-            name = names[0]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            theirs, ours = (repr(each.get(names[0]))[:_MOST_SHOWN] for each in (found, expected))
             raise RunError(
-                f"rank {other} (on {other_host}) and rank 0 (on {host}) differ in {name}{more}: "
-                f"{_shown(found.get(name))} and {_shown(expected.get(name))}; {remedy}"
+                f"rank {other} (on {other_host}) and rank 0 (on {host}) differ in {names[0]}{more}: "
+                f"{theirs} and {ours}; {remedy}"
             )
 
 
@@ -208,45 +184,30 @@ def require_shared(directory: Path, recipe_key: str) -> None:
     hosts = every_rank_says(socket.gethostname())
     if len(set(hosts)) == 1:
         return
-    mark = first_does(lambda: _leave_mark(directory, recipe_key))
+
+    def leave_mark() -> Path:
+        mark = path_aside(directory / "shared")
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        return mark
+
+    mark = first_does(leave_mark)
     try:
         seen = every_rank_says(mark.exists())
     finally:
         if is_first():
             mark.unlink()
-    for host, is_seen in zip(hosts, seen, strict=True):
-        if not is_seen:
-            raise RunError(
-                f"{recipe_key}: {host} does not see a file that rank 0 (on {hosts[0]}) wrote in {directory}; "
-                "use a directory on a file system that all nodes share"
-            )
-
-
-def _leave_mark(directory: Path, recipe_key: str) -> Path:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(prefix=".shared-", suffix=".tmp", dir=directory)
-    except OSError as error:
+    blind = [host for host, is_seen in zip(hosts, seen, strict=True) if not is_seen]
+    if blind:
         raise RunError(
-            f"{recipe_key}: cannot write in {directory}: {error.strerror}; choose a writable directory"
-        ) from error
-    os.close(descriptor)
-    return Path(path)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
-
-
-# ----------------------------------------------------------------------------------------------- tensors
+            f"{recipe_key}: {blind[0]} does not see a file that rank 0 (on {hosts[0]}) wrote in {directory}; "
+            "use a directory on a file system that all nodes share"
+        )
 
 
 def gather_over_ranks(rows: Tensor) -> Tensor:
-    """Concatenates the `rows` of all ranks, on every rank. Ranks may have different numbers of rows.
-
-    rows: [n, ...] -> [sum of n over ranks, ...]. Waits for the device: the host needs the numbers of rows.
-    """
+    """Returns the rows of all ranks, [sum of n over ranks, ...]; rows: [n, ...]. Waits for the device."""
     return gather_and_place(rows)[0]
 
 
@@ -256,7 +217,7 @@ def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
         return rows, slice(0, len(rows))
     counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(num_ranks())]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
-    sizes: list[int] = torch.cat(counts).tolist()
+    sizes: list[int] = torch.cat(counts).tolist()  # ranks may have different numbers of rows
     padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in sizes]
@@ -266,19 +227,14 @@ def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
     return together, slice(first, first + len(rows))
 
 
-def largest_over_ranks(values: Tensor) -> Tensor:
-    """Returns the elementwise largest of all ranks' values. The host does not wait for the device."""
-    return _reduced(values, dist.ReduceOp.MAX)
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """Returns the elementwise sum of all ranks' values. The host does not wait for the device."""
-    return _reduced(values, dist.ReduceOp.SUM)
-
-
-def _reduced(values: Tensor, operation: Any) -> Tensor:
+def sum_over_ranks(values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Returns the elementwise sum. The host does not wait for the device."""
     if num_ranks() == 1:
         return values
     result = values.clone()
     dist.all_reduce(result, op=operation)
     return result
+
+
+def largest_over_ranks(values: Tensor) -> Tensor:
+    return sum_over_ranks(values, dist.ReduceOp.MAX)

@@ -116,15 +116,9 @@ def test_a_score_that_is_no_number_sets_only_its_prompt_aside() -> None:
     assert [len(result) for result in scores if not isinstance(result, Failure)] == [2, 3]
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("one_short", "returned 6 scores for 7 completions"),
-        ("words", "must return a list with one number for each completion"),
-    ],
-)
-def test_a_function_that_returns_the_wrong_thing_stops_the_run(name: str, message: str) -> None:
-    with pytest.raises(RunError, match=message):
+@pytest.mark.parametrize("name", ["one_short", "words"])
+def test_a_function_that_returns_the_wrong_thing_stops_the_run(name: str) -> None:
+    with pytest.raises(RunError, match=rf"online\.judges: support\.online_judges:{name} .* 7 completions"):
         function_judge(name).score(ROLLOUTS)
 
 

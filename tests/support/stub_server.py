@@ -32,6 +32,7 @@ class Stub:
     stall_seconds: float = 1.0
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
     num_under_way: int = 0
     most_under_way: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -51,6 +52,7 @@ def serving(stub: Stub) -> Iterator[Stub]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with stub.lock:
                 stub.requests.append({"path": self.path, "key": self.headers.get("Authorization"), **body})
+                stub.headers.append(dict(self.headers))
                 fault = stub.faults.pop(0) if stub.faults else "none"
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client has given up
                 self._answer(fault, body)

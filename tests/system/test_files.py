@@ -255,10 +255,10 @@ def test_a_lock_file_that_its_holder_removes_meanwhile_gives_no_second_holder(
         flock(file, operation)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fcntl, "flock", removed_before)
+    with pytest.raises(RunError), locked(lock, "output_dir", quiet):
+        pass
     with locked(lock, "output_dir", quiet):
         assert len(opened) == 2
-        with pytest.raises(RunError), locked(lock, "output_dir", quiet):
-            pass
 
 
 def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

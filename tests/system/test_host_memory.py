@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import dpo_pack.system.memory as memory
 from dpo_pack.system.memory import AvailableMemory, free_memory_bytes, host_memory, machine_memory_bytes
 
 GIB = 2**30
@@ -22,10 +22,11 @@ def write(root: Path, files: dict[str, object]) -> Path:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 64 GiB, 60 of which are free."""
-    kib = f"MemTotal:       {64 * 2**20} kB\nMemFree: 5 kB\nMemAvailable:   {60 * 2**20} kB"
-    return write(tmp_path, {"proc/meminfo": kib})
+    machine = SimpleNamespace(total=64 * GIB, available=60 * GIB)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: machine)
+    return tmp_path
 
 
 def test_without_a_limit_it_is_the_machine_s(root: Path) -> None:
@@ -76,13 +77,5 @@ def test_a_container_that_is_told_the_host_s_path_has_the_limit_at_the_mount_poi
     assert host_memory(write(root, files)) == AvailableMemory(free=0, total=8 * GIB)
 
 
-def test_a_system_that_does_not_say_is_none(tmp_path: Path) -> None:
-    assert host_memory(tmp_path) is None
+def test_free_memory_is_a_part_of_all_memory() -> None:
     assert 0 < free_memory_bytes() <= machine_memory_bytes()
-
-
-def test_free_memory_is_what_the_system_says_or_else_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "host_memory", lambda: AvailableMemory(free=5 * GIB, total=8 * GIB))
-    assert (free_memory_bytes(), machine_memory_bytes()) == (5 * GIB, 8 * GIB)
-    monkeypatch.setattr(memory, "host_memory", lambda: None)
-    assert free_memory_bytes() == machine_memory_bytes() > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -145,9 +146,8 @@ def test_a_killed_rank_is_named_and_nothing_is_left_of_the_others(
     monkeypatch.setattr(process_starter, "_SECONDS_AFTER_A_FAILURE", 60.0)
     assert start_ranks(shell(f"[ $RANK = 1 ] && sleep 0.3 && kill -9 $$; {child}"), 2) == 1
     assert not (tmp_path / "late").exists(), "nobody is given time to save what cannot be saved"
-    assert (
-        capfd.readouterr().err
-        == "error: rank 1 was killed (SIGKILL), often because the machine has too little memory\n"
+    assert capfd.readouterr().err.startswith(
+        f"rank 1 ({socket.gethostname()}): error: it was killed (SIGKILL)"
     )
     wait_until(lambda: not psutil.pid_exists(int((tmp_path / "child").read_text())))
 

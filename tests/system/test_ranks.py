@@ -111,7 +111,7 @@ def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
         "found": True,
         "failed": "rank 0 found no such file",
         "differ": f"{both} differ in optim.lr and 1 more: 1.5 and 0.5; do so",
-        "lacks": f"{both} differ in a: None and '{'x' * 36}...; do so",
+        "lacks": f"{both} differ in a: None and '{'x' * 39}; do so",
         "marks left": 0,
         "not shared": "output_dir: host-1 does not see a file that rank 0 (on host-0) wrote in "
         f"{tmp_path / 'shared'}; use a directory on a file system that all nodes share",
