@@ -108,7 +108,12 @@ def estimate(summary: Mapping[str, Any], metric: str, *, sign: str = "") -> tupl
 
 
 def pairs_and_prompts(record: Mapping[str, Any]) -> str:
-    """Returns the number of pairs, and that of their prompts where some pairs share a prompt."""
+    """Returns the number of pairs, and that of their prompts where some pairs share a prompt.
+
+    An online run is measured on prompts alone.
+    """
+    if "pairs" not in record:
+        return f"{record.get('prompts', 0):,} prompts"
     num_pairs = record["pairs"]
     num_prompts = record.get("prompts", num_pairs)  # earlier releases wrote no number of prompts
     return f"{num_pairs:,} pairs" + (f" of {num_prompts:,} prompts" if num_prompts < num_pairs else "")

@@ -8,7 +8,7 @@ import pytest
 
 from dpo_pack.online.win_rate import win_rate_sentence
 from dpo_pack.reports.completions import render_completions
-from dpo_pack.reports.run_tables import _flat
+from dpo_pack.reports.run_views import _flat
 from dpo_pack.system.console import make_console
 
 
