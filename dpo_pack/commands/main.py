@@ -387,10 +387,13 @@ def sample(
     prompts are held-out prompts of the recipe.
     """
     with many_imports():
-        from dpo_pack.commands.sample import sample_models
+        from dpo_pack.reports.tables import render_completions
+        from dpo_pack.run.samples import sample_models
         from dpo_pack.system.console import make_console
 
-    sample_models(models, make_console(), texts=prompt or (), num=num)
+    console = make_console()
+    prompts, completions = sample_models(models, console, texts=prompt or (), num=num)
+    render_completions(prompts, completions, console)
 
 
 @app.command("doctor")

@@ -26,7 +26,7 @@ from dpo_pack.data.store import join_pairs, write_store
 from dpo_pack.data.truncation import PairIds
 from dpo_pack.reports.pages import run_page, write_run_page
 from dpo_pack.reports.run_files import lowest_margins, read_runs
-from dpo_pack.reports.run_views import thinned
+from dpo_pack.reports.run_views import _flat, thinned
 from dpo_pack.system.errors import RunError
 
 WARNING = "both rewards are falling. Lower optim.lr"
@@ -294,6 +294,12 @@ def test_online_and_offline_runs_share_a_page(tmp_path: Path) -> None:
     assert "online.max_new_tokens 8" in text
     assert "ask on, step 3 measured on 7 prompts wins against the start 0.600" in text
     assert "held<out> off, step 30 measured on 7 pairs reward accuracy 0.750" in text
+
+
+def test_a_list_in_which_only_some_items_are_mappings_is_told_key_by_key() -> None:
+    assert dict(_flat({"judges": ["plain", {"path": "a"}], "betas": [0.9, 0.95]})) == {
+        "judges.0": "plain", "judges.1.path": "a", "betas": [0.9, 0.95],
+    }  # fmt: skip
 
 
 # ---- What is not there
