@@ -39,12 +39,10 @@ CHARTS = {
     "Prompts so far": ("online/total_prompts", "online/total_paired", "online/total_unpaired"),
     "Pairs left out so far": ("online/total_ties", "online/total_duplicates", "online/total_stale_pairs"),
     "Failures so far": ("online/total_generator_failures", "online/total_judge_failures"),
-    "Tokens a step": ("tokens",),
     "Seconds by phase": ("seconds/data", "seconds/forward", "seconds/backward", "seconds/optimizer"),
     "Pairs a second": ("pairs_per_second",),
     "Tokens a second": ("tokens_per_second",),
 }
-_LOGARITHMIC = {"Gradient norm before clipping"}
 
 
 def held_out_names(runs: Sequence[RunFiles]) -> list[str]:
@@ -140,7 +138,7 @@ def chart_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
                 label = " ".join(words) or "training"
                 drawn.append({"run": number, "label": label, "steps": place, "values": values[metric]})
         if drawn:
-            charts.append({"title": title, "is_log": title in _LOGARITHMIC, "curves": drawn})
+            charts.append({"title": title, "is_log": "grad_norm" in of_chart, "curves": drawn})
     return {
         "num_runs": len(runs),
         "steps": [steps for _, _, steps, _ in tracks],

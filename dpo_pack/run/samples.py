@@ -31,7 +31,7 @@ from dpo_pack.online.interface import Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.recipe.load import Recipe, load_recipe, parse_recipe
-from dpo_pack.recipe.machine import TOKENIZER_FILES, check_environment
+from dpo_pack.recipe.machine import TOKENIZER_FILES
 from dpo_pack.recipe.schema import SamplesRecipe
 from dpo_pack.recipe.types import MAX_ROW_TOKENS
 from dpo_pack.run.models import check_model, load_weights, resolve_model
@@ -86,10 +86,7 @@ def complete(
 
 
 class Sampler:
-    """Writes the samples of a run. Rank 0 does all of it, and the other ranks go on.
-
-    If the model is in shards, all ranks generate the same completions together, and rank 0 writes them.
-    """
+    """Writes the samples of a run, on rank 0. Ranks that share a model in shards generate together."""
 
     def __init__(self, setup: Setup, policy: CompletionLogps, path: Path) -> None:
         """Chooses the prompts. `path`: samples.jsonl. Prints why there are no samples, if there are none."""
@@ -118,10 +115,9 @@ class Sampler:
             self.write(step)
 
     def write(self, step: int) -> None:
-        """Writes the completions of the policy after `step`, unless they are written already.
+        """Writes the completions of the policy after `step`, unless they are written. All ranks must call it.
 
-        An error of generation or of the disk does not end the run: this method prints it, and the run writes
-        no more samples. Every rank must call this method.
+        An error of generation or of the disk is printed and ends the samples, but not the run.
         """
         setup, in_shards = self.setup, is_sharded(self.policy.model)
         written = read_samples(self.path)
@@ -223,7 +219,6 @@ def sample_models(
             f"sample: {names[0]} is not a run, so it has no prompts; give --prompt TEXT or a recipe"
         )
     recipe = recipe or next(iter(models.values()))[0]
-    check_environment(recipe, trains=False)
     settings = recipe.logging.samples or SamplesRecipe()
     device = Accelerator(cpu=not ranks.uses_cuda()).device
     tokenizer = prepare_tokenizer(recipe)

@@ -355,5 +355,5 @@ def test_a_browser_draws_every_chart_on_a_narrow_screen(num_runs: int, tmp_path:
     )
     assert title is not None
     charts, canvases, width, screen, cut_tables = map(int, title.groups())
-    assert charts == canvases == 16 and width <= screen
+    assert charts == canvases == 15 and width <= screen
     assert cut_tables == 0, "a table shows all its columns"
