@@ -194,10 +194,13 @@ def sample(*models: AnyPath, prompts: Sequence[str] = (), num: int | None = None
     of the recipe or the first run, if there are no `prompts`.
     """
     with many_imports():
-        from dpo_pack.commands.sample import sample_models
+        from dpo_pack.reports.tables import render_completions
+        from dpo_pack.run.samples import sample_models
         from dpo_pack.system.console import make_console
 
-    sample_models([str(model) for model in models], make_console(), texts=prompts, num=num)
+    console = make_console()
+    asked, completions = sample_models([str(model) for model in models], console, texts=prompts, num=num)
+    render_completions(asked, completions, console)
 
 
 def merge(

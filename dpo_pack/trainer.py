@@ -614,7 +614,7 @@ class Trainer:
             f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
             f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}{page}"
         )
-        print_ending(run, state.evaluation, state.health.warnings, self.console)
+        print_ending(run.root, state.evaluation, state.health.warnings, self.console)
 
 
 def write_page(run: RunDir, console: Console) -> bool:

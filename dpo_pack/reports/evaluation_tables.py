@@ -39,9 +39,7 @@ def render_results(results: Mapping[str, HeldOutResult], console: Console) -> No
     for name, result in results.items():
         record = result.record
         rows = [
-            (words, *estimate(record, metric, sign=""))
-            for metric, words in METRIC_NAMES.items()
-            if metric in record
+            (words, *estimate(record, metric)) for metric, words in METRIC_NAMES.items() if metric in record
         ]
         title = f"{name}: {pairs_and_prompts(record)}"
         console.print(terminal_table(title, Cells(("", "mean", "interval"), rows), no_wrap=True))
@@ -108,14 +106,14 @@ def estimate(summary: Mapping[str, Any], metric: str, *, sign: str = "") -> tupl
 
 
 def pairs_and_prompts(record: Mapping[str, Any]) -> str:
-    """Returns the number of pairs, and that of their prompts where some pairs share a prompt."""
-    num_pairs = record["pairs"]
+    """Returns the number of pairs, and that of their prompts if pairs share prompts. Online: of prompts."""
+    num_pairs = record.get("pairs", 0)
     num_prompts = record.get("prompts", num_pairs)  # earlier releases wrote no number of prompts
-    return f"{num_pairs:,} pairs" + (f" of {num_prompts:,} prompts" if num_prompts < num_pairs else "")
+    pairs, prompts = f"{num_pairs:,} pairs", f"{num_prompts:,} prompts"
+    return prompts if not num_pairs else pairs if num_pairs == num_prompts else f"{pairs} of {prompts}"
 
 
 def results_json(results: Mapping[str, HeldOutResult]) -> dict[str, Any]:
-    """Returns the record of each held-out set, by its name."""
     return {name: result.record for name, result in results.items()}
 
 

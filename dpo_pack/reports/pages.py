@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dpo_pack.packing.report import PackingReport
-from dpo_pack.reports import evaluation_tables, packing_tables, pair_views, run_curves, run_files, run_tables
+from dpo_pack.reports import evaluation_tables, packing_tables, pair_views, run_files, run_views
 from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.output import printable
 
@@ -36,18 +35,15 @@ def write_run_page(paths: Sequence[Path], target: Path) -> None:
 
 
 def run_page(paths: Sequence[Path]) -> str:
-    """Returns the page that compares the runs in `paths`. Raises RunError if a path has no run."""
-    names = run_files.run_names(paths)
-    runs = [run_files.read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    """Returns the page of a run, or of several runs over each other. Raises RunError if a path has no run."""
+    runs = run_files.read_runs(paths)
     assets = files("dpo_pack.reports") / "assets"
     return render_page(
         "run.html.jinja",
         runs=runs,
-        data=run_curves.chart_data(runs),
-        disagreements=run_files.disagreements(runs[0]) if len(runs) == 1 else [],
-        read=run_files,
-        curves=run_curves,
-        text=run_tables,
+        data=run_views.chart_data(runs),
+        lowest=run_files.lowest_margins(runs[0]) if len(runs) == 1 else [],
+        views=run_views,
         evaluations=evaluation_tables,
         asset=lambda name: (assets / name).read_text(encoding="utf-8"),
     )
@@ -55,15 +51,7 @@ def run_page(paths: Sequence[Path]) -> str:
 
 def render_page(template: str, **values: Any) -> str:
     """Returns the page from a template and its `values`; text in `values` is escaped."""
-    page = _environment().get_template(template).render(**values)
-    # HTML allows no such characters, and a tokenizer may decode tokens to them.
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", lambda control: printable(control[0]), page)
-
-
-@functools.cache
-def _environment() -> Environment:
-    """Returns the Jinja environment, the same each time, because it keeps compiled templates."""
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("dpo_pack.reports"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -71,3 +59,6 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    page = environment.get_template(template).render(**values)
+    # HTML allows no such characters, and a tokenizer may decode tokens to them.
+    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", lambda control: printable(control[0]), page)

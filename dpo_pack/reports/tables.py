@@ -1,12 +1,18 @@
-"""Tables of reports: their cells are text, for the terminal or for an HTML page."""
+"""Tables of reports: their cells are text, for the terminal or for an HTML page. Completions side by side."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.output import printable
+
+_NARROWEST = 24  # columns of a completion; in less room, completions stand below each other
+_MOST_OF_PROMPT = 300  # characters; the end is kept, because it says what is asked
 
 
 class Cells(NamedTuple):
@@ -37,6 +43,30 @@ def terminal_table(title: str, cells: Cells, *, no_wrap: bool = False) -> Table:
     for number, row in enumerate(cells.rows):
         table.add_row(*row, style="bold" if number == cells.picked else None)
     return table
+
+
+def render_completions(
+    prompts: Sequence[tuple[str, str]], completions: Mapping[str, Sequence[str]], console: Console
+) -> None:
+    """Prints each prompt and below it the completions, in a column for each model.
+
+    prompts: (source, text). completions: model name -> a text for each prompt.
+    """
+    for number, (source, prompt) in enumerate(prompts):
+        cut = prompt if len(prompt) <= _MOST_OF_PROMPT else f"... {prompt[-_MOST_OF_PROMPT:]}"
+        console.print()
+        console.print(f"{source}: {cut}")
+        answers = {name: texts[number].strip("\n") for name, texts in completions.items()}
+        if console.width // len(answers) < _NARROWEST:
+            for name, answer in answers.items():
+                console.print(f"  {name}: {answer}")
+            continue
+        table = Table(box=SIMPLE_HEAD)
+        for name in answers:
+            table.add_column(Text(printable(name)), ratio=1, overflow="fold")
+        lines = (map(printable, answer.split("\n")) for answer in answers.values())
+        table.add_row(*(Text("\n".join(some)) for some in lines))
+        console.print(table)
 
 
 def parse_numbers(text: str, *, option: str, instance: str) -> tuple[int, ...]:

@@ -1,40 +1,49 @@
-"""Sample completions: what the policy answers to a few prompts, before the first step and later.
+"""Completes prompts greedily: samples of a run's policy, and for `dpopack sample` what several models answer.
 
-They go to `samples.jsonl`. They use no random numbers and change nothing that a training step reads.
+A run writes samples to `samples.jsonl` before the first step and later. They use no random numbers and change
+nothing that a training step reads.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dpo_pack.data.load import Data
-from dpo_pack.data.store import PairTable
+from dpo_pack.data.store import PairTable, key_values
 from dpo_pack.data.tokenization import Prompt
+from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.data.truncation import TokenIds
 from dpo_pack.model.config import known_positions
+from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.parallel import is_sharded
-from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.model.scorer import CompletionLogps, resolve_precision
 from dpo_pack.online.interface import Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
-from dpo_pack.recipe.load import Recipe, source_names
+from dpo_pack.recipe.load import Recipe, load_recipe, parse_recipe
+from dpo_pack.recipe.machine import TOKENIZER_FILES
+from dpo_pack.recipe.schema import SamplesRecipe
 from dpo_pack.recipe.types import MAX_ROW_TOKENS
-from dpo_pack.run.setup import Setup
+from dpo_pack.run.models import check_model, load_weights, resolve_model
+from dpo_pack.run.run_dir import RECIPE_FILE
+from dpo_pack.run.setup import Setup, prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import RunError, first_line
-from dpo_pack.system.files import parse_json, write_text_atomically
+from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, first_line
+from dpo_pack.system.files import parse_json, text_of, write_text_atomically
+from dpo_pack.system.memory import release_memory
 
-Value = TypeVar("Value")
+SourcedPrompt = tuple[str, Prompt]  # its held-out set; where nothing is held out, its training source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,104 +51,93 @@ class Sample:
     """A line of samples.jsonl."""
 
     step: int  # the completion is of the policy after this step
-    source: str  # the held-out set of the prompt; where nothing is held out, the training source
+    source: str  # of the prompt, see SourcedPrompt
     prompt: str  # as the template renders it, special tokens included
     completion: str  # without the token that ends it
     model: Literal["start", "policy"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplePrompt:
-    """A prompt of samples, and where it comes from."""
-
-    source: str
-    prompt: Prompt
+def complete(
+    policy: CompletionLogps,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[SourcedPrompt],
+    recipe: Recipe,
+    device: torch.device,
+    console: Console,
+) -> list[str]:
+    """Returns the completion of each prompt as text, with special tokens but without the one that ends it."""
+    most = (recipe.logging.samples or SamplesRecipe()).max_new_tokens
+    generator = TransformersGenerator(
+        policy=policy,
+        tokenizer=tokenizer,
+        sampling=SamplingSettings(completions_per_prompt=1, max_new_tokens=most, temperature=0.0),
+        seed=0,
+        token_budget=recipe.packing.token_budget,
+        device=device,
+        console=console,
+    )
+    draws = [Draw(number=n, prompt_index=n, prompt=prompt) for n, (_, prompt) in enumerate(prompts)]
+    texts = []
+    for answer in generator.generate(draws):
+        assert not isinstance(answer, Failure)
+        (completion,) = answer
+        ids = completion.ids[:-1] if completion.is_finished else completion.ids
+        texts.append(prompt_of(ids, tokenizer).text)
+    return texts
 
 
 class Sampler:
-    """Writes the samples of a run. Rank 0 does all of it, and the other ranks go on.
-
-    If the model is in shards, all ranks generate the same completions together, and rank 0 writes them.
-    """
+    """Writes the samples of a run, on rank 0. Ranks that share a model in shards generate together."""
 
     def __init__(self, setup: Setup, policy: CompletionLogps, path: Path) -> None:
         """Chooses the prompts. `path`: samples.jsonl. Prints why there are no samples, if there are none."""
-        self.path = path
-        self.console: Console = setup.console
-        self.every_steps: int | None = None
-        self.prompts: list[SamplePrompt] = []
-        settings, recipe = setup.recipe.logging.samples, setup.recipe
+        self.setup, self.policy, self.path = setup, policy, path
+        self.prompts: list[SourcedPrompt] = []
+        settings = setup.recipe.logging.samples
         if settings is None:
             return
-        if settings.every_evals is not None and recipe.train.eval_every_steps is not None:
-            self.every_steps = settings.every_evals * recipe.train.eval_every_steps
-        self.generator = greedy_generator(
-            policy,
-            setup.tokenizer,
-            max_new_tokens=settings.max_new_tokens,
-            token_budget=recipe.packing.token_budget,
-            device=setup.device,
-            console=self.console,
-        )
-        self.is_sharded = is_sharded(policy.model)
+        room = most_prompt_tokens(policy.model.config, settings.max_new_tokens)
+        self.prompts = sample_prompts(setup.data, setup.tokenizer, num=settings.num, most_tokens=room)
         if not policy.model.can_generate():
             self._give_up(f"{type(policy.model).__name__} cannot generate")
-        else:
-            room = most_prompt_tokens(policy.model.config, settings.max_new_tokens)
-            self.prompts = sample_prompts(
-                recipe, setup.data, setup.tokenizer, num=settings.num, most_tokens=room
-            )
-            if not self.prompts:
-                self._give_up(f"no prompt leaves the model room for {settings.max_new_tokens} tokens")
+        elif not self.prompts:
+            self._give_up(f"no prompt leaves the model room for {settings.max_new_tokens} tokens")
 
     def cut_after(self, step: int) -> None:
         """Removes the samples of later steps; only rank 0 may call it. Raises CacheError."""
-        written = read_samples(self.path)
-        kept = [sample for sample in written if sample.step <= step]
-        if len(kept) < len(written):
-            self._write(kept)
+        if self.path.exists():
+            self._write([sample for sample in read_samples(self.path) if sample.step <= step])
 
     def at_evaluation(self, step: int) -> None:
         """Writes samples if they are due at the evaluation after `step`, see `write`."""
-        if step == 0 or (self.every_steps is not None and step % self.every_steps == 0):
+        recipe = self.setup.recipe
+        often = recipe.logging.samples and recipe.logging.samples.every_evals
+        if step == 0 or (often and step % (often * (recipe.train.eval_every_steps or 1)) == 0):
             self.write(step)
 
     def write(self, step: int) -> None:
-        """Writes the completions of the policy after `step`, unless they are written already.
+        """Writes the completions of the policy after `step`, unless they are written. All ranks must call it.
 
-        An error of generation or of the disk does not end the run: this method prints it, and the run writes
-        no more samples. Every rank must call this method.
+        An error of generation or of the disk is printed and ends the samples, but not the run.
         """
-        if not self.prompts or not (ranks.is_first() or self.is_sharded):
+        setup, in_shards = self.setup, is_sharded(self.policy.model)
+        written = read_samples(self.path)
+        is_due = bool(self.prompts) and all(sample.step != step for sample in written)
+        # An error of the disk is known to rank 0 alone, which says whether all generate.
+        if not (ranks.first_says(is_due) if in_shards else is_due and ranks.is_first()):
             return
         try:
-            written = self._first_does(lambda: read_samples(self.path))
-            if all(sample.step != step for sample in written):
-                completions = complete(self.generator, self.prompts)
-                samples = [
-                    Sample(
-                        step=step,
-                        source=asked.source,
-                        prompt=asked.prompt.text,
-                        completion=completion,
-                        model="policy" if step else "start",
-                    )
-                    for asked, completion in zip(self.prompts, completions, strict=True)
-                ]
-                self._first_does(lambda: self._write([*written, *samples]))
+            completions = complete(
+                self.policy, setup.tokenizer, self.prompts, setup.recipe, setup.device, setup.console
+            )
+            model: Literal["start", "policy"] = "policy" if step else "start"
+            samples = [
+                Sample(step=step, source=source, prompt=prompt.text, completion=completion, model=model)
+                for (source, prompt), completion in zip(self.prompts, completions, strict=True)
+            ]
+            ranks.only_first(lambda: self._write([*written, *samples]))
         except Exception as error:  # of any model's code
             self._give_up(first_line(error))
-
-    def _first_does(self, work: Callable[[], Value]) -> Value:
-        """Runs `work`; with shards on rank 0 only, and all ranks return its value or raise its error."""
-
-        def work_or_refuse() -> Value:
-            try:
-                return work()
-            except Exception as error:
-                raise RunError(first_line(error)) from error
-
-        return ranks.first_does(work_or_refuse) if self.is_sharded else work()
 
     def _write(self, samples: Sequence[Sample]) -> None:
         lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
@@ -147,66 +145,21 @@ class Sampler:
 
     def _give_up(self, reason: str) -> None:
         self.prompts = []
-        self.console.print(f"Samples: none ({reason})")
+        self.setup.console.print(f"Samples: none ({reason})")
 
 
 def read_samples(path: Path) -> list[Sample]:
     """Returns the lines of samples.jsonl, without those that are damaged; none if there is no file."""
-    if not path.is_file():
-        return []
-    lines = (parse_json(line, Sample) for line in path.read_bytes().splitlines())
+    lines = (parse_json(line, Sample) for line in text_of(path).encode().splitlines())
     return [line for line in lines if line is not None]
 
 
 def before_and_after(path: Path) -> list[tuple[str, Sample]]:
     """Returns the newest samples, each with the completion of its prompt before the first step."""
     written = read_samples(path)
-    newest = written[-1].step if written else 0
+    newest = [sample for sample in written if sample.step == written[-1].step > 0]
     start = {sample.prompt: sample.completion for sample in written if sample.step == 0}
-    return [
-        (start[sample.prompt], sample)
-        for sample in written
-        if sample.step == newest > 0 and sample.prompt in start
-    ]
-
-
-def greedy_generator(
-    policy: CompletionLogps,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_new_tokens: int,
-    token_budget: int,
-    device: torch.device,
-    console: Console,
-) -> TransformersGenerator:
-    """Returns a generator of greedy completions; they need no random numbers."""
-    return TransformersGenerator(
-        policy=policy,
-        tokenizer=tokenizer,
-        sampling=SamplingSettings(completions_per_prompt=1, max_new_tokens=max_new_tokens, temperature=0.0),
-        seed=0,
-        token_budget=token_budget,
-        device=device,
-        console=console,
-    )
-
-
-def complete(
-    generator: TransformersGenerator, prompts: Sequence[SamplePrompt], *, cut_mark: str = ""
-) -> list[str]:
-    """Returns the completion of each prompt as text, with special tokens but without the one that ends it.
-    A completion that the policy has not ended gets `cut_mark` at its end."""
-    draws = [
-        Draw(number=number, prompt_index=number, prompt=asked.prompt) for number, asked in enumerate(prompts)
-    ]
-    texts = []
-    for answer in generator.generate(draws):
-        assert not isinstance(answer, Failure)
-        (completion,) = answer
-        ids = completion.ids[:-1] if completion.is_finished else completion.ids
-        text = str(generator.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
-        texts.append(text if completion.is_finished else text + cut_mark)
-    return texts
+    return [(start[sample.prompt], sample) for sample in newest if sample.prompt in start]
 
 
 def most_prompt_tokens(config: PretrainedConfig, max_new_tokens: int) -> int:
@@ -216,49 +169,145 @@ def most_prompt_tokens(config: PretrainedConfig, max_new_tokens: int) -> int:
 
 
 def sample_prompts(
-    recipe: Recipe, data: Data, tokenizer: PreTrainedTokenizerBase, *, num: int, most_tokens: int
-) -> list[SamplePrompt]:
+    data: Data, tokenizer: PreTrainedTokenizerBase, *, num: int, most_tokens: int
+) -> list[SourcedPrompt]:
     """Returns at most `num` different prompts of at most `most_tokens` tokens.
 
     The first prompt of each held-out set comes first, then the second of each, and so on. If nothing is held
     out, the prompts are those of the training sources, in the same order.
     """
-    most = most_tokens
-    sets: dict[str, Iterator[TokenIds]] = {name: _prompts(pairs, most) for name, pairs in data.eval.items()}
-    if data.prompts:
-        sets = {
-            name: (prompt.ids for prompt in prompts if len(prompt.ids) <= most)
-            for name, prompts in data.eval_prompts.items()
-        }
+
+    def of_pairs(table: PairTable) -> list[TokenIds]:
+        lengths = table.prompt_lengths
+        pairs = np.flatnonzero((lengths > 0) & (lengths <= most_tokens))
+        _, first = np.unique(key_values(table.prompt_keys[pairs]), return_index=True)
+        return [table.prompt(int(pair)) for pair in pairs[np.sort(first)[:num]]]
+
+    sets = {name: of_pairs(pairs) for name, pairs in data.eval.items()}
+    for name, prompts in data.eval_prompts.items():
+        different = {one.ids.tobytes(): one.ids for one in prompts if len(one.ids) <= most_tokens}
+        sets[name] = list(different.values())[:num]
     if not sets:
-        sets = {
-            name: _prompts(data.train.select(np.flatnonzero(data.train.source_indices == number)), most)
-            for number, name in enumerate(source_names(recipe.data.train))
-        }
-    rounds = itertools.zip_longest(*(itertools.islice(_distinct(ids), num) for ids in sets.values()))
-    found = [
-        SamplePrompt(source=source, prompt=prompt_of(ids, tokenizer))
-        for one_of_each in rounds
-        for source, ids in zip(sets, one_of_each, strict=True)
-        if ids is not None
-    ]
-    return found[:num]
+        for number, source in enumerate(data.report["train"]["sources"]):
+            sets[source["name"]] = of_pairs(data.train.select(data.train.source_indices == number))
+    rounds = zip_longest(*([(name, ids) for ids in found] for name, found in sets.items()))
+    in_turn = [one for one in chain.from_iterable(rounds) if one is not None]
+    return [(name, prompt_of(ids, tokenizer)) for name, ids in in_turn[:num]]
 
 
 def prompt_of(ids: TokenIds, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Returns the prompt that has these token ids, with its text."""
     text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
     return Prompt(ids=ids, text=text, messages=None, row_number=0)
 
 
-def _prompts(table: PairTable, most_tokens: int) -> Iterator[TokenIds]:
-    lengths = table.prompt_lengths
-    return (table.prompt(int(pair)) for pair in np.flatnonzero((lengths > 0) & (lengths <= most_tokens)))
+# ----------------------------------------------------------------------------- several models side by side
 
 
-def _distinct(prompts: Iterator[TokenIds]) -> Iterator[TokenIds]:
-    seen = set()
-    for ids in prompts:
-        if ids.tobytes() not in seen:
-            seen.add(ids.tobytes())
-            yield ids
+def sample_models(
+    names: Sequence[str], console: Console, *, texts: Sequence[str], num: int | None
+) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
+    """Returns prompts, (source, text) each, and what each model answers to them, by the model's name.
+
+    names: runs, models, and at most one recipe file. A run means its start and its model. The prompts are
+    `texts`; if there are none, `num` held-out prompts of the recipe file, or else of the first run. Raises
+    RecipeError, ModelError, DataError.
+    """
+    if texts and num is not None:
+        raise RecipeError("sample: give --prompt or --num, not both")
+    models, recipe = _models_and_recipe(names)
+    if recipe is None and not texts:
+        raise RecipeError(
+            f"sample: {names[0]} is not a run, so it has no prompts; give --prompt TEXT or a recipe"
+        )
+    recipe = recipe or next(iter(models.values()))[0]
+    settings = recipe.logging.samples or SamplesRecipe()
+    device = Accelerator(cpu=not ranks.uses_cuda()).device
+    tokenizer = prepare_tokenizer(recipe)
+    facts = {}
+    for name, (own, path) in models.items():
+        precision = resolve_precision(own.model.dtype, own.model.autocast, device)
+        key = "model.path" if path is None else "sample"
+        facts[name] = resolve_model(own, precision, path or own.model.path, recipe_key=key)
+        check_model(own, facts[name], device)
+        if path is not None and _has_another_tokenizer(path, tokenizer, own.model.trust_remote_code):
+            expected = recipe.tokenizer.path or recipe.model.path
+            raise ModelError(
+                f"sample: {path} has another tokenizer than {expected}; sample them with two commands"
+            )
+    room = min(most_prompt_tokens(known.config, settings.max_new_tokens) for known in facts.values())
+    if texts:
+        prompts = [("prompt", _prompt(text, tokenizer, most_tokens=room)) for text in texts]
+    else:
+        data = prepare_data(recipe, tokenizer, console, takes_prompts=True)
+        prompts = sample_prompts(data, tokenizer, num=num or settings.num, most_tokens=room)
+    if not prompts:
+        what = f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} positions"
+        raise RecipeError(f"sample: {what}; give --prompt TEXT")
+    console.print(f"An answer has at most {settings.max_new_tokens} tokens (logging.samples.max_new_tokens)")
+    completions = {}
+    for name, (own, _) in models.items():
+        release_memory()
+        loaded = load_weights(own, facts[name], device=device)
+        try:
+            completions[name] = complete(loaded.scorer, tokenizer, prompts, recipe, device, console)
+        except DpoPackError:
+            raise
+        except Exception as error:  # the model's code may raise any error
+            raise ModelError(f"sample: {name} cannot generate ({first_line(error)})") from error
+        del loaded
+    return [(source, prompt.text) for source, prompt in prompts], completions
+
+
+def _models_and_recipe(
+    names: Sequence[str],
+) -> tuple[dict[str, tuple[Recipe, str | None]], Recipe | None]:
+    """Returns each model's recipe and path (None: the recipe's start), by the name that is shown; and the
+    recipe of the prompts (None: neither recipe nor run is given)."""
+    files = [name for name in names if name.endswith((".yaml", ".yml")) or Path(name).is_file()]
+    if len(files) > 1 or len(files) == len(names):
+        raise RecipeError("sample: give one or several runs or models, and at most one recipe")
+    recipe = load_recipe(Path(files[0])) if files else None
+    models: dict[str, tuple[Recipe, str | None]] = {}
+    for name in (name for name in names if name not in files):
+        run = Path(name)
+        if not (run / RECIPE_FILE).is_file():
+            plain = {"output_dir": "unused", "model": {"path": name}, "data": {"train": "unused"}}
+            models[name] = (recipe or parse_recipe(plain, ["packing.mode=padded"]), name)
+            continue
+        own, trained = load_recipe(run / RECIPE_FILE), run / "model"
+        if not trained.is_dir():
+            raise ModelError(f"sample: {run} has no model yet; finish the run, or give a model")
+        models |= {own.model.path: (own, None), str(trained): (own, str(trained))}
+        recipe = recipe or own
+    return models, recipe
+
+
+def _has_another_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, trusts: bool) -> bool:
+    """Whether the same ids mean other texts to the model in `path`. An adapter may have no tokenizer."""
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+        return False
+    own = load_tokenizer(
+        path, revision=None, trust_remote_code=trusts, chat_template=None, recipe_key="sample"
+    )
+    return own.get_vocab() != tokenizer.get_vocab()
+
+
+def _prompt(text: str, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> Prompt:
+    """Returns the prompt `text` in tokens: in the tokenizer's chat template if it has one, else as it is."""
+    if tokenizer.chat_template is None:
+        ids = tokenizer([text])["input_ids"][0]
+        ids = ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+    else:
+        turns = [{"role": "user", "content": text}]
+        try:
+            with bounded_template("mend it, or give a model with another"):
+                rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except ModelError:
+            raise
+        except Exception as error:  # a template is a program that came with the model
+            what = f"the chat template cannot render --prompt ({first_line(error)})"
+            raise ModelError(f"sample: {what}") from error
+        ids = tokenizer([rendered], add_special_tokens=False)["input_ids"][0]
+    if not 0 < len(ids) <= most_tokens:
+        raise RecipeError(f"--prompt: has {len(ids):,} tokens; give 1 to {most_tokens:,}")
+    return prompt_of(np.array(ids, dtype=np.int32), tokenizer)

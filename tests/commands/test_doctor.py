@@ -33,7 +33,8 @@ NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence", "head"]
 @pytest.fixture
 def recipe(assets: Path, tmp_path: Path) -> Path:
     """A recipe with everything it needs, to be spoilt."""
-    return Path(shutil.copytree(assets, tmp_path / "job")) / "recipe.yaml"
+    without_cache = shutil.ignore_patterns("cache")  # other tests of the session fill it
+    return Path(shutil.copytree(assets, tmp_path / "job", ignore=without_cache)) / "recipe.yaml"
 
 
 @pytest.fixture

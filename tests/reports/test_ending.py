@@ -13,7 +13,6 @@ from rich.console import Console
 from support.whole_runs import at_step, lines, text, whole_run
 
 from dpo_pack.reports.ending import print_ending
-from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.samples import read_samples
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
@@ -70,7 +69,7 @@ def test_an_online_run_tells_its_win_rate_and_cannot_be_evaluated_on_pairs(
     metrics = {"online/win_rate": 0.75, "online/scores": 2.0}
     intervals = {"online/win_rate": [0.7, 0.8], "online/scores": [1.0, 3.0]}
     (tmp_path / "metrics.jsonl").write_text('{"split": "train", "step": 1}\n')
-    run = RunDir(root=tmp_path, checkpoint=None, is_finished=True)
-    print_ending(run, {"asked": {**metrics, "intervals": intervals}}, (), console)
+    (tmp_path / "run.json").write_text('{"status": "finished"}')
+    print_ending(tmp_path, {"asked": {**metrics, "intervals": intervals}}, (), console)
     assert re.search(r"asked: wins against the start +0\.750 +0\.700 to 0\.800\s", text(console))
     assert "evaluate" not in text(console)

@@ -1,16 +1,13 @@
-"""Evaluations in the terminal: titles that tell a model from a difference, and tables on narrow screens."""
+"""Evaluations in the terminal: titles that tell a model from a difference, and a sentence for online runs."""
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
-import pytest
 from rich.console import Console
 from support.whole_runs import text
 
+from dpo_pack.online.win_rate import win_rate_sentence
 from dpo_pack.reports.evaluation_tables import BREAKDOWNS, render_comparisons, render_results
-from dpo_pack.reports.tables import Cells, terminal_table
 from dpo_pack.training.held_out import Comparison, HeldOutResult, PairTraits, compare_results, means_by_group
 
 
@@ -48,12 +45,14 @@ def test_the_tables_of_parts_say_whether_they_are_of_a_model_or_of_a_difference(
     assert of_difference >= {"held: 3 pairs", *(f"B - A, {words}" for words in BREAKDOWNS.values())}
 
 
-@pytest.mark.parametrize("no_wrap", [True, False])
-def test_a_narrow_screen_wraps_every_column_or_only_the_first_one_and_cuts_nothing(no_wrap: bool) -> None:
-    cells = Cells(("", "mean", "interval"), [("a source of long names", "0.125", "0.100 to 0.200")])
-    stream = io.StringIO()
-    table = terminal_table("held", cells, no_wrap=True) if no_wrap else terminal_table("held", cells)
-    Console(file=stream, width=36).print(table)
-    shown = stream.getvalue()
-    assert all(word in shown for row in cells.rows for cell in row for word in cell.split())
-    assert "a source of long names" not in shown and ("0.100 to 0.200" in shown) == no_wrap
+def test_a_record_of_an_online_evaluation_is_told_with_its_win_rate_or_says_that_there_is_no_score() -> None:
+    record = {
+        "prompts": 1200, "failures": 3, "online/win_rate": 0.625, "online/scores": 1.5,
+        "online/score_gain": 0.25,
+        "intervals": {"online/win_rate": (0.5, 0.75), "online/score_gain": (-0.125, 0.625)},
+    }  # fmt: skip
+    assert win_rate_sentence(record) == (
+        "wins 0.625 (0.500 to 0.750) against the starting policy, score 1.500, gain +0.250 (-0.125 to "
+        "+0.625), 3 prompts failed"
+    )
+    assert win_rate_sentence({"prompts": 1200}) == "no score for any of 1,200 prompts"

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.reports.run_files import disagreements, read_run
+from dpo_pack.reports.run_files import lowest_margins, read_runs
 from dpo_pack.trainer import train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def test_of_the_hundred_pairs_shown_first_at_least_four_times_the_base_rate_are_
         "logging.samples=null",
     )  # fmt: skip
     train(load_recipe(REPOSITORY / "configs" / "quickstart.yaml", overrides), Console(quiet=True))
-    shown = disagreements(read_run(run, "run"))
-    found = sum(pair.row in flipped for pair in shown)
+    shown = lowest_margins(read_runs([run])[0])
+    found = sum(pair["row"] in flipped for pair in shown)
     print(f"{found} of the {len(shown)} pairs shown first are flipped")
     assert len(shown) == 100 and found >= 80

@@ -17,21 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from rich.console import Console
 from support.browser import run_browser
 from support.outline import Outline
 from support.processor import slowness
-from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.store import join_pairs, write_store
 from dpo_pack.data.truncation import PairIds
-from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.pages import run_page, write_run_page
-from dpo_pack.reports.run_curves import thinned
-from dpo_pack.reports.run_files import disagreements, read_run
+from dpo_pack.reports.run_files import lowest_margins, read_runs
+from dpo_pack.reports.run_views import _flat, thinned
 from dpo_pack.system.errors import RunError
-from dpo_pack.trainer import train
 
 WARNING = "both rewards are falling. Lower optim.lr"
 METRICS = (
@@ -110,33 +106,34 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run")
 
 
-def test_the_page_has_curves_evaluations_warnings_recipe_and_versions(run: Path) -> None:
+def curves(page: str, title: str) -> list[Row]:
+    (chart,) = (chart for chart in drawn(page)["charts"] if chart["title"] == title)
+    found: list[Row] = chart["curves"]
+    return found
+
+
+def test_the_page_has_curves_evaluations_warnings_and_files(run: Path) -> None:
     page = run_page([run])
     text = said(page)
     for part in (
-        "Gradient norm", "Learning rate", "Seconds of a step", "held<out>: 7 pairs", "after step 30",
-        "<i>web", "under half", f"Step 20: {WARNING}.", "lr: 1.0e-06", "torch 9.9", "interrupted",
+        "Gradient norm", "Learning rate", "Seconds by phase", "held<out>", "7 pairs", "after step 30",
+        "<i>web", "under half", f"Step 20: {WARNING}.", "lr: 1.0e-06", '"torch": "9.9"', "interrupted",
+        "reward accuracy 0.500 (0.500 to 0.500) 0.750 (0.750 to 0.750)",
     ):  # fmt: skip
         assert part in text, part
     data = drawn(page)
-    assert data["runs"][0]["warnings"] == [20]
-    assert data["runs"][0]["x"] == list(range(1, 31))
-    assert data["runs"][0]["y"]["loss"][0] == float(f"{math.sin(1) + 1.234567891:.5g}")
-    assert data["sets"][0]["y"]["rewards/accuracies"] == [[0.5, 0.75]] * 3
-    assert "75.0% reward accuracy held out (held<out>), 50.0% at first" in text
-
-
-def test_only_the_curve_of_the_gradient_norm_has_a_logarithmic_axis(run: Path) -> None:
-    assert re.findall(r'data-metrics="([^"]*)" data-log>', run_page([run])) == ["grad_norm"]
-
-
-def test_the_page_of_a_run_counts_the_rows_that_it_left_out_by_reason(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path)
-    with (tmp_path / "pairs.jsonl").open("a", encoding="utf-8") as pairs:
-        pairs.write(json.dumps({"prompt": "ask red", "chosen": "yes", "rejected": ""}) + "\n")
-    recipe = load_recipe(path, ["data.on_bad_row=skip", "train.max_steps=1"])
-    train(recipe, Console(quiet=True))
-    assert "empty_completion 1" in said((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
+    assert data["warnings"] == [20]
+    (loss,) = curves(page, "Loss")
+    assert data["steps"][loss["steps"]] == list(range(1, 31))
+    assert loss["values"][0][0] == float(f"{math.sin(1) + 1.234567891:.5g}")
+    (accuracy,) = curves(page, "Reward accuracy, held out")
+    assert accuracy["label"] == "held<out>" and accuracy["values"] == [[0.5, 0.75]] * 3
+    assert data["steps"][accuracy["steps"]] == [0, 30]
+    assert [curve["label"] for curve in curves(page, "Rewards")] == ["chosen", "rejected"]
+    assert [chart["title"] for chart in data["charts"] if chart["is_log"]] == [
+        "Gradient norm before clipping"
+    ]
+    assert page.count('class="chart"') == len(data["charts"])
 
 
 @pytest.mark.slow
@@ -154,10 +151,10 @@ def test_a_page_of_2000_steps_and_100_long_pairs_is_below_one_and_a_half_megabyt
 
 def test_more_than_2000_lines_become_means_of_successive_lines_and_the_page_says_so(tmp_path: Path) -> None:
     page = run_page([write_run(tmp_path / "run", num_steps=4100)])
-    assert len(drawn(page)["runs"][0]["x"]) == 1367
+    assert len(drawn(page)["steps"][0]) == 1367
     assert "Each point is the mean of 3 logged steps" in said(page)
     lines = [{"step": n, "loss": v} for n, v in ((1, 1.0), (2, None), (3, 2.0), (4, 4.0), (5, 123456.7))]
-    assert thinned(lines, ("step", "loss", "entropy"), 3) == {"step": [2, 4, 5], "loss": [1, 3, 123460]}
+    assert thinned(lines, ("loss", "entropy"), group=2) == {"step": [2, 4, 5], "loss": [1, 3, 123460]}
 
 
 def test_nothing_from_a_run_can_end_the_script_or_become_markup(run: Path) -> None:
@@ -172,7 +169,7 @@ def test_nothing_from_a_run_can_end_the_script_or_become_markup(run: Path) -> No
     page = run_page([run])
     assert "<script>alert" not in page and "<b></" not in page
     assert page.count("</script>") == 2
-    assert drawn(page)["sets"][1]["name"] == evil and said(page).count(evil) >= 5
+    assert curves(page, "Loss, held out")[1]["label"] == evil and said(page).count(evil) >= 5
 
 
 def test_control_characters_of_completions_are_shown_as_escapes(run: Path) -> None:
@@ -218,28 +215,18 @@ def test_the_pairs_with_the_lowest_mean_margins_come_first_with_their_text(run: 
     nan = float("nan")
     write_pairs(run, [1.0, -7.0, nan, -5.0], [-3.0, 1.0, nan, nan])
     keep_tokens(run, ["red moon", "blue sun", "one", "two <b>"])
-    found = disagreements(read_run(run, "run"))
-    assert [(pair.row, pair.margin, pair.num_times, pair.last_step) for pair in found] == [
-        (4, -5, 1, 1), (2, -3, 2, 2), (1, -1, 2, 2)
+    found = lowest_margins(read_runs([run])[0])
+    assert [[pair[key] for key in ("row", "margin", "num_times", "last_step")] for pair in found] == [
+        [4, -5, 1, 1], [2, -3, 2, 2], [1, -1, 2, 2]
     ]  # fmt: skip
-    assert found[1].texts is not None and found[1].texts[0].strip() == "blue sun"
+    assert found[1]["texts"][0][1].strip() == "blue sun"
     text = said(run_page([run]))
-    assert "pairs row 4: margin -5, at step 1" in text and "two <b>" in text
-    assert "pairs row 2: margin -3, mean of 2 times, the last at step 2" in text
+    assert "pairs row 4: margin -5, times trained: 1, last at step 1" in text and "two <b>" in text
 
 
-def test_the_heading_is_also_true_for_pairs_with_positive_margins(run: Path) -> None:
-    write_pairs(run, [2.0, 3.0])
-    text = said(run_page([run]))
-    assert "pairs row 1: margin +2, at step 1" in text
-    assert "Pairs with the lowest margins" in text and "disagree" not in text
-
-
-def test_without_the_token_cache_pairs_have_source_and_row_and_the_page_says_why(run: Path) -> None:
+def test_without_the_token_cache_pairs_have_source_and_row(run: Path) -> None:
     write_pairs(run, [2.0, -3.0])
-    text = said(run_page([run]))
-    assert "pairs row 2: margin -3, at step 1" in text
-    assert "no longer in the token cache of this machine" in text
+    assert "pairs row 2: margin -3, times trained: 1, last at step 1" in said(run_page([run]))
 
 
 # ---- Several runs
@@ -248,71 +235,28 @@ def test_without_the_token_cache_pairs_have_source_and_row_and_the_page_says_why
 def test_several_runs_lie_over_each_other_with_the_keys_in_which_they_differ(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, lr=lr) for name, lr in (("a", 1e-6), ("b", 2e-6), ("c", 1e-6))]
     with (runs[1] / "recipe.yaml").open("a", encoding="utf-8") as recipe:
-        recipe.write("data: {train: [größe.jsonl]}\n")
+        recipe.write("data: {train: [größe.jsonl]}\nonline: null\n")
+    info = json.loads((runs[2] / "run.json").read_text())
+    (runs[2] / "run.json").write_text(json.dumps({**info, "versions": {"torch": "10"}}))
     page = run_page(runs)
     text = said(page)
-    assert 'key a b c optim.lr 1e-06 2e-06 1e-06 data.train ["größe.jsonl"]' in text
-    assert "output_dir" not in text.split("recipe.yaml of")[0]
-    assert "different losses" not in text
-    assert [one["name"] for one in drawn(page)["runs"]] == ["a", "b", "c"]
-    assert [one["run"] for one in drawn(page)["sets"]] == [0, 1, 2]
+    assert 'key a b c optim.lr 1e-06 2e-06 1e-06 versions.torch 9.9 9.9 10 data.train ["größe.jsonl"]' in text
+    assert (
+        "a, step 30 b, step 30 c, step 30 measured on 7 pairs 7 pairs 7 pairs reward accuracy 0.750" in text
+    )
+    assert "output_dir" not in text.split("recipe.yaml of")[0] and "different losses" not in text
+    assert [curve["label"] for curve in curves(page, "Loss")] == ["a", "b", "c"]
+    assert [(curve["run"], curve["label"]) for curve in curves(page, "Rewards")][:3] == [
+        (0, "a chosen"), (0, "a rejected"), (1, "b chosen")
+    ]  # fmt: skip
+    assert [curve["label"] for curve in curves(page, "Loss, held out")][2] == "c held<out>"
 
 
-def test_runs_of_different_losses_are_shown_and_the_page_says_so_in_one_line(
-    tmp_path: Path,
-) -> None:
+def test_the_page_of_runs_with_different_losses_says_what_can_be_compared(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run", loss="ipo")]
     text = said(run_page(runs))
-    assert "different losses (sigmoid, ipo): their loss values are not comparable" in text
+    assert "These runs have different losses" in text
     assert str(runs[0]) in text  # equal names: the whole paths tell the runs apart
-
-
-def write_held_out(run: Path, *, step: int, accuracies: list[float], pairs: list[bytes]) -> None:
-    table = {"step": [step] * len(pairs), "source": ["held<out>"] * len(pairs), "pair": pairs}
-    numbers = {name: accuracies for name in ("rewards/accuracies", "rewards/margins", "loss")}
-    pq.write_table(pa.table({**table, **numbers}), run / "held_out.parquet")
-
-
-def test_runs_with_the_same_held_out_pairs_are_compared_pair_by_pair(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name) for name in "abcd"]
-    pairs = [bytes([number]) * 32 for number in range(40)]
-    hard = [float(number % 2) for number in range(40)]  # every other pair is hard for both runs
-    write_held_out(runs[0], step=30, accuracies=hard, pairs=pairs)
-    write_held_out(runs[1], step=30, accuracies=[value + 0.25 for value in hard], pairs=pairs)
-    write_held_out(runs[2], step=30, accuracies=hard, pairs=pairs[::-1])
-    write_held_out(runs[3], step=15, accuracies=hard, pairs=pairs)  # not of its last evaluation
-    text = said(run_page(runs))
-    same = "+0.250 +0.250 to +0.250"
-    assert f"reward accuracy interval reward margin interval loss interval b - a {same} {same} {same}" in text
-    assert "c cannot be compared with a pair by pair: its held-out pairs are not the same." in text
-    assert "d has no held_out.parquet of its last evaluation." in text
-    assert "c - a" not in text and "d - a" not in text
-
-
-def test_a_difference_resamples_prompts_with_all_their_pairs(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name) for name in "ab"]
-    pairs = [bytes([number]) * 32 for number in range(40)]
-    for run, accuracies in zip(runs, ([0.0] * 40, [0.0, 1.0] * 20), strict=True):
-        write_held_out(run, step=30, accuracies=accuracies, pairs=pairs)
-        table = pq.read_table(run / "held_out.parquet")
-        prompts = pa.array([number // 2 for number in range(40)])  # each with a mean of 0.5
-        pq.write_table(table.append_column("prompt", prompts), run / "held_out.parquet")
-    assert "b - a +0.500 +0.500 to +0.500" in said(run_page(runs))
-
-
-def test_what_another_loss_makes_incomparable_is_not_compared_pair_by_pair(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", loss="ipo")]
-    for run in runs:
-        write_held_out(run, step=30, accuracies=[0.0, 1.0], pairs=[b"1", b"2"])
-    text = said(run_page(runs))
-    assert "difference reward accuracy interval reward margin interval b - a" in text
-
-
-def test_runs_that_kept_no_metrics_of_single_pairs_say_so(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
-    text = said(run_page(runs))
-    reasons = " ".join(f"{name} has no held_out.parquet of its last evaluation." for name in "ab")
-    assert f"No differences pair by pair on held<out>. {reasons}" in text
 
 
 def write_online_run(root: Path) -> Path:
@@ -333,42 +277,29 @@ def write_online_run(root: Path) -> Path:
 
 
 def test_the_page_of_an_online_run_has_win_rates_and_scores_and_nothing_empty(tmp_path: Path) -> None:
-    runs = [write_online_run(tmp_path / name) for name in "ab"]
-    page = run_page(runs[:1])
-    text = said(page)
+    page = run_page([write_online_run(tmp_path / "run")])
+    shown = said(page).split(" Files recipe.yaml")[0]
     for part in (
-        "60.0% wins against the start held out (ask)", "Held-out prompts", "ask: 7 prompts",
-        "score above the start's", "Scores of completions", "Left out so far",
-        "Look at what the judges prefer", "An online run makes its pairs as it goes on",
+        "wins against the start 0.600 (0.600 to 0.600)", "7 prompts", "score above the start's",
+        "Scores of completions", "left out so far",
     ):  # fmt: skip
-        assert part in text, part
-    for part in ("reward accuracy", "online/", "token cache", "Prompts so far"):
-        assert part not in text.split("Recipe and versions")[0], part
-    assert drawn(page)["sets"][0]["y"]["online/win_rate"] == [[0.6] * 3] * 3
-    several = said(run_page(runs))
-    assert "run after step wins against the start interval score interval" in several
-    assert "pair by pair" not in several
+        assert part in shown, part
+    for part in ("reward accuracy", "online/", "Prompts so far"):
+        assert part not in shown, part
+    assert curves(page, "Wins against the start, held out")[0]["values"] == [[0.6] * 3] * 3
 
 
-def test_online_and_offline_runs_that_share_no_held_out_pairs_say_so(tmp_path: Path) -> None:
-    online, offline, other = write_online_run(tmp_path / "on"), write_run(tmp_path / "off"), tmp_path / "two"
-    pairs = [b"1" * 32, b"2" * 32]
-    write_held_out(offline, step=30, accuracies=[0.0, 1.0], pairs=pairs)
-    text = said(run_page([online, offline]))
-    assert "online.max_new_tokens 8" in text and "online null" not in text
-    assert "not have the same number of pairs" not in text
-    assert "run after step loss interval reward accuracy interval reward margin interval off 30" in text
-    assert "score above the start's interval on 3 0.600" in text
-    assert "Held-out pairs and prompts" in text and "bootstrap over prompts." in text
-    assert "No differences pair by pair on held<out>. on was not measured on held<out>." in text
-    assert (
-        "No differences pair by pair on ask. on was trained online and is measured on prompts, not on pairs. "
-        "off was not measured on ask."
-    ) in text
-    write_held_out(write_run(other), step=30, accuracies=[1.0, 1.0], pairs=pairs)
-    text = said(run_page([online, offline, other]))
-    assert "two - off" in text, "runs that do share pairs are compared"
-    assert "on was not measured on held<out>." in text
+def test_online_and_offline_runs_share_a_page(tmp_path: Path) -> None:
+    text = said(run_page([write_online_run(tmp_path / "on"), write_run(tmp_path / "off")]))
+    assert "online.max_new_tokens 8" in text
+    assert "ask on, step 3 measured on 7 prompts wins against the start 0.600" in text
+    assert "held<out> off, step 30 measured on 7 pairs reward accuracy 0.750" in text
+
+
+def test_a_list_in_which_only_some_items_are_mappings_is_told_key_by_key() -> None:
+    assert dict(_flat({"judges": ["plain", {"path": "a"}], "betas": [0.9, 0.95]})) == {
+        "judges.0": "plain", "judges.1.path": "a", "betas": [0.9, 0.95],
+    }  # fmt: skip
 
 
 # ---- What is not there
@@ -377,7 +308,7 @@ def test_online_and_offline_runs_that_share_no_held_out_pairs_say_so(tmp_path: P
 @pytest.mark.parametrize("name", ["data_report.json", "packing_report.json", "metrics.jsonl", "recipe.yaml"])
 def test_a_page_without_some_file_is_still_a_page(name: str, run: Path) -> None:
     (run / name).unlink(missing_ok=True)
-    assert "Recipe and versions" in said(run_page([run]))
+    assert "Files" in said(run_page([run]))
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_counted(run: Path) -> None:

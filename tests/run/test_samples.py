@@ -162,10 +162,9 @@ def test_prompts_are_of_each_held_out_set_in_turn_and_all_different(
 
 def test_prompts_that_leave_just_enough_room_have_samples_and_longer_ones_none() -> None:
     table = make_table([([5] * length, [7], [8]) for length in (5, 4, 3)])
-    data: Any = SimpleNamespace(eval={"heldout": table}, prompts=None)
-    recipe: Any = None
-    found = sample_prompts(recipe, data, tiny_tokenizer(), num=3, most_tokens=4)
-    assert [len(sample.prompt.ids) for sample in found] == [4, 3]
+    data: Any = SimpleNamespace(eval={"heldout": table}, eval_prompts={})
+    found = sample_prompts(data, tiny_tokenizer(), num=3, most_tokens=4)
+    assert [len(prompt.ids) for _, prompt in found] == [4, 3]
 
 
 def test_where_nothing_is_held_out_prompts_are_training_prompts(

@@ -1,14 +1,13 @@
-"""Completions in the terminal: side by side where there is room, with nothing that a terminal would obey."""
+"""Tables and completions in the terminal: on narrow screens, and with nothing that a terminal would obey."""
 
 from __future__ import annotations
 
 import io
 
 import pytest
+from rich.console import Console
 
-from dpo_pack.online.win_rate import win_rate_sentence
-from dpo_pack.reports.completions import render_completions
-from dpo_pack.reports.run_tables import _flat
+from dpo_pack.reports.tables import Cells, render_completions, terminal_table
 from dpo_pack.system.console import make_console
 
 
@@ -41,20 +40,12 @@ def test_lines_of_a_completion_stay_lines_and_control_characters_do_not_act(
     assert "tone: first\\nask" in lines
 
 
-def test_a_record_of_an_online_evaluation_is_told_with_its_win_rate_or_says_that_there_is_no_score() -> None:
-    record = {
-        "prompts": 1200, "failures": 3, "online/win_rate": 0.625, "online/scores": 1.5,
-        "online/score_gain": 0.25,
-        "intervals": {"online/win_rate": (0.5, 0.75), "online/score_gain": (-0.125, 0.625)},
-    }  # fmt: skip
-    assert win_rate_sentence(record) == (
-        "wins 0.625 (0.500 to 0.750) against the starting policy, score 1.500, gain +0.250 (-0.125 to "
-        "+0.625), 3 prompts failed"
-    )
-    assert win_rate_sentence({"prompts": 1200}) == "no score for any of 1,200 prompts"
-
-
-def test_a_list_in_which_only_some_items_are_mappings_is_told_key_by_key() -> None:
-    assert dict(_flat({"judges": ["plain", {"path": "a"}], "betas": [0.9, 0.95]})) == {
-        "judges.0": "plain", "judges.1.path": "a", "betas": [0.9, 0.95],
-    }  # fmt: skip
+@pytest.mark.parametrize("no_wrap", [True, False])
+def test_a_narrow_screen_wraps_every_column_or_only_the_first_one_and_cuts_nothing(no_wrap: bool) -> None:
+    cells = Cells(("", "mean", "interval"), [("a source of long names", "0.125", "0.100 to 0.200")])
+    stream = io.StringIO()
+    table = terminal_table("held", cells, no_wrap=True) if no_wrap else terminal_table("held", cells)
+    Console(file=stream, width=36).print(table)
+    shown = stream.getvalue()
+    assert all(word in shown for row in cells.rows for cell in row for word in cell.split())
+    assert "a source of long names" not in shown and ("0.100 to 0.200" in shown) == no_wrap

@@ -1,8 +1,7 @@
-"""`dpopack sample`: what models answer to the same prompts, side by side."""
+"""`dpopack sample`: what models answer to the same prompts."""
 
 from __future__ import annotations
 
-import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from unittest.mock import Mock
 import pytest
 from rich.console import Console
 from support.tiny_adapters import saved_adapter
-from support.whole_runs import text, whole_run
+from support.whole_runs import whole_run
 from transformers import AutoTokenizer
 
-from dpo_pack.commands import sample
-from dpo_pack.commands.sample import sample_models
-from dpo_pack.run.samples import read_samples
+from dpo_pack.run import samples
+from dpo_pack.run.samples import read_samples, sample_models
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.trainer import train
 
@@ -35,33 +33,31 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_compared_with_its_start_on_the_prompts_of_its_samples(
     run: Path, assets: Path, console: Console
 ) -> None:
-    sample_models([str(run)], console, texts=(), num=None)
-    shown = text(console)
+    prompts, answers = sample_models([str(run)], console, texts=(), num=None)
     written = read_samples(run / "samples.jsonl")
-    assert len(written) == 4
-    for start, policy in zip(written[:2], written[2:], strict=True):
-        assert f"heldout: {start.prompt}\n" in shown
-        (line,) = (line for line in shown.splitlines() if start.completion.strip() in line)
-        assert line.index(start.completion.strip()) < line.rindex(policy.completion.strip())
-    assert shown.count(str(assets / "model")) == shown.count(str(run / "model")) == 2
-    assert shown.count(" [...] ") == 5  # four answers, and what it means
-    assert "An answer that ends in [...] was cut after 4 tokens" in shown
+    start, policy = written[:2], written[2:]
+    assert prompts == [("heldout", sample.prompt) for sample in start]
+    assert answers == {
+        str(assets / "model"): [sample.completion for sample in start],
+        str(run / "model"): [sample.completion for sample in policy],
+    }
 
 
-def test_several_models_complete_a_text_of_the_user(run: Path, assets: Path, tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=1000)  # no path is longer than a column
+def test_several_models_complete_a_text_of_the_user(
+    run: Path, assets: Path, tmp_path: Path, console: Console
+) -> None:
     saved_adapter(tmp_path / "adapter", assets / "model")
     models = [str(run), str(tmp_path / "adapter"), str(assets / "model")]
-    sample_models(models, console, texts=("ask red", "ask blue"), num=None)
-    shown = text(console)
-    assert [shown.count(f"prompt: ask {colour}") for colour in ("red", "blue")] == [1, 1]
-    for model in (assets / "model", run / "model", tmp_path / "adapter"):
-        assert shown.count(str(model)) == 2
+    prompts, answers = sample_models(models, console, texts=("ask red", "ask blue"), num=None)
+    assert prompts == [("prompt", "ask red"), ("prompt", "ask blue")]
+    assert list(answers) == [str(path) for path in (assets / "model", run / "model", tmp_path / "adapter")]
+    assert {len(texts) for texts in answers.values()} == {2}
 
 
 def test_a_recipe_has_the_prompts_of_a_model_and_num_says_how_many(assets: Path, console: Console) -> None:
-    sample_models([str(assets / "model"), str(assets / "recipe.yaml")], console, texts=(), num=1)
-    assert text(console).count("heldout: ask") == 1
+    models = [str(assets / "model"), str(assets / "recipe.yaml")]
+    ((source, prompt),), _ = sample_models(models, console, texts=(), num=1)
+    assert source == "heldout" and prompt.startswith("ask")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +65,7 @@ def test_a_recipe_has_the_prompts_of_a_model_and_num_says_how_many(assets: Path,
 )
 def test_the_eos_that_a_tokenizer_adds_is_not_continued(ids: list[int], expected: list[int]) -> None:
     tokenizer: Any = Mock(return_value={"input_ids": [ids]}, chat_template=None, eos_token_id=2)
-    assert sample._prompt("a text", tokenizer, most_tokens=4).prompt.ids.tolist() == expected
+    assert samples._prompt("a text", tokenizer, most_tokens=4).ids.tolist() == expected
 
 
 def _no_model(run: Path, tmp_path: Path) -> list[str]:
