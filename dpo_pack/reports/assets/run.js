@@ -78,5 +78,6 @@
   drawAll();
   slider.addEventListener("change", drawAll);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  addEventListener("resize", drawAll);
+  addEventListener("resize", () =>
+    plots.forEach((plot, index) => plot.setSize({ width: elements[index].clientWidth, height: 210 })));
 })();
