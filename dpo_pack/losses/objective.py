@@ -57,7 +57,7 @@ class Loss:
     """
 
     function: Callable[..., Tensor]
-    needs_reference: bool  # False: the reference log-probs are zeros, and no model computes them
+    needs_reference: bool = True  # False: the reference log-probs are zeros, and no model computes them
     couples_pairs: bool = False  # True: the value of a pair depends on the other pairs
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.loss_options import loss_options
 
-from dpo_pack.losses import PairLogps
-from dpo_pack.losses.custom import load_custom_loss
+from dpo_pack.losses import PairLogps, load_custom_loss
 from dpo_pack.system.errors import RecipeError
 
 OPTIONS = loss_options(beta=0.5)
