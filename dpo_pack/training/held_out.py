@@ -153,12 +153,11 @@ def held_out_result(
         source_names=source_names,
     )
     record = {
+        **means_by_group(metrics, traits, seed=seed),
+        # These replace its means: another order of summation may change the lowest bit.
         **averages(values, beta=beta, dtype=dtype, has_reference=has_reference),
         **length_preference(metrics["rewards/accuracies"], traits),
     }
-    # `averages` replace the means of `means_by_group`, because another order of summation may change the
-    # lowest bit.
-    record = {**means_by_group(metrics, traits, seed=seed), **record}
     keys = np.concatenate([table.chosen_keys, table.rejected_keys], axis=1)  # [P, bytes of two sequences]
     pair_keys = [key.tobytes() for key in keys]
     return HeldOutResult(
@@ -231,7 +230,7 @@ def length_buckets(traits: PairTraits) -> dict[str, Positions]:
 
 
 def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str, Positions]:
-    """Returns the pairs of each non-empty group, by name. numbers: [P] positions of groups in `names`."""
+    """Returns the pairs of each non-empty group. numbers: [P] positions of groups in `names`."""
     groups = {name: np.flatnonzero(numbers == number) for number, name in enumerate(names)}
     return {name: pairs for name, pairs in groups.items() if len(pairs)}
 
@@ -239,15 +238,15 @@ def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str,
 def _means(
     metrics: Mapping[str, FloatArray], traits: PairTraits, pairs: Positions, *, seed: int
 ) -> dict[str, Any]:
-    """Returns the numbers of `pairs` and of their prompts, the mean of each metric over these pairs, and its
-    interval."""
     values = np.stack([column[pairs] for column in metrics.values()], axis=1)
     prompts = traits.prompts[pairs]
     intervals = mean_intervals(values, seed=seed, prompts=prompts).tolist()
-    means = dict(zip(metrics, values.mean(axis=0).tolist(), strict=True))
-    num_prompts = len(np.unique(prompts))
-    intervals_of = dict(zip(metrics, intervals, strict=True))
-    return {"pairs": len(pairs), "prompts": num_prompts, **means, "intervals": intervals_of}
+    return {
+        "pairs": len(pairs),
+        "prompts": len(np.unique(prompts)),
+        **dict(zip(metrics, values.mean(axis=0).tolist(), strict=True)),
+        "intervals": dict(zip(metrics, intervals, strict=True)),
+    }
 
 
 def length_preference(accuracies: FloatArray, traits: PairTraits) -> dict[str, float]:

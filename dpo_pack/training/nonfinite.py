@@ -100,7 +100,17 @@ class NonfiniteGuard:
         """
         unread, self._unread = self._unread, []
         flags = torch.stack([step.is_nonfinite for step in unread]).tolist() if unread else []
-        return [_over_ranks(step) for step, flag in zip(unread, flags, strict=True) if flag]
+        return [
+            replace(
+                step,
+                pair_indices=gather_over_ranks(torch.from_numpy(step.pair_indices).to(step.losses.device))
+                .cpu()
+                .numpy(),
+                losses=gather_over_ranks(step.losses).cpu(),
+            )
+            for step, flag in zip(unread, flags, strict=True)
+            if flag
+        ]
 
 
 def skip_update_if(must_skip: Tensor, optimizer: Optimizer) -> None:
@@ -113,15 +123,6 @@ def skip_update_if(must_skip: Tensor, optimizer: Optimizer) -> None:
         optimizer.found_inf = must_skip.to(device)  # type: ignore[attr-defined]
     elif bool(must_skip):
         optimizer.zero_grad(set_to_none=True)  # without gradients a step changes nothing
-
-
-def _over_ranks(step: CheckedStep) -> CheckedStep:
-    indices = torch.from_numpy(step.pair_indices).to(step.losses.device)
-    return replace(
-        step,
-        pair_indices=gather_over_ranks(indices).cpu().numpy(),
-        losses=gather_over_ranks(step.losses).cpu(),
-    )
 
 
 def describe_nonfinite(found: CheckedStep, table: PairTable, source_names: Sequence[str]) -> dict[str, Any]:

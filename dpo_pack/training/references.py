@@ -127,11 +127,7 @@ class LiveReference:
 
 
 def merged_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and value of each weight that the policy has once its adapter, if any, is merged into it.
-
-    These include the weights that the adapter does not change, because a reference from `reference.path` can
-    have other values for them.
-    """
+    """Yields name and value of each weight that the policy has once its adapter, if any, is merged."""
     if policy.adapter is None:
         yield from policy.model.named_parameters()
         return

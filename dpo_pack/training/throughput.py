@@ -20,11 +20,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 @dataclass(slots=True, kw_only=True)
 class PhaseClock:
-    """Measures the seconds of each phase of a step.
-
-    On CUDA the host runs ahead of the device. So a phase on CUDA ends when the device reaches an event on its
-    stream. Nothing waits for these events until `seconds` is called.
-    """
+    """Measures the seconds of each phase of a step. On CUDA a phase ends at an event; `seconds` waits."""
 
     device: torch.device
     _laps: list[tuple[str, float, torch.cuda.Event | None]] = field(default_factory=list)
