@@ -38,7 +38,7 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     """Returns the features that this model's attention needs from a backend."""
     text = config.get_text_config()
     values = text.to_dict()
-    # We read these two as attributes, because GPT-2 and other families store them under other names.
+    # Attributes, because GPT-2 and other families store these two under other names.
     by_width = int(text.hidden_size) // int(getattr(text, "num_attention_heads", None) or text.hidden_size)
     layers = (values.get("per_layer_config") or {}).values()  # Gemma 4: wider heads on global layers
     # A config whose layers differ raises an error if the attribute is read.
@@ -51,7 +51,12 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
         has_window=bool(values.get("sliding_window")),
         has_softcap=_has_softcap(config),
         has_sinks=values.get("model_type") in _SINK_FAMILIES,
-        has_custom_scale=_has_custom_scale(values),
+        # Whether the factor of its scores is another one than 1 / sqrt(head dimension).
+        has_custom_scale=values.get("model_type") in _OWN_SCALE_FAMILIES
+        or any(values.get(key) is not None for key in ("attention_multiplier", "query_pre_attn_scalar"))
+        or bool((values.get("rope_parameters") or {}).get("mscale_all_dim"))  # DeepSeek with yarn
+        or values.get("scale_attn_weights") is False  # GPT-2's, and the next
+        or bool(values.get("scale_attn_by_inverse_layer_idx")),
     )
 
 
@@ -71,14 +76,6 @@ def _has_softcap(config: PretrainedConfig) -> bool:
 _SINK_FAMILIES = frozenset(
     {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
 )
-
-
-def _has_custom_scale(values: dict[str, Any]) -> bool:
-    """Returns whether attention multiplies its scores by a factor other than 1 / sqrt(head dimension)."""
-    named = any(values.get(key) is not None for key in ("attention_multiplier", "query_pre_attn_scalar"))
-    in_rope = bool((values.get("rope_parameters") or {}).get("mscale_all_dim"))  # DeepSeek with yarn
-    in_gpt2 = values.get("scale_attn_weights") is False or values.get("scale_attn_by_inverse_layer_idx")
-    return named or in_rope or bool(in_gpt2) or values.get("model_type") in _OWN_SCALE_FAMILIES
 
 
 # In most of these families the layers scale or normalize queries or keys, so that attention does not scale.
@@ -123,10 +120,7 @@ def check_packs(config: PretrainedConfig) -> None:
 
 
 def check_positions(config: PretrainedConfig, longest_sequence: int) -> None:
-    """Raises ModelError if the longest sequence has more positions than the model computes exactly.
-
-    `longest_sequence` is in tokens. The limit is `known_positions`.
-    """
+    """Raises ModelError if the longest sequence, in tokens, is longer than `known_positions`."""
     known = known_positions(config)
     if known is not None and longest_sequence > known:
         raise ModelError(

@@ -98,7 +98,7 @@ def reference_namespace(
     """
     namespace = {
         "numerics_version": NUMERICS_VERSION,
-        "weights": weights_fingerprint(model_directory(path, revision), memo_path),
+        "weights": files_fingerprint(weight_files(model_directory(path, revision)), memo_path),
         "config": relevant_config(config),
         "parameters": str(precision.parameters).removeprefix("torch."),
         "autocast": None if precision.autocast is None else str(precision.autocast).removeprefix("torch."),
@@ -131,11 +131,6 @@ def model_directory(path: str, revision: str | None) -> Path:
     return directory
 
 
-def weights_fingerprint(directory: Path, memo_path: Path) -> str:
-    """Returns the sha256 over (name, dtype, shape, bytes) of every tensor, in order of name."""
-    return _files_fingerprint(weight_files(directory), memo_path)
-
-
 def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
     """Returns the sha256 over an adapter's tensors and config. Raises ModelError if one is missing."""
     files = [directory / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin")]
@@ -151,11 +146,12 @@ def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
         for key, value in config.items()
         if key not in _IRRELEVANT_ADAPTER_CONFIG
     }
-    content = [_files_fingerprint(present[:1], memo_path), relevant]
+    content = [files_fingerprint(present[:1], memo_path), relevant]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
+def files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
+    """Returns the sha256 over (name, dtype, shape, bytes) of every tensor in files, in order of name."""
     memo = read_json(memo_path, _Memo) or {}
     digests: dict[str, str] = {}
     learnt = {}

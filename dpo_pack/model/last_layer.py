@@ -51,13 +51,11 @@ class _TrimmedBlock:
         self.positions: Tensor | None = None  # [U], None: all
 
     def before_layer(self, layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Runs before the layer's forward: stores the positions at which the row needs hidden states."""
         segments = keywords.get("row_segments")
         self.positions = None if segments is None else segments.scored_positions
 
     def before_part(self, part: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Runs before the attention's forward and stores the positions again. Activation checkpointing does
-        not run the layer's hooks when it recomputes a layer, so `positions` could be another row's."""
+        # Activation checkpointing does not run the layer's hooks when it recomputes a layer.
         if "row_segments" in keywords:
             self.before_layer(part, inputs, keywords)
 

@@ -142,8 +142,7 @@ def _concatenate(pieces: Sequence[npt.NDArray[np.integer]]) -> IntArray:
 def padded_row(groups: Sequence[Group], *, device: torch.device) -> Row:
     """Returns a right-padded batch of the same sequences in the same order, without shared prefixes.
 
-    Right padding is exact for a causal model with any attention, because no real token sees a later position.
-    So any token id can pad. We use 0, which every model has; a tokenizer can lack a padding token.
+    No real token of a causal model sees a later position, so any token id can pad: 0, which every model has.
     """
     sequences = [(group.context, completion) for group in groups for completion in group.completions]
     completion_lengths = np.asarray([len(completion) for _, completion in sequences], dtype=np.int64)

@@ -59,12 +59,10 @@ class HeadBounds:
         return max(1, min(self.chunk_tokens, self.chunk_bytes // (2 * vocabulary_bytes)))
 
 
-# Each chunk reads the head's whole weight. In the backward pass it also reads and writes its gradient. If a
-# chunk has few tokens, this takes longer than the products. On a CPU chunks of more than 256 tokens are not
-# faster and do not fit into the caches (`scripts/measure_settings.py head-chunks`); kept softmax weights save
-# one of four products. On an H200 reading and writing takes as long as the products of about 200 tokens
-# (computed: 12 bytes a weight at 4 TB/s, 8 FLOPs a weight and token at 500 TFLOP/s); with a vocabulary of
-# 152,064 a chunk has 882 tokens.
+# Each chunk reads the head's whole weight, and in the backward pass reads and writes its gradient. If a chunk
+# has few tokens, this takes longer than the products (on an H200, computed: below about 200 tokens). On a CPU
+# chunks of more than 256 tokens are not faster (`scripts/measure_settings.py head-chunks`), and kept softmax
+# weights save one of four products. With a vocabulary of 152,064 a chunk on CUDA has 882 tokens.
 HEAD_BOUNDS = {
     "cpu": HeadBounds(chunk_tokens=256, chunk_bytes=256 * 2**20, kept_bytes=512 * 2**20),
     "cuda": HeadBounds(chunk_tokens=8192, chunk_bytes=2**30, kept_bytes=0),

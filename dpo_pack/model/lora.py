@@ -196,11 +196,16 @@ def attach_adapter(
     config = peft_model.peft_config[_NAME]
     config.base_model_name_or_path, config.revision = local, revision
     _check_embeddings(model, key, is_new=is_new)
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    dropouts = [part for layer in layers for part in layer.lora_dropout.values()]
     return Adapter(
         peft_model=peft_model,
         base=base,
         is_new=is_new,
-        dropouts=_dropouts(model, is_new=is_new),
+        # A saved adapter trains without dropout.
+        dropouts=tuple(part for part in dropouts if is_new and isinstance(part, nn.Dropout)),
         left_out=_left_out(model, adapter) if isinstance(adapter, LoraSettings) else (),
     )
 
@@ -226,17 +231,11 @@ def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> PeftModelForC
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
-    if not isinstance(targets, str):
-        _check_targets(peft_model, targets)
-    return peft_model
-
-
-def _check_targets(peft_model: PeftModelForCausalLM, targets: tuple[str, ...]) -> None:
-    """Checks that each name matches a module. peft only checks that at least one does."""
     names: list[str] = vars(peft_model.base_model)["targeted_module_names"]
-    for target in targets:
+    for target in () if isinstance(targets, str) else targets:  # peft only checks that one name matches
         if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ValueError(f"the model has no linear module named {target}; correct target_modules")
+    return peft_model
 
 
 def _attach_saved(model: PreTrainedModel, directory: Path, *, reads_weights: bool) -> PeftModelForCausalLM:
@@ -284,15 +283,6 @@ def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None
             f"{key}: the adapter changes the output head in a way that is not supported here (supported: "
             "modules_to_save, and plain LoRA without dropout); leave the head out of target_modules"
         )
-
-
-def _dropouts(model: PreTrainedModel, *, is_new: bool) -> tuple[nn.Dropout, ...]:
-    """Returns a new adapter's dropout modules. Returns () for a saved adapter: it trains without dropout."""
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in model.modules() if is_new and isinstance(module, LoraLayer)]
-    found = [dropout for layer in layers for dropout in layer.lora_dropout.values()]
-    return tuple(dropout for dropout in found if isinstance(dropout, nn.Dropout))
 
 
 @contextlib.contextmanager

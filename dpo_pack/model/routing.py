@@ -79,7 +79,6 @@ def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterB
 
 
 def own_coefficient(model: PreTrainedModel) -> float:
-    """Returns the coefficient in the model's config; 0 if it has none."""
     return float(getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0)
 
 

@@ -41,9 +41,8 @@ class RowLogps(NamedTuple):
     log_square_sums: Tensor  # [S] of log sum_v p(v)^2, nats
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
     token_statistics: tuple[Tensor, ...]  # [N] fp32 each: the terms of the four sums, in their order
-    expert_counts: (
-        Tensor  # [R, E] float64, see model/routing.py; this and the next are [0] without `Row.token_copies`
-    )
+    # See model/routing.py; [0] without `Row.token_copies`.
+    expert_counts: Tensor  # [R, E] float64
     expert_probs: Tensor  # [E] float64, differentiable
 
 
@@ -209,10 +208,7 @@ class CompletionLogps(nn.Module):
 
     @contextlib.contextmanager
     def measuring(self, metrics: bool) -> Iterator[None]:
-        """In this context the scorer computes the statistics of the metrics only if `metrics` is true.
-
-        They change no log-prob and no gradient, but each one reads all logits once more.
-        """
+        """In this context the scorer computes the statistics of the metrics only if `metrics` is true."""
         before, self.wanted = self.wanted, replace(self.wanted, metrics=metrics)
         try:
             yield

@@ -238,17 +238,22 @@ def test_a_kernel_that_cannot_be_exact_is_refused_with_the_reason(
         select_backend("torch_varlen", needs, device=CUDA, dtype=dtype)
 
 
-@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (12, 0)])
+def use_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 def test_torch_varlen_is_usable_on_cuda_in_bf16(
-    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "_compute_capability", lambda device: capability)
+    use_device(monkeypatch, capability)
     assert backend_obstacle("torch_varlen", PLAIN, device=CUDA, dtype=torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
 def test_a_device_too_old_for_flash_attention_gets_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_compute_capability", lambda device: (7, 5))
+    use_device(monkeypatch, (7, 5))
     asked: dict[str, Any] = {"device": CUDA, "dtype": torch.float16}
     why = "FlashAttention needs compute capability 8.0, and the device has 7.5"
     choice = select_backend("auto", PLAIN, **asked)

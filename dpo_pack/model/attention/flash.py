@@ -65,8 +65,7 @@ def torch_varlen_attention(
 def _make_backward_deterministic(out: Tensor) -> None:
     """Makes the backward pass of the kernel that returned `out` give the same bits in each run.
 
-    The kernel has no argument for this. It reads torch's global deterministic mode. We switch the mode on
-    only while this node of autograd runs, because other operations could raise errors in this mode.
+    The kernel reads torch's global mode. It is on only while this node runs: others could raise errors in it.
     """
     if out.grad_fn is None:
         return
@@ -124,8 +123,5 @@ def _varlen_options(options: AttentionOptions, *, grouped_heads: bool) -> dict[s
 
 
 def _neighbours(window: int | None) -> tuple[int, int]:
-    """Returns how many keys a query sees to its (left, right), -1 for all.
-
-    `window` counts the query's own position too, so the left number is one less.
-    """
+    """Returns how many keys a query sees to its (left, right), -1 for all. `window` counts its own, too."""
     return (-1 if window is None else window - 1, 0)

@@ -127,10 +127,9 @@ class Gather:
 
     Legend: E entries that are copied, n entries of the source.
 
-    The backward pass adds the gradients of copies in a fixed order and in at least fp32. On CUDA the backward
-    of torch's `index_select` adds atomically, in any order. So the rounding differs from run to run, and in
-    bf16 a sum over many copies loses small terms. Here each call of `index_add_` writes at most once to an
-    entry of the source, so the order is fixed.
+    The backward pass adds the gradients of copies in a fixed order and in at least fp32: each `index_add_`
+    writes at most once to an entry of the source. On CUDA the backward of torch's `index_select` adds
+    atomically, in any order, and in bf16 a sum over many copies loses small terms.
     """
 
     index: Tensor  # [E] int64, index in the source; n means that the entry is zero
