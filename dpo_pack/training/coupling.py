@@ -56,12 +56,12 @@ def _gather_pairs(rows: Sequence[ScoredPairs], device: torch.device) -> tuple[Sc
     columns = [torch.zeros((0, 7), dtype=torch.float64, device=device)]
     for row in rows:  # all values of pairs that a loss may use
         policy, reference = row.policy, row.reference
-        values = (policy.chosen, policy.rejected, policy.chosen_tokens, policy.rejected_tokens)
-        values = (*values, reference.chosen, reference.rejected, row.pair_weights)
-        columns.append(torch.stack(values, dim=1).detach())
+        ours = (policy.chosen, policy.rejected, policy.chosen_tokens, policy.rejected_tokens)
+        others = (reference.chosen, reference.rejected, row.pair_weights)
+        columns.append(torch.stack((*ours, *others), dim=1).detach())
     gathered, own = gather_and_place(torch.cat(columns))
-    policy_chosen, policy_rejected, chosen_tokens, rejected_tokens, *others = gathered.unbind(dim=1)
-    reference_chosen, reference_rejected, pair_weights = others
+    policy_chosen, policy_rejected, chosen_tokens, rejected_tokens = gathered[:, :4].unbind(dim=1)
+    reference_chosen, reference_rejected, pair_weights = gathered[:, 4:].unbind(dim=1)
     tokens = {"chosen_tokens": chosen_tokens, "rejected_tokens": rejected_tokens}
     pairs = ScoredPairs(
         policy=PairLogps(chosen=policy_chosen.clone(), rejected=policy_rejected.clone(), **tokens),

@@ -116,11 +116,7 @@ def test_each_trouble_is_told_once_when_it_shows_with_what_to_do(
     health = Health()
     for record in curve(change):
         health, _ = examine(health, record, RUN)
-    assert health.warned == (name,)
-
-
-def test_every_rule_is_tried_here() -> None:
-    assert len(RULES) == 7
+    assert health.warned == (name,) and name in RULES
 
 
 def everything(step: int) -> dict[str, float]:
@@ -147,15 +143,6 @@ def test_one_wild_step_is_not_an_explosion() -> None:
 def test_a_chosen_reward_that_falls_alone_or_has_stopped_falling_is_no_trouble() -> None:
     assert warnings_of(curve(lambda step: {"kl/chosen": -0.3 * step, "kl/rejected": 5.0})) == []
     assert warnings_of(curve(lambda step: {"kl/chosen": -6.0 + 0.02 * step, "kl/rejected": -20.0})) == []
-
-
-def test_rewards_that_are_low_from_the_start_and_stay_there_are_not_falling() -> None:
-    assert warnings_of(curve(lambda step: {"kl/chosen": -8.0, "kl/rejected": -16.0})) == []
-
-
-def test_saturation_from_the_start_is_told_as_soon_as_enough_lines_are_there() -> None:
-    ((step, _),) = warnings_of(curve(lambda step: {"rewards/saturated": 1.0}))
-    assert step == 20
 
 
 def test_accuracy_is_judged_by_how_many_pairs_were_seen() -> None:
