@@ -49,7 +49,7 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
         head_dim=head_dim,
         value_head_dim=int(values.get("v_head_dim") or head_dim),
         has_window=bool(values.get("sliding_window")),
-        has_softcap=_has_softcap(config),
+        has_softcap=own_attention(config) is not None,
         has_sinks=values.get("model_type") in _SINK_FAMILIES,
         # Whether the factor of its scores is another one than 1 / sqrt(head dimension).
         has_custom_scale=values.get("model_type") in _OWN_SCALE_FAMILIES
@@ -66,11 +66,8 @@ def own_attention(config: PretrainedConfig) -> str | None:
     Models with a softcap on attention get eager, because some releases of transformers choose sdpa for them,
     and sdpa ignores the softcap without an error.
     """
-    return "eager" if _has_softcap(config) else None
-
-
-def _has_softcap(config: PretrainedConfig) -> bool:
-    return config.get_text_config().to_dict().get("attn_logit_softcapping") is not None
+    softcap = config.get_text_config().to_dict().get("attn_logit_softcapping")
+    return None if softcap is None else "eager"
 
 
 _SINK_FAMILIES = frozenset(
@@ -153,9 +150,7 @@ def known_positions(config: PretrainedConfig) -> int | None:
 def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: int) -> None:
     """Raises UnsupportedModelError if Llama 4 would not compute packed rows exactly. Lengths are in tokens.
 
-    In Llama 4's local layers a token sees only its own chunk of tokens, so a sequence must fit into a chunk.
-    Layers without rotary positions scale each query by its position in the row, in steps of `floor_scale`
-    tokens, so a row must fit into the first step.
+    A sequence must fit into a chunk of its local layers, a row into the first step of `floor_scale` tokens.
     """
     values = config.get_text_config().to_dict()
     chunk = values.get("attention_chunk_size")

@@ -11,7 +11,7 @@ import importlib
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,19 +190,14 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, opened.get_tensor(name)
-    else:
-        mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be memory-mapped
-        yield from torch.load(file, map_location="cpu", mmap=mapped, weights_only=True).items()
-
-
 def _tensor_digests(file: Path) -> dict[str, str]:
     try:
-        return {name: _tensor_digest(tensor) for name, tensor in _tensors(file)}
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                return {name: _tensor_digest(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
+        mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be memory-mapped
+        tensors = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
+        return {name: _tensor_digest(tensor) for name, tensor in tensors.items()}
     except Exception as error:  # torch.load raises any class if a file is damaged or has no tensors
         raise ModelError(
             f"cannot read the weights in {file} ({first_line(error)}); download the model again, or "
@@ -231,8 +226,7 @@ def modelling_source(model: PreTrainedModel) -> str:
 
     These are the files of its classes; for remote code, also the files that it imports from its own package;
     and of transformers the masks, the integrations and other models' functions that the model calls. Files of
-    torch do not count, because versions of torch differ by rounding only. Masks and attention of padded rows
-    count although packed rows do not use them, because both kinds of rows use the same cached log-probs.
+    torch do not count: its versions differ by rounding only. Packed and padded rows use the same log-probs.
     """
     names = {*_PADDED, *(type(part).__module__ for part in model.modules())}
     # `_ROTARY` computes scaled frequencies only; without scaling the model's own file computes them.

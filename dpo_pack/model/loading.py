@@ -96,11 +96,10 @@ def load_model(
 ) -> LoadedModel:
     """Loads a causal LM for packed rows or padded batches.
 
-    `adapter` is a new LoRA adapter or the directory of a saved one; then only the adapter is trained. The
-    model will run on `device`. Its weights are first put on `weights_on` (None: on `device`); on the meta
-    device weights are not read. `quantize` stores the weights of linear layers in fewer bits. `config` is the
-    model's config if the caller has loaded it; this function does not change it. Raises ModelError when
-    loading fails or the files lack a weight, UnsupportedModelError when the model cannot be computed exactly.
+    With an `adapter`, new or the directory of a saved one, only the adapter is trained. The model will run on
+    `device`; its weights are first put on `weights_on` (None: on `device`; on the meta device they are not
+    read). `config` is the model's config if the caller has loaded it; it does not change. Raises ModelError
+    when loading fails or a weight is missing, UnsupportedModelError when the model cannot be exact.
     """
     weights_on = weights_on or device
     reads_weights = weights_on.type != "meta"
@@ -157,8 +156,7 @@ def load_model(
     if packed:
         wrap_recurrent_layers(model)
         trim_last_layer(model)
-    # We train in evaluation mode: it allows gradients, and it has no dropout and no noise in routers. A model
-    # chooses its experts as after training (in training mode Phi 3.5 MoE draws experts at random).
+    # We train in evaluation mode: it allows gradients, and has no dropout and no noise in routers.
     scorer.eval()
     if reads_weights:
         scorer.to(weights_on)

@@ -86,10 +86,8 @@ def token_logps(
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] int64 -> ([N] fp32 log-probs, statistics).
     Differentiable in hidden, weight and bias. Matrix products are in `compute_dtype`, because autocast has no
     effect in an autograd Function's backward; the log-softmax is in fp32 (float64 if the products are).
-    `passes` replaces the functions between the products, see `compile_head`.
-
-    Any loss can follow: autograd passes the gradient of each token's log-prob to the backward pass. The
-    backward pass computes a chunk's logits again, unless the chunk's softmax was kept or the head is frozen.
+    `passes` replaces the functions between the products, see `compile_head`. The backward pass computes a
+    chunk's logits again, unless the chunk's softmax was kept or the head is frozen.
     """
     vocabulary_bytes = weight.shape[0] * max(4, weight.element_size())
     chunk_tokens = bounds.tokens_in_chunk(vocabulary_bytes)
@@ -106,9 +104,9 @@ def token_logps(
 
 
 def sequence_sums(token_values: Tensor, lengths: Tensor) -> Tensor:
-    """Adds up each sequence's tokens: [N] values, sequence by sequence, and [S] lengths -> [S] sums, float64.
+    """Adds up each sequence's tokens: [N] values and [S] lengths -> [S] sums.
 
-    The sums are in float64, because a reward is a small difference of two large sums.
+    In float64, because a reward is a small difference of two large sums.
     """
     # `unsafe` skips a check of the lengths: the check would wait for the device.
     return torch.segment_reduce(token_values.double(), "sum", lengths=lengths, unsafe=True)

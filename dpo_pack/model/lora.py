@@ -180,8 +180,7 @@ def attach_adapter(
     """Puts a new or a saved adapter into `model`, in place; after that, only the adapter is trained.
 
     `base` and `revision` name the source of the model. Without `reads_weights`, the adapter's parameters are
-    on the meta device, like the model's parameters. Raises ModelError when the adapter does not fit, or when
-    the adapter's log-probs would not be exact.
+    on the meta device. Raises ModelError when the adapter does not fit or would not be exact.
     """
     require_peft(recipe_key)
     is_new = isinstance(adapter, LoraSettings)

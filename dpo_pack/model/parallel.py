@@ -104,15 +104,15 @@ def distribute_policy(
     """Turns the ranks' scorers into one policy that all ranks train together. Every rank must call it.
 
     With the strategy ddp, accelerate's `accelerator` wraps the scorer; None: a new one without settings.
-    A sharded scorer reduces gradients after each row, so that no rank ever holds a whole gradient. But with
-    `accumulate_unsharded` each rank holds whole gradients and reduces them after a step's last row. With
-    `stays_gathered` each rank gathers the shards once a step, and holds all weights until the step's end.
+    A sharded scorer reduces gradients after each row, with `accumulate_unsharded` after a step's last row.
+    With `stays_gathered` each rank gathers the shards once a step, and holds all weights until its end.
     """
     if strategy.name == "ddp":
         copies = _copies(scorer, accelerator or Accelerator(cpu=not ranks.uses_cuda()))
-        keeps_gradients = not copies.find_unused_parameters
         return DistributedPolicy(
-            forward=copies, without_reduction=copies.no_sync, keeps_gradients=keeps_gradients
+            forward=copies,
+            without_reduction=copies.no_sync,
+            keeps_gradients=not copies.find_unused_parameters,
         )
     if strategy.name == "fsdp2":
         # While weights are gathered, parameters are temporary tensors. An optimizer must not get them.
@@ -183,9 +183,8 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
     """Turns every parameter into a DTensor of rank 0's values, in place. Every rank must call it.
 
     Rank 0 has the weights; on other ranks parameters may be on the meta device. Rank 0 sends the values layer
-    by layer, and each rank keeps its shards, so other ranks never hold more than one whole layer. A layer
-    gathers its weights for its own forward and backward. The scorer's forward gathers the other weights:
-    embeddings, the last norm and the output head.
+    by layer, so other ranks never hold more than one whole layer. A layer gathers its weights for its own
+    forward and backward; the scorer's forward gathers the others: embeddings, the last norm, the head.
 
     Raises UnsupportedModelError if the model's layers, tensors or dtypes do not allow sharding.
     """

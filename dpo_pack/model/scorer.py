@@ -201,8 +201,7 @@ class CompletionLogps(nn.Module):
     def with_own_weights(self, compute: Callable[[], Value]) -> Value:
         """Returns `compute()`, a function that calls the model without this scorer's `forward`.
 
-        If the model is sharded, this first gathers the weights outside of the layers, see `shard_model`. Then
-        every rank must call it.
+        If the model is sharded, this gathers the weights outside of the layers; every rank must call it.
         """
         return compute()
 
@@ -223,8 +222,7 @@ class CompletionLogps(nn.Module):
     def autocasting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
-        # A forward casts each weight once, so a cache of casts saves nothing. A cache keeps casts of all
-        # weights in memory until the forward ends, also of weights that are sharded.
+        # A forward casts each weight once, so a cache of casts would only take memory.
         return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
 
 

@@ -123,8 +123,7 @@ def rank_share(rows: Sequence[Positions], *, rank: int, num_ranks: int) -> list[
     """Returns this rank's rows, and whether each row counts; every row counts on exactly one rank.
 
     All ranks get equally many rows, because the ranks of a sharded model compute only together. A rank that
-    has no row left computes the last row of `rows` again, and its result is not used. Neighbouring rows
-    have similar sizes and go to different ranks.
+    has no row left computes the last row of `rows` again, and its result is not used.
     """
     num_rounds = -(-len(rows) // num_ranks)
     numbers = [number_of_round * num_ranks + rank for number_of_round in range(num_rounds)]
@@ -197,8 +196,7 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
 def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> dict[str, Any]:
     """Returns means, intervals and groups of `other` - `one`, pair by pair, for each metric.
 
-    Both results must have the same pairs. Some pairs are hard for any model, but this effect cancels in the
-    difference. So the interval of the difference is narrower than the intervals of the two models.
+    Both results must have the same pairs. What makes a pair hard for any model cancels in the difference.
     """
     differences = {metric: other.metrics[metric] - one.metrics[metric] for metric in one.metrics}
     return means_by_group(differences, one.traits, seed=seed)

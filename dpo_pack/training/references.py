@@ -82,11 +82,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveReference:
-    """A model that computes log-probs in each step: a second model, or the policy without its new adapter.
-
-    The policy trains on the same rows, so a policy that equals its reference has exactly the same log-probs
-    as the reference.
-    """
+    """A model that computes log-probs in each step: a second model, or the policy without its new adapter."""
 
     model: LoadedModel
     device: torch.device

@@ -91,11 +91,7 @@ class Meter:
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the device's peak FLOPs a second in dense matrix products of `dtype`; None if it is not known.
-
-    A GPU's peak comes from its maker's data sheet. A CPU's peak is measured once a process, on all threads
-    that torch may use.
-    """
+    """Returns the peak FLOPs a second in dense matrix products of `dtype`; None if it is not known."""
     if device.type == "cuda":
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
     return _measured_cpu_peak(dtype, torch.get_num_threads()) if device.type == "cpu" else None
