@@ -118,8 +118,5 @@ def _made_up(logps: Tensor, pairs: Sequence[int] = (0, 1, 2)) -> PairLogps:
     tokens = torch.tensor([[7, 12, 3], [9, 14, 5]], dtype=torch.float64)
     (chosen, rejected), (chosen_tokens, rejected_tokens) = logps[:, list(pairs)], tokens[:, list(pairs)]
     return PairLogps(
-        chosen=chosen,
-        rejected=rejected,
-        chosen_tokens=chosen_tokens,
-        rejected_tokens=rejected_tokens,
+        chosen=chosen, rejected=rejected, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens
     )

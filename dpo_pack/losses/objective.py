@@ -51,9 +51,8 @@ class LossOptions:
 class Loss:
     """A loss function: (policy, reference, options) -> [P], one value for each pair.
 
-    A function that couples pairs takes a fourth argument, the [P] weights of pairs, because a pair's weight
-    changes the values of other pairs too. It returns weighted values. One call gets all pairs of the global
-    step, of all rows and ranks.
+    A function that couples pairs gets all pairs of the global step, and as a fourth argument their [P]
+    weights, because a pair's weight changes the values of other pairs too. It returns weighted values.
     """
 
     function: Callable[..., Tensor]

@@ -52,10 +52,7 @@ _MOST_VARIANTS = 64
 
 
 def compiler_obstacle(device: torch.device) -> str | None:
-    """Returns why torch.compile cannot be used on `device`, or None when it can.
-
-    It needs a C++ compiler for its CPU code and CUDA launchers, and on CUDA also triton.
-    """
+    """Returns why torch.compile cannot be used on `device`, or None when it can."""
     names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++")
     if not any(shutil.which(name) for name in names):
         return f"torch.compile needs a C++ compiler, and there is no {' or '.join(names)}"
@@ -128,7 +125,7 @@ def outermost_layers(model: nn.Module, class_names: frozenset[str] = frozenset()
 
 
 def _run_compiled(layer: Any, compiled: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-    """Does the same as transformers' checkpointing wrapper, but with the compiled forward."""
+    # As transformers' checkpointing wrapper, but with the compiled forward.
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(functools.partial(compiled, layer, **options), *arguments)
     return compiled(layer, *arguments, **options)

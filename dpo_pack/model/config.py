@@ -63,8 +63,7 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
 def own_attention(config: PretrainedConfig) -> str | None:
     """Returns the attention that transformers must use if rows are not packed; None lets transformers choose.
 
-    Models with a softcap on attention get eager, because some releases of transformers choose sdpa for them,
-    and sdpa ignores the softcap without an error.
+    With a softcap it is eager: some releases choose sdpa, which ignores the softcap without an error.
     """
     softcap = config.get_text_config().to_dict().get("attn_logit_softcapping")
     return None if softcap is None else "eager"
@@ -170,8 +169,7 @@ def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: 
         )
 
 
-# Config keys of dropout rates. We set them to 0, because layers that recompute activations are in training
-# mode, in which dropout would act.
+# Config keys of dropout rates. Layers that recompute activations are in training mode, where they would act.
 _DROPOUT_KEYS = frozenset(
     {
         "activation_dropout",
@@ -191,8 +189,8 @@ _DROPOUT_KEYS = frozenset(
 )
 
 
-# We train models in evaluation mode. In this mode RWKV halves the weights of every n-th layer in place, and
-# xLSTM computes long batches in blocks, without gradients. These values switch both off.
+# In evaluation mode RWKV halves the weights of every n-th layer in place, and xLSTM computes long batches in
+# blocks, without gradients. These values switch both off.
 _INFERENCE_SETTINGS = {"rescale_every": 0, "max_inference_chunksize": 2**31 - 1}
 
 

@@ -91,10 +91,9 @@ def reference_namespace(
 ) -> dict[str, Any]:
     """Returns all that a reference log-prob depends on, except the token ids, as a JSON object.
 
-    `architecture` is the model without its weights (`model.shape.without_weights`). `memo_path` is a file in
-    which we store tensor hashes, so that an unchanged model is not read again. `adapter` is the directory of
-    a PEFT adapter that is part of the reference; `quantize` says how its base is quantised while it is
-    loaded. Raises ModelError when weights are missing or unreadable.
+    `architecture` is the model without its weights. The file `memo_path` keeps hashes of tensors, so that an
+    unchanged model is not read again. `adapter` is the directory of a PEFT adapter that is part of the
+    reference. Raises ModelError when weights are missing or unreadable.
     """
     namespace = {
         "numerics_version": NUMERICS_VERSION,
@@ -194,7 +193,8 @@ def _tensor_digests(file: Path) -> dict[str, str]:
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                return {name: _tensor_digest(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
+                names = opened.keys()
+                return {name: _tensor_digest(opened.get_tensor(name)) for name in names}
         mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be memory-mapped
         tensors = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
         return {name: _tensor_digest(tensor) for name, tensor in tensors.items()}

@@ -70,9 +70,8 @@ class Row:
 def packed_row(groups: Sequence[Group], device: torch.device, *, share_prompt: bool) -> Row:
     """Puts `groups` one after another into one row, as tensors on `device`.
 
-    Sequences have numbers in order of appearance: completion j of the first group is sequence j, and the next
-    group continues the numbers. If a sequence after the first of its group is a prefix of the others, it has
-    no tail and no attention segment; its hidden states are those of the shared prefix.
+    Sequences have numbers in order of appearance, over all groups. If a sequence after the first of its group
+    is a prefix of the others, it has no tail and no segment; its hidden states are those of the prefix.
     """
     pieces: defaultdict[str, list[npt.NDArray[np.integer]]] = defaultdict(list)
     query_lengths: list[int] = []

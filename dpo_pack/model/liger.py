@@ -50,8 +50,8 @@ def check_kernels(kernels: str, config: PretrainedConfig, device: torch.device) 
 def apply_liger(model: PreTrainedModel) -> None:
     """Makes the layers of `model` compute with liger-kernel, in place; other models keep their own layers.
 
-    But liger-kernel replaces functions, such as the rotation of queries and keys, for all models of a family
-    in this process. Raises UnsupportedModelError when the package does not fit the installed transformers.
+    But functions, such as the rotation of queries and keys, are replaced for all models of a family. Raises
+    UnsupportedModelError when the package does not fit the installed transformers.
     """
     family = model.config.get_text_config().model_type
     code = sys.modules[type(model).__module__]

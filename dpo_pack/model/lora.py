@@ -1,8 +1,7 @@
 """LoRA through peft: low-rank adapters on a frozen base (Hu et al. 2021, arXiv 2106.09685).
 
 An adapted layer computes `W x + (alpha / r) B A x`; only A [r, in] and B [out, r] are trained. A new adapter
-starts with B = 0, so the reference is the base model, as in full fine-tuning, and both use the same cached
-log-probs. peft is optional, so only the functions that need it import it.
+starts with B = 0, so the reference is the base model. Only the functions that need peft import it.
 
 Legend: V vocabulary, D hidden size.
 """
@@ -109,10 +108,7 @@ class Adapter:
         return plain.weight + head.get_delta_weight(_NAME), plain.bias
 
     def save(self, directory: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Writes the adapter, without its base, in the format that peft reads.
-
-        `state` holds the whole tensors of a sharded model.
-        """
+        """Writes the adapter, without its base. `state` holds the whole tensors of a sharded model."""
         named = None if state is None else {f"base_model.model.{name}": t for name, t in state.items()}
         # By default peft asks the hub whether the vocabulary has grown. Training never changes it.
         self.peft_model.save_pretrained(str(directory), save_embedding_layers=False, state_dict=named)

@@ -1,8 +1,7 @@
 """Several ranks (processes) train one model: each has a whole copy (DDP) or a shard (torch's FSDP2).
 
-Both give a step the same gradient, the mean over the step's pairs. But both average gradients over ranks
-where we need sums, so `accumulate_gradients` multiplies by the number of ranks. docs/distributed.md compares
-them and their costs.
+Both average gradients over ranks where a step needs sums, so `accumulate_gradients` multiplies by the number
+of ranks. docs/distributed.md compares them and their costs.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class Strategy:
         return self.mesh is not None
 
     def sentence(self) -> str:
-        """Returns the strategy in words, for the user."""
         return f"{self.name} on {ranks.num_ranks()} processes ({self.reason})"
 
 
@@ -138,9 +136,7 @@ def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDat
         # Newer torch calls `broadcast_buffers` forward_sync_buffers; older torch has only this name.
         warnings.simplefilter("ignore", FutureWarning)
         accelerator.ddp_handler = DistributedDataParallelKwargs(
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=leaves_some_out,
+            broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=leaves_some_out
         )
         # Else accelerate names the GPU by its number on the node, but a rank may see only its own, as 0.
         with patch_environment(ACCELERATE_BYPASS_DEVICE_MAP="true"):
@@ -151,7 +147,6 @@ def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDat
 
 @contextlib.contextmanager
 def _unsharded_gradients(scorer: Any) -> Iterator[None]:
-    """Context in which each rank adds up its own whole gradients, and does not send them."""
     scorer.set_requires_gradient_sync(False)
     try:
         yield
@@ -191,7 +186,13 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
     assert strategy.mesh is not None
     model = scorer.model
     _check_same_tensors(model)
-    _check_one_type(model)
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    wide = [name for name, dtype in trained if dtype.itemsize >= 4]
+    if wide and len(wide) < len(trained):  # FSDP2 reduces a layer's gradients together
+        raise UnsupportedModelError(
+            f"model.dtype: {type(model).__name__} keeps {wide[0]} in float32 beside weights of a lower "
+            "precision, and shards must be of one type; set model.dtype: float32 or distributed.strategy: ddp"
+        )
     layers = outermost_layers(model, frozenset(model._no_split_modules or ()))
     if not layers:
         raise UnsupportedModelError(
@@ -205,8 +206,7 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
         cast_forward_inputs=False,  # positions and a row's layout keep their dtypes
     )
     offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
-    # Routers can compute without autocast, and offloaded shards are first copied to a device: both need the
-    # weights in their own dtype.
+    # Routers without autocast, and offloaded shards on their way to a device, keep the weights' own dtype.
     sends_casts = not (strategy.cpu_offload or routes_tokens(model.config))
     for layer in layers:
         _fill(layer, device)
@@ -310,17 +310,6 @@ def _check_same_tensors(model: nn.Module) -> None:
         parameter.requires_grad_(is_trained)
 
 
-def _check_one_type(model: nn.Module) -> None:
-    """Refuses weights that are only partly in fp32, because FSDP2 reduces a layer's gradients together."""
-    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
-    wide = [name for name, dtype in trained if dtype.itemsize >= 4]
-    if wide and len(wide) < len(trained):
-        raise UnsupportedModelError(
-            f"model.dtype: {type(model).__name__} keeps {wide[0]} in float32 beside weights of a lower "
-            "precision, and shards must be of one type; set model.dtype: float32 or distributed.strategy: ddp"
-        )
-
-
 @torch.no_grad()
 def _fill(module: nn.Module, device: torch.device) -> None:
     """Copies rank 0's values of parameters that are not sharded yet to every rank; tied ones stay tied."""
@@ -362,8 +351,7 @@ def is_sharded(model: nn.Module) -> bool:
 def full_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """Returns the model's saved tensors by name, on rank 0's CPU; an empty dict on other ranks.
 
-    Every rank must call it. The device gathers one tensor at a time. Tied parameters have several names, but
-    one tensor. `trained_only` leaves out frozen parameters and buffers.
+    Every rank must call it; it gathers one tensor at a time. `trained_only` leaves out all that is frozen.
     """
     state: dict[str, Tensor] = {}
     whole: dict[int, Tensor] = {}

@@ -64,8 +64,7 @@ class CompletionLogps(nn.Module):
     ) -> None:
         """If `backend` is None, rows are padded batches and the model computes its own attention.
 
-        `adapter` is a part of `model`. Sharding gathers weights in `gather_dtype`. If `wanted` is None, the
-        scorer computes the statistics of the metrics.
+        `adapter` is a part of `model`. If `wanted` is None, the statistics are those of the metrics.
         """
         super().__init__()
         self.model = model
@@ -189,7 +188,7 @@ class CompletionLogps(nn.Module):
         self.is_wired = True
 
     def full_logits(self, **inputs: Any) -> Tensor:
-        """Returns [B, L, V] logits of the model's own forward. Only proofs need them, never training."""
+        """Returns [B, L, V] logits of the model's own forward, for proofs."""
 
         def compute() -> Tensor:
             with self.autocasting(inputs["input_ids"].device):

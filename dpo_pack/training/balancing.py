@@ -42,10 +42,7 @@ class StepBalance:
         self.counts, self.is_complete = ranks.sum_over_ranks(self.counts), True
 
     def row_loss(self, output: RowLogps) -> Tensor:
-        """Returns [] float64: this row's part of coefficient x aux loss x number of ranks.
-
-        The number of ranks is a factor because ranks average their gradients.
-        """
+        """Returns [] float64: this row's part of coefficient x aux loss x number of ranks, which average."""
         assert self.is_complete and self.counts is not None
         num_tokens = self.counts.sum() / self.settings.top_k  # tokens of the step x layers
         fractions = self.counts.sum(dim=0) / num_tokens  # [E]

@@ -1,7 +1,6 @@
 """Global batches, the rows of a batch, and the interface of a source of batches.
 
-A source makes the batches of a run, and the training loop trains on them. There are two sources: pairs on
-disk (offline.py) and online rollouts (online/source.py).
+There are two sources: pairs on disk (offline.py) and online rollouts (online/source.py).
 
 Legend: P pairs of a row, S sequences, N scored tokens (tokens of completions).
 """
@@ -225,8 +224,7 @@ def token_copies(
 def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredPairs:
     """Returns log-probs of policy and reference, weights and statistics, [P] each, of a row's pairs.
 
-    `output` is what the policy computed for the row. The output of a sequence that belongs to several pairs
-    is repeated; its gradient is then the sum of the gradients of these pairs.
+    `output` is what the policy computed. That of a sequence that belongs to several pairs is repeated.
     """
     output = _by_pair(output, row)
     num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]

@@ -1,8 +1,7 @@
 """Evaluates on held-out pairs: a forward pass over all pairs, then means, 95 % intervals and groups of pairs.
 
-Preference data often prefers the longer completion, and a policy can raise its accuracy by learning only this
-preference. The accuracy is then high on pairs whose chosen completion is longer, and low on pairs whose
-chosen completion is shorter. So an evaluation also gives every mean by length.
+Preference data often prefers the longer completion, and a policy can raise its accuracy by learning only
+this. So an evaluation also gives every mean by length.
 
 Legend: P pairs of the held-out set.
 """
@@ -172,8 +171,7 @@ def held_out_result(
 def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: int) -> None:
     """Writes the metrics of each pair of all held-out sets to a Parquet file. Raises CacheError.
 
-    With this file, the page of several runs compares the runs pair by pair. `row` is the pair's row in the
-    source `row_source`; `source` is the name of the held-out set.
+    `row` is the pair's row in the source `row_source`; `source` is the name of the held-out set.
     """
     tables = [
         pa.table(

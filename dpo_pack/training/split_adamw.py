@@ -34,8 +34,7 @@ _ALIGNMENT = 1024
 
 
 def split_master(master: Tensor, parameter: Tensor, low_bits: Tensor) -> None:
-    """Splits fp32 masters into bfloat16 parameters (ties away from zero) and int16 low bits; overwrites
-    `master`."""
+    """Splits fp32 masters into bfloat16 parameters and int16 low bits, as above; overwrites `master`."""
     bits = master.view(torch.int32)
     high = bits.add(0x8000).bitwise_right_shift_(16)
     parameter.view(torch.int16).copy_(high)

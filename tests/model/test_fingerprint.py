@@ -274,11 +274,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
     ],
 )
 def test_the_code_of_scaled_rotary_frequencies_counts_where_a_layer_has_them(
-    family: str,
-    rope: dict[str, Any] | None,
-    counts: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, rope: dict[str, Any] | None, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(family, **({} if rope is None else {"rope_parameters": rope}))
     built = without_weights(config, trust_remote_code=False)

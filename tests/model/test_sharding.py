@@ -543,9 +543,7 @@ def test_gradients_of_copies_stay_in_buckets_from_the_first_row_on(models: Path)
 
 
 @pytest.mark.parametrize(
-    "fsdp2",
-    [{}, *slow(None, {"mesh": (2, 1)})],
-    ids=["shards", "copies", "shards within nodes"],
+    "fsdp2", [{}, *slow(None, {"mesh": (2, 1)})], ids=["shards", "copies", "shards within nodes"]
 )
 def test_what_is_not_finite_on_one_rank_stops_the_update_on_all(
     fsdp2: dict[str, Any] | None, models: Path

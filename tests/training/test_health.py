@@ -94,13 +94,7 @@ def high(step: int) -> dict[str, float]:
         (stuck, "accuracy_stuck", 20, 20, ("50.", "coin", "optim.lr (now 5e-07)", "swapped")),
         (saturated, "saturation", 46, 60, ("of pairs", "more steps teach little", "train.max_steps")),
         (blown_up, "kl_blow_up", 34, 45, ("nats a token", "optim.lr")),
-        (
-            exploding,
-            "exploding_gradients",
-            52,
-            52,
-            ("norm is 90", "it was 3", "optim.max_grad_norm"),
-        ),
+        (exploding, "exploding_gradients", 52, 52, ("norm is 90", "it was 3", "optim.max_grad_norm")),
         (dying, "dying_experts", 28, 36, ("experts die: 16%", "it was 11%", "loss.router_aux_coef (now 0)")),
     ],
 )

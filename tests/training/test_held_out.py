@@ -89,11 +89,7 @@ def test_two_ranks_count_each_pair_once_and_agree_with_one(policy: CompletionLog
     def on_a_rank() -> int:
         counted: list[int] = []
         values = evaluate_pairs(
-            policy,
-            make_builder(),
-            OBJECTIVE,
-            token_budget=budget,
-            progress=counted.append,
+            policy, make_builder(), OBJECTIVE, token_budget=budget, progress=counted.append
         )
         assert torch.allclose(values.table, single, atol=1e-9)  # the same rows, so the same products
         return sum(counted)

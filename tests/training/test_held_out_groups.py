@@ -72,10 +72,7 @@ def test_pairs_of_one_prompt_are_drawn_together() -> None:
 def test_length_preference_of_a_policy_that_only_learned_length() -> None:
     some = traits([20, 30, 5, 8, 7], [10, 10, 10, 10, 7])  # the data prefers the longer one in 2 of 4
     longer_wins = np.array([1.0, 1.0, 0.0, 0.0, 1.0])
-    assert length_preference(longer_wins, some) == {
-        "length/chosen_longer": 0.5,
-        "length/prefers_longer": 1.0,
-    }
+    assert length_preference(longer_wins, some) == {"length/chosen_longer": 0.5, "length/prefers_longer": 1.0}
     always_chosen = np.array([1.0, 1.0, 1.0, 0.5, 0.0])  # right, right, right, undecided; one of equal length
     assert length_preference(always_chosen, some)["length/prefers_longer"] == (1 + 1 + 0 + 0.5) / 4
 
