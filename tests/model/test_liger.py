@@ -202,9 +202,7 @@ def test_a_missing_package_is_said_before_anything_is_loaded(
     package_is(monkeypatch, present=False)
     recipe = load_recipe(tiny_run(tmp_path), ["model.kernels=liger"])
     message = message_of(lambda: check_environment(recipe))
-    assert (
-        "model.kernels" in message and "liger-kernel" in message and "pip install 'liger-kernel>=" in message
-    )
+    assert "model.kernels" in message and "pip install 'liger-kernel>=" in message
 
 
 @pytest.mark.gpu

@@ -233,10 +233,7 @@ def test_a_coefficient_is_refused_where_transformers_has_no_load_balancing_loss(
             directory, tmp_path / "run", packing=LAYOUTS["some rows"], loss={"router_aux_coef": 0.01}
         )
         message = message_of(partial(train, recipe, Console(quiet=True)))
-        assert message == (
-            f"loss.router_aux_coef: 0.01 is set, but {what} of transformers have no load-balancing loss; set "
-            "it to 0 or null"
-        )
+        assert message.startswith("loss.router_aux_coef: ") and what in message
         assert message in check_recipe(recipe)[1]
         assert not (tmp_path / "run").exists()
 

@@ -305,10 +305,6 @@ def test_a_reference_of_another_architecture_is_refused(
     other = tmp_path / "other"
     vocabulary = len(prepare_tokenizer(make("run", "{}")))
     tiny_model(family, vocab_size=vocabulary, **changes).save_pretrained(other)
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(ModelError, match=f"^reference.sync: .* in the shape of {unlike};"):
         train(make("run", "{}", f"reference.path={other}"), console)
-    assert str(refused.value) == (
-        "reference.sync: a reference can follow only a policy of its own architecture, and the two models "
-        f"differ in the shape of {unlike}; leave reference.path or reference.sync out"
-    )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
