@@ -34,21 +34,14 @@ def quantization_settings(kind: Quantization) -> BitsAndBytesConfig:
 
 
 def bits_per_weight(settings: Mapping[str, Any]) -> float:
-    """Returns the bits that a weight takes in bitsandbytes' format, with its part of the scales.
-
-    64 weights of 4 bits have one scale: 32 bits, or 8 bits if scales are quantised as well. int8 has one
-    scale for each row of a matrix, which is too little to count.
-    """
+    """Returns the bits that a weight takes in bitsandbytes' format, with its part of the scales."""
     if not settings.get("load_in_4bit"):
-        return 8.0
+        return 8.0  # a scale for each row is too little to count
     return 4.0 + (8 if settings.get("bnb_4bit_use_double_quant") else 32) / 64
 
 
 def check_quantizable(architecture: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError if most weights are not in linear layers, as in some mixtures of experts.
-
-    bitsandbytes leaves these weights as they are, so the model would not be much smaller.
-    """
+    """Raises UnsupportedModelError if most weights are not in linear layers, as in mixtures of experts."""
     tables = (architecture.get_input_embeddings(), architecture.get_output_embeddings())
     in_linear_layers = elsewhere = 0
     for module in architecture.modules():

@@ -32,10 +32,9 @@ def num_parameters(model: PreTrainedModel) -> int:
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
-    """Counts, from the model's modules, the numbers that its FLOPs depend on. This works for every family.
+    """Counts, from the modules of a model of any family, the numbers that its FLOPs depend on.
 
-    Of routed experts only as many count as one token uses. Embeddings do not count, because looking up a
-    token multiplies nothing.
+    Of routed experts only as many count as one token uses. Embeddings do not count: they multiply nothing.
     """
     head = model.get_output_embeddings().weight
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]

@@ -121,7 +121,7 @@ class OfflineSource:
 
     @property
     def steps_fingerprint(self) -> str:
-        """A hash of the pairs of each step. Their division into rows does not change training or the hash."""
+        """A hash of the pairs of each step, whatever rows they are in."""
         plan = self.first_plan
         digest = hashlib.blake2b(plan.step_begins.astype("<i8").tobytes(), digest_size=16)
         steps = np.repeat(np.arange(len(plan)), np.diff(plan.step_begins))

@@ -145,8 +145,8 @@ def merged_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_followable(policy: CompletionLogps, reference: CompletionLogps) -> None:
-    """Raises ModelError if the reference cannot follow the policy: training changes something that
-    `merged_weights` does not yield, or the two models have different names or shapes of weights."""
+    """Raises ModelError if the reference cannot follow the policy: training changes what `merged_weights`
+    does not yield, or the models differ in names or shapes of weights."""
     if policy.adapter is not None:
         _check_adapter(policy)
     weights = policy.model.named_parameters()

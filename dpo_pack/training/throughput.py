@@ -98,11 +98,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
-    """Returns the peak of a GPU by its `name` in CUDA; None if the GPU is unknown.
-
-    A MIG slice is unknown, because its name does not give its size. A laptop's GPU is unknown, because its
-    speed depends on the laptop's power limit.
-    """
+    """Returns the peak of a GPU by its `name` in CUDA; None if unknown, as of a MIG slice or in a laptop."""
     if "MIG" in name or "Laptop" in name:
         return None
     for words, teraflops in PEAK_TERAFLOPS.items():
@@ -129,8 +125,7 @@ def _measured_cpu_peak(dtype: torch.dtype, num_threads: int) -> float:
 
 
 # Words of a GPU's name, with the teraFLOPs a second of dense matrix products in bf16 (and fp16), and in fp32
-# (not TF32, which is off by default), from the makers' data sheets. A GPU has the first entry whose words are
-# in its name.
+# (not TF32), from the makers' data sheets. A GPU has the first entry whose words are in its name.
 PEAK_TERAFLOPS: dict[str, tuple[float | None, float]] = {
     "GB300|GB200": (2500.0, 80.0),
     "B300|B200": (2250.0, 75.0),

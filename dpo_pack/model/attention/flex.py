@@ -65,11 +65,8 @@ def flex_attention(
 
 @functools.cache
 def flex_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
-    """Returns why FlexAttention cannot be used on `device`, or None when it can.
-
-    Tries it on a small row of this dtype and these head dimensions, because large heads in fp32 can need more
-    shared memory than a GPU has.
-    """
+    """Returns why FlexAttention cannot be used on `device`, or None when it can: tried on a small row,
+    because large heads in fp32 can need more shared memory than a GPU has."""
     obstacle = compiler_obstacle(device)
     if obstacle is not None:
         return obstacle
@@ -94,8 +91,7 @@ def _kernel(device_type: str) -> Callable[..., Any]:
     from torch.nn.attention import flex_attention as torch_flex
 
     plain: Callable[..., Any] = torch_flex.flex_attention
-    # With `fullgraph`, a failure to compile is an error. Without it, torch may compute all T x K logits of
-    # attention and say nothing.
+    # Without `fullgraph`, torch may compute all T x K logits of attention and say nothing.
     return torch.compile(plain, dynamic=True, fullgraph=True) if device_type == "cuda" else plain
 
 
