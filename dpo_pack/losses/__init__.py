@@ -1,23 +1,23 @@
 """Preference losses: pure functions of policy and reference log-probs, and the objective of a run.
 
 To add a loss: declare it in LOSS_DECLARATIONS of recipe/loss.py, write its function, and add the function to
-the dict at the end of the function's file. Write -F.logsigmoid(x), not F.softplus(-x): torch rounds softplus
-to a straight line above 20. A new option is a key of `LossRecipe` in recipe/loss.py, and a field of
-`LossOptions`. It is named `<loss>_<option>`, as `simpo_gamma`, unless several losses share it, as
-`label_smoothing`.
+LOSSES below. Write -F.logsigmoid(x), not F.softplus(-x): torch rounds softplus to a straight line above 20. A
+new option is a key of `LossRecipe` in recipe/loss.py, and a field of `LossOptions`. It is named
+`<loss>_<option>`, as `simpo_gamma`, unless several losses share it, as `label_smoothing`.
 
 `contrastive.py` has the losses that compare a pair with the reference, `reference_free.py` the losses without
 a reference, `transport.py` the losses in which the value of a pair depends on the other pairs of the step.
-`custom.py` imports a loss that the user wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dpo_pack.losses.contrastive import CONTRASTIVE
-from dpo_pack.losses.custom import load_custom_loss
+import torch
+from torch import Tensor
+
+from dpo_pack.losses import contrastive, reference_free, transport
 from dpo_pack.losses.objective import (
     Loss,
     LossOptions,
@@ -29,18 +29,33 @@ from dpo_pack.losses.objective import (
     weighted_losses,
     wpo_weights,
 )
-from dpo_pack.losses.reference_free import REFERENCE_FREE
-from dpo_pack.losses.transport import COUPLED
+from dpo_pack.system.errors import RecipeError, first_line
+from dpo_pack.system.imports import load_function
 
 __all__ = [
     "LOSSES", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs", "length_desensitized_sums",
-    "length_desensitized_weights", "make_objective", "weighted_losses", "wpo_weights",
+    "length_desensitized_weights", "load_custom_loss", "make_objective", "weighted_losses", "wpo_weights",
 ]  # fmt: skip
 
 LOSSES: dict[str, Loss] = {
-    **{name: Loss(function=loss, needs_reference=True) for name, loss in CONTRASTIVE.items()},
-    **{name: Loss(function=loss, needs_reference=False) for name, loss in REFERENCE_FREE.items()},
-    **{name: Loss(function=loss, needs_reference=True, couples_pairs=True) for name, loss in COUPLED.items()},
+    "sigmoid": Loss(function=contrastive.sigmoid),
+    "robust": Loss(function=contrastive.robust),
+    "hinge": Loss(function=contrastive.hinge),
+    "ipo": Loss(function=contrastive.ipo),
+    "exo_pair": Loss(function=contrastive.exo_pair),
+    "nca_pair": Loss(function=contrastive.nca_pair),
+    "bco_pair": Loss(function=contrastive.bco_pair),
+    "sppo_hard": Loss(function=contrastive.sppo_hard),
+    "apo_zero": Loss(function=contrastive.apo_zero),
+    "apo_down": Loss(function=contrastive.apo_down),
+    "discopop": Loss(function=contrastive.discopop),
+    "sigmoid_norm": Loss(function=contrastive.sigmoid_norm),
+    "sft": Loss(function=reference_free.sft, needs_reference=False),
+    "simpo": Loss(function=reference_free.simpo, needs_reference=False),
+    "orpo": Loss(function=reference_free.orpo, needs_reference=False),
+    "cpo": Loss(function=reference_free.cpo, needs_reference=False),
+    "aot": Loss(function=transport.aot, couples_pairs=True),
+    "aot_unpaired": Loss(function=transport.aot_unpaired, couples_pairs=True),
 }
 
 
@@ -61,3 +76,47 @@ def make_objective(
         for name, factor in terms
     )
     return Objective(terms=loaded, options=loss_options, weighting=weighting, ld_alpha=ld_alpha)
+
+
+def load_custom_loss(name: str, options: LossOptions) -> Loss:
+    """Imports a loss that the user wrote, `module:function`, installed or in the working directory.
+
+    Each row calls it like a built-in loss: function(policy, reference, options) -> [P] float64 values,
+    differentiable in `policy.chosen` and `policy.rejected`. The value of a pair may depend on that pair only,
+    because the packer chooses the pairs of a row. Raises RecipeError if it fails on three invented pairs.
+    """
+    function = load_function(name, "loss.type")
+    try:
+        required = _unmet_requirement(function, options)
+    except Exception as error:
+        raise RecipeError(
+            f"loss.type: {name} failed on made-up pairs: {type(error).__name__}: {first_line(error)}; "
+            "dpo-pack calls it as function(policy, reference, options), see docs/losses.md"
+        ) from error
+    if required is not None:
+        raise RecipeError(f"loss.type: {name} must return {required}")
+    return Loss(function=function)
+
+
+def _unmet_requirement(function: Callable[..., Any], options: LossOptions) -> str | None:
+    policy = torch.tensor([[-20, -35, -8], [-9, -36, -21]], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([[-21, -33, -9], [-10, -34, -22]], dtype=torch.float64)
+    values = function(_made_up(policy), _made_up(reference), options)
+    if not isinstance(values, Tensor) or values.shape != (3,):
+        shape = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        return f"one value a pair, shape (3,) for three pairs, not {shape}"
+    if not values.is_floating_point() or not values.requires_grad:
+        return "values that are differentiable in policy.chosen and policy.rejected"
+    alone = [function(_made_up(policy, [i]), _made_up(reference, [i]), options) for i in range(3)]
+    if not torch.allclose(torch.cat(alone), values, equal_nan=True):
+        return "for each pair a value that does not depend on the other pairs, which the packer chooses"
+    return None
+
+
+def _made_up(logps: Tensor, pairs: Sequence[int] = (0, 1, 2)) -> PairLogps:
+    """Returns `pairs` of three. logps: [(chosen, rejected), 3] in nats."""
+    tokens = torch.tensor([[7, 12, 3], [9, 14, 5]], dtype=torch.float64)
+    (chosen, rejected), (chosen_tokens, rejected_tokens) = logps[:, list(pairs)], tokens[:, list(pairs)]
+    return PairLogps(
+        chosen=chosen, rejected=rejected, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens
+    )

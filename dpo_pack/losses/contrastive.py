@@ -155,7 +155,6 @@ def mixed_logistic(logits: Tensor, swapped: float) -> Tensor:
 
 
 def _logratios(policy: PairLogps, reference: PairLogps) -> tuple[Tensor, Tensor]:
-    """Returns log pi(y|x) - log pi_ref(y|x) in nats: [P] of chosen, [P] of rejected completions."""
     return policy.chosen - reference.chosen, policy.rejected - reference.rejected
 
 
@@ -214,36 +213,17 @@ def alpha_divergence(logratio: Tensor, alpha: float) -> Tensor:
 def _expm1(exponent: Tensor) -> Tensor:
     """Returns exp(exponent) - 1 in float64; above 600 its tangent at 600, because exp overflows at 709.
 
-    The tangent keeps order and sign. So a pair with a huge positive margin has loss 0 and slope 0, as it
-    should, and not NaN from 0 * inf. A pair with a huge negative margin has a gradient too large for
-    float32, and so the step counts as not finite.
+    So a pair with a huge positive margin has loss 0 and slope 0, and not NaN from 0 * inf. A huge negative
+    margin has a gradient too large for float32, and so the step counts as not finite.
     """
     beyond = math.exp(_LINEAR_FROM) * F.relu(exponent - _LINEAR_FROM)
     return torch.expm1(exponent.clamp(max=_LINEAR_FROM)) + beyond
 
 
-# `_expm1` is linear above this exponent. exp overflows float64 at 709; 600 leaves room for the losses.
+# exp overflows float64 at 709; 600 leaves room for the losses.
 _LINEAR_FROM = 600.0
 
 # Functions (logratio [P] in nats, alpha) -> score [P].
 DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "reverse_kl": reverse_kl,
-    "forward_kl": forward_kl,
-    "js_divergence": js_divergence,
-    "alpha_divergence": alpha_divergence,
-}
-
-CONTRASTIVE: dict[str, Callable[[PairLogps, PairLogps, LossOptions], Tensor]] = {
-    "sigmoid": sigmoid,
-    "robust": robust,
-    "hinge": hinge,
-    "ipo": ipo,
-    "exo_pair": exo_pair,
-    "nca_pair": nca_pair,
-    "bco_pair": bco_pair,
-    "sppo_hard": sppo_hard,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
-    "discopop": discopop,
-    "sigmoid_norm": sigmoid_norm,
+    score.__name__: score for score in (reverse_kl, forward_kl, js_divergence, alpha_divergence)
 }

@@ -51,13 +51,12 @@ class LossOptions:
 class Loss:
     """A loss function: (policy, reference, options) -> [P], one value for each pair.
 
-    A function that couples pairs takes a fourth argument, the [P] weights of pairs, because a pair's weight
-    changes the values of other pairs too. It returns weighted values. One call gets all pairs of the global
-    step, of all rows and ranks.
+    A function that couples pairs gets all pairs of the global step, and as a fourth argument their [P]
+    weights, because a pair's weight changes the values of other pairs too. It returns weighted values.
     """
 
     function: Callable[..., Tensor]
-    needs_reference: bool  # False: the reference log-probs are zeros, and no model computes them
+    needs_reference: bool = True  # False: the reference log-probs are zeros, and no model computes them
     couples_pairs: bool = False  # True: the value of a pair depends on the other pairs
 
 

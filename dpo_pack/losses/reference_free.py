@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,18 +57,7 @@ def _mean_logps(policy: PairLogps) -> tuple[Tensor, Tensor]:
 
 
 def _log_odds(mean_logps: Tensor) -> Tensor:
-    """Returns log(P / (1 - P)) of log P <= 0.
-
-    With fp32 log-probs, P can round to 1, and the odds would be infinite. So log P is at most -1e-9, a change
-    far below the rounding of fp32.
-    """
+    """Returns log(P / (1 - P)) of log P <= 0."""
+    # In fp32 P can round to 1, with infinite odds. -1e-9 is far below the rounding of fp32.
     mean_logps = mean_logps.clamp(max=-1e-9)
     return mean_logps - torch.log(-torch.expm1(mean_logps))
-
-
-REFERENCE_FREE: dict[str, Callable[[PairLogps, PairLogps, LossOptions], Tensor]] = {
-    "sft": sft,
-    "simpo": simpo,
-    "orpo": orpo,
-    "cpo": cpo,
-}

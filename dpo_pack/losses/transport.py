@@ -9,8 +9,6 @@ Source: Melnyk et al. 2024 (arXiv 2406.05882), with the logistic loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -54,9 +52,3 @@ def _quantile_losses(upper: Tensor, lower: Tensor, weights: Tensor, options: Los
     logits = options.beta * (upper[upper_pairs] - lower[lower_pairs])
     losses = masses * mixed_logistic(logits, options.label_smoothing)
     return torch.zeros_like(upper).index_add(0, upper_pairs, losses)
-
-
-COUPLED: dict[str, Callable[[PairLogps, PairLogps, LossOptions, Tensor], Tensor]] = {
-    "aot": aot,
-    "aot_unpaired": aot_unpaired,
-}

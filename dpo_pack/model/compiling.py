@@ -1,10 +1,9 @@
 """Compiled layers and selective checkpointing.
 
-torch.compile, one layer at a time. All layers of one class use the same compiled function, so 80 layers
-compile as fast as two. The function takes rows of any length. torch does not compile `row_attention`:
-attention kernels would not get faster, and a row's segments (lengths as Python numbers) would become
-constants of the code. So torch compiles a layer in two parts, before and after it. Activation checkpointing
-wraps the compiled function: if torch compiled checkpointing too, it could not split the layer there.
+torch.compile, one layer at a time. All layers of one class use the same compiled function, which takes rows
+of any length. torch does not compile `row_attention`, because a row's segments (lengths as Python numbers)
+would become constants of the code. So torch compiles a layer in two parts, before and after it. Activation
+checkpointing wraps the compiled function: if torch compiled it too, it could not split the layer there.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ _MOST_VARIANTS = 64
 
 
 def compiler_obstacle(device: torch.device) -> str | None:
-    """Returns why torch.compile cannot be used on `device`, or None when it can.
-
-    It needs a C++ compiler for its CPU code and CUDA launchers, and on CUDA also triton.
-    """
+    """Returns why torch.compile cannot be used on `device`, or None when it can."""
     names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++")
     if not any(shutil.which(name) for name in names):
         return f"torch.compile needs a C++ compiler, and there is no {' or '.join(names)}"
@@ -106,7 +102,9 @@ def compile_layers(
             vars(module).pop("forward", None)  # of `speed_up_linears`; compiled code calls other products
     compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
     for layer in layers:
-        plain = _without_checkpointing(type(layer))
+        plain = type(layer).forward
+        while plain.__code__.co_name == "forward_with_checkpointing":  # transformers' wrapper
+            plain = plain.__wrapped__
         if plain not in compiled:
             compiled[plain] = torch.compile(plain, backend=backend, dynamic=True)
         layer.forward = functools.partial(_run_compiled, layer, compiled[plain])
@@ -126,17 +124,8 @@ def outermost_layers(model: nn.Module, class_names: frozenset[str] = frozenset()
     return layers
 
 
-def _without_checkpointing(kind: type[GradientCheckpointingLayer]) -> Callable[..., Any]:
-    """Returns a layer's forward without the checkpointing wrappers that transformers puts around it."""
-    forward: Any = kind.forward
-    while forward.__code__.co_name == "forward_with_checkpointing":
-        forward = forward.__wrapped__
-    plain: Callable[..., Any] = forward
-    return plain
-
-
 def _run_compiled(layer: Any, compiled: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-    """Does the same as transformers' checkpointing wrapper, but with the compiled forward."""
+    # As transformers' checkpointing wrapper, but with the compiled forward.
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(functools.partial(compiled, layer, **options), *arguments)
     return compiled(layer, *arguments, **options)

@@ -38,7 +38,7 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     """Returns the features that this model's attention needs from a backend."""
     text = config.get_text_config()
     values = text.to_dict()
-    # We read these two as attributes, because GPT-2 and other families store them under other names.
+    # Attributes, because GPT-2 and other families store these two under other names.
     by_width = int(text.hidden_size) // int(getattr(text, "num_attention_heads", None) or text.hidden_size)
     layers = (values.get("per_layer_config") or {}).values()  # Gemma 4: wider heads on global layers
     # A config whose layers differ raises an error if the attribute is read.
@@ -49,36 +49,29 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
         head_dim=head_dim,
         value_head_dim=int(values.get("v_head_dim") or head_dim),
         has_window=bool(values.get("sliding_window")),
-        has_softcap=_has_softcap(config),
+        has_softcap=own_attention(config) is not None,
         has_sinks=values.get("model_type") in _SINK_FAMILIES,
-        has_custom_scale=_has_custom_scale(values),
+        # Whether the factor of its scores is another one than 1 / sqrt(head dimension).
+        has_custom_scale=values.get("model_type") in _OWN_SCALE_FAMILIES
+        or any(values.get(key) is not None for key in ("attention_multiplier", "query_pre_attn_scalar"))
+        or bool((values.get("rope_parameters") or {}).get("mscale_all_dim"))  # DeepSeek with yarn
+        or values.get("scale_attn_weights") is False  # GPT-2's, and the next
+        or bool(values.get("scale_attn_by_inverse_layer_idx")),
     )
 
 
 def own_attention(config: PretrainedConfig) -> str | None:
     """Returns the attention that transformers must use if rows are not packed; None lets transformers choose.
 
-    Models with a softcap on attention get eager, because some releases of transformers choose sdpa for them,
-    and sdpa ignores the softcap without an error.
+    With a softcap it is eager: some releases choose sdpa, which ignores the softcap without an error.
     """
-    return "eager" if _has_softcap(config) else None
-
-
-def _has_softcap(config: PretrainedConfig) -> bool:
-    return config.get_text_config().to_dict().get("attn_logit_softcapping") is not None
+    softcap = config.get_text_config().to_dict().get("attn_logit_softcapping")
+    return None if softcap is None else "eager"
 
 
 _SINK_FAMILIES = frozenset(
     {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
 )
-
-
-def _has_custom_scale(values: dict[str, Any]) -> bool:
-    """Returns whether attention multiplies its scores by a factor other than 1 / sqrt(head dimension)."""
-    named = any(values.get(key) is not None for key in ("attention_multiplier", "query_pre_attn_scalar"))
-    in_rope = bool((values.get("rope_parameters") or {}).get("mscale_all_dim"))  # DeepSeek with yarn
-    in_gpt2 = values.get("scale_attn_weights") is False or values.get("scale_attn_by_inverse_layer_idx")
-    return named or in_rope or bool(in_gpt2) or values.get("model_type") in _OWN_SCALE_FAMILIES
 
 
 # In most of these families the layers scale or normalize queries or keys, so that attention does not scale.
@@ -123,10 +116,7 @@ def check_packs(config: PretrainedConfig) -> None:
 
 
 def check_positions(config: PretrainedConfig, longest_sequence: int) -> None:
-    """Raises ModelError if the longest sequence has more positions than the model computes exactly.
-
-    `longest_sequence` is in tokens. The limit is `known_positions`.
-    """
+    """Raises ModelError if the longest sequence, in tokens, is longer than `known_positions`."""
     known = known_positions(config)
     if known is not None and longest_sequence > known:
         raise ModelError(
@@ -159,9 +149,7 @@ def known_positions(config: PretrainedConfig) -> int | None:
 def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: int) -> None:
     """Raises UnsupportedModelError if Llama 4 would not compute packed rows exactly. Lengths are in tokens.
 
-    In Llama 4's local layers a token sees only its own chunk of tokens, so a sequence must fit into a chunk.
-    Layers without rotary positions scale each query by its position in the row, in steps of `floor_scale`
-    tokens, so a row must fit into the first step.
+    A sequence must fit into a chunk of its local layers, a row into the first step of `floor_scale` tokens.
     """
     values = config.get_text_config().to_dict()
     chunk = values.get("attention_chunk_size")
@@ -181,8 +169,7 @@ def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: 
         )
 
 
-# Config keys of dropout rates. We set them to 0, because layers that recompute activations are in training
-# mode, in which dropout would act.
+# Config keys of dropout rates. Layers that recompute activations are in training mode, where they would act.
 _DROPOUT_KEYS = frozenset(
     {
         "activation_dropout",
@@ -202,8 +189,8 @@ _DROPOUT_KEYS = frozenset(
 )
 
 
-# We train models in evaluation mode. In this mode RWKV halves the weights of every n-th layer in place, and
-# xLSTM computes long batches in blocks, without gradients. These values switch both off.
+# In evaluation mode RWKV halves the weights of every n-th layer in place, and xLSTM computes long batches in
+# blocks, without gradients. These values switch both off.
 _INFERENCE_SETTINGS = {"rescale_every": 0, "max_inference_chunksize": 2**31 - 1}
 
 

@@ -15,10 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from dpo_pack.system.machine import is_intel
 
-# fp32 products on the CPU: torch computes them with MKL, and only bf16 with oneDNN. On AMD processors with
-# AVX-512 oneDNN computes `x @ weight.T` and `grad @ weight` faster. On Intel's processors only the head's
-# products are faster, because its chunks have few tokens; `grad.T @ x` is slower on both
-# (`scripts/measure_settings.py products`). Both libraries compute in plain fp32: they differ by rounding.
+# torch computes fp32 products with MKL. On AMD processors with AVX-512 oneDNN computes `x @ weight.T` and
+# `grad @ weight` faster, on Intel's only the head's products; `grad.T @ x` is slower on both
+# (`scripts/measure_settings.py products`). Both compute in plain fp32: they differ by rounding.
 
 
 def times_transposed(features: Tensor, weight: Tensor) -> Tensor:

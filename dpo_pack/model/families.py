@@ -32,12 +32,11 @@ _NO_MIXING_LAYERS = frozenset({"mlp", "moe"})  # Nemotron-H counts its feed-forw
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """Returns the kind of each layer from the config. An empty list means: all are attention layers."""
+    """Returns the kind of each layer; an empty list means: all are attention layers."""
     return list(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def num_attention_layers(config: PretrainedConfig) -> int:
-    """Returns how many layers have attention."""
     kinds = layer_kinds(config)
     if not kinds:
         return int(config.get_text_config().num_hidden_layers)

@@ -11,7 +11,7 @@ import importlib
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,14 +91,13 @@ def reference_namespace(
 ) -> dict[str, Any]:
     """Returns all that a reference log-prob depends on, except the token ids, as a JSON object.
 
-    `architecture` is the model without its weights (`model.shape.without_weights`). `memo_path` is a file in
-    which we store tensor hashes, so that an unchanged model is not read again. `adapter` is the directory of
-    a PEFT adapter that is part of the reference; `quantize` says how its base is quantised while it is
-    loaded. Raises ModelError when weights are missing or unreadable.
+    `architecture` is the model without its weights. The file `memo_path` keeps hashes of tensors, so that an
+    unchanged model is not read again. `adapter` is the directory of a PEFT adapter that is part of the
+    reference. Raises ModelError when weights are missing or unreadable.
     """
     namespace = {
         "numerics_version": NUMERICS_VERSION,
-        "weights": weights_fingerprint(model_directory(path, revision), memo_path),
+        "weights": files_fingerprint(weight_files(model_directory(path, revision)), memo_path),
         "config": relevant_config(config),
         "parameters": str(precision.parameters).removeprefix("torch."),
         "autocast": None if precision.autocast is None else str(precision.autocast).removeprefix("torch."),
@@ -131,11 +130,6 @@ def model_directory(path: str, revision: str | None) -> Path:
     return directory
 
 
-def weights_fingerprint(directory: Path, memo_path: Path) -> str:
-    """Returns the sha256 over (name, dtype, shape, bytes) of every tensor, in order of name."""
-    return _files_fingerprint(weight_files(directory), memo_path)
-
-
 def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
     """Returns the sha256 over an adapter's tensors and config. Raises ModelError if one is missing."""
     files = [directory / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin")]
@@ -151,11 +145,12 @@ def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
         for key, value in config.items()
         if key not in _IRRELEVANT_ADAPTER_CONFIG
     }
-    content = [_files_fingerprint(present[:1], memo_path), relevant]
+    content = [files_fingerprint(present[:1], memo_path), relevant]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
+def files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
+    """Returns the sha256 over (name, dtype, shape, bytes) of every tensor in files, in order of name."""
     memo = read_json(memo_path, _Memo) or {}
     digests: dict[str, str] = {}
     learnt = {}
@@ -194,19 +189,15 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, opened.get_tensor(name)
-    else:
-        mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be memory-mapped
-        yield from torch.load(file, map_location="cpu", mmap=mapped, weights_only=True).items()
-
-
 def _tensor_digests(file: Path) -> dict[str, str]:
     try:
-        return {name: _tensor_digest(tensor) for name, tensor in _tensors(file)}
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                names = opened.keys()
+                return {name: _tensor_digest(opened.get_tensor(name)) for name in names}
+        mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be memory-mapped
+        tensors = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
+        return {name: _tensor_digest(tensor) for name, tensor in tensors.items()}
     except Exception as error:  # torch.load raises any class if a file is damaged or has no tensors
         raise ModelError(
             f"cannot read the weights in {file} ({first_line(error)}); download the model again, or "
@@ -235,8 +226,7 @@ def modelling_source(model: PreTrainedModel) -> str:
 
     These are the files of its classes; for remote code, also the files that it imports from its own package;
     and of transformers the masks, the integrations and other models' functions that the model calls. Files of
-    torch do not count, because versions of torch differ by rounding only. Masks and attention of padded rows
-    count although packed rows do not use them, because both kinds of rows use the same cached log-probs.
+    torch do not count: its versions differ by rounding only. Packed and padded rows use the same log-probs.
     """
     names = {*_PADDED, *(type(part).__module__ for part in model.modules())}
     # `_ROTARY` computes scaled frequencies only; without scaling the model's own file computes them.

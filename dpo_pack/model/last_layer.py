@@ -1,8 +1,7 @@
 """The last layer's feed-forward block, computed only at positions that a scored token needs.
 
 After the attention of the last layer no position reads another position. So only positions whose hidden state
-predicts a scored token need its feed-forward block: with long prompts less than half of all positions. At all
-other positions the block's output and its gradients are zero; the residual connection is unchanged.
+predicts a scored token need its feed-forward block; elsewhere its output and its gradients are zero.
 
 Legend: T tokens of the row, U scored positions, D features.
 """
@@ -30,7 +29,7 @@ def last_feed_forward(model: PreTrainedModel) -> nn.Module | None:
 def trim_last_layer(model: PreTrainedModel) -> None:
     """Makes the last feed-forward block skip unscored positions of packed rows; changes the model in place.
 
-    Inputs that are not packed work as before. Exact if the block never mixes positions; proofs check that.
+    Exact if the block never mixes positions; proofs check that.
     """
     layer, block = _last_layer(model), last_feed_forward(model)
     if layer is None or block is None:
@@ -51,13 +50,11 @@ class _TrimmedBlock:
         self.positions: Tensor | None = None  # [U], None: all
 
     def before_layer(self, layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Runs before the layer's forward: stores the positions at which the row needs hidden states."""
         segments = keywords.get("row_segments")
         self.positions = None if segments is None else segments.scored_positions
 
     def before_part(self, part: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Runs before the attention's forward and stores the positions again. Activation checkpointing does
-        not run the layer's hooks when it recomputes a layer, so `positions` could be another row's."""
+        # Activation checkpointing does not run the layer's hooks when it recomputes a layer.
         if "row_segments" in keywords:
             self.before_layer(part, inputs, keywords)
 

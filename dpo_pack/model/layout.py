@@ -70,9 +70,8 @@ class Row:
 def packed_row(groups: Sequence[Group], device: torch.device, *, share_prompt: bool) -> Row:
     """Puts `groups` one after another into one row, as tensors on `device`.
 
-    Sequences have numbers in order of appearance: completion j of the first group is sequence j, and the next
-    group continues the numbers. If a sequence after the first of its group is a prefix of the others, it has
-    no tail and no attention segment; its hidden states are those of the shared prefix.
+    Sequences have numbers in order of appearance, over all groups. If a sequence after the first of its group
+    is a prefix of the others, it has no tail and no segment; its hidden states are those of the prefix.
     """
     pieces: defaultdict[str, list[npt.NDArray[np.integer]]] = defaultdict(list)
     query_lengths: list[int] = []
@@ -142,8 +141,7 @@ def _concatenate(pieces: Sequence[npt.NDArray[np.integer]]) -> IntArray:
 def padded_row(groups: Sequence[Group], *, device: torch.device) -> Row:
     """Returns a right-padded batch of the same sequences in the same order, without shared prefixes.
 
-    Right padding is exact for a causal model with any attention, because no real token sees a later position.
-    So any token id can pad. We use 0, which every model has; a tokenizer can lack a padding token.
+    No real token of a causal model sees a later position, so any token id can pad: 0, which every model has.
     """
     sequences = [(group.context, completion) for group in groups for completion in group.completions]
     completion_lengths = np.asarray([len(completion) for _, completion in sequences], dtype=np.int64)

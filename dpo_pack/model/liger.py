@@ -50,8 +50,8 @@ def check_kernels(kernels: str, config: PretrainedConfig, device: torch.device) 
 def apply_liger(model: PreTrainedModel) -> None:
     """Makes the layers of `model` compute with liger-kernel, in place; other models keep their own layers.
 
-    But liger-kernel replaces functions, such as the rotation of queries and keys, for all models of a family
-    in this process. Raises UnsupportedModelError when the package does not fit the installed transformers.
+    But functions, such as the rotation of queries and keys, are replaced for all models of a family. Raises
+    UnsupportedModelError when the package does not fit the installed transformers.
     """
     family = model.config.get_text_config().model_type
     code = sys.modules[type(model).__module__]
@@ -71,19 +71,13 @@ def apply_liger(model: PreTrainedModel) -> None:
             f"{_version('transformers')} ({error}); install another, or set model.kernels: none"
         ) from error
     finally:
-        _keep_classes(code.__name__, before)
-
-
-def _keep_classes(name: str, before: dict[str, Any]) -> None:
-    """Restores a module's classes after liger-kernel, because fingerprints use their source files."""
-    code = vars(sys.modules[name])
-    for key, plain in before.items():
-        if code[key] is plain:
-            continue
-        if isinstance(plain, type):
-            code[key] = plain
-        else:
-            _replaced.setdefault(name, {}).setdefault(key, plain)
+        for key, plain in before.items():
+            if vars(code)[key] is plain:
+                continue
+            if isinstance(plain, type):  # classes are restored, because fingerprints use their source files
+                setattr(code, key, plain)
+            else:
+                _replaced.setdefault(code.__name__, {}).setdefault(key, plain)
 
 
 def _version(package: str) -> str:

@@ -96,11 +96,10 @@ def load_model(
 ) -> LoadedModel:
     """Loads a causal LM for packed rows or padded batches.
 
-    `adapter` is a new LoRA adapter or the directory of a saved one; then only the adapter is trained. The
-    model will run on `device`. Its weights are first put on `weights_on` (None: on `device`); on the meta
-    device weights are not read. `quantize` stores the weights of linear layers in fewer bits. `config` is the
-    model's config if the caller has loaded it; this function does not change it. Raises ModelError when
-    loading fails or the files lack a weight, UnsupportedModelError when the model cannot be computed exactly.
+    With an `adapter`, new or the directory of a saved one, only the adapter is trained. The model will run on
+    `device`; its weights are first put on `weights_on` (None: on `device`; on the meta device they are not
+    read). `config` is the model's config if the caller has loaded it; it does not change. Raises ModelError
+    when loading fails or a weight is missing, UnsupportedModelError when the model cannot be exact.
     """
     weights_on = weights_on or device
     reads_weights = weights_on.type != "meta"
@@ -157,8 +156,7 @@ def load_model(
     if packed:
         wrap_recurrent_layers(model)
         trim_last_layer(model)
-    # We train in evaluation mode: it allows gradients, and it has no dropout and no noise in routers. A model
-    # chooses its experts as after training (in training mode Phi 3.5 MoE draws experts at random).
+    # We train in evaluation mode: it allows gradients, and has no dropout and no noise in routers.
     scorer.eval()
     if reads_weights:
         scorer.to(weights_on)
@@ -176,7 +174,6 @@ def replace_settings(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _read_model(path: str, config: PretrainedConfig, *, recipe_key: str, **options: Any) -> PreTrainedModel:
-    """Reads the model with all of its weights. Raises ModelError if a weight is missing."""
     with load_errors(path, recipe_key), quiet_transformers():
         loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
             path, config=config, output_loading_info=True, **options
@@ -202,11 +199,7 @@ def _empty_model(path: str, config: PretrainedConfig, *, recipe_key: str, **opti
 
 
 def _checkpoint_activations(model: PreTrainedModel, *, keeps_products: bool = False) -> None:
-    """Makes layers recompute their activations in the backward pass.
-
-    transformers does so in training mode only, so these layers, and no others, get this mode. With
-    `keeps_products` layers keep the results of matrix products and attention, see model/compiling.py.
-    """
+    """Makes layers recompute activations; with `keeps_products` all but matrix products and attention."""
     settings: dict[str, Any] = {"use_reentrant": False}
     if keeps_products:
         settings["context_fn"] = keep_products
@@ -214,7 +207,7 @@ def _checkpoint_activations(model: PreTrainedModel, *, keeps_products: bool = Fa
         # Newer transformers call this activation_checkpointing_enable; older ones have only this name.
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(settings)
-    for module in model.modules():
+    for module in model.modules():  # transformers recomputes in training mode only
         module.training = bool(vars(module).get("gradient_checkpointing"))
 
 
@@ -235,47 +228,34 @@ def save_model(
             loaded.adapter.save(target, state)
             tokenizer.save_pretrained(target)
             return
-        with _default_generation_config(loaded.model) as own:
-            loaded.model.save_pretrained(target, state_dict=state)
-        if own is not None:
-            own.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+        model = loaded.model
+        generation: GenerationConfig | None = model.generation_config if model.can_generate() else None
+        try:
+            if generation is not None:
+                # Published settings can contradict each other (a `top_p` without sampling), and some releases
+                # of transformers refuse to save a model with such settings.
+                model.generation_config = GenerationConfig()
+            model.save_pretrained(target, state_dict=state)
+        finally:
+            if generation is not None:
+                model.generation_config = generation
+        if generation is not None:
+            generation.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         # Training switched dropout off; the saved config has the model's own settings.
-        config = copy.deepcopy(loaded.model.config)
+        config = copy.deepcopy(model.config)
         config.get_text_config().update(loaded.replaced)
         config.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
 
 @contextlib.contextmanager
-def _default_generation_config(model: PreTrainedModel) -> Iterator[GenerationConfig | None]:
-    """Context in which the model has default generation settings. Yields its own settings, or None.
-
-    Published settings can contradict each other (a `top_p` without sampling). transformers loads them with a
-    warning, but some releases then refuse to save the model, and we would lose a trained model.
-    """
-    own: GenerationConfig | None = model.generation_config if model.can_generate() else None
-    if own is None:
-        yield None
-        return
-    model.generation_config = GenerationConfig()
-    try:
-        yield own
-    finally:
-        model.generation_config = own
-
-
-@contextlib.contextmanager
 def load_errors(path: str, recipe_key: str) -> Iterator[None]:
-    """Turns errors about a bad directory or hub id into one line that names the recipe key.
-
-    Catches all classes of errors, because the user's files decide the class: tokenizers raises plain
-    Exceptions, a config with a wrong number gives a ZeroDivisionError.
-    """
+    """Turns errors about a bad directory or hub id into one line that names the recipe key."""
     try:
         yield
     except DpoPackError:
         raise
-    except Exception as error:
+    except Exception as error:  # the user's files decide the class
         reason = first_line(error)
         if is_out_of_memory(error):
             raise ModelError(

@@ -59,12 +59,10 @@ class HeadBounds:
         return max(1, min(self.chunk_tokens, self.chunk_bytes // (2 * vocabulary_bytes)))
 
 
-# Each chunk reads the head's whole weight. In the backward pass it also reads and writes its gradient. If a
-# chunk has few tokens, this takes longer than the products. On a CPU chunks of more than 256 tokens are not
-# faster and do not fit into the caches (`scripts/measure_settings.py head-chunks`); kept softmax weights save
-# one of four products. On an H200 reading and writing takes as long as the products of about 200 tokens
-# (computed: 12 bytes a weight at 4 TB/s, 8 FLOPs a weight and token at 500 TFLOP/s); with a vocabulary of
-# 152,064 a chunk has 882 tokens.
+# Each chunk reads the head's whole weight, and in the backward pass reads and writes its gradient. If a chunk
+# has few tokens, this takes longer than the products (on an H200, computed: below about 200 tokens). On a CPU
+# chunks of more than 256 tokens are not faster (`scripts/measure_settings.py head-chunks`), and kept softmax
+# weights save one of four products. With a vocabulary of 152,064 a chunk on CUDA has 882 tokens.
 HEAD_BOUNDS = {
     "cpu": HeadBounds(chunk_tokens=256, chunk_bytes=256 * 2**20, kept_bytes=512 * 2**20),
     "cuda": HeadBounds(chunk_tokens=8192, chunk_bytes=2**30, kept_bytes=0),
@@ -88,10 +86,8 @@ def token_logps(
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] int64 -> ([N] fp32 log-probs, statistics).
     Differentiable in hidden, weight and bias. Matrix products are in `compute_dtype`, because autocast has no
     effect in an autograd Function's backward; the log-softmax is in fp32 (float64 if the products are).
-    `passes` replaces the functions between the products, see `compile_head`.
-
-    Any loss can follow: autograd passes the gradient of each token's log-prob to the backward pass. The
-    backward pass computes a chunk's logits again, unless the chunk's softmax was kept or the head is frozen.
+    `passes` replaces the functions between the products, see `compile_head`. The backward pass computes a
+    chunk's logits again, unless the chunk's softmax was kept or the head is frozen.
     """
     vocabulary_bytes = weight.shape[0] * max(4, weight.element_size())
     chunk_tokens = bounds.tokens_in_chunk(vocabulary_bytes)
@@ -108,9 +104,9 @@ def token_logps(
 
 
 def sequence_sums(token_values: Tensor, lengths: Tensor) -> Tensor:
-    """Adds up each sequence's tokens: [N] values, sequence by sequence, and [S] lengths -> [S] sums, float64.
+    """Adds up each sequence's tokens: [N] values and [S] lengths -> [S] sums.
 
-    The sums are in float64, because a reward is a small difference of two large sums.
+    In float64, because a reward is a small difference of two large sums.
     """
     # `unsafe` skips a check of the lengths: the check would wait for the device.
     return torch.segment_reduce(token_values.double(), "sum", lengths=lengths, unsafe=True)

@@ -1,8 +1,7 @@
 """LoRA through peft: low-rank adapters on a frozen base (Hu et al. 2021, arXiv 2106.09685).
 
 An adapted layer computes `W x + (alpha / r) B A x`; only A [r, in] and B [out, r] are trained. A new adapter
-starts with B = 0, so the reference is the base model, as in full fine-tuning, and both use the same cached
-log-probs. peft is optional, so only the functions that need it import it.
+starts with B = 0, so the reference is the base model. Only the functions that need peft import it.
 
 Legend: V vocabulary, D hidden size.
 """
@@ -109,10 +108,7 @@ class Adapter:
         return plain.weight + head.get_delta_weight(_NAME), plain.bias
 
     def save(self, directory: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Writes the adapter, without its base, in the format that peft reads.
-
-        `state` holds the whole tensors of a sharded model.
-        """
+        """Writes the adapter, without its base. `state` holds the whole tensors of a sharded model."""
         named = None if state is None else {f"base_model.model.{name}": t for name, t in state.items()}
         # By default peft asks the hub whether the vocabulary has grown. Training never changes it.
         self.peft_model.save_pretrained(str(directory), save_embedding_layers=False, state_dict=named)
@@ -180,8 +176,7 @@ def attach_adapter(
     """Puts a new or a saved adapter into `model`, in place; after that, only the adapter is trained.
 
     `base` and `revision` name the source of the model. Without `reads_weights`, the adapter's parameters are
-    on the meta device, like the model's parameters. Raises ModelError when the adapter does not fit, or when
-    the adapter's log-probs would not be exact.
+    on the meta device. Raises ModelError when the adapter does not fit or would not be exact.
     """
     require_peft(recipe_key)
     is_new = isinstance(adapter, LoraSettings)
@@ -196,11 +191,16 @@ def attach_adapter(
     config = peft_model.peft_config[_NAME]
     config.base_model_name_or_path, config.revision = local, revision
     _check_embeddings(model, key, is_new=is_new)
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    dropouts = [part for layer in layers for part in layer.lora_dropout.values()]
     return Adapter(
         peft_model=peft_model,
         base=base,
         is_new=is_new,
-        dropouts=_dropouts(model, is_new=is_new),
+        # A saved adapter trains without dropout.
+        dropouts=tuple(part for part in dropouts if is_new and isinstance(part, nn.Dropout)),
         left_out=_left_out(model, adapter) if isinstance(adapter, LoraSettings) else (),
     )
 
@@ -226,17 +226,11 @@ def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> PeftModelForC
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
-    if not isinstance(targets, str):
-        _check_targets(peft_model, targets)
-    return peft_model
-
-
-def _check_targets(peft_model: PeftModelForCausalLM, targets: tuple[str, ...]) -> None:
-    """Checks that each name matches a module. peft only checks that at least one does."""
     names: list[str] = vars(peft_model.base_model)["targeted_module_names"]
-    for target in targets:
+    for target in () if isinstance(targets, str) else targets:  # peft only checks that one name matches
         if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ValueError(f"the model has no linear module named {target}; correct target_modules")
+    return peft_model
 
 
 def _attach_saved(model: PreTrainedModel, directory: Path, *, reads_weights: bool) -> PeftModelForCausalLM:
@@ -284,15 +278,6 @@ def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None
             f"{key}: the adapter changes the output head in a way that is not supported here (supported: "
             "modules_to_save, and plain LoRA without dropout); leave the head out of target_modules"
         )
-
-
-def _dropouts(model: PreTrainedModel, *, is_new: bool) -> tuple[nn.Dropout, ...]:
-    """Returns a new adapter's dropout modules. Returns () for a saved adapter: it trains without dropout."""
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in model.modules() if is_new and isinstance(module, LoraLayer)]
-    found = [dropout for layer in layers for dropout in layer.lora_dropout.values()]
-    return tuple(dropout for dropout in found if isinstance(dropout, nn.Dropout))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """Several ranks (processes) train one model: each has a whole copy (DDP) or a shard (torch's FSDP2).
 
-Both give a step the same gradient, the mean over the step's pairs. But both average gradients over ranks
-where we need sums, so `accumulate_gradients` multiplies by the number of ranks. docs/distributed.md compares
-them and their costs.
+Both average gradients over ranks where a step needs sums, so `accumulate_gradients` multiplies by the number
+of ranks. docs/distributed.md compares them and their costs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -57,7 +56,6 @@ class Strategy:
         return self.mesh is not None
 
     def sentence(self) -> str:
-        """Returns the strategy in words, for the user."""
         return f"{self.name} on {ranks.num_ranks()} processes ({self.reason})"
 
 
@@ -70,7 +68,7 @@ class DistributedPolicy:
 
     forward: Callable[[Row], RowLogps]
     # Makes a context in which each rank adds up its own gradients, and ranks do not exchange them.
-    without_reduction: Callable[[], AbstractContextManager[Any]]
+    without_reduction: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     keeps_gradients: bool = False  # whether gradients stay, as zeros, in DDP's buckets between steps
     # Makes the context of all passes of a step, see `stays_gathered` of `distribute_policy`.
     gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -85,12 +83,12 @@ class DistributedPolicy:
     def idle(self, row: Row, between: Callable[[RowLogps], object] | None = None) -> None:
         """Runs a row with a gradient of 0. A rank that has no more rows must do so while others compute rows.
 
-        We pass 0 as the gradient of `sums`. A loss of 0 x (the row's loss) would be NaN for an infinite loss.
         `between` gets the forward's output, before the backward pass.
         """
         output = self.forward(row)
         if between is not None:
             between(output)
+        # A loss of 0 x (the row's loss) would be NaN for an infinite loss.
         output.sums.backward(gradient=torch.zeros_like(output.sums))
 
 
@@ -104,38 +102,32 @@ def distribute_policy(
     """Turns the ranks' scorers into one policy that all ranks train together. Every rank must call it.
 
     With the strategy ddp, accelerate's `accelerator` wraps the scorer; None: a new one without settings.
-    A sharded scorer reduces gradients after each row, so that no rank ever holds a whole gradient. But with
-    `accumulate_unsharded` each rank holds whole gradients and reduces them after a step's last row. With
-    `stays_gathered` each rank gathers the shards once a step, and holds all weights until the step's end.
+    A sharded scorer reduces gradients after each row, with `accumulate_unsharded` after a step's last row.
+    With `stays_gathered` each rank gathers the shards once a step, and holds all weights until its end.
     """
     if strategy.name == "ddp":
         copies = _copies(scorer, accelerator or Accelerator(cpu=not ranks.uses_cuda()))
-        keeps_gradients = not copies.find_unused_parameters
         return DistributedPolicy(
-            forward=copies, without_reduction=copies.no_sync, keeps_gradients=keeps_gradients
+            forward=copies,
+            without_reduction=copies.no_sync,
+            keeps_gradients=not copies.find_unused_parameters,
         )
     if strategy.name == "fsdp2":
         # While weights are gathered, parameters are temporary tensors. An optimizer must not get them.
         assert all(isinstance(parameter, DTensor) for parameter in scorer.parameters())
-        without_reduction: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        policy = DistributedPolicy(forward=scorer)
         if strategy.accumulate_unsharded:
-            without_reduction = functools.partial(_unsharded_gradients, scorer)
-        gathered = functools.partial(_gathered, scorer) if stays_gathered else contextlib.nullcontext
-        return DistributedPolicy(forward=scorer, without_reduction=without_reduction, gathered=gathered)
-    return DistributedPolicy(forward=scorer, without_reduction=contextlib.nullcontext)
+            policy = replace(policy, without_reduction=functools.partial(_unsharded_gradients, scorer))
+        return replace(policy, gathered=functools.partial(_gathered, scorer)) if stays_gathered else policy
+    return DistributedPolicy(forward=scorer)
 
 
 def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDataParallel:
-    """Wraps the scorer in DDP, through accelerate.
-
-    Buffers never change, so DDP need not send them before each forward.
-
-    DDP's buckets (its send buffers) always exist and are as large as all gradients. Gradients that exist
-    before DDP become views of the buckets, and stay views if they are set to zero in place. If they were no
-    views, they would need this memory a second time.
-    """
+    """Wraps the scorer in DDP, through accelerate. Buffers never change, so DDP need not send them."""
     # Some routers have a parameter that gets no gradient. An optimizer must get None for it, not zeros.
     leaves_some_out = routes_tokens(scorer.model.config)
+    # DDP's buckets (its send buffers) are as large as all gradients. Gradients that exist before DDP become
+    # views of the buckets, and do not need this memory a second time.
     if not leaves_some_out:
         for parameter in scorer.parameters():
             if parameter.requires_grad:
@@ -144,9 +136,7 @@ def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDat
         # Newer torch calls `broadcast_buffers` forward_sync_buffers; older torch has only this name.
         warnings.simplefilter("ignore", FutureWarning)
         accelerator.ddp_handler = DistributedDataParallelKwargs(
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=leaves_some_out,
+            broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=leaves_some_out
         )
         # Else accelerate names the GPU by its number on the node, but a rank may see only its own, as 0.
         with patch_environment(ACCELERATE_BYPASS_DEVICE_MAP="true"):
@@ -157,7 +147,6 @@ def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDat
 
 @contextlib.contextmanager
 def _unsharded_gradients(scorer: Any) -> Iterator[None]:
-    """Context in which each rank adds up its own whole gradients, and does not send them."""
     scorer.set_requires_gradient_sync(False)
     try:
         yield
@@ -189,16 +178,21 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
     """Turns every parameter into a DTensor of rank 0's values, in place. Every rank must call it.
 
     Rank 0 has the weights; on other ranks parameters may be on the meta device. Rank 0 sends the values layer
-    by layer, and each rank keeps its shards, so other ranks never hold more than one whole layer. A layer
-    gathers its weights for its own forward and backward. The scorer's forward gathers the other weights:
-    embeddings, the last norm and the output head.
+    by layer, so other ranks never hold more than one whole layer. A layer gathers its weights for its own
+    forward and backward; the scorer's forward gathers the others: embeddings, the last norm, the head.
 
     Raises UnsupportedModelError if the model's layers, tensors or dtypes do not allow sharding.
     """
     assert strategy.mesh is not None
     model = scorer.model
     _check_same_tensors(model)
-    _check_one_type(model)
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    wide = [name for name, dtype in trained if dtype.itemsize >= 4]
+    if wide and len(wide) < len(trained):  # FSDP2 reduces a layer's gradients together
+        raise UnsupportedModelError(
+            f"model.dtype: {type(model).__name__} keeps {wide[0]} in float32 beside weights of a lower "
+            "precision, and shards must be of one type; set model.dtype: float32 or distributed.strategy: ddp"
+        )
     layers = outermost_layers(model, frozenset(model._no_split_modules or ()))
     if not layers:
         raise UnsupportedModelError(
@@ -212,8 +206,7 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
         cast_forward_inputs=False,  # positions and a row's layout keep their dtypes
     )
     offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
-    # Routers can compute without autocast, and offloaded shards are first copied to a device: both need the
-    # weights in their own dtype.
+    # Routers without autocast, and offloaded shards on their way to a device, keep the weights' own dtype.
     sends_casts = not (strategy.cpu_offload or routes_tokens(model.config))
     for layer in layers:
         _fill(layer, device)
@@ -223,19 +216,15 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
     _fill(scorer, device)
     _fill_buffers(scorer, device)
     fully_shard(scorer, mesh=strategy.mesh, mp_policy=precision, offload_policy=offload)
-    scorer.register_forward_hook(_free_after_inference)
-    _gather_for_computations(scorer)
+    _free_outside_layers(scorer)
 
 
 def _send_as_cast(layer: Any, dtype: torch.dtype) -> None:
     """Makes ranks send the weights of a layer's linear modules in autocast's `dtype`, half as many bytes.
 
-    A gathered weight has its own dtype again, so that nothing else changes. Its values are rounded. But under
-    autocast a linear module rounds them anyway, and rounding twice gives the same bits as rounding once.
-
-    If a shard has two functions of certain names, torch calls them before and after it sends the shard. torch
-    looks for them when it makes the shards, so we let it look again with `_init_extensions`, as torch's own
-    tests do. If a release of torch has no such method, weights are sent as they are.
+    A gathered weight has its own dtype again. Its values are rounded, but under autocast a linear module
+    rounds them anyway. torch looks for a shard's two functions when it makes the shards, so we let it look
+    again with `_init_extensions`; without this method of torch, weights are sent as they are.
     """
     linear = [module for module in layer.modules() if type(module) is nn.Linear]
     cast = {id(parameter) for module in linear for parameter in module.parameters(recurse=False)}
@@ -270,10 +259,7 @@ def _cast_shard(
 def _widen_gathered(
     gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Writes the gathered weight to `out`. If `out` is None, returns (weight in `dtype`, tensors to free).
-
-    torch would free `gathered` together with the weight. We free it here, because nothing reads it any more.
-    """
+    """Writes the gathered weight to `out`. If `out` is None, returns (weight in `dtype`, tensors to free)."""
     (whole,) = gathered
     wide = None
     if out is None:
@@ -285,19 +271,15 @@ def _widen_gathered(
     return None if wide is None else (wide, (wide,))
 
 
-def _free_after_inference(scorer: Any, inputs: Any, output: Any) -> None:
-    """Frees the gathered weights outside of layers after a forward without gradients.
-
-    After a forward with gradients the backward pass frees them.
-    """
-    if not torch.is_grad_enabled() and not scorer.stays_gathered:
-        scorer.reshard()
-
-
-def _gather_for_computations(scorer: Any) -> None:
-    """Makes `with_own_weights` gather the weights outside of layers, as `forward` does, and free them."""
+def _free_outside_layers(scorer: Any) -> None:
+    """Makes a forward without gradients free the weights outside of layers (a backward pass frees them
+    itself), and `with_own_weights` gather and free them."""
     register_fsdp_forward_method(scorer, "with_own_weights")
     gathering, scorer.stays_gathered = scorer.with_own_weights, False
+
+    def free(scorer: Any, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() and not scorer.stays_gathered:
+            scorer.reshard()
 
     def with_own_weights(compute: Callable[[], Any]) -> Any:
         try:
@@ -306,14 +288,14 @@ def _gather_for_computations(scorer: Any) -> None:
             if not scorer.stays_gathered:
                 scorer.reshard()
 
+    scorer.register_forward_hook(free)
     scorer.with_own_weights = with_own_weights
 
 
 def _check_same_tensors(model: nn.Module) -> None:
     """Checks that ranks without weights have built the same tensors as rank 0.
 
-    Reading weights can change a parameter's dtype and whether it is trained, and only rank 0 reads them. So
-    every rank copies both from rank 0. `_fill_buffers` does this for buffers.
+    Reading weights can change a parameter's dtype and whether it is trained: both come from rank 0.
     """
     mine = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     mine += [(name, ()) for name, _ in model.named_buffers(remove_duplicate=False)]
@@ -328,23 +310,9 @@ def _check_same_tensors(model: nn.Module) -> None:
         parameter.requires_grad_(is_trained)
 
 
-def _check_one_type(model: nn.Module) -> None:
-    """Refuses weights that are only partly in fp32, because FSDP2 reduces a layer's gradients together."""
-    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
-    wide = [name for name, dtype in trained if dtype.itemsize >= 4]
-    if wide and len(wide) < len(trained):
-        raise UnsupportedModelError(
-            f"model.dtype: {type(model).__name__} keeps {wide[0]} in float32 beside weights of a lower "
-            "precision, and shards must be of one type; set model.dtype: float32 or distributed.strategy: ddp"
-        )
-
-
 @torch.no_grad()
 def _fill(module: nn.Module, device: torch.device) -> None:
-    """Copies rank 0's values of parameters that are not sharded yet to every rank.
-
-    Tied parameters stay tied.
-    """
+    """Copies rank 0's values of parameters that are not sharded yet to every rank; tied ones stay tied."""
     filled: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
@@ -369,7 +337,6 @@ def _fill_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _from_first(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns, on every rank's `device`, rank 0's values of the tensor."""
     value = tensor.to(device) if ranks.is_first() else torch.empty_like(tensor, device=device)
     value = value.contiguous()
     dist.broadcast(value, src=0)
@@ -384,8 +351,7 @@ def is_sharded(model: nn.Module) -> bool:
 def full_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """Returns the model's saved tensors by name, on rank 0's CPU; an empty dict on other ranks.
 
-    Every rank must call it. The device gathers one tensor at a time. Tied parameters have several names, but
-    one tensor. `trained_only` leaves out frozen parameters and buffers.
+    Every rank must call it; it gathers one tensor at a time. `trained_only` leaves out all that is frozen.
     """
     state: dict[str, Tensor] = {}
     whole: dict[int, Tensor] = {}

@@ -2,9 +2,9 @@
 
 nf4 is the 4-bit type of QLoRA, with quantised scales (Dettmers et al. 2023, arXiv 2305.14314); int8 has a
 scale for each row of a weight. bitsandbytes stores the weights of linear layers in this form. We compute the
-products: a layer restores its weight and computes what a linear layer with that weight computes. For us the
-products of bitsandbytes have two faults. Those of int8 round inputs too, and if one token has a large input,
-they compute that feature otherwise for all tokens of the row. Those of 4 bits rewrite weights on some CPUs.
+products: a layer restores its weight and computes what a linear layer with that weight computes. Products of
+bitsandbytes are not exact in packed rows: those of int8 depend on the largest input of any token of the row,
+those of 4 bits rewrite weights on some CPUs.
 
 Legend: D features in, O features out.
 """
@@ -34,21 +34,14 @@ def quantization_settings(kind: Quantization) -> BitsAndBytesConfig:
 
 
 def bits_per_weight(settings: Mapping[str, Any]) -> float:
-    """Returns the bits that a weight takes in bitsandbytes' format, with its part of the scales.
-
-    64 weights of 4 bits have one scale: 32 bits, or 8 bits if scales are quantised as well. int8 has one
-    scale for each row of a matrix, which is too little to count.
-    """
+    """Returns the bits that a weight takes in bitsandbytes' format, with its part of the scales."""
     if not settings.get("load_in_4bit"):
-        return 8.0
+        return 8.0  # a scale for each row is too little to count
     return 4.0 + (8 if settings.get("bnb_4bit_use_double_quant") else 32) / 64
 
 
 def check_quantizable(architecture: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError if most weights are not in linear layers, as in some mixtures of experts.
-
-    bitsandbytes leaves these weights as they are, so the model would not be much smaller.
-    """
+    """Raises UnsupportedModelError if most weights are not in linear layers, as in mixtures of experts."""
     tables = (architecture.get_input_embeddings(), architecture.get_output_embeddings())
     in_linear_layers = elsewhere = 0
     for module in architecture.modules():
@@ -65,11 +58,7 @@ def check_quantizable(architecture: PreTrainedModel) -> None:
 
 
 def compute_restored(model: nn.Module) -> None:
-    """Makes each quantised layer restore its weight for each product, and compute as a linear layer with it.
-
-    A restored weight is the quantised one converted back to floating point. The class of these modules
-    changes.
-    """
+    """Makes each quantised layer restore its weight for each product, as a linear layer has it; in place."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     # Their class changes, not their `forward`: proofs compare a module's `forward` with that of its class.
@@ -104,7 +93,6 @@ class _Product(torch.autograd.Function):
 
 
 def _restored(module: Any, dtype: torch.dtype) -> Tensor:
-    """Returns the weight [O, D] of a quantised layer."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 

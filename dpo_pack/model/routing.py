@@ -57,8 +57,8 @@ def routing_sums(router_logits: Sequence[Tensor], token_copies: Tensor, top_k: i
 def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterBalance | None:
     """Returns the model's load-balancing loss; None if it has none.
 
-    `coefficient` is `loss.router_aux_coef`; None means the coefficient of the model's config. The model may
-    be on the meta device. Raises RecipeError if the model has no such loss but `coefficient` is not 0.
+    `coefficient` is `loss.router_aux_coef`; None means the coefficient of the model's config. Raises
+    RecipeError if the model has no such loss but `coefficient` is not 0.
     """
     if not _returns_router_logits(model):
         if coefficient:
@@ -79,15 +79,11 @@ def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterB
 
 
 def own_coefficient(model: PreTrainedModel) -> float:
-    """Returns the coefficient in the model's config; 0 if it has none."""
     return float(getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0)
 
 
 def router_sentence(model: PreTrainedModel, given: float | None, balance: RouterBalance | None) -> str | None:
-    """Returns a line for the user: the load-balancing loss of a mixture of experts. None for other models.
-
-    `given` is the recipe's `loss.router_aux_coef`.
-    """
+    """Returns a line for the user about the loss; None for models without experts. `given`: in the recipe."""
     own, has_loss = own_coefficient(model), _returns_router_logits(model)
     if balance is not None:
         source = "the model config's own" if given is None else "loss.router_aux_coef"

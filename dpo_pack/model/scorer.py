@@ -41,9 +41,8 @@ class RowLogps(NamedTuple):
     log_square_sums: Tensor  # [S] of log sum_v p(v)^2, nats
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
     token_statistics: tuple[Tensor, ...]  # [N] fp32 each: the terms of the four sums, in their order
-    expert_counts: (
-        Tensor  # [R, E] float64, see model/routing.py; this and the next are [0] without `Row.token_copies`
-    )
+    # See model/routing.py; [0] without `Row.token_copies`.
+    expert_counts: Tensor  # [R, E] float64
     expert_probs: Tensor  # [E] float64, differentiable
 
 
@@ -65,8 +64,7 @@ class CompletionLogps(nn.Module):
     ) -> None:
         """If `backend` is None, rows are padded batches and the model computes its own attention.
 
-        `adapter` is a part of `model`. Sharding gathers weights in `gather_dtype`. If `wanted` is None, the
-        scorer computes the statistics of the metrics.
+        `adapter` is a part of `model`. If `wanted` is None, the statistics are those of the metrics.
         """
         super().__init__()
         self.model = model
@@ -190,7 +188,7 @@ class CompletionLogps(nn.Module):
         self.is_wired = True
 
     def full_logits(self, **inputs: Any) -> Tensor:
-        """Returns [B, L, V] logits of the model's own forward. Only proofs need them, never training."""
+        """Returns [B, L, V] logits of the model's own forward, for proofs."""
 
         def compute() -> Tensor:
             with self.autocasting(inputs["input_ids"].device):
@@ -202,17 +200,13 @@ class CompletionLogps(nn.Module):
     def with_own_weights(self, compute: Callable[[], Value]) -> Value:
         """Returns `compute()`, a function that calls the model without this scorer's `forward`.
 
-        If the model is sharded, this first gathers the weights outside of the layers, see `shard_model`. Then
-        every rank must call it.
+        If the model is sharded, this gathers the weights outside of the layers; every rank must call it.
         """
         return compute()
 
     @contextlib.contextmanager
     def measuring(self, metrics: bool) -> Iterator[None]:
-        """In this context the scorer computes the statistics of the metrics only if `metrics` is true.
-
-        They change no log-prob and no gradient, but each one reads all logits once more.
-        """
+        """In this context the scorer computes the statistics of the metrics only if `metrics` is true."""
         before, self.wanted = self.wanted, replace(self.wanted, metrics=metrics)
         try:
             yield
@@ -227,8 +221,7 @@ class CompletionLogps(nn.Module):
     def autocasting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
-        # A forward casts each weight once, so a cache of casts saves nothing. A cache keeps casts of all
-        # weights in memory until the forward ends, also of weights that are sharded.
+        # A forward casts each weight once, so a cache of casts would only take memory.
         return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
 
 

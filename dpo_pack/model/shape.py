@@ -1,7 +1,6 @@
 """Counts parameters and FLOPs of a model that is built without weights, on the meta device.
 
-A build takes no memory, but it takes time. A caller that needs several numbers builds the model once, with
-`without_weights`, and passes it to the other functions.
+A build takes time, so a caller builds the model once, with `without_weights`, for all functions.
 """
 
 from __future__ import annotations
@@ -33,20 +32,28 @@ def num_parameters(model: PreTrainedModel) -> int:
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
-    """Counts, from the model's modules, the numbers that its FLOPs depend on. This works for every family.
+    """Counts, from the modules of a model of any family, the numbers that its FLOPs depend on.
 
-    Of routed experts only as many count as one token uses. Embeddings do not count, because looking up a
-    token multiplies nothing.
+    Of routed experts only as many count as one token uses. Embeddings do not count: they multiply nothing.
     """
     head = model.get_output_embeddings().weight
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     skipped = {id(weight) for weight in (*embeddings, head)}
     experts = count_experts(model.config.get_text_config().to_dict())
     block = last_feed_forward(model)
+    text = model.config.get_text_config()
+    attention: tuple[AttentionKind, ...] = ()
+    if "num_attention_heads" in text.to_dict().keys() | text.attribute_map.keys():  # not a state-space model
+        needs = attention_needs(model.config)
+        width = int(text.num_attention_heads) * (needs.head_dim + needs.value_head_dim)
+        counts = Counter(layer_windows(model.config))
+        attention = tuple(
+            AttentionKind(num_layers=number, width=width, window=window) for window, number in counts.items()
+        )
     return ModelShape(
         token_weights=_token_weights(model, experts, skipped),
         head_weights=int(head.numel()),
-        attention=_attention_kinds(model.config),
+        attention=attention,
         state_products=sum(state_products(module) for module in model.modules()),
         kept_numbers=sum(kept_numbers(module) for module in model.modules()),
         last_block_weights=0.0 if block is None else _token_weights(block, experts, skipped),
@@ -64,14 +71,3 @@ def _token_weights(module: torch.nn.Module, experts: tuple[float, float], skippe
         is_routed = ".experts." in f".{name}" or (weight.ndim == 3 and weight.shape[0] == num_experts > 1)
         total += weight.numel() * (num_active / num_experts if is_routed else 1.0)
     return total
-
-
-def _attention_kinds(config: PretrainedConfig) -> tuple[AttentionKind, ...]:
-    """Returns the model's attention layers, counted by window, in the order in which the windows appear."""
-    text = config.get_text_config()
-    if "num_attention_heads" not in text.to_dict().keys() | text.attribute_map.keys():  # state-space models
-        return ()
-    counts = Counter(layer_windows(config))
-    needs = attention_needs(config)
-    width = int(text.num_attention_heads) * (needs.head_dim + needs.value_head_dim)
-    return tuple(AttentionKind(num_layers=n, width=width, window=window) for window, n in counts.items())

@@ -1,13 +1,11 @@
 """The load-balancing loss of a mixture of experts, taken over all tokens of a step.
 
-A row is one packed forward pass. For each expert the loss multiplies two sums over all tokens of the step
-(model/routing.py): the times that it is chosen, which has no gradient, and its probabilities. So the counts
-of all rows and ranks must be known before the first backward pass. The loss is then linear in the
-probabilities, and each row adds its own part, however the step is divided into rows and ranks.
+For each expert the loss multiplies two sums over all tokens of the step (model/routing.py): the times that it
+is chosen, which has no gradient, and its probabilities. So the counts of all rows and ranks must be known
+before the first backward pass; the loss is then linear in the probabilities, and each row adds its own part.
 
 The training forward pass of a rank's first row counts this row's choices. For all later rows, a forward pass
-without gradients at the start of the step counts them (for aot the pass in coupling.py). With one row a rank,
-this extra pass is not needed.
+without gradients at the start of the step counts them (for aot the pass in coupling.py).
 
 Legend: E experts, R layers with a router.
 """
@@ -44,10 +42,7 @@ class StepBalance:
         self.counts, self.is_complete = ranks.sum_over_ranks(self.counts), True
 
     def row_loss(self, output: RowLogps) -> Tensor:
-        """Returns [] float64: this row's part of coefficient x aux loss x number of ranks.
-
-        The number of ranks is a factor because ranks average their gradients.
-        """
+        """Returns [] float64: this row's part of coefficient x aux loss x number of ranks, which average."""
         assert self.is_complete and self.counts is not None
         num_tokens = self.counts.sum() / self.settings.top_k  # tokens of the step x layers
         fractions = self.counts.sum(dim=0) / num_tokens  # [E]

@@ -1,7 +1,6 @@
 """Global batches, the rows of a batch, and the interface of a source of batches.
 
-A source makes the batches of a run, and the training loop trains on them. There are two sources: pairs on
-disk (offline.py) and online rollouts (online/source.py).
+There are two sources: pairs on disk (offline.py) and online rollouts (online/source.py).
 
 Legend: P pairs of a row, S sequences, N scored tokens (tokens of completions).
 """
@@ -28,13 +27,7 @@ from dpo_pack.losses import (
     wpo_weights,
 )
 from dpo_pack.model.attention.segments import on_device
-from dpo_pack.model.layout import (
-    Group,
-    Row,
-    common_prefix_length,
-    packed_row,
-    padded_row,
-)
+from dpo_pack.model.layout import Group, Row, common_prefix_length, packed_row, padded_row
 from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.packing.lengths import FloatArray, IntArray, PromptMerging
@@ -77,10 +70,7 @@ class GlobalBatch:
 
     @property
     def mean_chosen_tokens(self) -> float:
-        """The number of chosen tokens of a pair, as a mean over pairs.
-
-        `sft` divides by this number, so that its mean over pairs becomes a mean over tokens.
-        """
+        """The number of chosen tokens of a pair, as a mean over pairs."""
         return self.num_chosen_tokens / self.num_pairs
 
     @property
@@ -105,10 +95,7 @@ class PairReference:
     spans: IntArray | None = None  # [P, (chosen, rejected), (begin, end)]
 
     def token_logps(self, pairs: IntArray) -> npt.NDArray[np.float32] | None:
-        """Returns [N] per-token log-probs of these pairs: for each pair, first chosen and then rejected.
-
-        The tokens are in the order in which a row has them. Returns None if there are no per-token values.
-        """
+        """Returns [N] per-token log-probs, pair by pair, chosen first; None if there are no such values."""
         if self.tokens is None or self.spans is None:
             return None
         spans = self.spans[pairs].reshape(-1, 2).tolist()
@@ -166,29 +153,36 @@ class RowBuilder:
         sums, tokens = np.zeros((len(pairs), 2)), None
         if self.reference is not None:
             sums, tokens = self.reference.sums[pairs], self.reference.token_logps(pairs)
-        is_as_it_lies = np.array_equal(sequences, np.arange(2 * len(pairs)))
+        sequence_index = token_index = None
+        if not np.array_equal(sequences, np.arange(2 * len(pairs))):
+            lengths = np.array([len(completion) for group in groups for completion in group.completions])
+            begins = np.cumsum(lengths) - lengths
+            tokens_of = [np.arange(begins[s], begins[s] + lengths[s]) for s in sequences.tolist()]
+            sequence_index = on_device(sequences, self.device)
+            token_index = on_device(np.concatenate(tokens_of), self.device)
+        token_weights = None
+        if self.table.has_token_weights[pairs].any():
+            weights = [of_side for pair in pairs.tolist() for of_side in self.table.token_weights(pair)]
+            token_weights = self._put(np.concatenate(weights))
         return PairRow(
             row=row,
-            sequence_index=None if is_as_it_lies else on_device(sequences, self.device),
-            token_index=None if is_as_it_lies else on_device(_token_index(groups, sequences), self.device),
-            token_weights=self._token_weights(pairs),
+            sequence_index=sequence_index,
+            token_index=token_index,
+            token_weights=token_weights,
             reference=self._put(sums),
             reference_tokens=None if tokens is None else self._put(tokens),
             pair_weights=self._put(self.table.weights[pairs]),
             pair_indices=pairs,
         )
 
-    def _token_weights(self, pairs: npt.NDArray[np.int64]) -> Tensor | None:
-        if not self.table.has_token_weights[pairs].any():
-            return None
-        weights = [of_side for pair in pairs.tolist() for of_side in self.table.token_weights(pair)]
-        return self._put(np.concatenate(weights))
-
     def _groups(self, pairs: npt.NDArray[np.int64]) -> tuple[list[Group], npt.NDArray[np.int64]]:
         """Returns the row's groups, and [2 P] positions of each pair's chosen and rejected sequence."""
-        if self.merging is None:
-            return [self._group(int(pair)) for pair in pairs], np.arange(2 * len(pairs))
         groups: list[Group] = []
+        if self.merging is None:
+            for pair in pairs.tolist():
+                completions = (self.table.chosen(pair), self.table.rejected(pair))
+                groups.append(Group(context=self.table.prompt(pair), completions=completions))
+            return groups, np.arange(2 * len(pairs))
         sequences = np.zeros((len(pairs), 2), dtype=np.int64)
         num_sequences = 0
         for positions in self.merging.groups_of(pairs):
@@ -199,19 +193,8 @@ class RowBuilder:
             num_sequences += len(merged.completions)
         return groups, sequences.ravel()
 
-    def _group(self, pair: int) -> Group:
-        completions = (self.table.chosen(pair), self.table.rejected(pair))
-        return Group(context=self.table.prompt(pair), completions=completions)
-
     def _put(self, values: npt.NDArray[np.floating]) -> Tensor:
         return on_device(values.astype(np.float64), self.device)
-
-
-def _token_index(groups: Sequence[Group], sequences: npt.NDArray[np.int64]) -> IntArray:
-    """Returns [N] int64 positions of `sequences`' scored tokens among all scored tokens of the groups."""
-    lengths = np.array([len(completion) for group in groups for completion in group.completions])
-    begins = np.cumsum(lengths) - lengths
-    return np.concatenate([np.arange(begins[s], begins[s] + lengths[s]) for s in sequences.tolist()])
 
 
 def token_copies(
@@ -241,8 +224,7 @@ def token_copies(
 def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredPairs:
     """Returns log-probs of policy and reference, weights and statistics, [P] each, of a row's pairs.
 
-    `output` is what the policy computed for the row. The output of a sequence that belongs to several pairs
-    is repeated; its gradient is then the sum of the gradients of these pairs.
+    `output` is what the policy computed. That of a sequence that belongs to several pairs is repeated.
     """
     output = _by_pair(output, row)
     num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
@@ -278,11 +260,7 @@ def with_reference(row: PairRow, output: RowLogps) -> PairRow:
 
 
 def _by_pair(output: RowLogps, row: PairRow) -> RowLogps:
-    """Returns a row's outputs of a model pair by pair: [2 P] chosen, rejected, chosen, ...
-
-    If the row's tokens have weights, all sums are weighted sums: a sequence may have other weights in each of
-    its pairs.
-    """
+    """Returns a row's outputs pair by pair: [2 P] chosen, rejected, ...; weighted if tokens have weights."""
     if row.sequence_index is not None and row.token_index is not None:
         sequences = {
             name: values.index_select(0, row.sequence_index)
@@ -321,7 +299,6 @@ def weighted_sums(token_values: Tensor, weights: Tensor, lengths: Tensor) -> Ten
 
 
 def _pair_logps(sums: Tensor, num_tokens: Tensor) -> PairLogps:
-    """Splits [P, (chosen, rejected)] sums and token counts into columns."""
     num_tokens = num_tokens.double()
     return PairLogps(
         chosen=sums[:, 0],
@@ -359,11 +336,7 @@ def global_batch(
 
 
 def _idle_rows(builder: RowBuilder, shortest_pair: np.int64, num_rows: int) -> list[Row]:
-    """Returns a row of the step's shortest pair, `num_rows` times; no row if `num_rows` is below 1.
-
-    They are computed with a gradient of zero, so that a rank without pairs has a gradient too. In a plan of
-    equal rows, they also give all ranks the same number of rows.
-    """
+    """Returns a row of the step's shortest pair, `num_rows` times; no row if `num_rows` is below 1."""
     if num_rows <= 0:
         return []
     row = builder.build(np.array([shortest_pair])).row

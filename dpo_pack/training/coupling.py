@@ -1,10 +1,9 @@
 """Splits a loss that couples the pairs of a step (aot) into one part for each row.
 
-Such a loss needs the log-probs of all pairs of the step at once, but a backward pass has only one row's
-log-probs. So the step begins with a pass over its rows without gradients. The log-probs of all rows and ranks
-are gathered, and the loss is differentiated once in all these log-probs. The result is a loss for every
-pair, and a slope (derivative) for every log-prob. Each row then trains on its tangent: a function that is
-linear in the row's log-probs and has the same value and gradient as the loss.
+Such a loss needs the log-probs of all pairs of the step at once. So the step begins with a pass over its rows
+without gradients, and gathers the log-probs of all rows and ranks. The loss is differentiated once in all of
+them: each pair gets a loss, each log-prob a slope (derivative). Each row then trains on its tangent: a
+function that is linear in the row's log-probs and has the same value and gradient as the loss.
 
 Legend: P pairs of a row, A pairs of the step over all ranks.
 """
@@ -54,10 +53,15 @@ def row_tangents(
 
 def _gather_pairs(rows: Sequence[ScoredPairs], device: torch.device) -> tuple[ScoredPairs, slice]:
     """Returns the A pairs of all ranks, and the slice of this rank's pairs."""
-    none = torch.zeros((0, 7), dtype=torch.float64, device=device)
-    gathered, own = gather_and_place(torch.cat([none, *map(_columns, rows)]))
-    policy_chosen, policy_rejected, chosen_tokens, rejected_tokens, *others = gathered.unbind(dim=1)
-    reference_chosen, reference_rejected, pair_weights = others
+    columns = [torch.zeros((0, 7), dtype=torch.float64, device=device)]
+    for row in rows:  # all values of pairs that a loss may use
+        policy, reference = row.policy, row.reference
+        ours = (policy.chosen, policy.rejected, policy.chosen_tokens, policy.rejected_tokens)
+        others = (reference.chosen, reference.rejected, row.pair_weights)
+        columns.append(torch.stack((*ours, *others), dim=1).detach())
+    gathered, own = gather_and_place(torch.cat(columns))
+    policy_chosen, policy_rejected, chosen_tokens, rejected_tokens = gathered[:, :4].unbind(dim=1)
+    reference_chosen, reference_rejected, pair_weights = gathered[:, 4:].unbind(dim=1)
     tokens = {"chosen_tokens": chosen_tokens, "rejected_tokens": rejected_tokens}
     pairs = ScoredPairs(
         policy=PairLogps(chosen=policy_chosen.clone(), rejected=policy_rejected.clone(), **tokens),
@@ -65,17 +69,3 @@ def _gather_pairs(rows: Sequence[ScoredPairs], device: torch.device) -> tuple[Sc
         pair_weights=pair_weights,
     )
     return pairs, own
-
-
-def _columns(pairs: ScoredPairs) -> Tensor:
-    """Returns [P, 7] float64: all values of pairs that a loss may use, in the order of `_gather_pairs`."""
-    columns = (
-        pairs.policy.chosen,
-        pairs.policy.rejected,
-        pairs.policy.chosen_tokens,
-        pairs.policy.rejected_tokens,
-        pairs.reference.chosen,
-        pairs.reference.rejected,
-        pairs.pair_weights,
-    )
-    return torch.stack(columns, dim=1).detach()

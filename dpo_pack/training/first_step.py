@@ -32,10 +32,9 @@ def check_start(
 ) -> None:
     """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference.
 
-    If they agree, one forward pass is enough. If not, the same row is computed again, so that dropout is
-    reported and does not count as noise. The allowed noise is ten times the larger of two numbers: the
-    rounding of a sum in the activations' `dtype`, and the change when the same pairs stand in reverse order
-    (routers can then choose other experts). Raises RunError, with likely causes, if a difference is larger.
+    If they do not agree, the same row is computed again, so that dropout is reported and does not count as
+    noise. The allowed noise is ten times the larger of two numbers: the rounding of a sum in `dtype`, and the
+    change when the pairs stand in reverse order (routers can then choose other experts). Raises RunError.
     """
     row = builder.build(pairs)
     sums = with_reference(row, policy(row.row)).reference  # [P, (chosen, rejected)]

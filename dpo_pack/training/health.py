@@ -1,10 +1,9 @@
 """Warnings about a run that goes wrong. Each warning is given once and names a remedy.
 
-`examine(health, record, run)` is a pure function. It takes a `Health` (the running means and the names of
-past warnings) and a train line of metrics.jsonl. It returns the new `Health` and the warnings to print. A
-step of few pairs is noisy, so the rules use running means: a fast mean over about the newest 5 lines, and a
-slow mean over about the newest 20 lines. A checkpoint holds the `Health`, so a resumed run neither repeats
-nor forgets a warning.
+`examine(health, record, run)` is a pure function: a `Health` (running means, names of past warnings) and a
+train line of metrics.jsonl -> the new `Health` and the warnings to print. A step of few pairs is noisy, so
+the rules use running means: a fast mean over about the newest 5 lines, and a slow mean over about the newest
+20. A checkpoint holds the `Health`, so a resumed run neither repeats nor forgets a warning.
 
 To add a rule, write a function and a line in RULES, at the end of this file.
 """
@@ -103,7 +102,6 @@ def _after(health: Health, record: Mapping[str, Any]) -> Health:
 
 
 def _mean(before: Mapping[str, float], values: Mapping[str, float], *, part: float) -> dict[str, float]:
-    """Returns the running means after `values`, which have the weight `part`."""
     return {name: before.get(name, 0.0) * (1 - part) + value * part for name, value in values.items()}
 
 

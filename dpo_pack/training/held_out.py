@@ -1,8 +1,7 @@
 """Evaluates on held-out pairs: a forward pass over all pairs, then means, 95 % intervals and groups of pairs.
 
-Preference data often prefers the longer completion, and a policy can raise its accuracy by learning only this
-preference. The accuracy is then high on pairs whose chosen completion is longer, and low on pairs whose
-chosen completion is shorter. So an evaluation also gives every mean by length.
+Preference data often prefers the longer completion, and a policy can raise its accuracy by learning only
+this. So an evaluation also gives every mean by length.
 
 Legend: P pairs of the held-out set.
 """
@@ -123,8 +122,7 @@ def rank_share(rows: Sequence[Positions], *, rank: int, num_ranks: int) -> list[
     """Returns this rank's rows, and whether each row counts; every row counts on exactly one rank.
 
     All ranks get equally many rows, because the ranks of a sharded model compute only together. A rank that
-    has no row left computes the last row of `rows` again, and its result is not used. Neighbouring rows
-    have similar sizes and go to different ranks.
+    has no row left computes the last row of `rows` again, and its result is not used.
     """
     num_rounds = -(-len(rows) // num_ranks)
     numbers = [number_of_round * num_ranks + rank for number_of_round in range(num_rounds)]
@@ -153,12 +151,11 @@ def held_out_result(
         source_names=source_names,
     )
     record = {
+        **means_by_group(metrics, traits, seed=seed),
+        # These replace its means: another order of summation may change the lowest bit.
         **averages(values, beta=beta, dtype=dtype, has_reference=has_reference),
         **length_preference(metrics["rewards/accuracies"], traits),
     }
-    # `averages` replace the means of `means_by_group`, because another order of summation may change the
-    # lowest bit.
-    record = {**means_by_group(metrics, traits, seed=seed), **record}
     keys = np.concatenate([table.chosen_keys, table.rejected_keys], axis=1)  # [P, bytes of two sequences]
     pair_keys = [key.tobytes() for key in keys]
     return HeldOutResult(
@@ -174,8 +171,7 @@ def held_out_result(
 def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: int) -> None:
     """Writes the metrics of each pair of all held-out sets to a Parquet file. Raises CacheError.
 
-    With this file, the page of several runs compares the runs pair by pair. `row` is the pair's row in the
-    source `row_source`; `source` is the name of the held-out set.
+    `row` is the pair's row in the source `row_source`; `source` is the name of the held-out set.
     """
     tables = [
         pa.table(
@@ -198,8 +194,7 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
 def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> dict[str, Any]:
     """Returns means, intervals and groups of `other` - `one`, pair by pair, for each metric.
 
-    Both results must have the same pairs. Some pairs are hard for any model, but this effect cancels in the
-    difference. So the interval of the difference is narrower than the intervals of the two models.
+    Both results must have the same pairs. What makes a pair hard for any model cancels in the difference.
     """
     differences = {metric: other.metrics[metric] - one.metrics[metric] for metric in one.metrics}
     return means_by_group(differences, one.traits, seed=seed)
@@ -231,7 +226,7 @@ def length_buckets(traits: PairTraits) -> dict[str, Positions]:
 
 
 def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str, Positions]:
-    """Returns the pairs of each non-empty group, by name. numbers: [P] positions of groups in `names`."""
+    """Returns the pairs of each non-empty group. numbers: [P] positions of groups in `names`."""
     groups = {name: np.flatnonzero(numbers == number) for number, name in enumerate(names)}
     return {name: pairs for name, pairs in groups.items() if len(pairs)}
 
@@ -239,15 +234,15 @@ def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str,
 def _means(
     metrics: Mapping[str, FloatArray], traits: PairTraits, pairs: Positions, *, seed: int
 ) -> dict[str, Any]:
-    """Returns the numbers of `pairs` and of their prompts, the mean of each metric over these pairs, and its
-    interval."""
     values = np.stack([column[pairs] for column in metrics.values()], axis=1)
     prompts = traits.prompts[pairs]
     intervals = mean_intervals(values, seed=seed, prompts=prompts).tolist()
-    means = dict(zip(metrics, values.mean(axis=0).tolist(), strict=True))
-    num_prompts = len(np.unique(prompts))
-    intervals_of = dict(zip(metrics, intervals, strict=True))
-    return {"pairs": len(pairs), "prompts": num_prompts, **means, "intervals": intervals_of}
+    return {
+        "pairs": len(pairs),
+        "prompts": len(np.unique(prompts)),
+        **dict(zip(metrics, values.mean(axis=0).tolist(), strict=True)),
+        "intervals": dict(zip(metrics, intervals, strict=True)),
+    }
 
 
 def length_preference(accuracies: FloatArray, traits: PairTraits) -> dict[str, float]:

@@ -185,8 +185,7 @@ def averages(
 
 
 def _token_metrics(values: PairValues) -> Mapping[str, Tensor]:
-    """Returns means over the completion tokens of all pairs together, so a long completion counts more than a
-    short completion."""
+    """Returns means over the completion tokens of all pairs together, so a long completion counts more."""
     totals = dict(zip(NAMES, values.table.sum(dim=0).unbind(), strict=True))
     chosen_tokens, rejected_tokens = totals["chosen_tokens"], totals["rejected_tokens"]
     entropy = totals["chosen_entropy"] + totals["rejected_entropy"]

@@ -1,11 +1,8 @@
 """Keeps losses and gradients that are not finite away from the parameters, without waiting for the device.
 
-Only the device knows whether a step is finite, and the host does not ask the device. A fused optimizer takes
-a flag as a tensor on the device (`found_inf`, which torch made for gradient scalers). If the flag is 1, the
-kernel does not change parameters, moments and step counts, not even by one bit. The host reads the flag when
-it next logs, evaluates or saves.
-
-A training step does three things, in this order:
+A fused optimizer takes a flag as a tensor on the device (`found_inf`, which torch made for gradient scalers).
+If the flag is 1, the kernel does not change parameters, moments and step counts, not even by one bit. The
+host reads the flag when it next logs, evaluates or saves. In a training step:
 
     must_skip = guard.check(step, values, grad_norm, pairs)
     skip_update_if(must_skip, optimizer)
@@ -46,8 +43,8 @@ class CheckedStep:
 class NonfiniteGuard:
     """Decides for each step whether to skip its update, and later reports the steps that were not finite.
 
-    If `stops` (`train.stop_on_nonfinite`) is set, the first non-finite step also blocks all later updates. So
-    when the host reads about this step and stops the run, the parameters are those from before the step.
+    With `stops` (`train.stop_on_nonfinite`) the first non-finite step also blocks all later updates, until
+    the host reads about it and stops the run.
     """
 
     def __init__(self, *, stops: bool, device: torch.device) -> None:
@@ -100,7 +97,17 @@ class NonfiniteGuard:
         """
         unread, self._unread = self._unread, []
         flags = torch.stack([step.is_nonfinite for step in unread]).tolist() if unread else []
-        return [_over_ranks(step) for step, flag in zip(unread, flags, strict=True) if flag]
+        return [
+            replace(
+                step,
+                pair_indices=gather_over_ranks(torch.from_numpy(step.pair_indices).to(step.losses.device))
+                .cpu()
+                .numpy(),
+                losses=gather_over_ranks(step.losses).cpu(),
+            )
+            for step, flag in zip(unread, flags, strict=True)
+            if flag
+        ]
 
 
 def skip_update_if(must_skip: Tensor, optimizer: Optimizer) -> None:
@@ -113,15 +120,6 @@ def skip_update_if(must_skip: Tensor, optimizer: Optimizer) -> None:
         optimizer.found_inf = must_skip.to(device)  # type: ignore[attr-defined]
     elif bool(must_skip):
         optimizer.zero_grad(set_to_none=True)  # without gradients a step changes nothing
-
-
-def _over_ranks(step: CheckedStep) -> CheckedStep:
-    indices = torch.from_numpy(step.pair_indices).to(step.losses.device)
-    return replace(
-        step,
-        pair_indices=gather_over_ranks(indices).cpu().numpy(),
-        losses=gather_over_ranks(step.losses).cpu(),
-    )
 
 
 def describe_nonfinite(found: CheckedStep, table: PairTable, source_names: Sequence[str]) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from dpo_pack.training.batches import GlobalBatch, PairReference, RowBuilder, gl
 class OfflineSource:
     """Hands out global batches of a table, epoch after epoch. Its state: how many batches it has handed out.
 
-    `prepare_next` makes the next batch while the host would otherwise wait for the device. A thread would not
-    be faster: the layout of rows holds Python's lock (GIL), and the launch of kernels needs this lock too.
+    `prepare_next` makes the next batch while the host would otherwise wait for the device.
     """
 
     builder: RowBuilder
@@ -47,22 +46,17 @@ class OfflineSource:
         self.first_plan = self.plan(0)
         self._planned = (0, self.first_plan)  # the newest epoch and its plan
         self._ahead: tuple[int, GlobalBatch] | None = None  # a step and its batch, not handed out yet
-        self._epoch_ends = self._count_steps()
+        self._epoch_ends: list[int] = []  # the steps until the end of each epoch
         self.next_step = 0
-
-    def _count_steps(self) -> list[int]:
-        """Returns the number of steps until the end of each epoch; the final entry counts all steps.
-
-        With `packing.scope: step`, all epochs have equally many steps, because each epoch draws equally many
-        pairs. With `packing.scope: epoch`, the new order of an epoch's pairs can need one row more.
-        """
-        ends = [0]
+        num_steps = 0
         for epoch in range(self.epochs):
+            # With `packing.scope: epoch`, the new order of an epoch's pairs can need one row more.
             is_as_long = epoch == 0 or self.settings.rows_per_step is None
-            ends.append(ends[-1] + len(self.first_plan if is_as_long else self.plan(epoch)))
-            if self.max_steps is not None and ends[-1] >= self.max_steps:
-                return [*ends[1:-1], self.max_steps]
-        return ends[1:]
+            num_steps += len(self.first_plan if is_as_long else self.plan(epoch))
+            if self.max_steps is not None and num_steps >= self.max_steps:
+                self._epoch_ends.append(self.max_steps)
+                break
+            self._epoch_ends.append(num_steps)
 
     @property
     def num_steps(self) -> int:
@@ -81,10 +75,7 @@ class OfflineSource:
         )
 
     def plan(self, epoch: int) -> PackingPlan:
-        """Returns the plan of an epoch: the pairs of each step, rank and row. The first epoch is 0.
-
-        This changes nothing and is fast, so a resumed run computes the plan again.
-        """
+        """Returns the plan of an epoch: the pairs of each step, rank and row. The first epoch is 0."""
         return self.settings.plan(
             self.builder.row_tokens(),
             order=self.order(epoch),
@@ -129,7 +120,7 @@ class OfflineSource:
 
     @property
     def steps_fingerprint(self) -> str:
-        """A hash of the pairs of each step. Their division into rows does not change training or the hash."""
+        """A hash of the pairs of each step, whatever rows they are in."""
         plan = self.first_plan
         digest = hashlib.blake2b(plan.step_begins.astype("<i8").tobytes(), digest_size=16)
         steps = np.repeat(np.arange(len(plan)), np.diff(plan.step_begins))

@@ -21,13 +21,7 @@ _NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_n
 
 
 def build_optimizer(
-    name: str,
-    model: nn.Module,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    name: str, model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> Optimizer:
     """Builds the optimizer that a recipe's `optim.name` names, for the parameters that are trained.
 
@@ -71,9 +65,8 @@ def check_optimizer(name: str, device: torch.device) -> None:
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Returns the trained parameters in two groups: with weight decay, and (biases, norms, vectors) without.
 
-    The number of dimensions does not show all biases and norms: gpt_oss's experts have matrices of biases,
-    and Cohere's query and key norms have a row for each head. So names and kinds of modules count too, as in
-    transformers' Trainer. An adapter or shards do not change these parts of a parameter's name.
+    Names and kinds of modules count too, as in transformers' Trainer: gpt_oss's experts have matrices of
+    biases, and Cohere's query and key norms have a row for each head.
     """
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
     groups: list[dict[str, Any]] = [
@@ -90,8 +83,7 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scales gradients down to the L2 norm `max_norm` if their norm is larger; returns the earlier norm, [].
 
-    The host does not wait. For sharded parameters, the norm is over all shards. The norm of bfloat16
-    gradients is computed in fp32, because torch would compute it in bfloat16, which has three digits.
+    The host does not wait. The norm is over all shards, and in fp32, also for bfloat16 gradients.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]

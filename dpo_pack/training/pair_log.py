@@ -1,9 +1,8 @@
 """Writes loss and log-probs of each pair each time it is trained on: the directory `pairs.parquet` of a run.
 
-A step only keeps in memory the table of numbers that it computes anyway, see training/metrics.py. The tables
-of many steps are written as one Parquet file, so that steps rarely wait for the device or the disk. Each file
-is complete or absent. A checkpoint first writes what is in memory. A resumed run first removes the lines of
-steps after its checkpoint.
+A step only keeps the table of numbers that it computes anyway, see training/metrics.py. The tables of many
+steps are written as one Parquet file, complete or absent. A checkpoint first writes what is in memory, and a
+resumed run first removes the lines of steps after its checkpoint.
 """
 
 from __future__ import annotations
@@ -68,13 +67,7 @@ class PairLog:
                 path.unlink()
 
     def add(
-        self,
-        step: int,
-        epoch: float,
-        pairs: npt.NDArray[np.int64],
-        values: PairValues,
-        *,
-        num_pairs: int,
+        self, step: int, epoch: float, pairs: npt.NDArray[np.int64], values: PairValues, *, num_pairs: int
     ) -> None:
         """Keeps the values of this rank's [P] `pairs` in a step; all ranks together have `num_pairs`.
 

@@ -82,11 +82,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveReference:
-    """A model that computes log-probs in each step: a second model, or the policy without its new adapter.
-
-    The policy trains on the same rows, so a policy that equals its reference has exactly the same log-probs
-    as the reference.
-    """
+    """A model that computes log-probs in each step: a second model, or the policy without its new adapter."""
 
     model: LoadedModel
     device: torch.device
@@ -127,11 +123,7 @@ class LiveReference:
 
 
 def merged_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and value of each weight that the policy has once its adapter, if any, is merged into it.
-
-    These include the weights that the adapter does not change, because a reference from `reference.path` can
-    have other values for them.
-    """
+    """Yields name and value of each weight that the policy has once its adapter, if any, is merged."""
     if policy.adapter is None:
         yield from policy.model.named_parameters()
         return
@@ -153,8 +145,8 @@ def merged_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_followable(policy: CompletionLogps, reference: CompletionLogps) -> None:
-    """Raises ModelError if the reference cannot follow the policy: training changes something that
-    `merged_weights` does not yield, or the two models have different names or shapes of weights."""
+    """Raises ModelError if the reference cannot follow the policy: training changes what `merged_weights`
+    does not yield, or the models differ in names or shapes of weights."""
     if policy.adapter is not None:
         _check_adapter(policy)
     weights = policy.model.named_parameters()

@@ -1,17 +1,15 @@
 """AdamW in fp32 for parameters in bfloat16: 14 bytes a parameter instead of 16.
 
-A step of DPO changes a weight of about 1e-2 by about 5e-7. Neighbouring bfloat16 numbers differ by 2^-8 of
-their size, so rounding to bfloat16 would undo nearly every update. The optimizer therefore updates fp32
-master weights (mixed precision, Micikevicius et al. 2017, arXiv 1710.03740). It does not store a whole
-master: the parameter itself is the upper half of the master's bits, and only the lower 16 bits are stored
-beside it (Split-SGD, Kalamkar et al. 2020, arXiv 2005.04680). Split-SGD truncates the master to get the
-parameter. Here the parameter is the nearest bfloat16 number, whose error is half as large and zero on
-average, and the low bits are signed:
+A step of DPO changes a weight of about 1e-2 by about 5e-7, and rounding to bfloat16 would undo nearly every
+update. So the optimizer updates fp32 master weights (mixed precision, Micikevicius et al. 2017, arXiv
+1710.03740). The parameter itself is the upper half of the master's bits, and only the lower 16 bits are
+stored beside it (Split-SGD, Kalamkar et al. 2020, arXiv 2005.04680). Split-SGD truncates the master; here the
+parameter is the nearest bfloat16 number, and the low bits are signed:
 
     bits(master) = bits(parameter) * 2^16 + low_bits,    -2^15 <= low_bits < 2^15
 
 This equation holds for every bit pattern. A master half-way between two parameters goes to the parameter of
-larger magnitude. (torch's conversion goes to the even parameter; low_bits would then also need to be +2^15.)
+larger magnitude: with torch's ties to even, low_bits would also need to be +2^15.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ _ALIGNMENT = 1024
 
 
 def split_master(master: Tensor, parameter: Tensor, low_bits: Tensor) -> None:
-    """Splits fp32 masters into bfloat16 parameters (ties away from zero) and int16 low bits; overwrites
-    `master`."""
+    """Splits fp32 masters into bfloat16 parameters and int16 low bits, as above; overwrites `master`."""
     bits = master.view(torch.int32)
     high = bits.add(0x8000).bitwise_right_shift_(16)
     parameter.view(torch.int16).copy_(high)
@@ -143,7 +140,6 @@ class SplitAdamW(Optimizer):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Returns this rank's elements of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -160,7 +156,6 @@ def _batches(slices: Iterable[_Slice], num_elements: int) -> Iterator[list[_Slic
 
 
 def _update(batch: list[_Slice], group: dict[str, Any], found_inf: Tensor | None) -> None:
-    """Updates all slices of the batch with one kernel launch."""
     masters = [s.parameter if s.low_bits is None else join_master(s.parameter, s.low_bits) for s in batch]
     torch._fused_adamw_(
         masters,

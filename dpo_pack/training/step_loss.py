@@ -40,9 +40,7 @@ class StepLoss:
     def of_row(self, number: int, output: RowLogps, pairs: ScoredPairs) -> tuple[Tensor, Tensor]:
         """Returns [P] weighted losses of row `number` (the first is 1), and [] the row's share of the loss.
 
-        R ranks average their gradients. Each rank divides the sum of its losses by num_pairs / R. So the
-        average over ranks is the sum over all pairs / num_pairs, also if ranks have different numbers of
-        pairs.
+        R ranks average their gradients, so each rank divides the sum of its losses by num_pairs / R.
         """
         if self.tangents is None:
             mean_chosen_tokens = self.batch.mean_chosen_tokens

@@ -20,11 +20,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 @dataclass(slots=True, kw_only=True)
 class PhaseClock:
-    """Measures the seconds of each phase of a step.
-
-    On CUDA the host runs ahead of the device. So a phase on CUDA ends when the device reaches an event on its
-    stream. Nothing waits for these events until `seconds` is called.
-    """
+    """Measures the seconds of each phase of a step. On CUDA a phase ends at an event; `seconds` waits."""
 
     device: torch.device
     _laps: list[tuple[str, float, torch.cuda.Event | None]] = field(default_factory=list)
@@ -95,22 +91,14 @@ class Meter:
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the device's peak FLOPs a second in dense matrix products of `dtype`; None if it is not known.
-
-    A GPU's peak comes from its maker's data sheet. A CPU's peak is measured once a process, on all threads
-    that torch may use.
-    """
+    """Returns the peak FLOPs a second in dense matrix products of `dtype`; None if it is not known."""
     if device.type == "cuda":
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
     return _measured_cpu_peak(dtype, torch.get_num_threads()) if device.type == "cpu" else None
 
 
 def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
-    """Returns the peak of a GPU by its `name` in CUDA; None if the GPU is unknown.
-
-    A MIG slice is unknown, because its name does not give its size. A laptop's GPU is unknown, because its
-    speed depends on the laptop's power limit.
-    """
+    """Returns the peak of a GPU by its `name` in CUDA; None if unknown, as of a MIG slice or in a laptop."""
     if "MIG" in name or "Laptop" in name:
         return None
     for words, teraflops in PEAK_TERAFLOPS.items():
@@ -137,8 +125,7 @@ def _measured_cpu_peak(dtype: torch.dtype, num_threads: int) -> float:
 
 
 # Words of a GPU's name, with the teraFLOPs a second of dense matrix products in bf16 (and fp16), and in fp32
-# (not TF32, which is off by default), from the makers' data sheets. A GPU has the first entry whose words are
-# in its name.
+# (not TF32), from the makers' data sheets. A GPU has the first entry whose words are in its name.
 PEAK_TERAFLOPS: dict[str, tuple[float | None, float]] = {
     "GB300|GB200": (2500.0, 80.0),
     "B300|B200": (2250.0, 75.0),

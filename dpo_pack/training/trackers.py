@@ -94,12 +94,11 @@ def start_trackers(
         "comet_ml": {"experiment_key": key[:32]},
         "swanlab": {"name": name, "id": key[:21], "resume": "allow", "log_dir": str(directory)},
     }
-    accelerator.log_with = [
-        LOGGER_TYPE_TO_CLASS[str(kind)](_project(str(kind)), **options[str(kind)])
-        if str(kind) in options
-        else kind
-        for kind in accelerator.log_with
-    ]
+    for place, kind in enumerate(map(str, accelerator.log_with)):
+        if kind in options:
+            variable = "COMET_PROJECT_NAME" if kind == "comet_ml" else f"{kind.upper()}_PROJECT"
+            project = os.environ.get(variable, "dpo-pack")
+            accelerator.log_with[place] = LOGGER_TYPE_TO_CLASS[kind](project, **options[kind])
     config = {
         key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
         for key, value in leaves(settings, separator=".")
@@ -118,12 +117,6 @@ def start_trackers(
     return begun["mlflow"].info.run_id if "mlflow" in begun else None
 
 
-def _project(kind: str) -> str:
-    """Returns the project's name: the tracker's own environment variable, or `dpo-pack` if it is not set."""
-    variable = "COMET_PROJECT_NAME" if kind == "comet_ml" else f"{kind.upper()}_PROJECT"
-    return os.environ.get(variable, "dpo-pack")
-
-
 def end_trackers(accelerator: Accelerator) -> None:
     """Sends unsent lines, closes trackers; accelerate's `end_training` would also end the process group."""
     for tracker in accelerator.trackers:
@@ -134,11 +127,7 @@ def end_trackers(accelerator: Accelerator) -> None:
 
 
 def tracked_prefix(record: Mapping[str, Any], held_out_names: Sequence[str]) -> str:
-    """Returns the prefix of a line's metric names in trackers.
-
-    transformers' Trainer uses the same prefixes, so one chart of a tracker can show a run of TRL and a run of
-    dpo-pack.
-    """
+    """Returns the prefix of a line's metric names in trackers: that of transformers' Trainer and of TRL."""
     if record["split"] == "train":
         return "train/"
     return "eval/" if len(held_out_names) == 1 else f"eval/{record['source']}_"

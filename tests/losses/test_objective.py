@@ -100,9 +100,3 @@ def test_length_desensitized_sums_by_hand() -> None:
     assert sums.tolist() == [[3 + 0.25 * 3, 9], [6, 7 + 0.25 * 27], [23, 27]]
     (slopes,) = torch.autograd.grad(sums.sum(), values)
     assert slopes.tolist() == [1, 1, 0.25, 1, 1, 1, 1, 0.25, 0.25, 0.25, 1, 1, 1, 1]
-
-
-def test_length_desensitized_sums_are_plain_sums_at_one_and_common_lengths_at_zero() -> None:
-    lengths, values = torch.tensor([[3, 2], [1, 4]]), torch.arange(1.0, 11.0)
-    assert length_desensitized_sums(values, lengths, 1.0).tolist() == [[6, 9], [6, 34]]
-    assert length_desensitized_sums(values, lengths, 0.0).tolist() == [[3, 9], [6, 7]]

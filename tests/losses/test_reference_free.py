@@ -12,9 +12,8 @@ from support.loss_options import loss_options
 from torch import Tensor
 
 from dpo_pack.losses import LOSSES, PairLogps
-from dpo_pack.losses.reference_free import REFERENCE_FREE
 
-NAMES = tuple(REFERENCE_FREE)
+NAMES = tuple(name for name, loss in LOSSES.items() if not loss.needs_reference)
 OPTIONS = loss_options(beta=0.4, simpo_gamma=0.3, cpo_alpha=0.7, mean_chosen_tokens=2.5)
 # Summed log-probs and token counts of three pairs.
 CHOSEN, CHOSEN_TOKENS = [-12.0, -3.5, -0.02], [4, 2, 3]

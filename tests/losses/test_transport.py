@@ -11,9 +11,8 @@ from support.loss_options import loss_options
 from torch import Tensor
 
 from dpo_pack.losses import LOSSES, PairLogps
-from dpo_pack.losses.transport import COUPLED
 
-NAMES = tuple(COUPLED)
+NAMES = tuple(name for name, loss in LOSSES.items() if loss.couples_pairs)
 
 
 def function(name: str) -> Callable[..., Tensor]:

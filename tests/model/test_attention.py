@@ -20,7 +20,6 @@ import dpo_pack.model.attention.flex as flex
 import dpo_pack.model.attention.select as select
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.flash import flash_attn_attention
-from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
 from dpo_pack.model.attention.select import AttentionNeeds, backend_obstacle, select_backend
 from dpo_pack.model.compiling import compiler_obstacle
@@ -85,31 +84,39 @@ def plain_attention(
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("window", [None, 1, 6, 1000])
-@pytest.mark.parametrize("special", ["", "softcap", "sinks", "narrow values"])
-def test_attention_by_sdpa_equals_a_softmax_written_out(window: int | None, special: str) -> None:
+def assert_as_written_out(
+    backend: str, window: int | None, special: str, *, dtype: torch.dtype, size: int, bound: float
+) -> None:
+    """Output and gradients, at most `bound` and ten times that from those of `plain_attention`."""
     generator = torch.Generator().manual_seed(0)
     segments = make_segments(CPU)
     tokens, keys = sum(segments.query_lengths), sum(segments.key_lengths)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        return torch.randn(*shape, dtype=dtype, generator=generator, requires_grad=True)
 
-    value_dim = 4 if special == "narrow values" else 8
-    inputs = random(tokens, 4, 8), random(keys, 2, 8), random(keys, 2, value_dim)
-    sinks = random(4) if special == "sinks" else None
-    softcap = 1.5 if special == "softcap" else None
+    values = random(keys, 2, 4 if special == "narrow values" else size)
+    inputs = random(tokens, 4, size), random(keys, 2, size), values
+    sinks = random(4) if special in ("sinks", "both") else None
+    softcap = 1.5 if special in ("softcap", "both") else None
     options = AttentionOptions(scale=0.5, window=window, softcap=softcap, sinks=sinks)
     trained = (*inputs, sinks) if sinks is not None else inputs
-    ours, plain = sdpa_attention(*inputs, segments, options), plain_attention(*inputs, segments, options)
-    # Sinks are summed in fp32, as their models do; the rest is float64 throughout.
-    bound = 1e-5 if special in ("sinks", "softcap") else 1e-12
+    ours = BACKENDS[backend](*inputs, segments, options)
+    plain = plain_attention(*inputs, segments, options)
     torch.testing.assert_close(ours, plain, atol=bound, rtol=bound)
-    weights = torch.randn(ours.shape, dtype=torch.float64, generator=generator)
+    weights = torch.randn(ours.shape, dtype=dtype, generator=generator)
     for mine, other in zip(
         torch.autograd.grad(ours, trained, weights), torch.autograd.grad(plain, trained, weights), strict=True
     ):
         torch.testing.assert_close(mine, other, atol=10 * bound, rtol=10 * bound)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 1000])
+@pytest.mark.parametrize("special", ["", "softcap", "sinks", "narrow values"])
+def test_attention_by_sdpa_equals_a_softmax_written_out(window: int | None, special: str) -> None:
+    # Sinks are summed in fp32, as their models do; the rest is float64 throughout.
+    bound = 1e-5 if special in ("sinks", "softcap") else 1e-12
+    assert_as_written_out("sdpa", window, special, dtype=torch.float64, size=8, bound=bound)
 
 
 @pytest.fixture
@@ -129,30 +136,8 @@ def test_attention_by_flex_equals_a_softmax_written_out(
     window: int | None, special: str, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex, "_BLOCK", 16)  # a row of several blocks
-    generator = torch.Generator().manual_seed(0)
-    segments = make_segments(CPU)
-    tokens, keys = sum(segments.query_lengths), sum(segments.key_lengths)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, requires_grad=True)
-
     size = {"softcap": 4, "sinks": 2}.get(special, 8)  # may be as large as a number of heads
-    values = random(keys, 2, 4 if special == "narrow values" else size)
-    inputs = random(tokens, 4, size), random(keys, 2, size), values
-    sinks = random(4) if special in ("sinks", "both") else None
-    softcap = 1.5 if special in ("softcap", "both") else None
-    options = AttentionOptions(scale=0.5, window=window, softcap=softcap, sinks=sinks)
-    trained = (*inputs, sinks) if sinks is not None else inputs
-    ours, plain = (
-        BACKENDS["flex"](*inputs, segments, options),
-        plain_attention(*inputs, segments, options),
-    )
-    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
-    weights = torch.randn(ours.shape, generator=generator)
-    for mine, other in zip(
-        torch.autograd.grad(ours, trained, weights), torch.autograd.grad(plain, trained, weights), strict=True
-    ):
-        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+    assert_as_written_out("flex", window, special, dtype=torch.float32, size=size, bound=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
@@ -238,17 +223,22 @@ def test_a_kernel_that_cannot_be_exact_is_refused_with_the_reason(
         select_backend("torch_varlen", needs, device=CUDA, dtype=dtype)
 
 
-@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (12, 0)])
+def use_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 def test_torch_varlen_is_usable_on_cuda_in_bf16(
-    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "_compute_capability", lambda device: capability)
+    use_device(monkeypatch, capability)
     assert backend_obstacle("torch_varlen", PLAIN, device=CUDA, dtype=torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
 def test_a_device_too_old_for_flash_attention_gets_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_compute_capability", lambda device: (7, 5))
+    use_device(monkeypatch, (7, 5))
     asked: dict[str, Any] = {"device": CUDA, "dtype": torch.float16}
     why = "FlashAttention needs compute capability 8.0, and the device has 7.5"
     choice = select_backend("auto", PLAIN, **asked)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.run_files import weights
-from support.tiny_adapters import refusal, saved_adapter
+from support.tiny_adapters import saved_adapter
 from support.tiny_models import VOCABULARY, tiny_model
 from support.tiny_run import tiny_run
 from torch.optim import AdamW
@@ -23,7 +23,6 @@ from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 from dpo_pack.training.optim import build_optimizer
@@ -62,10 +61,6 @@ def test_a_run_in_bfloat16_learns_as_one_in_fp32_does(
     bfloat16 = losses(straight, "train")
     assert bfloat16[-1] < 0.5
     assert max(abs(a - b) for a, b in zip(bfloat16, fp32, strict=True)) < 0.03
-
-
-@pytest.mark.slow
-def test_the_model_of_a_run_in_bfloat16_is_exported_in_bfloat16(straight: Path) -> None:
     assert {tensor.dtype for tensor in weights(straight).values()} == {torch.bfloat16}
     assert json.loads((straight / "model" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -91,14 +86,6 @@ def test_an_interrupted_run_in_bfloat16_goes_on_bitwise(
     assert losses(tmp_path / "run", "train") == losses(straight, "train")
     ours, theirs = weights(tmp_path / "run"), weights(straight)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit"])
-def test_optimizers_without_master_weights_are_refused(name: str, recipe_path: Path, tmp_path: Path) -> None:
-    def start() -> None:
-        run_of(recipe_path, tmp_path / "run", "model.dtype=bfloat16", f"optim.name={name}")
-
-    assert f"{name} keeps no fp32 master weights" in refusal(start, RecipeError)
 
 
 @pytest.mark.slow

@@ -34,8 +34,6 @@ from dpo_pack.model.compiling import check_compiler, compile_layers, compiles
 from dpo_pack.model.layout import Group, Row, packed_row, padded_row
 from dpo_pack.model.logps import HeadPasses, compile_head
 from dpo_pack.model.scorer import CompletionLogps, Precision
-from dpo_pack.proofs.kernel import prove_wiring
-from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.compute import fill_cache
@@ -207,26 +205,6 @@ def test_layers_of_a_model_share_one_compiled_function(tmp_path: Path) -> None:
         compiled.append(counters["stats"]["unique_graphs"])
     # The first layer's input is a leaf, and so another case than those of the layers behind it.
     assert compiled[1] <= compiled[0] + 1
-
-
-@pytest.mark.slow
-def test_calls_of_the_seam_are_counted_in_compiled_layers(model_path: Path) -> None:
-    scorer = load_scorer(model_path)
-    compile_layers(scorer.model, backend="eager")
-    _, wiring = prove_wiring(scorer, proof_groups(VOCABULARY), CPU)
-    assert wiring.passed and wiring.numbers["calls of our attention"] == scorer.num_attention_layers
-    assert counters["stats"]["unique_graphs"] > 0
-
-
-@pytest.mark.slow
-def test_the_proofs_hold_on_compiled_layers(model_path: Path) -> None:
-    scorer = load_scorer(model_path)
-    compile_quickly(scorer.model)
-    proofs = prove(scorer, CPU)
-    assert [proof.name for proof in proofs if proof.passed] == [
-        "wiring", "kernel", "isolation", "causality", "equivalence", "head"
-    ]  # fmt: skip
-    assert counters["stats"]["unique_graphs"] > 0
 
 
 def test_a_layer_that_was_compiled_wrongly_is_found_by_the_proofs(

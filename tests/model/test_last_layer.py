@@ -26,15 +26,7 @@ def ids(*values: int) -> np.ndarray:
 
 GROUPS = [
     Group(context=ids(5, 6, 7, 8, 9, 10), completions=(ids(11, 12, 13), ids(11, 14))),
-    Group(
-        context=ids(20, 21),
-        completions=(
-            ids(
-                22,
-            ),
-            ids(23, 24, 25, 26),
-        ),
-    ),
+    Group(context=ids(20, 21), completions=(ids(22), ids(23, 24, 25, 26))),
 ]
 
 

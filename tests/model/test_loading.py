@@ -11,7 +11,7 @@ from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from dpo_pack.model.fingerprint import weight_files, weights_fingerprint
+from dpo_pack.model.fingerprint import files_fingerprint, weight_files
 from dpo_pack.model.loading import load_config, load_errors, load_tokenizer
 from dpo_pack.model.lora import read_adapter
 from dpo_pack.model.shape import without_weights
@@ -43,7 +43,7 @@ def test_pickled_weights_are_refused_with_the_name_of_the_other_format(
     torch.save({**model.state_dict(), "more": NotATensor()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError) as caught:
         if reads == "hashes":
-            weights_fingerprint(tmp_path, tmp_path / "memo.json")
+            files_fingerprint(weight_files(tmp_path), tmp_path / "memo.json")
         with load_errors(str(tmp_path), "model.path"):
             AutoModelForCausalLM.from_pretrained(tmp_path)
     message = str(caught.value)

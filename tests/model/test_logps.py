@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.heads import ALL, CHUNK_TOKENS, PLAIN, TRANSFORMS, Head, N, V, chunked, gradients, make_head
+from support.heads import CHUNK_TOKENS, PLAIN, TRANSFORMS, Head, N, V, chunked, gradients, make_head
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,17 +84,6 @@ def test_chunk_boundaries_change_nothing(num_tokens: int, chunk_tokens: int) -> 
     torch.testing.assert_close(logps, expected, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(gradients(head, logps), gradients(head, expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_kept_and_recomputed_chunks_give_the_same_gradients_in_fp32(transform: HeadTransform) -> None:
-    stored = []
-    for kept_chunks in (0, 3, 99):
-        head = make_head(dtype=torch.float32)
-        stored.append(gradients(head, chunked(head, transform, kept_chunks=kept_chunks)[0]))
-    for others in stored[1:]:
-        for ours, theirs in zip(stored[0], others, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -186,30 +175,6 @@ def test_statistics_are_those_of_the_full_distribution(transform: HeadTransform)
     assert statistics.is_top1.tolist() == (logits.argmax(dim=1) == head.targets).tolist()
     assert 9 <= statistics.is_top1.sum() < N
     assert not any(values.requires_grad for values in statistics)
-
-
-def test_statistics_of_two_tokens_by_hand() -> None:
-    """Logits (0, ln 3): probabilities 1/4 and 3/4."""
-    logits = torch.tensor([[0.0], [3.0]], dtype=torch.float64).log1p()  # weight of a hidden state of 1
-    logits[1] = torch.tensor(3.0, dtype=torch.float64).log()
-    hidden = torch.ones(2, 1, dtype=torch.float64)
-    logps, statistics = token_logps(
-        hidden,
-        logits,
-        None,
-        torch.tensor([0, 1]),
-        transform=PLAIN,
-        compute_dtype=torch.float64,
-        bounds=HeadBounds(chunk_tokens=1, chunk_bytes=1, kept_bytes=0),
-        wanted=ALL,
-    )
-    torch.testing.assert_close(logps, torch.tensor([0.25, 0.75], dtype=torch.float64).log())
-    entropy = -(0.25 * logps[0] + 0.75 * logps[1])
-    torch.testing.assert_close(statistics.entropy, entropy.expand(2))
-    assert statistics.is_top1.tolist() == [0.0, 1.0]
-    torch.testing.assert_close(statistics.mean_logit, logits.mean().expand(2))
-    squares = torch.tensor(1 / 16 + 9 / 16, dtype=torch.float64)
-    torch.testing.assert_close(statistics.log_sum_squares, squares.log().expand(2))
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

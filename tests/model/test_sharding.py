@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from support.family_errors import packs
-from support.loss_options import loss_options
 from support.marks import slow
 from support.tiny_adapters import saved_adapter
 from support.tiny_models import FAMILIES as TINY
@@ -26,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dpo_pack.run.models as recipe_models
-from dpo_pack.losses import LOSSES, Objective, PairLogps, ScoredPairs, weighted_losses
 from dpo_pack.model import parallel
 from dpo_pack.model.compiling import compile_layers
 from dpo_pack.model.layout import Group, Row, packed_row, padded_row
@@ -38,7 +36,6 @@ from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.models import load_weights, new_adapter, resolve_policy
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import UnsupportedModelError
-from dpo_pack.training.coupling import row_tangents
 from dpo_pack.training.metrics import PairValues
 from dpo_pack.training.nonfinite import NonfiniteGuard, skip_update_if
 from dpo_pack.training.optim import build_optimizer, clip_gradients
@@ -546,9 +543,7 @@ def test_gradients_of_copies_stay_in_buckets_from_the_first_row_on(models: Path)
 
 
 @pytest.mark.parametrize(
-    "fsdp2",
-    [{}, *slow(None, {"mesh": (2, 1)})],
-    ids=["shards", "copies", "shards within nodes"],
+    "fsdp2", [{}, *slow(None, {"mesh": (2, 1)})], ids=["shards", "copies", "shards within nodes"]
 )
 def test_what_is_not_finite_on_one_rank_stops_the_update_on_all(
     fsdp2: dict[str, Any] | None, models: Path
@@ -592,29 +587,6 @@ def _take_steps_that_are_not_finite(directory: Path, fsdp2: dict[str, Any] | Non
     for ours, alone in zip(*(scorer.parameters() for scorer in scorers), strict=True):
         whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
         torch.testing.assert_close(whole, alone, rtol=0, atol=1e-6)
-
-
-def test_a_rank_without_rows_takes_part_in_what_couples_the_pairs_of_all() -> None:
-    run_on_ranks(_couple_pairs)
-
-
-def _couple_pairs() -> None:
-    objective = Objective(terms=((LOSSES["aot"], 1.0),), options=loss_options(beta=0.3, label_smoothing=0.1))
-    logps = -20 * torch.rand(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tokens = torch.ones(5, dtype=torch.int64)
-    policy, reference = (
-        PairLogps(
-            chosen=logps[:, side], rejected=logps[:, side + 1], chosen_tokens=tokens, rejected_tokens=tokens
-        )
-        for side in (0, 2)
-    )
-    pairs = ScoredPairs(policy=policy, reference=reference, pair_weights=torch.ones(5, dtype=torch.float64))
-    rows = [pairs] if ranks.is_first() else []
-    tangents = row_tangents(objective, rows, mean_chosen_tokens=1.0, device=CPU)
-    assert len(tangents) == len(rows)
-    if tangents:
-        expected = weighted_losses(objective, pairs, mean_chosen_tokens=1.0)
-        torch.testing.assert_close(tangents[0].values, expected)
 
 
 def _check_families(directory: Path, families: list[str]) -> dict[str, dict[str, tuple[float, float]]]:

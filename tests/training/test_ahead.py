@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +85,7 @@ def test_batches_made_ahead_are_those_made_when_asked_for() -> None:
         source.prepare_next()  # is done already
         ahead.append(pairs_of(batch))
     assert ahead == asked_for and len(ahead) == source.num_steps == 8
+    assert list(source) == []
 
 
 def test_each_epoch_takes_every_pair_once_in_an_order_of_its_own() -> None:
@@ -111,13 +111,6 @@ def test_a_batch_made_ahead_is_forgotten_when_the_source_goes_elsewhere() -> Non
     source.prepare_next()
     source.load_state_dict({"next_step": 3})
     assert pairs_of(next(iter(source))) == fourth
-
-
-def test_after_the_last_step_there_is_nothing_to_make() -> None:
-    source = make_source()
-    list(source)
-    source.prepare_next()
-    assert list(source) == []
 
 
 def test_the_rows_of_a_step_come_largest_first() -> None:
@@ -146,11 +139,6 @@ def test_the_next_batch_is_made_before_the_host_waits_for_the_step(
     train(load_recipe(tiny_run(tmp_path), ["train.epochs=2"]), console)
     one_step = ["accumulate_gradients", "global_batch", "step_record"]
     assert events == ["global_batch", *3 * one_step, "accumulate_gradients", "step_record"]
-
-
-def test_on_the_cpu_an_array_becomes_a_tensor_as_it_is() -> None:
-    array = np.arange(3)
-    assert on_device(array, CPU).tolist() == [0, 1, 2]
 
 
 # ---- Results behind
@@ -223,19 +211,6 @@ def test_behind_as_well_a_log_prob_that_is_not_finite_stops_the_pass(
 
 
 # ---- On a device
-
-
-def test_where_waiting_was_an_error_it_is_none_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = []
-
-    def set_mode(mode: str) -> None:
-        modes.append(mode)
-        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
-
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    with pytest.raises(ZeroDivisionError), waiting_is_an_error():
-        raise ZeroDivisionError
-    assert modes == ["error", "default"]
 
 
 @pytest.mark.gpu

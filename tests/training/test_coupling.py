@@ -51,7 +51,7 @@ def whole_step() -> tuple[Tensor, Tensor]:
 def by_rows(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The same through a tangent a row."""
     tangents = row_tangents(OBJECTIVE, [pairs_of(row) for row in rows], mean_chosen_tokens=2.0, device=CPU)
-    losses, slopes = [], []
+    losses, slopes = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, 2, dtype=torch.float64)]
     for row, tangent in zip(rows, tangents, strict=True):
         row = row.clone().requires_grad_()
         value = tangent.losses(pairs_of(row).policy)
@@ -80,8 +80,9 @@ def test_tangents_of_rows_wait_for_nothing() -> None:
 
 
 @pytest.mark.multiprocess
-def test_pairs_are_coupled_over_ranks() -> None:
+@pytest.mark.parametrize("num_rows", [2, 3])  # of the first rank; the second has the others, or none
+def test_pairs_are_coupled_over_ranks(num_rows: int) -> None:
     rows = list(step_values().split(SIZES))
-    parts = run_on_ranks(lambda: by_rows(rows[:2] if ranks.is_first() else rows[2:]))
+    parts = run_on_ranks(lambda: by_rows(rows[:num_rows] if ranks.is_first() else rows[num_rows:]))
     for index, expected in enumerate(whole_step()):
         torch.testing.assert_close(torch.cat([part[index] for part in parts]), expected, rtol=0, atol=1e-14)

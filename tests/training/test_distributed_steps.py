@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.conformance import (
-    CASES,
-    CONFORMANCE,
-    assert_steps_equal_trl,
-    conformance_recipe,
-    steps_of,
-)
+from support.conformance import CASES, CONFORMANCE, assert_steps_equal_trl, conformance_recipe, steps_of
 from support.two_ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 

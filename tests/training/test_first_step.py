@@ -52,11 +52,7 @@ def load(job: Path, *overrides: str) -> Recipe:
     ],
 )
 def test_the_policy_as_it_starts_is_its_reference(
-    overrides: tuple[str, ...],
-    job: Path,
-    tmp_path: Path,
-    console: Console,
-    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...], job: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forwards: list[Row] = []
 

@@ -94,13 +94,7 @@ def high(step: int) -> dict[str, float]:
         (stuck, "accuracy_stuck", 20, 20, ("50.", "coin", "optim.lr (now 5e-07)", "swapped")),
         (saturated, "saturation", 46, 60, ("of pairs", "more steps teach little", "train.max_steps")),
         (blown_up, "kl_blow_up", 34, 45, ("nats a token", "optim.lr")),
-        (
-            exploding,
-            "exploding_gradients",
-            52,
-            52,
-            ("norm is 90", "it was 3", "optim.max_grad_norm"),
-        ),
+        (exploding, "exploding_gradients", 52, 52, ("norm is 90", "it was 3", "optim.max_grad_norm")),
         (dying, "dying_experts", 28, 36, ("experts die: 16%", "it was 11%", "loss.router_aux_coef (now 0)")),
     ],
 )
@@ -116,11 +110,7 @@ def test_each_trouble_is_told_once_when_it_shows_with_what_to_do(
     health = Health()
     for record in curve(change):
         health, _ = examine(health, record, RUN)
-    assert health.warned == (name,)
-
-
-def test_every_rule_is_tried_here() -> None:
-    assert len(RULES) == 7
+    assert health.warned == (name,) and name in RULES
 
 
 def everything(step: int) -> dict[str, float]:
@@ -147,15 +137,6 @@ def test_one_wild_step_is_not_an_explosion() -> None:
 def test_a_chosen_reward_that_falls_alone_or_has_stopped_falling_is_no_trouble() -> None:
     assert warnings_of(curve(lambda step: {"kl/chosen": -0.3 * step, "kl/rejected": 5.0})) == []
     assert warnings_of(curve(lambda step: {"kl/chosen": -6.0 + 0.02 * step, "kl/rejected": -20.0})) == []
-
-
-def test_rewards_that_are_low_from_the_start_and_stay_there_are_not_falling() -> None:
-    assert warnings_of(curve(lambda step: {"kl/chosen": -8.0, "kl/rejected": -16.0})) == []
-
-
-def test_saturation_from_the_start_is_told_as_soon_as_enough_lines_are_there() -> None:
-    ((step, _),) = warnings_of(curve(lambda step: {"rewards/saturated": 1.0}))
-    assert step == 20
 
 
 def test_accuracy_is_judged_by_how_many_pairs_were_seen() -> None:

@@ -47,14 +47,6 @@ def test_edges_of_length_buckets() -> None:
     }
 
 
-def test_swapping_completions_mirrors_the_buckets() -> None:
-    forward = length_buckets(traits([95, 105, 85, 115], [100, 100, 100, 100]))
-    backward = length_buckets(traits([100, 100, 100, 100], [95, 105, 85, 115]))
-    assert [len(forward[name]) for name in ("chosen_shorter", "similar_length", "chosen_longer")] == [1, 2, 1]
-    assert len(backward["similar_length"]) == 2
-    assert backward["chosen_longer"].tolist() == forward["chosen_shorter"].tolist()
-
-
 def test_a_description_has_means_and_intervals_of_the_whole_and_of_its_parts() -> None:
     accuracy = np.array([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
     some = traits([20, 20, 20, 5, 5, 5], [10, 10, 10, 10, 10, 10], [0, 1, 1, 1, 0, 0])
@@ -72,22 +64,15 @@ def test_a_description_has_means_and_intervals_of_the_whole_and_of_its_parts() -
 def test_pairs_of_one_prompt_are_drawn_together() -> None:
     some = dataclasses.replace(traits([9] * 4, [9] * 4), prompts=np.array([0, 0, 2, 2]))
     described = means_by_group({"loss": np.array([0.0, 1.0, 0.5, 0.5])}, some, seed=0)
+    assert "by_source" not in described  # there is one source
     assert (described["pairs"], described["prompts"]) == (4, 2)
     assert described["intervals"]["loss"] == [0.5, 0.5]  # each prompt's mean is 0.5
-
-
-def test_one_source_is_no_breakdown() -> None:
-    described = means_by_group({"loss": np.ones(2)}, traits([3, 4], [4, 3]), seed=0)
-    assert "by_source" not in described and "by_length" in described
 
 
 def test_length_preference_of_a_policy_that_only_learned_length() -> None:
     some = traits([20, 30, 5, 8, 7], [10, 10, 10, 10, 7])  # the data prefers the longer one in 2 of 4
     longer_wins = np.array([1.0, 1.0, 0.0, 0.0, 1.0])
-    assert length_preference(longer_wins, some) == {
-        "length/chosen_longer": 0.5,
-        "length/prefers_longer": 1.0,
-    }
+    assert length_preference(longer_wins, some) == {"length/chosen_longer": 0.5, "length/prefers_longer": 1.0}
     always_chosen = np.array([1.0, 1.0, 1.0, 0.5, 0.0])  # right, right, right, undecided; one of equal length
     assert length_preference(always_chosen, some)["length/prefers_longer"] == (1 + 1 + 0 + 0.5) / 4
 

@@ -131,14 +131,6 @@ def test_a_pair_is_saturated_when_the_sigmoid_loss_has_a_hundredth_of_slope_left
     assert averages(values, beta=BETA, dtype=torch.float32)["rewards/saturated"] == 0.25
 
 
-def test_margin_quantiles_are_over_all_pairs_of_the_step_and_not_a_mean_of_rows() -> None:
-    random = np.random.default_rng(1)
-    rows = [random.normal(size=size).tolist() for size in (1, 7, 3)]
-    got = averages(PairValues.join([margins_only(row) for row in rows]), beta=BETA, dtype=torch.float32)
-    expected = np.quantile(np.concatenate(rows), [0.1, 0.5, 0.9])
-    assert [got[f"rewards/margins_{name}"] for name in ("p10", "p50", "p90")] == pytest.approx(expected)
-
-
 def test_rows_of_unequal_size_make_the_mean_over_all_pairs_and_tokens() -> None:
     random = np.random.default_rng(0)
     rows = []
@@ -157,6 +149,8 @@ def test_rows_of_unequal_size_make_the_mean_over_all_pairs_and_tokens() -> None:
     chosen = BETA * (every("policy", 0) - every("reference", 0))
     rejected = BETA * (every("policy", 1) - every("reference", 1))
     tokens_of = [every("tokens", side).sum() for side in (0, 1)]
+    quantiles = np.quantile(chosen - rejected, [0.1, 0.5, 0.9])
+    assert [got[f"rewards/margins_{name}"] for name in ("p10", "p50", "p90")] == pytest.approx(quantiles)
     assert got["loss"] == pytest.approx(np.mean([loss for row in rows for loss in row["losses"]]), abs=1e-14)
     assert got["rewards/chosen"] == pytest.approx(chosen.mean(), abs=1e-14)
     assert got["rewards/margins"] == pytest.approx((chosen - rejected).mean(), abs=1e-14)
@@ -168,11 +162,6 @@ def test_rows_of_unequal_size_make_the_mean_over_all_pairs_and_tokens() -> None:
     assert got["entropy"] == pytest.approx(entropy / sum(tokens_of), abs=1e-14)
     assert got["mean_token_accuracy"] == pytest.approx(every("top1", 0).sum() / tokens_of[0], abs=1e-14)
     assert got["logits/rejected"] == pytest.approx(every("mean_logit", 1).sum() / tokens_of[1], abs=1e-14)
-
-
-def test_without_a_reference_there_is_no_kl() -> None:
-    names = averages(margins_only([1.0]), beta=BETA, dtype=torch.float32, has_reference=False).keys()
-    assert "rewards/chosen" in names and not [name for name in names if name.startswith("kl/")]
 
 
 def test_values_keep_no_graph() -> None:

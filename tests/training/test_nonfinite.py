@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.device_reads import no_reads, waiting_is_an_error
 from torch import Tensor, nn
-from torch.optim import Adafactor, Optimizer
+from torch.optim import Optimizer
 
 from dpo_pack.data.store import PairTable, join_pairs, open_store, write_store
 from dpo_pack.data.truncation import PairIds
@@ -147,20 +147,6 @@ def test_a_report_names_the_step_and_lists_its_pairs_the_suspects_first(tmp_path
         {"source": "hh", "row": 18, "pair": 7, "loss": "inf"},
         {"source": "hh", "row": 15, "pair": 4, "loss": 0.5},
     ]
-
-
-@pytest.mark.parametrize("steps", [(1, 2, 3), (2, 3)])
-def test_an_optimizer_whose_kernel_cannot_be_told_skips_the_step_as_well(steps: tuple[int, ...]) -> None:
-    results = []
-    for numbers in (steps, [number for number in steps if number != 2]):
-        network = new_guard(stops=False)[0]
-        optimizer = Adafactor(network.parameters(), lr=0.1)
-        guard = NonfiniteGuard(stops=False, device=CPU)
-        for number in numbers:
-            take_step(network, optimizer, guard, number, bad="gradient" if number == 2 else None)
-        assert [found.step for found in guard.read()] == [2] * (2 in numbers)
-        results.append(state(network, optimizer))
-    assert_equal(*results)
 
 
 @pytest.mark.parametrize("stops", [True, False])

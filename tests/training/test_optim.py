@@ -34,26 +34,6 @@ def tiny_network() -> nn.Sequential:
     return network
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
-    network = tiny_network()
-    optimizer = build_optimizer("adamw", network, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    values = {name: parameter.unique().tolist() for name, parameter in network.named_parameters()}
-    decayed = pytest.approx([1 - LR * 0.1])
-    assert values["0.weight"] == decayed and values["2.weight"] == decayed
-    assert values["0.bias"] == values["1.weight"] == values["1.bias"] == values["3.weight"] == [1.0]
-
-
-def test_frozen_parameters_are_not_the_optimizer_s() -> None:
-    network = tiny_network()
-    optimizer = build_optimizer("adamw", network, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    assert held == {id(parameter) for parameter in network.parameters() if parameter.requires_grad}
-
-
 def test_a_network_without_vectors_has_one_group() -> None:
     optimizer = build_optimizer(
         "adamw", nn.Linear(2, 2, bias=False), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
@@ -87,38 +67,32 @@ def rates(name: str, *, num_steps: int, warmup_steps: int = 0, min_lr_ratio: flo
     return taken
 
 
-def test_linear_falls_from_the_peak_to_zero() -> None:
-    assert rates("linear", num_steps=4) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+WAVE = [0.5 * (1 + cos(pi * step / 4)) for step in range(5)]  # half a wave, from the peak to zero
+FLOOR: dict[str, Any] = {"min_lr_ratio": 0.2}
 
 
-def test_warm_up_begins_with_a_step_of_zero_and_reaches_the_peak_after_it() -> None:
-    expected = [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
-    assert rates("linear", num_steps=6, warmup_steps=2) == pytest.approx(expected)
-    assert rates("linear", num_steps=6, warmup_steps=2, min_lr_ratio=0.2)[:3] == pytest.approx(expected[:3])
-    assert rates("cosine", num_steps=6, warmup_steps=2)[:3] == pytest.approx(expected[:3])
-    assert rates("cosine", num_steps=6, warmup_steps=2, min_lr_ratio=0.2)[:3] == pytest.approx(expected[:3])
-    assert rates("constant_with_warmup", num_steps=3, warmup_steps=2) == pytest.approx([0.0, 0.5, 1.0, 1.0])
-
-
-def test_cosine_falls_along_half_a_wave() -> None:
-    expected = [0.5 * (1 + cos(pi * step / 4)) for step in range(5)]
-    assert rates("cosine", num_steps=4) == pytest.approx(expected)
-
-
-def test_constant_stays_and_needs_no_warm_up() -> None:
-    assert rates("constant", num_steps=3) == [1.0, 1.0, 1.0, 1.0]
-
-
-def test_min_lr_ratio_is_where_linear_and_cosine_end() -> None:
-    assert rates("linear", num_steps=4, min_lr_ratio=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-    expected = [0.2 + 0.8 * 0.5 * (1 + cos(pi * step / 4)) for step in range(5)]
-    assert rates("cosine", num_steps=4, min_lr_ratio=0.2) == pytest.approx(expected)
-
-
-def test_a_run_that_is_all_warm_up_divides_by_nothing() -> None:
-    for min_lr_ratio in (0.0, 0.5):
-        taken = rates("linear", num_steps=2, warmup_steps=2, min_lr_ratio=min_lr_ratio)
-        assert taken == pytest.approx([0.0, 0.5, min_lr_ratio])
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("linear", {}, [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("linear", FLOOR, [1.0, 0.8, 0.6, 0.4, 0.2]),
+        ("linear", {"warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5, 0.0]),
+        ("linear", {"warmup_steps": 2, **FLOOR}, [0.0, 0.5, 1.0, 0.6, 0.2]),
+        ("linear", {"warmup_steps": 4}, [0.0, 0.25, 0.5, 0.75, 0.0]),  # all warm-up
+        ("linear", {"warmup_steps": 4, **FLOOR}, [0.0, 0.25, 0.5, 0.75, 0.2]),
+        ("cosine", {}, WAVE),
+        ("cosine", FLOOR, [0.2 + 0.8 * part for part in WAVE]),
+        ("cosine", {"warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5, 0.0]),
+        ("cosine", {"warmup_steps": 2, **FLOOR}, [0.0, 0.5, 1.0, 0.6, 0.2]),
+        ("constant", {}, [1.0] * 5),
+        ("constant_with_warmup", {"warmup_steps": 2}, [0.0, 0.5, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_learning_rates_of_a_schedule_by_hand(
+    name: str, options: dict[str, Any], expected: list[float]
+) -> None:
+    """Of four steps and one more."""
+    assert rates(name, num_steps=4, **options) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["polynomial", "inverse_sqrt"])

@@ -263,25 +263,13 @@ def test_an_adapter_that_is_more_than_low_rank_is_refused(
     assert "reference.sync: a reference cannot follow" in message and trained in message
 
 
-@pytest.mark.slow
-def test_adapters_of_low_rank_and_modules_saved_whole_are_followed(
-    make: Make, console: Console, tmp_path: Path
-) -> None:
-    pytest.importorskip("peft")
-    from support.tiny_adapters import saved_adapter
-
-    base = Path(make("run", "{}").model.path)
-    targets = ["q_proj", "up_proj"]
-    adapter = saved_adapter(
-        tmp_path / "adapter", base, target_modules=targets, modules_to_save=["lm_head"], use_rslora=True
-    )
-    recipe = make("run", "{every_steps: 1, mixup: 1.0}", f"model.path={adapter}", f"reference.path={base}",
-                  "train.epochs=2", "optim.lr=1e-2")  # fmt: skip
-    train(recipe, console)
-    assert losses(recipe.output_dir)[1:] == pytest.approx([log(2)] * 3, abs=1e-5)
-
-
-@pytest.mark.parametrize("adapter", [{"modules_to_save": ["lm_head"]}, *slow({"target_modules": ["q_proj"]})])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"modules_to_save": ["lm_head"]},
+        *slow({"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["lm_head"], "use_rslora": True}),
+    ],
+)
 def test_a_reference_of_other_weights_becomes_the_policy_with_its_adapter(
     adapter: dict[str, Any], make: Make, console: Console, tmp_path: Path
 ) -> None:
@@ -317,10 +305,6 @@ def test_a_reference_of_another_architecture_is_refused(
     other = tmp_path / "other"
     vocabulary = len(prepare_tokenizer(make("run", "{}")))
     tiny_model(family, vocab_size=vocabulary, **changes).save_pretrained(other)
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(ModelError, match=f"^reference.sync: .* in the shape of {unlike};"):
         train(make("run", "{}", f"reference.path={other}"), console)
-    assert str(refused.value) == (
-        "reference.sync: a reference can follow only a policy of its own architecture, and the two models "
-        f"differ in the shape of {unlike}; leave reference.path or reference.sync out"
-    )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

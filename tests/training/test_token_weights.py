@@ -205,23 +205,6 @@ def test_metrics_of_tokens_are_weighted_means_and_a_token_of_weight_zero_is_in_n
     assert torch.equal(with_reference(row, broken).reference, with_reference(row, output).reference)
 
 
-def test_another_text_of_a_token_of_weight_zero_moves_no_earlier_log_prob_and_does_not_count_itself(
-    scorers: tuple[CompletionLogps, CompletionLogps],
-) -> None:
-    def sums_and_tokens(tool_token: int, weights: list[float]) -> tuple[Tensor, Tensor]:
-        table = table_of([([7, 8, tool_token], weights, [13, 14], None)])
-        builder = RowBuilder(table=table, reference=None, is_packed=True, share_prompt=True, device=CPU)
-        row = builder.build(np.arange(1))
-        output = scorers[0](row.row)
-        return with_reference(row, output).reference.flatten().detach(), output.token_logps.detach()
-
-    sums, tokens = sums_and_tokens(30, [1, 1, 0])
-    other_sums, other_tokens = sums_and_tokens(44, [1, 1, 0])
-    assert torch.equal(sums, other_sums) and torch.equal(tokens[:2], other_tokens[:2])
-    assert tokens[2] != other_tokens[2]
-    assert not torch.equal(sums_and_tokens(30, [1, 1, 1])[0], sums_and_tokens(44, [1, 1, 1])[0])
-
-
 def test_a_bare_sum_in_the_cache_is_computed_once_more_and_then_no_mask_needs_another_pass(
     scorers: tuple[CompletionLogps, CompletionLogps], tmp_path: Path
 ) -> None:

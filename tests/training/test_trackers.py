@@ -41,16 +41,10 @@ def tracked(record: dict[str, Any], prefix: str, *, breakdowns: bool = False) ->
 
 def test_numbers_that_are_not_finite_are_null_in_the_file(tmp_path: Path) -> None:
     with contextlib.closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
-        log.write({"step": 1, "grad_norm": math.nan, "by_length": {"all": {"loss": -math.inf, "pairs": 2}}})
+        log.write({"step": 1, "grad_norm": math.nan, "all": {"loss": -math.inf, "bounds": [math.nan, 0.5]}})
     text = (tmp_path / "metrics.jsonl").read_text()
     parsed = json.loads(text, parse_constant=lambda constant: 1 / 0)
-    assert parsed == {"step": 1, "grad_norm": None, "by_length": {"all": {"loss": None, "pairs": 2}}}
-
-
-def test_bounds_that_are_not_finite_are_null_too(tmp_path: Path) -> None:
-    with contextlib.closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
-        log.write({"step": 1, "intervals": {"loss": [math.nan, 0.5]}})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["intervals"] == {"loss": [None, 0.5]}
+    assert parsed == {"step": 1, "grad_norm": None, "all": {"loss": None, "bounds": [None, 0.5]}}
 
 
 def test_a_full_disk_ends_the_log_in_one_line_after_a_whole_one(tmp_path: Path) -> None:
@@ -214,7 +208,7 @@ def test_a_run_that_goes_on_is_the_same_run_of_the_same_project_in_each_tracker(
 def test_trackers_get_a_train_line_under_the_names_that_transformers_trainer_sends() -> None:
     record = {"split": "train", "step": 7, "loss": 0.5, "seconds/data": 0.1, "grad_norm": None}
     numbers = {"train/loss": 0.5, "train/seconds/data": 0.1, "train/global_step": 7}
-    assert tracked(record, "train/") == (numbers, 7)
+    assert tracked(record, tracked_prefix(record, ["hh"])) == (numbers, 7)
 
 
 @pytest.mark.parametrize("breakdowns", [False, True])
@@ -231,21 +225,8 @@ def test_trackers_get_breakdowns_of_an_evaluation_only_on_request(breakdowns: bo
     numbers: dict[str, float] = {"eval/loss": 0.6, "train/global_step": 3}
     if breakdowns:
         numbers |= {"eval/by_length/chosen_longer/pairs": 2, "eval/by_length/chosen_longer/loss": 0.4}
-    assert tracked(record, "eval/", breakdowns=breakdowns) == (numbers, 3)
-
-
-@pytest.mark.parametrize(
-    ("held_out", "record", "prefix"),
-    [
-        (["hh"], {"split": "train"}, "train/"),
-        (["hh"], {"split": "eval", "source": "hh"}, "eval/"),
-        (["hh", "code"], {"split": "eval", "source": "code"}, "eval/code_"),
-    ],
-)
-def test_names_in_trackers_begin_as_transformers_trainer_begins_them(
-    held_out: list[str], record: dict[str, Any], prefix: str
-) -> None:
-    assert tracked_prefix(record, held_out) == prefix
+    assert tracked(record, tracked_prefix(record, ["hh"]), breakdowns=breakdowns) == (numbers, 3)
+    assert tracked_prefix(record, ["hh", "code"]) == "eval/hh_"
 
 
 def test_one_tracker_needs_no_list(tmp_path: Path) -> None:

@@ -2,12 +2,9 @@
 
 A row is one model input that holds several sequences; its layout says which tokens see which. transformers
 calls `row_attention` instead of its own attention for every model whose config names `ATTENTION_NAME`.
-`model(...)` takes the layout as the keyword argument `row_segments` and passes it on to `row_attention`. We
-do not keep the layout in a global variable, because activation checkpointing recomputes layers in the
-backward pass, when the variable could already describe another row.
-
-We register no mask function under `ATTENTION_NAME`. Therefore transformers builds no masks and does not
-search for packed sequences.
+`model(...)` passes the layout on to it as the keyword argument `row_segments`, because checkpointing
+recomputes layers when a global variable could already describe another row. No mask function has this name,
+so transformers builds no masks and does not search for packed sequences.
 """
 
 from __future__ import annotations

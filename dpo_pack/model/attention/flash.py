@@ -1,8 +1,7 @@
 """Attention on CUDA with FlashAttention's kernel for segments of any length. Two packages have this kernel.
 
 torch has it from 2.10 on. The flash-attn package (FlashAttention-2) is optional and supports more models.
-Both kernels take [T, H, D] queries, [K, H_kv, D] keys and values in bf16 or fp16, and return [T, H, D]. Both
-backends compute in autocast's dtype if autocast is on. A segment is the attention of one sequence.
+Both kernels take [T, H, D] queries, [K, H_kv, D] keys and values in bf16 or fp16, and return [T, H, D].
 
 Legend: T tokens of the row, K keys of all segments (see segments.py), H heads, D head dimension.
 """
@@ -65,8 +64,7 @@ def torch_varlen_attention(
 def _make_backward_deterministic(out: Tensor) -> None:
     """Makes the backward pass of the kernel that returned `out` give the same bits in each run.
 
-    The kernel has no argument for this. It reads torch's global deterministic mode. We switch the mode on
-    only while this node of autograd runs, because other operations could raise errors in this mode.
+    The kernel reads torch's global mode. It is on only while this node runs: others could raise errors in it.
     """
     if out.grad_fn is None:
         return
@@ -84,11 +82,8 @@ def _make_backward_deterministic(out: Tensor) -> None:
 
 
 def flash_attn_obstacle() -> str | None:
-    """Returns why the flash-attn package's kernel cannot be called, or None when it can.
-
-    We import the function, because the wheel `flash-attn-4` installs a package of this name without it.
-    """
-    try:
+    """Returns why the flash-attn package's kernel cannot be called, or None when it can."""
+    try:  # the wheel `flash-attn-4` installs a package of this name without the function
         from flash_attn import flash_attn_varlen_func  # noqa: F401
     except Exception as error:  # also if a CUDA library is missing or was built for another torch
         if isinstance(error, ModuleNotFoundError) and error.name == "flash_attn":
@@ -124,8 +119,5 @@ def _varlen_options(options: AttentionOptions, *, grouped_heads: bool) -> dict[s
 
 
 def _neighbours(window: int | None) -> tuple[int, int]:
-    """Returns how many keys a query sees to its (left, right), -1 for all.
-
-    `window` counts the query's own position too, so the left number is one less.
-    """
+    """Returns how many keys a query sees to its (left, right), -1 for all. `window` counts its own, too."""
     return (-1 if window is None else window - 1, 0)

@@ -65,11 +65,8 @@ def flex_attention(
 
 @functools.cache
 def flex_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
-    """Returns why FlexAttention cannot be used on `device`, or None when it can.
-
-    Tries it on a small row of this dtype and these head dimensions, because large heads in fp32 can need more
-    shared memory than a GPU has.
-    """
+    """Returns why FlexAttention cannot be used on `device`, or None when it can: tried on a small row,
+    because large heads in fp32 can need more shared memory than a GPU has."""
     obstacle = compiler_obstacle(device)
     if obstacle is not None:
         return obstacle
@@ -94,8 +91,7 @@ def _kernel(device_type: str) -> Callable[..., Any]:
     from torch.nn.attention import flex_attention as torch_flex
 
     plain: Callable[..., Any] = torch_flex.flex_attention
-    # With `fullgraph`, a failure to compile is an error. Without it, torch may compute all T x K logits of
-    # attention and say nothing.
+    # Without `fullgraph`, torch may compute all T x K logits of attention and say nothing.
     return torch.compile(plain, dynamic=True, fullgraph=True) if device_type == "cuda" else plain
 
 
@@ -103,7 +99,13 @@ def _block_mask(segments: RowSegments, window: int | None, device: torch.device)
     """Returns torch's BlockMask of the row: in each segment causal, with the last query at the last key."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    first, last = _visible_keys(segments, window)
+    first_keys, last_keys = [], []  # that each query sees
+    starts = pairwise(accumulate(segments.key_lengths, initial=0))
+    for num_queries, (start, end) in zip(segments.query_lengths, starts, strict=True):
+        own = np.arange(end - num_queries, end, dtype=np.int32)
+        last_keys.append(own)
+        first_keys.append(np.full_like(own, start) if window is None else np.maximum(start, own - window + 1))
+    first, last = np.concatenate(first_keys), np.concatenate(last_keys)  # [T] each
     touched = _touched_blocks(first, last, num_keys=sum(segments.key_lengths))
     first_key, last_key = on_device(first, device), on_device(last, device)
 
@@ -120,19 +122,6 @@ def _block_mask(segments: RowSegments, window: int | None, device: torch.device)
         mask_mod=mask,
         seq_lengths=(len(first), sum(segments.key_lengths)),
     )
-
-
-def _visible_keys(
-    segments: RowSegments, window: int | None
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Returns, for each query, the indices of the first and of the last key that it sees: [T] each."""
-    first, last = [], []
-    starts = pairwise(accumulate(segments.key_lengths, initial=0))
-    for num_queries, (start, end) in zip(segments.query_lengths, starts, strict=True):
-        own = np.arange(end - num_queries, end, dtype=np.int32)
-        last.append(own)
-        first.append(np.full_like(own, start) if window is None else np.maximum(start, own - window + 1))
-    return np.concatenate(first), np.concatenate(last)
 
 
 def _touched_blocks(

@@ -1,10 +1,8 @@
 """Attention with torch's scaled_dot_product_attention (SDPA), one call for each segment. Runs on all devices.
 
 A segment is the attention of one sequence of a row. On the CPU, where `cpu_kernel_takes` allows it, we call
-the kernel behind SDPA directly, and each thread computes whole segments. SDPA itself divides each call among
-all threads. But a row of preference pairs needs dozens of calls in each layer, and each call is too short to
-be divided. Measured on two cores with the segments of 32 pairs of the HH dataset: a second thread makes SDPA
-1.3 to 1.5 times as fast, and our calls 1.5 to 1.8 times. The number of threads does not change the results.
+the kernel behind SDPA directly, and each thread computes whole segments: SDPA divides each call among all
+threads, and for that calls of one segment are too short. The number of threads does not change the results.
 
 Legend: T tokens of the row, K keys of all segments (see segments.py), L queries or keys of one segment,
 H heads, D head dimension.
@@ -33,8 +31,7 @@ def sdpa_attention(
 ) -> Tensor:
     """The backend "sdpa": queries [T, H, D], keys [K, H_kv, D], values [K, H_kv, D_v] -> [T, H, D_v].
 
-    SDPA has no logit softcaps (Gemma 2) and no attention sinks (gpt-oss), so models with these get
-    `_eager_attention` for each segment.
+    Segments with logit softcaps (Gemma 2) or attention sinks (gpt-oss) get `_eager_attention`.
     """
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1:
@@ -85,10 +82,7 @@ def _heads_first(states: Tensor) -> Tensor:
 def _eager_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Computes one segment's attention without a fused kernel.
-
-    Queries [1, H, Lq, D], keys [1, H, Lk, D], values [1, H, Lk, D_v] -> [1, H, Lq, D_v].
-    """
+    """Queries [1, H, Lq, D], keys [1, H, Lk, D], values [1, H, Lk, D_v] -> [1, H, Lq, D_v]."""
     scores = query @ key.transpose(-1, -2) * options.scale  # [1, H, Lq, Lk]
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
@@ -136,7 +130,12 @@ class _CpuSegments(torch.autograd.Function):
     ) -> Tensor:
         kernel = _cpu_kernel()
         assert kernel is not None
-        slices = _segment_slices(segments)
+        bounds = (
+            pairwise(accumulate(lengths, initial=0))
+            for lengths in (segments.query_lengths, segments.key_lengths)
+        )
+        # Each segment's (slice of the row's queries, slice of the gathered keys).
+        slices = [(slice(*of_queries), slice(*of_keys)) for of_queries, of_keys in zip(*bounds, strict=True)]
         options: list[dict[str, Any]] = []
         for lengths in zip(segments.query_lengths, segments.key_lengths, strict=True):
             is_causal, short = _shape_of_mask(*lengths, window)
@@ -178,13 +177,6 @@ class _CpuSegments(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None, None
 
 
-def _segment_slices(segments: RowSegments) -> list[tuple[slice, slice]]:
-    """Returns each segment's (slice of the row's queries, slice of the gathered keys)."""
-    queries = pairwise(accumulate(segments.query_lengths, initial=0))
-    keys = pairwise(accumulate(segments.key_lengths, initial=0))
-    return [(slice(*q), slice(*k)) for q, k in zip(queries, keys, strict=True)]
-
-
 def _on_threads(attend: Callable[[Sequence[int]], None], segments: RowSegments) -> None:
     """Calls `attend` with the indices of all segments; divides them among threads if that is faster."""
     costs = [q * k for q, k in zip(segments.query_lengths, segments.key_lengths, strict=True)]
@@ -195,25 +187,16 @@ def _on_threads(attend: Callable[[Sequence[int]], None], segments: RowSegments) 
             attend(numbers)
 
     if num_threads == 1 or 2 * max(costs) * num_threads > 3 * sum(costs):
-        # One segment has most of the work, so that other threads would wait for the thread which computes it.
-        # If we call the kernel in this thread, it uses all threads for each segment.
+        # One segment has most of the work. Called in this thread, the kernel uses all threads for it.
         without_gradients(range(len(costs)))
-    else:
-        list(_pool(num_threads).map(without_gradients, _shares(costs, num_threads)))
-
-
-def _shares(costs: Sequence[int], num_threads: int) -> list[list[int]]:
-    """Returns the segment indices of each thread.
-
-    Assigns the costliest segment first, and each segment to the thread with the lowest total cost so far.
-    """
+        return
     shares: list[list[int]] = [[] for _ in range(num_threads)]
     loads = [0] * num_threads
-    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):  # the costliest first
         least = loads.index(min(loads))
         shares[least].append(number)
         loads[least] += costs[number]
-    return [share for share in shares if share]
+    list(_pool(num_threads).map(without_gradients, filter(None, shares)))
 
 
 @functools.cache
@@ -222,9 +205,7 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
     all_started = threading.Barrier(num_threads + 1)
 
     def start() -> None:
-        # The first `get_num_threads` in a thread sets the number to torch's default. So we call it before we
-        # set the number to 1.
-        torch.get_num_threads()
+        torch.get_num_threads()  # the first call in a thread sets the number to torch's default
         torch.set_num_threads(1)  # for OpenMP in this thread, and as torch's default for new threads
         all_started.wait()
 

@@ -111,10 +111,7 @@ def make_segments(
 
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copies the array to `device` as a tensor, without waiting for the device's earlier work.
-
-    CUDA copies pinned memory while the host continues; before a copy of other memory, the host may wait.
-    """
+    """Copies the array to `device` as a tensor; pinned memory, so the host does not wait for CUDA's work."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -127,10 +124,9 @@ class Gather:
 
     Legend: E entries that are copied, n entries of the source.
 
-    The backward pass adds the gradients of copies in a fixed order and in at least fp32. On CUDA the backward
-    of torch's `index_select` adds atomically, in any order. So the rounding differs from run to run, and in
-    bf16 a sum over many copies loses small terms. Here each call of `index_add_` writes at most once to an
-    entry of the source, so the order is fixed.
+    The backward pass adds the gradients of copies in a fixed order and in at least fp32: each `index_add_`
+    writes at most once to an entry of the source. On CUDA the backward of torch's `index_select` adds
+    atomically, in any order, and in bf16 a sum over many copies loses small terms.
     """
 
     index: Tensor  # [E] int64, index in the source; n means that the entry is zero
@@ -194,8 +190,7 @@ def _select(source: Tensor, index: Tensor, has_zeros: bool) -> Tensor:
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Casts to autocast's dtype if autocast is on, for kernels for which torch has no autocast rule.
 
-    Under autocast linear layers return this dtype, but rotary embeddings and norms turn queries and keys back
-    into fp32. Backends cast after the copying of shared keys, so that the copies' gradients add up in fp32.
+    Backends cast after the copying of shared keys, so that the copies' gradients add up in fp32.
     """
     device = query.device.type
     if not torch.is_autocast_enabled(device):

@@ -68,8 +68,8 @@ def backend_obstacle(
         if not (needs.has_softcap or needs.has_sinks):
             return "the model has neither softcaps nor sinks, and only models with these need it"
         return flex_obstacle(device, dtype, needs.head_dim, needs.value_head_dim)
-    capability = _compute_capability(device)
-    if capability is not None and capability < (8, 0):  # for example V100 and T4
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (8, 0)
+    if capability < (8, 0):  # for example V100 and T4
         return "FlashAttention needs compute capability 8.0, and the device has {}.{}".format(*capability)
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its kernel takes bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
@@ -90,8 +90,3 @@ def backend_obstacle(
     if (needs.has_window or needs.has_custom_scale) and not supports_window_and_scale():
         return f"the kernel of torch {torch.__version__} takes no sliding window and no scale"
     return None
-
-
-def _compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Returns (major, minor) of a CUDA device; None if torch finds no CUDA device."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
