@@ -47,14 +47,14 @@ from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.packing.report import to_json
-from dpo_pack.recipe.load import Recipe, source_names
+from dpo_pack.recipe.load import Recipe, dump_recipe, source_names
 from dpo_pack.recipe.machine import check_environment
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reports.ending import print_ending
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.run.checkpoint import Saver, load_checkpoint, run_identity
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
-from dpo_pack.run.evaluate import Evaluator, find_selection
+from dpo_pack.run.evaluate import Evaluator
 from dpo_pack.run.log import RunLog, describe_run, initial_loss
 from dpo_pack.run.memory.report import (
     largest_row,
@@ -63,10 +63,9 @@ from dpo_pack.run.memory.report import (
     stays_gathered,
 )
 from dpo_pack.run.plans import packing_report, plan_pairs, trained_pair_sizes
-from dpo_pack.run.push import push, push_command
 from dpo_pack.run.reference_pass import prepare_reference, resume_reference
 from dpo_pack.run.rollouts import build_online, check_generator, live_reference
-from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint, find_run, only_run
+from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint, find_run, only_run, push
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import (
     Setup,
@@ -76,12 +75,12 @@ from dpo_pack.run.setup import (
     print_columns_not_read,
     recipe_objective,
 )
-from dpo_pack.run.state import TrainState, is_multiple
+from dpo_pack.run.state import TrainState, find_selection, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, keep_log
 from dpo_pack.system.errors import CacheError, RunError, first_line
 from dpo_pack.system.files import write_json_atomically, write_text_atomically
-from dpo_pack.system.hub import why_no_upload
+from dpo_pack.system.hub import push_command, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.memory import release_memory
 from dpo_pack.system.progress import waiting_line
@@ -160,7 +159,9 @@ def train(
                 run.update(status=status, totals=trainer.log.totals(trainer.state))
             raise
         # The run is finished: neither an error of the upload nor a signal changes that.
-        push_model(recipe, run, console, interruption)
+        if recipe.export.push_to_hub is not None:
+            repo, is_private = recipe.export.push_to_hub.repo, recipe.export.push_to_hub.private
+            push_model(run, console, interruption, repo=repo, private=is_private)
 
 
 class Trainer:
@@ -198,7 +199,7 @@ class Trainer:
         self.setup = prepare(recipe, console, takes_prompts=True)
         print_columns_not_read(self.setup.data, console)
         self.selection = find_selection(recipe, self.setup.eval_names)
-        choose_checkpoint(run, recipe, console.print)
+        choose_checkpoint(run, recipe.checkpoint.resume, console.print)
         # Plan: which pairs share a step, a rank and a row.
         self.pairs = None if recipe.online is not None else plan_pairs(self.setup)
         first_plan = None if self.pairs is None else self.pairs.first_plan
@@ -394,8 +395,10 @@ class Trainer:
         fingerprints, packing = dict(self.identity.fingerprints), None
         if self.pairs is not None:
             fingerprints["packing"] = self.pairs.first_plan.fingerprint
-            packing = packing_report(setup.recipe, setup.data, setup.policy_facts.shape, self.pairs)
-        begin_run(run, setup.recipe, str(setup.device))
+            packing = packing_report(
+                self.pairs, setup.data, setup.policy_facts.shape, model=setup.recipe.model.path
+            )
+        begin_run(run, dump_recipe(setup.recipe), str(setup.device))
         keep_log(self.console, run.console_log)
         drop_later_checkpoints(run.checkpoints, step)
         write_json_atomically(run.data_report, setup.data.report)
@@ -594,9 +597,7 @@ class Trainer:
         failure = self.evaluator.failure_sentence(state)
         if failure is not None:
             log.print(failure)
-        if self.setup.recipe.checkpoint.load_best:
-            saver.load_best()
-        self.sampler.write(saver.exported_step)
+        self.sampler.write(saver.load_exported())
         with waiting_line(self.console, "Writing the model"):
             saver.export(run.model)
         log.close()
@@ -634,22 +635,21 @@ def write_page(run: RunDir, console: Console) -> bool:
     return True
 
 
-def push_model(recipe: Recipe, run: RunDir, console: Console, interruption: Interruption) -> None:
-    """Uploads the model of the finished run, if the recipe says so. Prints its URL, or the command that
-    repeats the upload. Only rank 0 uploads; the other ranks end when rank 0 ends.
+def push_model(
+    run: RunDir, console: Console, interruption: Interruption, *, repo: str, private: bool
+) -> None:
+    """Uploads the model of the finished run. Prints its URL, or the command that repeats the upload. Only
+    rank 0 uploads; the other ranks end when rank 0 ends.
 
     Raises Interrupted, also for a signal that came while the model was written: the user does not want to
     wait for an upload.
     """
-    settings = recipe.export.push_to_hub
-    if settings is None:
-        return
-    again = push_command(run.root, settings.repo, private=settings.private)
+    again = push_command(run.root, repo, private=private)
     try:
         interruption.poll()
         if ranks.is_first():
-            console.print(f"Uploading {run.model} to {settings.repo}")
-            for line in push(run.root, settings.repo, private=settings.private).lines():
+            console.print(f"Uploading {run.model} to {repo}")
+            for line in push(run.root, repo, private=private)[1]:
                 console.print(line)
     except RunError as error:
         reason = str(error).removeprefix("push: ")

@@ -446,7 +446,7 @@ def recipe_command(
     elif check is not None:
         loaded = api.load(_load(check, overrides), trains=True)
         with many_imports():
-            from dpo_pack.run.check import check_recipe
+            from dpo_pack.run.setup import check_recipe
 
         found, wrong = check_recipe(loaded)
         for line in found:

@@ -74,8 +74,8 @@ def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[st
     settings = recipe.logging.samples or SamplesRecipe()
     device = Accelerator(cpu=not ranks.uses_cuda()).device
     facts = [model.facts(device) for model in sampled]
-    for model, known in zip(sampled, facts, strict=True):
-        check_model(model.recipe, known, device)
+    for known in facts:
+        check_model(known, device)
     tokenizer = prepare_tokenizer(recipe)
     for model in sampled:
         _check_tokenizer(model, tokenizer, recipe)
@@ -93,7 +93,7 @@ def sample_models(models: Sequence[str], console: Console, *, texts: Sequence[st
     completions = {}
     for model, known in zip(sampled, facts, strict=True):
         release_memory()
-        loaded = load_weights(model.recipe, known, device=device)
+        loaded = load_weights(known, device=device)
         generator = greedy_generator(
             loaded.scorer,
             tokenizer,

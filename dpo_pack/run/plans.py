@@ -118,15 +118,17 @@ def inspect_recipe(
     data = prepare_data(recipe, prepare_tokenizer(recipe), console)
     policy = resolve_policy(recipe, resolve_precision(recipe.model.dtype, recipe.model.autocast, CPU))
     source = offline_source(recipe, data, policy.shape)
-    return packing_report(recipe, data, policy.shape, source, num_ranks=num_ranks, budgets=budgets)
+    return packing_report(
+        source, data, policy.shape, model=recipe.model.path, num_ranks=num_ranks, budgets=budgets
+    )
 
 
 def packing_report(
-    recipe: Recipe,
+    source: OfflineSource,
     data: Data,
     shape: ModelShape,
-    source: OfflineSource,
     *,
+    model: str,
     num_ranks: Sequence[int] = (1, 8, 64),
     budgets: Sequence[int] = (4096, 8192, 16384),
 ) -> PackingReport:
@@ -141,12 +143,12 @@ def packing_report(
         source.first_plan,
         pair_lengths(table),
         shape,
-        plan_settings(recipe),
+        source.settings,
         order=source.order(0),
-        share_prompt=recipe.shares_prompts,
+        share_prompt=source.builder.share_prompt,
         ranks=num_ranks,
         budgets=budgets,
-        model=recipe.model.path,
+        model=model,
         removed_pairs=removed,
         truncated=truncated,
         describe_pair=lambda pair: f"{names[table.source_indices[pair]]} row {table.row_numbers[pair]}",
