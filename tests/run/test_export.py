@@ -109,12 +109,6 @@ def test_what_two_ranks_hold_in_shards_is_exported_whole(
     assert all(torch.equal(whole[name], gathered[name]) for name in whole)
 
 
-def test_the_exported_model_generates(exported: tuple[LoadedModel, Path]) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(exported[1])
-    tokens = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3, top_p=None)
-    assert tokens.shape == (1, 6)
-
-
 def test_dropout_is_off_in_training_and_back_in_the_exported_config(
     exported: tuple[LoadedModel, Path],
 ) -> None:
@@ -180,12 +174,6 @@ def test_a_model_that_cannot_generate_is_saved_without_such_settings(
 def test_whoever_may_read_the_config_may_read_the_weights(exported: tuple[LoadedModel, Path]) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in exported[1].iterdir()}
     assert "model.safetensors" in modes and len(set(modes.values())) == 1, modes
-
-
-def test_exporting_prints_nothing(
-    exported: tuple[LoadedModel, Path], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert capfd.readouterr() == ("", "")
 
 
 def test_nothing_is_left_when_exporting_fails(

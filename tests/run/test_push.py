@@ -188,13 +188,6 @@ def test_a_hub_that_vanishes_is_one_line_and_the_push_can_be_repeated(
     assert files_of(exported["full"] / "model").keys() <= hub.repos[REPO].keys()
 
 
-def test_a_hub_that_nobody_serves_is_one_line(
-    exported: dict[str, Path], hub: StubHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert "refused" in refusal(exported["full"])
-
-
 def test_a_fault_of_our_own_is_not_called_a_refusal_of_the_hub(
     exported: dict[str, Path], hub: StubHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
