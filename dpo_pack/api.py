@@ -137,7 +137,7 @@ def evaluate(
             tables.render_results(results, console)
             return tables.results_json(results)
         both = (str(compare[0]), str(compare[1]))
-        comparisons = compare_models(loaded, *both, console)
+        comparisons = compare_models(*evaluate_models(loaded, both, console), seed=loaded.seed)
         tables.render_comparisons(comparisons, both, console)
         return tables.comparisons_json(comparisons, both)
 

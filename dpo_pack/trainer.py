@@ -167,7 +167,8 @@ def train(
 class Trainer:
     """One rank's part of a run. The constructor gets it ready for its next step, or loads a checkpoint."""
 
-    setup: Setup  # the recipe, and all that is known before weights are loaded
+    recipe: Recipe
+    setup: Setup  # all that is known before weights are loaded
     run: RunDir  # the files of `output_dir`; only rank 0 writes them
     pairs: OfflineSource | None  # the planned pairs; None: an online run makes its pairs while it trains
     loaded: LoadedModel  # the model that is trained, in its scorer
@@ -193,7 +194,7 @@ class Trainer:
         """A dry run prints the memory that the run needs, and writes nothing into `output_dir`."""
         begun = time.monotonic()
         seed_everything(recipe.seed)
-        self.run, self.console, self.interruption = run, console, interruption
+        self.recipe, self.run, self.console, self.interruption = recipe, run, console, interruption
         self.objective = recipe_objective(recipe)
         # Data: pairs as token ids, and all that is known of models and machine without weights.
         self.setup = prepare(recipe, console, takes_prompts=True)
@@ -235,7 +236,7 @@ class Trainer:
 
     def load_offline(self, pairs: OfflineSource) -> float:
         """Loads the model, and gets the pairs' reference log-probs. Returns the seconds of their pass."""
-        setup, recipe, resumes = self.setup, self.setup.recipe, self.run.checkpoint is not None
+        setup, recipe, resumes = self.setup, self.recipe, self.run.checkpoint is not None
         starts_as_reference = recipe.reference.path is None and not resumes
         loaded = load_policy(setup) if starts_as_reference else None
         moving: Reference | None = None
@@ -283,7 +284,7 @@ class Trainer:
 
     def new_state(self) -> TrainState:
         """Makes the optimizer and the schedule of the learning rate, for step 0."""
-        settings, scorer, num_steps = self.setup.recipe.optim, self.loaded.scorer, self.source.num_steps
+        settings, scorer, num_steps = self.recipe.optim, self.loaded.scorer, self.source.num_steps
         if self.reference.moving is not None:
             check_followable(scorer, self.reference.moving)
         optimizer = build_optimizer(
@@ -326,7 +327,7 @@ class Trainer:
 
     def open_log(self, begun: float, offset: int) -> RunLog:
         """Returns the log. `offset`: the bytes of metrics.jsonl that stay."""
-        setup, recipe = self.setup, self.setup.recipe
+        setup, recipe = self.setup, self.recipe
         train, balance = setup.data.train, setup.policy_facts.balance
         if self.pairs is not None:
             is_adapter = self.loaded.adapter is not None
@@ -369,7 +370,7 @@ class Trainer:
     def write_first_files(self) -> None:
         """Writes the files that describe the run, cuts off what an earlier process wrote later than the
         checkpoint, and starts trackers. The other ranks go on when rank 0 has written the files."""
-        run, setup, recipe = self.run, self.setup, self.setup.recipe
+        run, setup, recipe = self.run, self.setup, self.recipe
         with ranks.first_goes_first():
             run.write(self._describe_in_files)
         ranks.require_shared(run.root, "output_dir")
@@ -420,9 +421,7 @@ class Trainer:
             identity=self.identity,
             selection=self.selection,
             log=self.log,
-            writer=CheckpointWriter(
-                self.run.checkpoints, in_background=self.setup.recipe.checkpoint.asynchronous
-            ),
+            writer=CheckpointWriter(self.run.checkpoints, in_background=self.recipe.checkpoint.asynchronous),
         )
         self.evaluator = Evaluator(
             setup=self.setup,
@@ -445,7 +444,7 @@ class Trainer:
                 if self.state.owes_evaluation:  # before step 1, or not done when the run was stopped
                     self.close_step()
                 self.take_steps(after_step)
-                if self.setup.recipe.checkpoint.load_best:
+                if self.recipe.checkpoint.load_best:
                     self.saver.require_best()
             except Interrupted as stopped:
                 if not stopped.is_urgent:
@@ -457,7 +456,7 @@ class Trainer:
 
     def take_steps(self, after_step: AfterStep | None) -> None:
         """Runs the training loop until no step is left or early stopping ends the run."""
-        state, log, every_steps = self.state, self.log, self.setup.recipe.train.eval_every_steps
+        state, log, every_steps = self.state, self.log, self.recipe.train.eval_every_steps
         batches = iter(self.source)
         log.begin_step()
         while (batch := self.next_batch(batches)) is not None:
@@ -489,7 +488,7 @@ class Trainer:
         self.interruption.poll()
         with self.interruption.lifted():  # no step has begun, so a signal ends the run at once
             batch = next(batches, None)
-        seed_step(self.setup.recipe.seed, step=self.state.step, rank=ranks.rank())
+        seed_step(self.recipe.seed, step=self.state.step, rank=ranks.rank())
         self.clock.lap("data")
         return batch
 
@@ -512,7 +511,7 @@ class Trainer:
             batch = self.reference.score_batch(batch)
             loss = self.begin_loss(batch)
             values = self.accumulate_gradients(batch, loss)
-        grad_norm = clip_gradients(state.scorer, self.setup.recipe.optim.max_grad_norm)
+        grad_norm = clip_gradients(state.scorer, self.recipe.optim.max_grad_norm)
         learning_rate = float(state.scheduler.get_last_lr()[0])
         must_skip = self.guard.check(state.step + 1, values, grad_norm, batch.pair_indices)
         skip_update_if(must_skip, optimizer)  # the host does not read `must_skip`, so it does not wait

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import dpo_pack
 from dpo_pack.model.fingerprint import relevant_config
 from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.recipe.training import CheckpointRecipe
 from dpo_pack.reference.cache import namespace_digest
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.checkpoint_files import (
@@ -44,7 +45,7 @@ from dpo_pack.run.checkpoint_files import (
     checkpoint_path,
     saved_counters,
 )
-from dpo_pack.run.export import export_model
+from dpo_pack.run.export import export_model, model_card
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.run_dir import RunDir, damage_of
 from dpo_pack.run.samples import before_and_after
@@ -139,20 +140,24 @@ class Saver:
             self._forget_lost_bests()
 
     @property
+    def settings(self) -> CheckpointRecipe:
+        return self.setup.recipe.checkpoint
+
+    @property
     def is_multiple(self) -> bool:
         """Whether the step is a multiple of `checkpoint.every_steps`."""
-        return is_multiple(self.state.step, self.setup.recipe.checkpoint.every_steps)
+        return is_multiple(self.state.step, self.settings.every_steps)
 
     @property
     def is_due(self) -> bool:
         """Whether a checkpoint is due: by `checkpoint.every_steps`, or because the evaluation after this step
         is among the best (`checkpoint.keep_best`)."""
-        best_steps = self.state.standing.best_steps[: self.setup.recipe.checkpoint.keep_best]
+        best_steps = self.state.standing.best_steps[: self.settings.keep_best]
         return self.state.step > 0 and (self.is_multiple or self.state.step in best_steps)
 
     def save(self) -> None:
         """Writes a checkpoint of the full state. A run resumed from it goes on as if it had not stopped."""
-        settings = self.setup.recipe.checkpoint
+        settings = self.settings
         self.log.flush_pairs()
         with writing(self.run.metrics):
             self.run.write(lambda: sync(self.run.metrics))  # the checkpoint refers to the lines of this file
@@ -165,14 +170,17 @@ class Saver:
 
     def export(self, target: Path) -> None:
         """Writes the policy as a model that transformers, PEFT or vLLM can load."""
-        export_model(
-            self.loaded,
-            self.setup.tokenizer,
-            target,
-            recipe=self.setup.recipe,
+        export_model(self.loaded, self.setup.tokenizer, target, card=self._card)
+
+    def _card(self) -> str:
+        adapter = self.loaded.adapter
+        return model_card(
+            self.setup.recipe,
             totals=self.log.totals(self.state),
             evaluation=self.state.evaluation,
-            samples=lambda: before_and_after(self.run.samples),
+            samples=before_and_after(self.run.samples),
+            adapter_base=None if adapter is None else adapter.base,
+            is_chat=self.setup.tokenizer.chat_template is not None,
         )
 
     def save_on_the_way_out(self) -> None:
@@ -229,7 +237,7 @@ class Saver:
     def load_exported(self) -> int:
         """Returns the step whose weights the run leaves. With `checkpoint.load_best` it loads the weights of
         the best evaluation into the policy; `require_best` has checked their files."""
-        if not self.setup.recipe.checkpoint.load_best:
+        if not self.settings.load_best:
             return self.state.step
         step = self.state.standing.best_steps[0]
         path = checkpoint_path(self.run.checkpoints, step)
@@ -242,7 +250,7 @@ class Saver:
         kept = ranks.first_says(
             tuple(entry for entry in standing.best if checkpoint_path(directory, entry[0]).is_dir())
         )
-        if self.setup.recipe.checkpoint.keep_best > 0 and kept != standing.best:
+        if self.settings.keep_best > 0 and kept != standing.best:
             lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
             self.log.print(
                 f"Note: the best evaluations were after step {lost}, but {directory} has none of their "

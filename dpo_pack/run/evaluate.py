@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,14 +191,13 @@ def evaluate_models(
     return results
 
 
-def compare_models(recipe: Recipe, first: str, second: str, console: Console) -> dict[str, Comparison]:
-    """Returns the comparison of two models by the name of each held-out set. Raises as `evaluate_models`."""
-    ours, theirs = evaluate_models(recipe, [first, second], console)
+def compare_models(
+    ours: Mapping[str, HeldOutResult], theirs: Mapping[str, HeldOutResult], *, seed: int
+) -> dict[str, Comparison]:
+    """Returns the comparison of two models' results by the name of each held-out set."""
     return {
         name: Comparison(
-            first=ours[name],
-            second=theirs[name],
-            difference=compare_results(ours[name], theirs[name], seed=recipe.seed),
+            first=one, second=theirs[name], difference=compare_results(one, theirs[name], seed=seed)
         )
-        for name in ours
+        for name, one in ours.items()
     }

@@ -42,16 +42,12 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase,
     target: Path,
     *,
-    recipe: Recipe,
-    totals: dict[str, Any],
-    evaluation: dict[str, dict[str, float]],
-    samples: Callable[[], Sequence[tuple[str, Sample]]] = tuple,
+    card: Callable[[], str],
 ) -> None:
     """Writes weights, config, generation config, tokenizer and README.md; the directory is whole or absent.
 
-    `evaluation` maps the name of each held-out set to its latest metrics; `samples` returns those of
-    `before_and_after`, for the card. All ranks must call this; rank 0 writes. If the model is sharded, rank 0
-    gathers the shards first.
+    `card` returns the text of README.md. All ranks must call this; rank 0 writes. If the model is sharded,
+    rank 0 gathers the shards first.
     """
     state = None
     if is_sharded(loaded.model):
@@ -59,15 +55,7 @@ def export_model(
 
     def write() -> None:
         with written_aside(target) as temporary:
-            card = model_card(
-                recipe,
-                totals=totals,
-                evaluation=evaluation,
-                samples=samples(),
-                adapter_base=None if loaded.adapter is None else loaded.adapter.base,
-                is_chat=tokenizer.chat_template is not None,
-            )
-            _write_model(loaded, tokenizer, temporary, card, state=state)
+            _write_model(loaded, tokenizer, temporary, card(), state=state)
 
     with ranks.first_goes_first():
         ranks.only_first(write)
@@ -101,7 +89,8 @@ def model_card(
 ) -> str:
     """Returns the model card in Markdown, with the front matter that the hub reads.
 
-    `adapter_base` is the base of an adapter. `is_chat`: the tokenizer has a chat template.
+    `evaluation` maps the name of each held-out set to its latest metrics. `adapter_base` is the base of an
+    adapter. `is_chat`: the tokenizer has a chat template.
     """
     name = recipe.logging.run_name or recipe.output_dir.name
     base = adapter_base or recipe.model.path
