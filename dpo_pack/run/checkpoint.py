@@ -95,9 +95,8 @@ def run_identity(
         fingerprints["load-balancing loss"] = words["load-balancing loss"] = coefficient
     versions, number = package_versions(), ranks.num_ranks()
     # Another release of these packages may change the last bits of results.
-    kept = {
-        package: versions[package] for package in ("torch", "transformers", "peft") if package in versions
-    }
+    packages: tuple[str, ...] = ("torch", "transformers", "peft")
+    kept = {package: versions[package] for package in packages if package in versions}
     judged_by = (
         "" if selection is None else f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}"
     )
