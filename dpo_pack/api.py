@@ -137,7 +137,7 @@ def evaluate(
             tables.render_results(results, console)
             return tables.results_json(results)
         both = (str(compare[0]), str(compare[1]))
-        comparisons = compare_models(loaded, *both, console)
+        comparisons = compare_models(*evaluate_models(loaded, both, console), seed=loaded.seed)
         tables.render_comparisons(comparisons, both, console)
         return tables.comparisons_json(comparisons, both)
 
@@ -230,12 +230,12 @@ def merge(
 
 def push(source: AnyPath, repo: str, *, private: bool = True) -> str:
     """Uploads a run's model, or what `merge` wrote, to the Hugging Face hub. Returns its URL."""
-    from dpo_pack.run.push import push as push_model
+    from dpo_pack.run.run_dir import push as push_run
 
-    pushed = push_model(Path(source), repo, private=private)
-    for line in pushed.lines():
+    url, lines = push_run(Path(source), repo, private=private)
+    for line in lines:
         say(line)
-    return pushed.url
+    return url
 
 
 def report(run: AnyPath, *others: AnyPath, output: AnyPath | None = None) -> Path:

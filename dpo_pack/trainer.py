@@ -47,14 +47,14 @@ from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.packing.report import to_json
-from dpo_pack.recipe.load import Recipe, source_names
+from dpo_pack.recipe.load import Recipe, dump_recipe, source_names
 from dpo_pack.recipe.machine import check_environment
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reports.ending import print_ending
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.run.checkpoint import Saver, load_checkpoint, run_identity
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
-from dpo_pack.run.evaluate import Evaluator, find_selection
+from dpo_pack.run.evaluate import Evaluator
 from dpo_pack.run.log import RunLog, describe_run, initial_loss
 from dpo_pack.run.memory_estimate import (
     largest_row,
@@ -63,10 +63,9 @@ from dpo_pack.run.memory_estimate import (
     stays_gathered,
 )
 from dpo_pack.run.plans import packing_report, plan_pairs, trained_pair_sizes
-from dpo_pack.run.push import push, push_command
 from dpo_pack.run.reference_pass import prepare_reference, resume_reference
 from dpo_pack.run.rollouts import build_online, check_generator, live_reference
-from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint, find_run, only_run
+from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint, find_run, only_run, push
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import (
     Setup,
@@ -76,12 +75,12 @@ from dpo_pack.run.setup import (
     print_columns_not_read,
     recipe_objective,
 )
-from dpo_pack.run.state import TrainState, is_multiple
+from dpo_pack.run.state import TrainState, find_selection, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, keep_log
 from dpo_pack.system.errors import CacheError, RunError, first_line
 from dpo_pack.system.files import write_json_atomically, write_text_atomically
-from dpo_pack.system.hub import why_no_upload
+from dpo_pack.system.hub import push_command, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.memory import release_memory
 from dpo_pack.system.progress import waiting_line
@@ -160,13 +159,16 @@ def train(
                 run.update(status=status, totals=trainer.log.totals(trainer.state))
             raise
         # The run is finished: neither an error of the upload nor a signal changes that.
-        push_model(recipe, run, console, interruption)
+        if recipe.export.push_to_hub is not None:
+            repo, is_private = recipe.export.push_to_hub.repo, recipe.export.push_to_hub.private
+            push_model(run, console, interruption, repo=repo, private=is_private)
 
 
 class Trainer:
     """One rank's part of a run. The constructor gets it ready for its next step, or loads a checkpoint."""
 
-    setup: Setup  # the recipe, and all that is known before weights are loaded
+    recipe: Recipe
+    setup: Setup  # all that is known before weights are loaded
     run: RunDir  # the files of `output_dir`; only rank 0 writes them
     pairs: OfflineSource | None  # the planned pairs; None: an online run makes its pairs while it trains
     loaded: LoadedModel  # the model that is trained, in its scorer
@@ -192,13 +194,13 @@ class Trainer:
         """A dry run prints the memory that the run needs, and writes nothing into `output_dir`."""
         begun = time.monotonic()
         seed_everything(recipe.seed)
-        self.run, self.console, self.interruption = run, console, interruption
+        self.recipe, self.run, self.console, self.interruption = recipe, run, console, interruption
         self.objective = recipe_objective(recipe)
         # Data: pairs as token ids, and all that is known of models and machine without weights.
         self.setup = prepare(recipe, console, takes_prompts=True)
         print_columns_not_read(self.setup.data, console)
         self.selection = find_selection(recipe, self.setup.eval_names)
-        choose_checkpoint(run, recipe, console.print)
+        choose_checkpoint(run, recipe.checkpoint.resume, console.print)
         # Plan: which pairs share a step, a rank and a row.
         self.pairs = None if recipe.online is not None else plan_pairs(self.setup)
         first_plan = None if self.pairs is None else self.pairs.first_plan
@@ -234,7 +236,7 @@ class Trainer:
 
     def load_offline(self, pairs: OfflineSource) -> float:
         """Loads the model, and gets the pairs' reference log-probs. Returns the seconds of their pass."""
-        setup, recipe, resumes = self.setup, self.setup.recipe, self.run.checkpoint is not None
+        setup, recipe, resumes = self.setup, self.recipe, self.run.checkpoint is not None
         starts_as_reference = recipe.reference.path is None and not resumes
         loaded = load_policy(setup) if starts_as_reference else None
         moving: Reference | None = None
@@ -282,7 +284,7 @@ class Trainer:
 
     def new_state(self) -> TrainState:
         """Makes the optimizer and the schedule of the learning rate, for step 0."""
-        settings, scorer, num_steps = self.setup.recipe.optim, self.loaded.scorer, self.source.num_steps
+        settings, scorer, num_steps = self.recipe.optim, self.loaded.scorer, self.source.num_steps
         if self.reference.moving is not None:
             check_followable(scorer, self.reference.moving)
         optimizer = build_optimizer(
@@ -325,7 +327,7 @@ class Trainer:
 
     def open_log(self, begun: float, offset: int) -> RunLog:
         """Returns the log. `offset`: the bytes of metrics.jsonl that stay."""
-        setup, recipe = self.setup, self.setup.recipe
+        setup, recipe = self.setup, self.recipe
         train, balance = setup.data.train, setup.policy_facts.balance
         if self.pairs is not None:
             is_adapter = self.loaded.adapter is not None
@@ -368,7 +370,7 @@ class Trainer:
     def write_first_files(self) -> None:
         """Writes the files that describe the run, cuts off what an earlier process wrote later than the
         checkpoint, and starts trackers. The other ranks go on when rank 0 has written the files."""
-        run, setup, recipe = self.run, self.setup, self.setup.recipe
+        run, setup, recipe = self.run, self.setup, self.recipe
         with ranks.first_goes_first():
             run.write(self._describe_in_files)
         ranks.require_shared(run.root, "output_dir")
@@ -394,8 +396,10 @@ class Trainer:
         fingerprints, packing = dict(self.identity.fingerprints), None
         if self.pairs is not None:
             fingerprints["packing"] = self.pairs.first_plan.fingerprint
-            packing = packing_report(setup.recipe, setup.data, setup.policy_facts.shape, self.pairs)
-        begin_run(run, setup.recipe, str(setup.device))
+            packing = packing_report(
+                self.pairs, setup.data, setup.policy_facts.shape, model=setup.recipe.model.path
+            )
+        begin_run(run, dump_recipe(setup.recipe), str(setup.device))
         keep_log(self.console, run.console_log)
         drop_later_checkpoints(run.checkpoints, step)
         write_json_atomically(run.data_report, setup.data.report)
@@ -417,9 +421,7 @@ class Trainer:
             identity=self.identity,
             selection=self.selection,
             log=self.log,
-            writer=CheckpointWriter(
-                self.run.checkpoints, in_background=self.setup.recipe.checkpoint.asynchronous
-            ),
+            writer=CheckpointWriter(self.run.checkpoints, in_background=self.recipe.checkpoint.asynchronous),
         )
         self.evaluator = Evaluator(
             setup=self.setup,
@@ -442,7 +444,7 @@ class Trainer:
                 if self.state.owes_evaluation:  # before step 1, or not done when the run was stopped
                     self.close_step()
                 self.take_steps(after_step)
-                if self.setup.recipe.checkpoint.load_best:
+                if self.recipe.checkpoint.load_best:
                     self.saver.require_best()
             except Interrupted as stopped:
                 if not stopped.is_urgent:
@@ -454,7 +456,7 @@ class Trainer:
 
     def take_steps(self, after_step: AfterStep | None) -> None:
         """Runs the training loop until no step is left or early stopping ends the run."""
-        state, log, every_steps = self.state, self.log, self.setup.recipe.train.eval_every_steps
+        state, log, every_steps = self.state, self.log, self.recipe.train.eval_every_steps
         batches = iter(self.source)
         log.begin_step()
         while (batch := self.next_batch(batches)) is not None:
@@ -486,7 +488,7 @@ class Trainer:
         self.interruption.poll()
         with self.interruption.lifted():  # no step has begun, so a signal ends the run at once
             batch = next(batches, None)
-        seed_step(self.setup.recipe.seed, step=self.state.step, rank=ranks.rank())
+        seed_step(self.recipe.seed, step=self.state.step, rank=ranks.rank())
         self.clock.lap("data")
         return batch
 
@@ -509,7 +511,7 @@ class Trainer:
             batch = self.reference.score_batch(batch)
             loss = self.begin_loss(batch)
             values = self.accumulate_gradients(batch, loss)
-        grad_norm = clip_gradients(state.scorer, self.setup.recipe.optim.max_grad_norm)
+        grad_norm = clip_gradients(state.scorer, self.recipe.optim.max_grad_norm)
         learning_rate = float(state.scheduler.get_last_lr()[0])
         must_skip = self.guard.check(state.step + 1, values, grad_norm, batch.pair_indices)
         skip_update_if(must_skip, optimizer)  # the host does not read `must_skip`, so it does not wait
@@ -594,9 +596,7 @@ class Trainer:
         failure = self.evaluator.failure_sentence(state)
         if failure is not None:
             log.print(failure)
-        if self.setup.recipe.checkpoint.load_best:
-            saver.load_best()
-        self.sampler.write(saver.exported_step)
+        self.sampler.write(saver.load_exported())
         with waiting_line(self.console, "Writing the model"):
             saver.export(run.model)
         log.close()
@@ -634,22 +634,21 @@ def write_page(run: RunDir, console: Console) -> bool:
     return True
 
 
-def push_model(recipe: Recipe, run: RunDir, console: Console, interruption: Interruption) -> None:
-    """Uploads the model of the finished run, if the recipe says so. Prints its URL, or the command that
-    repeats the upload. Only rank 0 uploads; the other ranks end when rank 0 ends.
+def push_model(
+    run: RunDir, console: Console, interruption: Interruption, *, repo: str, private: bool
+) -> None:
+    """Uploads the model of the finished run. Prints its URL, or the command that repeats the upload. Only
+    rank 0 uploads; the other ranks end when rank 0 ends.
 
     Raises Interrupted, also for a signal that came while the model was written: the user does not want to
     wait for an upload.
     """
-    settings = recipe.export.push_to_hub
-    if settings is None:
-        return
-    again = push_command(run.root, settings.repo, private=settings.private)
+    again = push_command(run.root, repo, private=private)
     try:
         interruption.poll()
         if ranks.is_first():
-            console.print(f"Uploading {run.model} to {settings.repo}")
-            for line in push(run.root, settings.repo, private=settings.private).lines():
+            console.print(f"Uploading {run.model} to {repo}")
+            for line in push(run.root, repo, private=private)[1]:
                 console.print(line)
     except RunError as error:
         reason = str(error).removeprefix("push: ")

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 import dpo_pack
 from dpo_pack import api
-from dpo_pack.commands.cache import cache_app
+from dpo_pack.commands.cache_commands import cache_app
 from dpo_pack.system import interrupts
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
 from dpo_pack.system.errors import RecipeError
@@ -446,7 +446,7 @@ def recipe_command(
     elif check is not None:
         loaded = api.load(_load(check, overrides), trains=True)
         with many_imports():
-            from dpo_pack.run.check import check_recipe
+            from dpo_pack.run.setup import check_recipe
 
         found, wrong = check_recipe(loaded)
         for line in found:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import dpo_pack
 from dpo_pack.model.fingerprint import relevant_config
 from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.recipe.training import CheckpointRecipe
 from dpo_pack.reference.cache import namespace_digest
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.checkpoint_files import (
@@ -44,7 +45,7 @@ from dpo_pack.run.checkpoint_files import (
     checkpoint_path,
     saved_counters,
 )
-from dpo_pack.run.export import export_model
+from dpo_pack.run.export import export_model, model_card
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.run_dir import RunDir, damage_of
 from dpo_pack.run.samples import before_and_after
@@ -56,8 +57,6 @@ from dpo_pack.system.files import sync, writing
 from dpo_pack.system.machine import package_versions
 from dpo_pack.training.batches import BatchSource
 
-# Another release of these packages may change the last bits of results.
-_PACKAGES = ("torch", "transformers", "peft")
 _COUNTERS = ("step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation", "owes_evaluation")
 
 
@@ -70,11 +69,9 @@ def run_identity(
     moves: bool,
     frozen: FrozenReference | None,
 ) -> Identity:
-    """Returns what identifies a run in its checkpoints: hashes that must not change when the run resumes, and
-    values that can. It is equal on all ranks.
+    """Returns what identifies a run in its checkpoints. It is equal on all ranks.
 
-    `moves`: the reference follows the policy. `frozen`: the reference's log-probs, if the run has them. The
-    fingerprints include the held-out data only if the recipe uses early stopping.
+    `moves`: the reference follows the policy. `frozen`: the reference's log-probs, if the run has them.
     """
     recipe, data, facts = setup.recipe, setup.data, setup.policy_facts
     fingerprints = {
@@ -96,18 +93,17 @@ def run_identity(
     if facts.balance is not None:
         coefficient = f"x {facts.balance.coefficient:g}"
         fingerprints["load-balancing loss"] = words["load-balancing loss"] = coefficient
-    versions = package_versions()
-    number = ranks.num_ranks()
-    judged_by = ""
-    if selection is not None:
-        judged_by = f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}"
+    versions, number = package_versions(), ranks.num_ranks()
+    # Another release of these packages may change the last bits of results.
+    packages: tuple[str, ...] = ("torch", "transformers", "peft")
+    kept = {package: versions[package] for package in packages if package in versions}
+    judged_by = (
+        "" if selection is None else f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}"
+    )
     return Identity(
         fingerprints=fingerprints,
         words=words,
-        versions={
-            "dpo-pack": dpo_pack.__version__,
-            **{package: versions[package] for package in _PACKAGES if package in versions},
-        },
+        versions={"dpo-pack": dpo_pack.__version__, **kept},
         ranks="one process" if number == 1 else f"{number} processes ({setup.strategy.name})",
         judged_by=judged_by,
     )
@@ -143,22 +139,27 @@ class Saver:
             self._forget_lost_bests()
 
     @property
+    def settings(self) -> CheckpointRecipe:
+        return self.setup.recipe.checkpoint
+
+    @property
     def is_multiple(self) -> bool:
         """Whether the step is a multiple of `checkpoint.every_steps`."""
-        return is_multiple(self.state.step, self.setup.recipe.checkpoint.every_steps)
+        return is_multiple(self.state.step, self.settings.every_steps)
 
     @property
     def is_due(self) -> bool:
         """Whether a checkpoint is due: by `checkpoint.every_steps`, or because the evaluation after this step
         is among the best (`checkpoint.keep_best`)."""
-        best_steps = self.state.standing.best_steps[: self.setup.recipe.checkpoint.keep_best]
+        best_steps = self.state.standing.best_steps[: self.settings.keep_best]
         return self.state.step > 0 and (self.is_multiple or self.state.step in best_steps)
 
     def save(self) -> None:
         """Writes a checkpoint of the full state. A run resumed from it goes on as if it had not stopped."""
-        settings = self.setup.recipe.checkpoint
+        settings = self.settings
         self.log.flush_pairs()
-        self.run.write(self._sync_metrics)
+        with writing(self.run.metrics):
+            self.run.write(lambda: sync(self.run.metrics))  # the checkpoint refers to the lines of this file
         content = checkpoint_content(
             self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
         )
@@ -166,20 +167,19 @@ class Saver:
         self.saved = self.place
         self.log.print(f"  {'saving' if self.writer.is_busy else 'saved'} {path}")
 
-    def _sync_metrics(self) -> None:
-        with writing(self.run.metrics):
-            sync(self.run.metrics)  # the checkpoint refers to the lines of this file
-
     def export(self, target: Path) -> None:
         """Writes the policy as a model that transformers, PEFT or vLLM can load."""
-        export_model(
-            self.loaded,
-            self.setup.tokenizer,
-            target,
-            recipe=self.setup.recipe,
+        export_model(self.loaded, self.setup.tokenizer, target, card=self._card)
+
+    def _card(self) -> str:
+        adapter = self.loaded.adapter
+        return model_card(
+            self.setup.recipe,
             totals=self.log.totals(self.state),
             evaluation=self.state.evaluation,
-            samples=lambda: before_and_after(self.run.samples),
+            samples=before_and_after(self.run.samples),
+            adapter_base=None if adapter is None else adapter.base,
+            is_chat=self.setup.tokenizer.chat_template is not None,
         )
 
     def save_on_the_way_out(self) -> None:
@@ -203,8 +203,7 @@ class Saver:
             self.log.print(f"  Warning: {refused}")
 
     def best_evaluation(self) -> dict[str, Any] | None:
-        """Returns for run.json the step with the best evaluation, or None without evaluations. Its
-        `checkpoint` is None if no checkpoint of this step is kept."""
+        """Returns run.json's entry on the best evaluation, if any. `checkpoint`: None if none is kept."""
         standing = self.state.standing
         if self.selection is None or not standing.best:
             return None
@@ -220,7 +219,7 @@ class Saver:
         }
 
     def require_best(self) -> None:
-        """Raises RunError if `load_best` would find no weights. Every rank must call it.
+        """Raises RunError if `load_exported` would find no weights. Every rank must call it.
 
         It is called before the run ends, so that the caller can still save the last step.
         """
@@ -234,27 +233,23 @@ class Saver:
         if damage is not None:
             raise RunError(f"checkpoint.load_best: {path} is damaged: {damage}; {remedy}")
 
-    @property
-    def exported_step(self) -> int:
-        """The step whose weights the run leaves."""
-        loads_best = self.setup.recipe.checkpoint.load_best
-        return self.state.standing.best_steps[0] if loads_best else self.state.step
-
-    def load_best(self) -> None:
-        """Loads the best evaluation's weights into the policy. `require_best` has checked their files."""
-        path = checkpoint_path(self.run.checkpoints, self.exported_step)
+    def load_exported(self) -> int:
+        """Returns the step whose weights the run leaves. With `checkpoint.load_best` it loads the weights of
+        the best evaluation into the policy; `require_best` has checked their files."""
+        if not self.settings.load_best:
+            return self.state.step
+        step = self.state.standing.best_steps[0]
+        path = checkpoint_path(self.run.checkpoints, step)
         self.state.evaluation = load_trained(path, self.state.scorer)
+        return step
 
     def _forget_lost_bests(self) -> None:
-        """Removes from the list of best evaluations those without a checkpoint in this run's directory.
-
-        Their checkpoint is in another directory, was never written, or was removed for a better one.
-        """
+        """Removes from the list of best evaluations those without a checkpoint in this run's directory."""
         standing, directory = self.state.standing, self.run.checkpoints
         kept = ranks.first_says(
             tuple(entry for entry in standing.best if checkpoint_path(directory, entry[0]).is_dir())
         )
-        if self.setup.recipe.checkpoint.keep_best > 0 and kept != standing.best:
+        if self.settings.keep_best > 0 and kept != standing.best:
             lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
             self.log.print(
                 f"Note: the best evaluations were after step {lost}, but {directory} has none of their "
@@ -305,18 +300,22 @@ def checkpoint_content(
 
 
 def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tuple[int, list[str]]:
-    """Loads a checkpoint into `state`, which must be new. Every rank must call it.
+    """Loads a checkpoint, whose files are checked, into a new `state`. Every rank must call it.
 
     Returns the length of metrics.jsonl in bytes when the checkpoint was written, and messages about changes
-    since then that are allowed. The caller must have checked the files with `find_damage`. Raises RunError if
-    the checkpoint belongs to other data, another plan (pairs of each step), another reference or other
-    parameters.
+    since then that are allowed. Raises RunError if the checkpoint belongs to another run or other parameters.
     """
     counters = saved_counters(path)
     _refuse_another_run(path, counters, identity)
-    host = _read_host_state(path / HOST_STATE)
+    try:
+        kept = torch.load(path / HOST_STATE, map_location="cpu", weights_only=True)
+        groups, schedule, source = (kept[name] for name in ("optimizer_groups", "scheduler", "source"))
+    except Exception as error:  # torch.load raises any class for a damaged file
+        raise RunError(f"{path / HOST_STATE} is missing or damaged; delete {path} and run again") from error
     weights = _weights(state)
-    saved = _names_of_parameters(path)
+    saved: dict[str, set[str]] = {"policy": set(), "reference": set(), "optimizer": set()}  # names
+    for part, *name in FileSystemReader(path / TENSORS).read_metadata().planner_data.values():
+        saved.setdefault(part, set()).update(name[:1])
     if any(weights[part].keys() != saved[part] for part in weights):
         raise RunError(
             f"{path} holds other parameters than this policy trains, or an earlier version of dpo-pack "
@@ -324,7 +323,7 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
         )
     optimizer = _new_optimizer_state(state)
     # A parameter that never had a gradient has no moments in the checkpoint.
-    moments = {name: kept for name, kept in optimizer["state"].items() if name in saved["optimizer"]}
+    moments = {name: moment for name, moment in optimizer["state"].items() if name in saved["optimizer"]}
     assert moments.keys() == saved["optimizer"]
     _read_tensors(path, {**weights, "optimizer": moments})
     set_optimizer_state_dict(
@@ -333,10 +332,10 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
         {**optimizer, "state": moments},
         options=StateDictOptions(strict=False),
     )
-    for group, settings in zip(state.optimizer.param_groups, host["optimizer_groups"], strict=True):
+    for group, settings in zip(state.optimizer.param_groups, groups, strict=True):
         group.update(settings)
-    state.scheduler.load_state_dict(host["scheduler"])
-    state.source.load_state_dict(host["source"])
+    state.scheduler.load_state_dict(schedule)
+    state.source.load_state_dict(source)
     for name in _COUNTERS:
         setattr(state, name, getattr(counters, name))
     if counters.judged_by == identity.judged_by:  # else the saved values cannot be compared
@@ -368,9 +367,8 @@ def _trained_parameters(scorer: nn.Module) -> dict[str, Tensor]:
 def _new_optimizer_state(state: TrainState) -> dict[str, Any]:
     """Returns the state of a new optimizer: tensors with the right device and shards, to load into.
 
-    torch creates this state by a step that changes nothing, but only if no parameter has a gradient. DDP's
-    parameters have gradients from the start (views of DDP's buffers), so this function removes and restores
-    the gradients.
+    torch creates it by a step that changes nothing, but only if no parameter has a gradient. DDP's parameters
+    have gradients from the start (views of DDP's buffers), so this function removes and restores them.
     """
     gradients = [(parameter, parameter.grad) for parameter in state.scorer.parameters()]
     state.optimizer.zero_grad(set_to_none=True)
@@ -381,22 +379,18 @@ def _new_optimizer_state(state: TrainState) -> dict[str, Any]:
 
 
 def _refuse_another_run(path: Path, counters: Counters, identity: Identity) -> None:
-    then = counters.identity
-    changed = [
-        f"{name}{_then_and_now(counters.words.get(name), identity.words.get(name))}"
-        for name in {**identity.fingerprints, **then}
-        if then.get(name) != identity.fingerprints.get(name)
-    ]
+    changed = []
+    for name in {**identity.fingerprints, **counters.identity}:
+        if counters.identity.get(name) != identity.fingerprints.get(name):
+            then, now = counters.words.get(name), identity.words.get(name)
+            says = then != now and then is not None and now is not None
+            changed.append(f"{name} ({then} then, {now} now)" if says else name)
     if changed:
         raise RunError(
             f"{path} was saved with another {' and another '.join(changed)}, so going on would train "
             "something else; use another output_dir, or start again with checkpoint.resume=never and "
             "--overwrite"
         )
-
-
-def _then_and_now(then: str | None, now: str | None) -> str:
-    return "" if then == now or then is None or now is None else f" ({then} then, {now} now)"
 
 
 def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
@@ -417,14 +411,6 @@ def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
         yield f"Warning: packages have other versions, which may change the last bits of results: {changed}"
 
 
-def _names_of_parameters(path: Path) -> dict[str, set[str]]:
-    """Returns the names of a checkpoint's parameters under `policy`, `reference` and `optimizer`."""
-    names: dict[str, set[str]] = {"policy": set(), "reference": set(), "optimizer": set()}
-    for part, *name in FileSystemReader(path / TENSORS).read_metadata().planner_data.values():
-        names.setdefault(part, set()).update(name[:1])
-    return names
-
-
 def _read_tensors(path: Path, into: dict[str, Any]) -> None:
     is_alone = ranks.num_ranks() == 1
     # torch warns if one process loads alone, but here that is right.
@@ -439,11 +425,3 @@ def _read_tensors(path: Path, into: dict[str, Any]) -> None:
     except CheckpointException as error:
         (cause, _), *_ = error.failures.values()
         raise RunError(f"{path} cannot be read ({cause}); delete it and run again") from error
-
-
-def _read_host_state(file: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        return {name: state[name] for name in ("optimizer_groups", "scheduler", "source")}
-    except Exception as error:  # torch.load raises any class for a damaged file
-        raise RunError(f"{file} is missing or damaged; delete {file.parent} and run again") from error

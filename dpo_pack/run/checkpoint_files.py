@@ -3,11 +3,6 @@
 A checkpoint is written into a temporary directory, which rank 0 renames to `step-000100/` when all its files
 are on the disk. Removal also begins with a rename. So a directory of that name is always complete. Its
 `checkpoint.json` has a checksum of every other file, which shows damage by a disk or a copy.
-
-torch.distributed.checkpoint writes the tensors: each rank writes its shards, or its part of the tensors that
-all ranks have. A thread can also write a checkpoint in the background, from a copy in the host's memory. The
-thread uses a separate process group, so that its collectives cannot mix with those of training. Only one
-checkpoint is written at a time: the next one waits for it.
 """
 
 from __future__ import annotations
@@ -91,13 +86,6 @@ def drop_later_checkpoints(directory: Path, step: int) -> None:
             remove_directory(path)
 
 
-def prune(directory: Path, *, keep: int, also: Collection[int]) -> None:
-    """Removes all checkpoints except the newest `keep` and those of the steps in `also`."""
-    for path in checkpoints(directory)[:-keep]:
-        if step_of(path) not in also:
-            remove_directory(path)
-
-
 def file_sums(directory: Path, *, pattern: str = "*") -> dict[str, dict[str, int]]:
     """Returns bytes and CRC-32 of each file, by its path in `directory`; leaves `checkpoint.json` out."""
     files = (file for file in sorted(directory.rglob(pattern)) if file.is_file())
@@ -167,7 +155,7 @@ def _crc32(file: Path) -> int:
 
 
 def saved_counters(path: Path) -> Counters:
-    """Returns the content of a checkpoint's checkpoint.json. Raises RunError if it cannot be read."""
+    """Returns the content of checkpoint.json. Raises RunError if it cannot be read."""
     counters: Counters | None = read_counters(path, Counters)
     if counters is None:
         raise RunError(
@@ -195,9 +183,9 @@ class CheckpointContent:
 class CheckpointWriter:
     """Writes a run's checkpoints, one at a time. Every rank must call its methods in the same order.
 
-    torch's async_save ends when the tensors' files are written. The thread of this class calls torch's `save`
-    and then also checks that every rank has written, computes the checksums and renames the directory. So the
-    checkpoint becomes complete while training goes on, without another call.
+    Each rank writes its shards, or its part of the tensors that all ranks have. In the background a thread
+    writes from a copy in the host's memory. Its process group is its own, so that its collectives cannot mix
+    with those of training. (torch's async_save would end before the directory is checked and renamed.)
     """
 
     def __init__(self, directory: Path, *, in_background: bool | Literal["auto"]) -> None:
@@ -221,9 +209,8 @@ class CheckpointWriter:
         path = checkpoint_path(self.directory, content.step)
         temporary = ranks.first_says(path_aside(path))
         if self.in_background == "auto":
-            self.in_background = not ranks.any_rank(
-                not _has_room_for_copy(list(_local_tensors(content.tensors)))
-            )
+            lacks_room = not _has_room_for_copy(list(_local_tensors(content.tensors)))
+            self.in_background = not ranks.any_rank(lacks_room)
         with _discarded_on_failure(temporary):
             _on_every_rank(path, self._group, lambda: ranks.only_first(lambda: temporary.mkdir(parents=True)))
             if export is not None:
@@ -231,7 +218,11 @@ class CheckpointWriter:
             if self.in_background:
                 content = replace(content, tensors=self._copy_on_host(content.tensors))
         if self.in_background:
-            self._thread = self._thread or _one_thread()
+            if self._thread is None:
+                # By default a new thread would use GPU 0, and torch's `save` makes CUDA streams.
+                device = torch.cuda.current_device() if torch.cuda.is_available() else None
+                choose = None if device is None else functools.partial(torch.cuda.set_device, device)
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=choose)
             self._pending = self._thread.submit(_write, content, temporary, path, self._group)
         else:
             _write(content, temporary, path, self._group)
@@ -287,14 +278,6 @@ class CheckpointWriter:
                 self._stager.close()
 
 
-def _one_thread() -> ThreadPoolExecutor:
-    # By default a new thread would use GPU 0, and torch's `save` makes CUDA streams.
-    choose_device = None
-    if torch.cuda.is_available():
-        choose_device = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=choose_device)
-
-
 def _local_tensors(tree: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yields this rank's part of every tensor in nested dicts."""
     for value in tree.values():
@@ -311,10 +294,7 @@ def _has_room_for_copy(tensors: Sequence[Tensor]) -> bool:
 
 
 def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) -> None:
-    """Writes the checkpoint into `temporary` and renames it to `path`. Every rank must call it.
-
-    If one rank fails, all ranks raise its error.
-    """
+    """Writes the checkpoint into `temporary` and renames it to `path`; if one rank fails, all raise."""
     with _discarded_on_failure(temporary):
         _on_every_rank(path, group, lambda: _save_tensors(content.tensors, temporary / TENSORS, group))
         own_files = f"__{ranks.rank()}_*"
@@ -327,10 +307,7 @@ def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) 
 def _complete(
     content: CheckpointContent, temporary: Path, path: Path, files: dict[str, dict[str, int]]
 ) -> None:
-    """Adds the values that are not tensors, renames the checkpoint and removes old checkpoints.
-
-    `files` are the checksums of all ranks' tensor files.
-    """
+    """Adds what is no tensor, renames the checkpoint, removes old ones. `files`: of all ranks' tensors."""
     with (temporary / HOST_STATE).open("wb") as file:  # given a path, torch.save does not report a full disk
         torch.save(content.host, file)
     for directory, pattern in ((TENSORS, ".metadata"), (MODEL, "*")):
@@ -339,7 +316,9 @@ def _complete(
     files |= file_sums(temporary, pattern=HOST_STATE)
     write_counters(temporary, {**content.counters, "files": files})
     put_in_place(temporary, path)
-    prune(path.parent, keep=content.keep, also={content.step, *content.keep_steps})
+    for old in checkpoints(path.parent)[: -content.keep]:
+        if step_of(old) not in {content.step, *content.keep_steps}:
+            remove_directory(old)
 
 
 def _save_tensors(tensors: dict[str, Any], directory: Path, group: Any) -> None:

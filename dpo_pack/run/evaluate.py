@@ -1,15 +1,10 @@
-"""Evaluates models on a recipe's held-out sets, in a run and for `dpopack evaluate`; compares two models.
-
-`judge` finds the best evaluation of a run and so decides when early stopping ends it. A checkpoint holds the
-standing, so a resumed run ends at the same step as a run that was not interrupted.
-"""
+"""Evaluates models on a recipe's held-out sets, in a run and for `dpopack evaluate`; compares two models."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,6 @@ from dpo_pack.losses import Objective
 from dpo_pack.model.lora import is_adapter
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.win_rate import WinRate, win_rate_sentence
-from dpo_pack.recipe.errors import show
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.log import RunLog
@@ -28,7 +22,7 @@ from dpo_pack.run.plans import row_builder
 from dpo_pack.run.reference_pass import prepare_reference
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, load_proved, prepare, recipe_objective
-from dpo_pack.run.state import Evaluation, Selection, Standing, TrainState
+from dpo_pack.run.state import Selection, TrainState, judge
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.interrupts import Interruption
@@ -174,7 +168,13 @@ def evaluate_models(
     """
     if not recipe.data.eval:
         raise RecipeError("data.eval: the recipe has no held-out data; name a source or a fraction")
-    paths = [_model_path(recipe, model) for model in models]
+    paths = [recipe.output_dir / "model" if model is None else Path(model) for model in models]
+    for path, model in zip(paths, models, strict=True):
+        is_hub_id = model is not None and HUB_ID.fullmatch(model) is not None and not path.exists()
+        if not is_hub_id and not (is_adapter(path) or (path / "config.json").is_file()):
+            raise ModelError(
+                f"{path}: there is no trained model; finish the run first, or give another one with --model"
+            )
     objective = recipe_objective(recipe)
     setup = prepare(recipe, console)
     lookup = prepare_reference(setup).values().of if objective.needs_reference else None
@@ -183,7 +183,7 @@ def evaluate_models(
     for path in paths:
         release_memory()
         facts = resolve_model(recipe, setup.precision, str(path), recipe_key="--model")
-        check_model(recipe, facts, setup.device)
+        check_model(facts, setup.device)
         check_data(setup, facts)
         policy = load_proved(setup, facts).scorer
         results.append({r.name: r for r in evaluate_sets(setup, policy, reference, objective)})
@@ -191,73 +191,13 @@ def evaluate_models(
     return results
 
 
-def compare_models(recipe: Recipe, first: str, second: str, console: Console) -> dict[str, Comparison]:
-    """Returns the comparison of two models by the name of each held-out set. Raises as `evaluate_models`."""
-    ours, theirs = evaluate_models(recipe, [first, second], console)
+def compare_models(
+    ours: Mapping[str, HeldOutResult], theirs: Mapping[str, HeldOutResult], *, seed: int
+) -> dict[str, Comparison]:
+    """Returns the comparison of two models' results by the name of each held-out set."""
     return {
         name: Comparison(
-            first=ours[name],
-            second=theirs[name],
-            difference=compare_results(ours[name], theirs[name], seed=recipe.seed),
+            first=one, second=theirs[name], difference=compare_results(one, theirs[name], seed=seed)
         )
-        for name in ours
+        for name, one in ours.items()
     }
-
-
-def _model_path(recipe: Recipe, model: str | None) -> Path:
-    path = recipe.output_dir / "model" if model is None else Path(model)
-    is_hub_id = model is not None and HUB_ID.fullmatch(model) is not None and not path.exists()
-    if not is_hub_id and not (is_adapter(path) or (path / "config.json").is_file()):
-        raise ModelError(
-            f"{path}: there is no trained model; finish the run first, or give another one with --model"
-        )
-    return path
-
-
-# ------------------------------------------------------------------------------- the best evaluation
-
-
-def judge(standing: Standing, selection: Selection, evaluation: Evaluation, *, step: int) -> Standing:
-    """Returns the standing after an evaluation; `evaluation` maps each held-out set to its metrics.
-
-    If two values are equal, the earlier one is better. A value that is not finite or is missing is no
-    improvement; an online run has no value if no prompt could be scored. A later value must be better than
-    the value before the first step (`step` 0) to count as an improvement. But the value of step 0 is never
-    among the best, because the run saves no checkpoint of the weights from which it starts.
-    """
-    value = evaluation[selection.eval_set].get(selection.metric)
-    if value is None or not math.isfinite(value):
-        return replace(standing, num_since_improvement=standing.num_since_improvement + (step > 0))
-    if step == 0:
-        return replace(standing, start=value, bar=value)
-    improves = standing.bar is None or selection.is_better(value, standing.bar, by=selection.min_delta)
-    sign = 1.0 if selection.lower_is_better else -1.0
-    best = sorted((*standing.best, (step, value)), key=lambda entry: (sign * entry[1], entry[0]))
-    return replace(
-        standing,
-        best=tuple(best[: selection.num_best]),
-        bar=value if improves else standing.bar,
-        num_since_improvement=0 if improves else standing.num_since_improvement + 1,
-    )
-
-
-def find_selection(recipe: Recipe, eval_sets: Sequence[str]) -> Selection | None:
-    """Returns the recipe's settings for comparing evaluations; None if nothing is held out.
-
-    Raises RecipeError if the recipe names a held-out set that does not exist.
-    """
-    if not eval_sets:
-        return None
-    wanted, stopping = recipe.checkpoint.eval_set, recipe.train.early_stopping
-    if wanted is not None and wanted not in eval_sets:
-        raise RecipeError(
-            f"checkpoint.eval_set: no held-out set is called {show(wanted)}; there are {', '.join(eval_sets)}"
-        )
-    default = "loss" if recipe.online is None else "online/win_rate"
-    return Selection(
-        metric=recipe.checkpoint.metric or default,
-        eval_set=wanted or eval_sets[0],
-        num_best=max(1, recipe.checkpoint.keep_best),
-        patience=None if stopping is None else stopping.patience,
-        min_delta=0.0 if stopping is None else stopping.min_delta,
-    )

@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,12 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase,
     target: Path,
     *,
-    recipe: Recipe,
-    totals: dict[str, Any],
-    evaluation: dict[str, dict[str, float]],
-    samples: Callable[[], Sequence[tuple[str, Sample]]] = tuple,
+    card: Callable[[], str],
 ) -> None:
     """Writes weights, config, generation config, tokenizer and README.md; the directory is whole or absent.
 
-    `evaluation` maps the name of each held-out set to its latest metrics; `samples` returns those of
-    `before_and_after`, for the card. All ranks must call this; rank 0 writes. If the model is sharded, rank 0
-    gathers the shards first.
+    `card` returns the text of README.md. All ranks must call this; rank 0 writes. If the model is sharded,
+    rank 0 gathers the shards first.
     """
     state = None
     if is_sharded(loaded.model):
@@ -59,15 +55,7 @@ def export_model(
 
     def write() -> None:
         with written_aside(target) as temporary:
-            card = model_card(
-                recipe,
-                totals=totals,
-                evaluation=evaluation,
-                samples=samples(),
-                adapter_base=None if loaded.adapter is None else loaded.adapter.base,
-                is_chat=tokenizer.chat_template is not None,
-            )
-            _write_model(loaded, tokenizer, temporary, card, state=state)
+            _write_model(loaded, tokenizer, temporary, card(), state=state)
 
     with ranks.first_goes_first():
         ranks.only_first(write)
@@ -101,10 +89,18 @@ def model_card(
 ) -> str:
     """Returns the model card in Markdown, with the front matter that the hub reads.
 
-    `adapter_base` is the base of an adapter. `is_chat`: the tokenizer has a chat template.
+    `evaluation` maps the name of each held-out set to its latest metrics. `adapter_base` is the base of an
+    adapter. `is_chat`: the tokenizer has a chat template.
     """
     name = recipe.logging.run_name or recipe.output_dir.name
     base = adapter_base or recipe.model.path
+    columns = _ONLINE_COLUMNS if recipe.online is not None else _COLUMNS
+    held_out, eval_sources = recipe.data.eval, recipe.data.eval_sources
+    paths = {name: source.path for name, source in zip(source_names(eval_sources), eval_sources, strict=True)}
+    data_lines = [_source_line("training", source.path) for source in recipe.data.train]
+    data_lines += [_source_line("held out", source.path) for source in eval_sources]
+    if isinstance(held_out, EvalFraction):
+        data_lines.append(f"- held out: a fraction of {held_out.fraction} of the training data")
     datasets = dict.fromkeys(source.path for source in recipe.data.train if is_on_hub(source.path))
     head = ModelCardData(
         library_name="transformers" if adapter_base is None else "peft",
@@ -114,7 +110,7 @@ def model_card(
         datasets=list(datasets) or None,
         tags=["dpo", "preference-optimization", "dpo-pack"] + ["lora"] * (adapter_base is not None),
         model_name=name,
-        eval_results=_held_out_results(recipe, evaluation) or None,
+        eval_results=_held_out_results(evaluation, columns, paths) or None,
     )
     adapter = "" if adapter_base is None else f"A LoRA adapter for {name_for_others(adapter_base)}: "
     lines = [
@@ -134,7 +130,6 @@ def model_card(
             needs_code=recipe.model.trust_remote_code,
         ),
     ]
-    columns = _ONLINE_COLUMNS if recipe.online is not None else _COLUMNS
     if evaluation:
         lines += [
             f"| held-out set | {' | '.join(columns.values())} |",
@@ -149,7 +144,7 @@ def model_card(
         *_samples_in_markdown(samples),
         "## Data",
         "",
-        *_data_sources(recipe),
+        *data_lines,
         "",
         "## Recipe",
         "",
@@ -206,11 +201,10 @@ def _usage(model_id: str, *, is_chat: bool, needs_peft: bool, needs_code: bool) 
     ]
 
 
-def _held_out_results(recipe: Recipe, evaluation: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
-    """Returns the finite held-out metrics as the hub's model-index has them."""
-    columns = _ONLINE_COLUMNS if recipe.online is not None else _COLUMNS
-    sources = recipe.data.eval_sources
-    paths = {name: source.path for name, source in zip(source_names(sources), sources, strict=True)}
+def _held_out_results(
+    evaluation: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str], paths: Mapping[str, str]
+) -> list[EvalResult]:
+    """Returns the finite held-out metrics as the hub's model-index has them. `paths`: of held-out sets."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -226,18 +220,10 @@ def _held_out_results(recipe: Recipe, evaluation: Mapping[str, Mapping[str, Any]
     ]
 
 
-def _data_sources(recipe: Recipe) -> Iterator[str]:
-    """Yields a line of the card for each source of pairs."""
-    held_out = recipe.data.eval
-    for part, sources in (("training", recipe.data.train), ("held out", held_out)):
-        if isinstance(sources, EvalFraction):
-            yield f"- held out: a fraction of {sources.fraction} of the training data"
-            continue
-        for source in sources:
-            path = name_for_others(source.path)
-            is_link = is_on_hub(source.path)
-            where = f"[{path}](https://huggingface.co/datasets/{path})" if is_link else f"`{path}`"
-            yield f"- {part}: {where}"
+def _source_line(part: str, path: str) -> str:
+    name = name_for_others(path)
+    is_link = is_on_hub(path)
+    return f"- {part}: " + (f"[{name}](https://huggingface.co/datasets/{name})" if is_link else f"`{name}`")
 
 
 def _cells(metrics: Mapping[str, float], columns: Mapping[str, str]) -> str:

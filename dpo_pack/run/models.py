@@ -10,7 +10,7 @@ import importlib.util
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -58,6 +58,13 @@ class ModelFacts:
     cache_dir: Path
     router_aux_coef: float | None = 0.0  # of the recipe, for the policy; see `balance`
     quantize: Quantization | None = None  # how the weights are quantised while they are loaded
+    new_adapter: LoraSettings | None = None  # the adapter that the policy gets for its training
+    # Settings of the recipe for loading the model:
+    attention: str = "auto"
+    kernels: str = "none"
+    compile: bool | Literal["auto"] = False
+    gradient_checkpointing: bool | Literal["selective"] = False
+    keeps_squares: bool = False  # the scorer also gives what `loss.weighting: wpo` needs
 
     @property
     def label(self) -> str:
@@ -140,8 +147,8 @@ def resolve_model(recipe: Recipe, precision: Precision, path: str, *, recipe_key
         saved = read_adapter(Path(path), recipe_key)
         recipe_key = f"{recipe_key} (the base of {path})"
         path, revision, adapter = saved.base, saved.base_revision, saved.directory
-    trusts = recipe.model.trust_remote_code
-    has_adapter = adapter is not None or (is_policy and recipe.model.lora is not None)
+    settings, lora = recipe.model, recipe.model.lora if is_policy else None
+    trusts = settings.trust_remote_code
     return ModelFacts(
         path=path,
         revision=revision,
@@ -151,24 +158,19 @@ def resolve_model(recipe: Recipe, precision: Precision, path: str, *, recipe_key
         trust_remote_code=trusts,
         precision=precision,
         is_packed=recipe.packing.mode == "packed",
-        cache_dir=cache_directory(recipe),
+        cache_dir=recipe.reference.cache_dir or default_cache_directory(),
         router_aux_coef=recipe.loss.router_aux_coef if is_policy else 0.0,
-        quantize=recipe.model.quantize if has_adapter else None,
+        quantize=None if adapter is None and lora is None else settings.quantize,
+        new_adapter=None if lora is None else LoraSettings(**lora.model_dump(), seed=recipe.seed),
+        attention=settings.attention,
+        kernels=settings.kernels,
+        compile=settings.compile,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        keeps_squares=recipe.loss.weighting == "wpo",
     )
 
 
-def cache_directory(recipe: Recipe) -> Path:
-    """Returns the cache directory of the recipe; by default $DPO_PACK_CACHE or one in the home directory."""
-    return recipe.reference.cache_dir or default_cache_directory()
-
-
-def new_adapter(recipe: Recipe) -> LoraSettings | None:
-    """Returns the settings of the policy's new LoRA adapter; None if the recipe has no `model.lora`."""
-    lora = recipe.model.lora
-    return None if lora is None else LoraSettings(**lora.model_dump(), seed=recipe.seed)
-
-
-def check_model(recipe: Recipe, model: ModelFacts, device: torch.device, *, is_trained: bool = False) -> None:
+def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = False) -> None:
     """Checks, before loading, that this machine can load the model, run it and (if `is_trained`) train it.
 
     Raises ModelError, RecipeError, UnsupportedModelError.
@@ -180,14 +182,14 @@ def check_model(recipe: Recipe, model: ModelFacts, device: torch.device, *, is_t
             weight_files(Path(model.path))
         except ModelError as error:
             raise ModelError(f"{model.recipe_key}: {error}") from error
-    is_whole = model.adapter is None and recipe.model.lora is None
+    is_whole = model.adapter is None and model.new_adapter is None
     _check_quantised(model, is_trained=is_trained and is_whole)
-    if is_trained and recipe.loss.router_aux_coef:
+    if is_trained and model.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
-    check_kernels(recipe.model.kernels, model.config, device)
+    check_kernels(model.kernels, model.config, device)
     if model.quantize is not None:
         check_quantizable(model.architecture)
-    if recipe.model.compile is True:
+    if model.compile is True:
         if model.quantization is not None:
             raise ModelError(
                 "model.compile: layers with quantised weights are not compiled; leave the key out"
@@ -215,14 +217,13 @@ def _check_quantised(model: ModelFacts, *, is_trained: bool) -> None:
 
 
 def load_weights(
-    recipe: Recipe,
     model: ModelFacts,
     *,
     device: torch.device,
     strategy: Strategy = ALONE,
     adapter: LoraSettings | None = None,
 ) -> LoadedModel:
-    """Loads the model on the device with the settings of `recipe.model`, and with a new `adapter` if given.
+    """Loads the model on the device with the recipe's settings, and with a new `adapter` if given.
 
     If the strategy shards, all ranks must call it: rank 0 reads the weights and sends each rank its shards.
     Raises ModelError, UnsupportedModelError.
@@ -242,22 +243,22 @@ def load_weights(
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
             precision=model.precision,
-            attention=recipe.model.attention,
+            attention=model.attention,
             packed=model.is_packed,
-            gradient_checkpointing=recipe.model.gradient_checkpointing,
+            gradient_checkpointing=model.gradient_checkpointing,
             device=device,
             recipe_key=model.recipe_key,
             adapter=adapter or model.adapter,
             weights_on=weights_on,
-            wanted=WantedStatistics(squares=recipe.loss.weighting == "wpo"),
-            kernels=recipe.model.kernels,
+            wanted=WantedStatistics(squares=model.keeps_squares),
+            kernels=model.kernels,
             quantize=model.quantize,
         )
         # Selective checkpointing has to see each product.
-        is_selective = recipe.model.gradient_checkpointing == "selective"
+        is_selective = model.gradient_checkpointing == "selective"
         is_plain = not is_selective and model.quantization is None
-        if is_plain and compiles(recipe.model.compile, loaded.model, device):
-            falls_back = recipe.model.compile == "auto"
+        if is_plain and compiles(model.compile, loaded.model, device):
+            falls_back = model.compile == "auto"
             compile_layers(loaded.model, falls_back=falls_back)
             loaded.scorer.head_passes = compile_head(falls_back=falls_back)
             loaded.scorer.is_compiled = True
@@ -267,7 +268,6 @@ def load_weights(
 
 
 def load_and_prove(
-    recipe: Recipe,
     model: ModelFacts,
     *,
     device: torch.device,
@@ -283,20 +283,19 @@ def load_and_prove(
     With `model.compile: auto` a model that torch cannot compile is loaded once more, uncompiled.
     """
 
-    def load(recipe: Recipe) -> LoadedModel:
-        loaded = load_weights(recipe, model, device=device, strategy=strategy, adapter=adapter)
+    def load(model: ModelFacts) -> LoadedModel:
+        loaded = load_weights(model, device=device, strategy=strategy, adapter=adapter)
         if device.type == "cuda":
             loaded.kernels.extend(take_kernels(loaded.scorer, device))
         return loaded
 
-    loaded = load(recipe)
-    if recipe.model.compile == "auto":
+    loaded = load(model)
+    if model.compile == "auto":
         obstacles = ranks.every_rank_says(compiling_obstacle(loaded.scorer, device))
         if any(obstacles):
             del loaded
             gc.collect()  # compiled layers are in reference cycles, so only this frees their memory
-            settings = recipe.model.model_copy(update={"compile": False})
-            loaded = load(recipe.model_copy(update={"model": settings}))
+            loaded = load(replace(model, compile=False))
             loaded = replace(loaded, not_compiled=next(filter(None, obstacles)))
     begun = time.monotonic()
     setting: dict[str, Any] = {
@@ -307,7 +306,7 @@ def load_and_prove(
         if device.type == "cuda"
         else f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "code": own_code(),
-        "layers": [recipe.model.kernels, "compiled" if loaded.scorer.is_compiled else "eager"],
+        "layers": [model.kernels, "compiled" if loaded.scorer.is_compiled else "eager"],
         "recurrent kernels": sorted(loaded.scorer.recurrent_kernels),
         "versions": package_versions(),
     }

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from dpo_pack.data.load import Data
 from dpo_pack.data.merging import prompt_merging
+from dpo_pack.data.sources import Data
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.packing.bin_packing import PADDED
@@ -118,15 +118,17 @@ def inspect_recipe(
     data = prepare_data(recipe, prepare_tokenizer(recipe), console)
     policy = resolve_policy(recipe, resolve_precision(recipe.model.dtype, recipe.model.autocast, CPU))
     source = offline_source(recipe, data, policy.shape)
-    return packing_report(recipe, data, policy.shape, source, num_ranks=num_ranks, budgets=budgets)
+    return packing_report(
+        source, data, policy.shape, model=recipe.model.path, num_ranks=num_ranks, budgets=budgets
+    )
 
 
 def packing_report(
-    recipe: Recipe,
+    source: OfflineSource,
     data: Data,
     shape: ModelShape,
-    source: OfflineSource,
     *,
+    model: str,
     num_ranks: Sequence[int] = (1, 8, 64),
     budgets: Sequence[int] = (4096, 8192, 16384),
 ) -> PackingReport:
@@ -142,10 +144,10 @@ def packing_report(
         pair_lengths(table),
         shape,
         order=source.order(0),
-        share_prompt=recipe.shares_prompts,
+        share_prompt=source.builder.share_prompt,
         ranks=num_ranks,
         budgets=budgets,
-        model=recipe.model.path,
+        model=model,
         removed_pairs=removed,
         truncated=truncated,
         describe_pair=lambda pair: f"{names[table.source_indices[pair]]} row {table.row_numbers[pair]}",

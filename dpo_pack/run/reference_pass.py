@@ -17,7 +17,7 @@ from dpo_pack.reference.cache import ReferenceCache, namespace_digest
 from dpo_pack.reference.compute import BudgetSearch, fill_cache
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reference.work import PassSettings, find_work
-from dpo_pack.run.models import ModelFacts, cache_directory
+from dpo_pack.run.models import ModelFacts
 from dpo_pack.run.setup import Setup, check_data, load_proved, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
@@ -78,7 +78,7 @@ def prepare_reference(
         f"Reference log-probs of {sum(table.num_pairs for table in tables):,} pairs: "
         f"{work.num_cached:,} of {work.num_unique:,} different sequences cached"
         f"{f', {todo:,} to compute' if todo else ''}"
-        f"{f' (cache: {cache_directory(setup.recipe)})' if work.num_cached else ''}"
+        f"{f' (cache: {facts.cache_dir})' if work.num_cached else ''}"
     )
     seconds = 0.0
     if todo:

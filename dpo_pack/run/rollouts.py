@@ -21,7 +21,7 @@ from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, prove_agreement, start_engine
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.online.win_rate import WinRate
-from dpo_pack.recipe.online import EndpointRecipe, JudgeRecipe, OnlineRecipe
+from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
 from dpo_pack.run.plans import plan_settings, row_builder
 from dpo_pack.run.setup import Setup, load_moving_reference, load_second_model
 from dpo_pack.system import ranks
@@ -97,7 +97,7 @@ def _generator(setup: Setup, policy: LoadedModel) -> Generator:
         return HttpGenerator(
             endpoint=_endpoint(online.generator.endpoint, "online.generator.endpoint"),
             tokenizer=setup.tokenizer,
-            sampling=_sampling(online),
+            sampling=_sampling(setup),
             seed=setup.recipe.seed,
             console=setup.console,
         )
@@ -133,7 +133,7 @@ def _vllm_generator(setup: Setup, policy: LoadedModel) -> VllmGenerator:
         engine=engine,
         policy=policy.scorer,
         tokenizer=setup.tokenizer,
-        sampling=_sampling(online),
+        sampling=_sampling(setup),
         seed=recipe.seed,
     )
 
@@ -146,7 +146,7 @@ def _policy_generator(
     return TransformersGenerator(
         policy=policy.scorer,
         tokenizer=setup.tokenizer,
-        sampling=replace(_sampling(online), completions_per_prompt=completions_per_prompt),
+        sampling=replace(_sampling(setup), completions_per_prompt=completions_per_prompt),
         seed=setup.recipe.seed,
         token_budget=online.generator.token_budget,
         device=setup.device,
@@ -154,30 +154,30 @@ def _policy_generator(
     )
 
 
-def _sampling(online: OnlineRecipe) -> SamplingSettings:
+def _sampling(setup: Setup) -> SamplingSettings:
     """Returns SamplingSettings with the values of the keys of the same names in the `online` section."""
+    online = _section(setup)
     return SamplingSettings(**online.model_dump(include={field.name for field in fields(SamplingSettings)}))
 
 
 def build_judge(setup: Setup) -> Judge:
     """Combines the recipe's judges. Raises RecipeError or ModelError if a judge cannot be created."""
+    judges: list[tuple[Judge, float]] = []
     with ranks.first_goes_first():  # the other ranks then find rank 0's downloads in the caches
-        judges = [
-            (_judge(setup, judge, f"online.judges.{number}"), judge.weight)
-            for number, judge in enumerate(_section(setup).judges)
-        ]
+        for number, settings in enumerate(_section(setup).judges):
+            key = f"online.judges.{number}"
+            judge: Judge
+            if settings.function is not None:
+                function = load_function(settings.function, f"{key}.function")
+                judge = FunctionJudge(name=settings.function, function=function, retries=settings.retries)
+            elif settings.path is not None:
+                judge = _reward_model(setup, settings.path, f"{key}.path")
+            else:
+                assert settings.endpoint is not None
+                endpoint = _endpoint(settings.endpoint, f"{key}.endpoint")
+                judge = LlmJudge(endpoint=endpoint, instructions=settings.instructions or INSTRUCTIONS)
+            judges.append((judge, settings.weight))
     return WeightedJudges(judges=tuple(judges))
-
-
-def _judge(setup: Setup, judge: JudgeRecipe, key: str) -> Judge:
-    if judge.function is not None:
-        function = load_function(judge.function, f"{key}.function")
-        return FunctionJudge(name=judge.function, function=function, retries=judge.retries)
-    if judge.path is not None:
-        return _reward_model(setup, judge.path, f"{key}.path")
-    assert judge.endpoint is not None
-    endpoint = _endpoint(judge.endpoint, f"{key}.endpoint")
-    return LlmJudge(endpoint=endpoint, instructions=judge.instructions or INSTRUCTIONS)
 
 
 def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:

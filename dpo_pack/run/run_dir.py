@@ -7,7 +7,7 @@ import functools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,26 +40,16 @@ from dpo_pack.system.files import (
     write_text_atomically,
     writing,
 )
+from dpo_pack.system.hub import upload_model
 from dpo_pack.system.machine import git_commit, package_versions
 
 RECIPE_FILE, INFO_FILE, LOCK_FILE = "recipe.yaml", "run.json", "run.lock"
-# The files and directories that a run writes beside RECIPE_FILE and INFO_FILE, by their names in RunDir.
-_PARTS = {
-    "metrics": "metrics.jsonl",
-    "samples": "samples.jsonl",
-    "held_out": "held_out.parquet",
-    "console_log": "console.log",
-    "data_report": "data_report.json",
-    "packing_report": "packing_report.json",
-    "reference": "reference.parquet",
-    "page": "report.html",
-    "checkpoints": "checkpoints",
-    "model": "model",
-    "trackers": "trackers",
-    "rollouts": "rollouts.parquet",
-    "pairs": "pairs.parquet",
-}
 _MOST_SHOWN = 30  # characters of a recipe's value
+
+
+def _part(name: str) -> Any:
+    """A file or directory that a run writes beside RECIPE_FILE and INFO_FILE."""
+    return field(init=False, metadata={"part": name})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,22 +60,22 @@ class RunDir:
     checkpoint: Path | None  # the run resumes from it; None if the run begins at step 0
     is_finished: bool
     info: dict[str, Any] = field(default_factory=dict)
-    metrics: Path = field(init=False)
-    samples: Path = field(init=False)
-    held_out: Path = field(init=False)
-    console_log: Path = field(init=False)
-    data_report: Path = field(init=False)
-    packing_report: Path = field(init=False)
-    reference: Path = field(init=False)
-    page: Path = field(init=False)
-    checkpoints: Path = field(init=False)
-    model: Path = field(init=False)
-    trackers: Path = field(init=False)
-    rollouts: Path = field(init=False)  # a directory, as `pairs` is
-    pairs: Path = field(init=False)
+    metrics: Path = _part("metrics.jsonl")
+    samples: Path = _part("samples.jsonl")
+    held_out: Path = _part("held_out.parquet")
+    console_log: Path = _part("console.log")
+    data_report: Path = _part("data_report.json")
+    packing_report: Path = _part("packing_report.json")
+    reference: Path = _part("reference.parquet")
+    page: Path = _part("report.html")
+    checkpoints: Path = _part("checkpoints")
+    model: Path = _part("model")
+    trackers: Path = _part("trackers")
+    rollouts: Path = _part("rollouts.parquet")  # a directory, as `pairs` is
+    pairs: Path = _part("pairs.parquet")
 
     def __post_init__(self) -> None:
-        for name, part in _PARTS.items():
+        for name, part in parts().items():
             setattr(self, name, self.root / part)
 
     @property
@@ -123,6 +113,12 @@ class RunDir:
         self.write(lambda: write_json_atomically(self.root / INFO_FILE, self.info))
 
 
+@functools.cache
+def parts() -> dict[str, str]:
+    """The names of the files and directories that a run writes, by their names in RunDir."""
+    return {one.name: one.metadata["part"] for one in fields(RunDir) if "part" in one.metadata}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Info:
     """The keys of run.json that a later run reads."""
@@ -150,14 +146,13 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     Raises RunError if the recipe cannot use `output_dir` or `checkpoint.resume`, because another run is
     there, for example.
     """
-    root = recipe.output_dir
-    resume = recipe.checkpoint.resume
+    root, resume, text = recipe.output_dir, recipe.checkpoint.resume, dump_recipe(recipe)
     _refuse_to_replace_inputs(recipe)
     # None: the file is missing, or no run wrote it.
     info = None if read_json(root / INFO_FILE, _Info) is None else read_json(root / INFO_FILE)
     checkpoint = None if resume in ("auto", "never") else Path(resume)
     if info is None and (checkpoint is None or root.resolve() not in checkpoint.resolve().parents):
-        _refuse_to_replace_foreign_files(recipe, overwrite=overwrite)
+        _refuse_to_replace_foreign_files(root, text, overwrite=overwrite)
     ways_out = "start again with --overwrite, or use another output_dir"
     if checkpoint is not None:
         if not (checkpoint / "checkpoint.json").is_file():
@@ -170,21 +165,22 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
                 "output_dir"
             )
         return RunDir(root=root, checkpoint=checkpoint, is_finished=False, info=info or {})
-    if info is None or overwrite or _stopped_before_it_began(root, info):
+    found = checkpoints(root / "checkpoints")
+    never_began = (  # it failed before step 1 and left nothing to lose
+        info is not None
+        and info["status"] == "failed"
+        and info.get("totals", {}).get("steps", 0) == 0
+        and not (found or (root / "rollouts.parquet").exists() or (root / "model").exists())
+    )
+    if info is None or overwrite or never_began:
         return RunDir(root=root, checkpoint=None, is_finished=False)
     if resume == "never":
         raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
-    _refuse_changes(root, recipe, ways_out)
-    found = checkpoints(root / "checkpoints")
-    if info["status"] == "finished":
+    is_finished = info["status"] == "finished"
+    _refuse_changes(root, recipe, ways_out, is_finished=is_finished)
+    if is_finished:
         _require_model(root, found, ways_out)
-        _refuse_another_router_loss(root, recipe, ways_out)
-    return RunDir(
-        root=root,
-        checkpoint=found[-1] if found else None,
-        is_finished=info["status"] == "finished",
-        info=info,
-    )
+    return RunDir(root=root, checkpoint=found[-1] if found else None, is_finished=is_finished, info=info)
 
 
 def _require_model(root: Path, found: Sequence[Path], ways_out: str) -> None:
@@ -202,10 +198,11 @@ def _require_model(root: Path, found: Sequence[Path], ways_out: str) -> None:
         )
 
 
-def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -> None:
+def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> None:
     """Sets `run.checkpoint` to the newest checkpoint without damaged files; every rank must call it.
 
-    Raises RunError if the recipe names a checkpoint and it is damaged, or if a rank cannot see it.
+    Raises RunError if `resume` (`checkpoint.resume`) names a checkpoint and it is damaged, or if a rank
+    cannot see it.
     """
     if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
         raise RunError(
@@ -218,7 +215,7 @@ def choose_checkpoint(run: RunDir, recipe: Recipe, say: Callable[[str], None]) -
         if damage is None:
             ranks.first_does(lambda: _require_metrics(run))
             return
-        if recipe.checkpoint.resume != "auto":
+        if resume != "auto":
             raise RunError(
                 f"checkpoint.resume: {path} is damaged: {damage}; give another checkpoint, "
                 "or auto for the newest undamaged one"
@@ -266,13 +263,22 @@ def damage_of(checkpoint: Path) -> str | None:
     return next((damage for damage in ranks.every_rank_does(look) if damage is not None), None)
 
 
-def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
-    """Writes recipe.yaml and run.json. A run that begins at step 0 first removes an earlier run's files."""
+def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
+    """Writes recipe.yaml and run.json. A run that begins at step 0 first removes an earlier run's files.
+
+    If the process is killed meanwhile, the earlier recipe.yaml and run.json still show that a run wrote the
+    remaining files.
+    """
     if run.checkpoint is None:
         with writing(run.root):
-            _clear(run.root)
+            earlier = (run.root / part for part in parts().values())
+            for path in (*earlier, *run.root.glob("nonfinite-step-*.json")):
+                if path.is_dir():
+                    remove_directory(path)
+                else:
+                    path.unlink(missing_ok=True)
     run.remove_leftovers()
-    write_text_atomically(run.root / RECIPE_FILE, dump_recipe(recipe))
+    write_text_atomically(run.root / RECIPE_FILE, recipe_text)
     run.update(
         status="running",
         dpo_pack=dpo_pack.__version__,
@@ -282,33 +288,32 @@ def begin_run(run: RunDir, recipe: Recipe, device: str) -> None:
     )
 
 
-def _clear(root: Path) -> None:
-    """Removes an earlier run's files except recipe.yaml and run.json, which `begin_run` replaces.
-
-    If the process is killed, these two still show that a run wrote the remaining files.
-    """
-    for path in (*(root / part for part in _PARTS.values()), *root.glob("nonfinite-step-*.json")):
-        if path.is_dir():
-            remove_directory(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _stopped_before_it_began(root: Path, info: dict[str, Any]) -> bool:
-    """Returns whether an earlier run failed before step 1 and left no checkpoint, rollouts or model."""
-    kept = (root / "rollouts.parquet", root / "model")
-    return (
-        info["status"] == "failed"
-        and info.get("totals", {}).get("steps", 0) == 0
-        and not checkpoints(root / "checkpoints")
-        and not any(path.exists() for path in kept)
-    )
+def push(source: Path, repo: str, *, private: bool) -> tuple[str, list[str]]:
+    """Uploads the newest model of `source`, a run or the directory of an exported model, and the run's page.
+    Returns the URL, and lines to print. Raises RunError, also if `source` has no exported model."""
+    if any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return upload_model(source, source / "report.html", repo, private=private)
+    info = read_json(source / INFO_FILE)
+    if info is None or "status" not in info:
+        raise RunError(f"{source}: no run and no model (no run.json or config.json); give a run's output_dir")
+    model, notes = source / "model", []
+    if not model.is_dir():
+        exported = [path for path in checkpoints(source / "checkpoints") if (path / "model").is_dir()]
+        if not exported:
+            raise RunError(
+                f"{source}: the run is {info['status']} and has exported no model; finish it with "
+                "'dpopack train'"
+            )
+        model, step = exported[-1] / "model", step_of(exported[-1])
+        notes = [f"Note: the run is {info['status']}; this is its checkpoint after step {step}"]
+    url, lines = upload_model(model, source / "report.html", repo, private=private)
+    return url, [*notes, *lines]
 
 
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
+def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: bool = False) -> None:
     try:
         earlier = load_recipe(root / RECIPE_FILE)
     except RecipeError as error:
@@ -316,66 +321,48 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
             f"output_dir: the recipe of the run in {root} cannot be read ({error}); {ways_out}"
         ) from error
     changed = changed_values(earlier, recipe)
+    then, now = earlier.loss.router_aux_coef, recipe.loss.router_aux_coef
+    if is_finished and not changed and then != now:
+        # 0 and null differ for some mixtures of experts only, so `changed_values` does not compare these two.
+        # A run that is not finished finds the difference in its checkpoint.
+        model = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
+        if router_balance(model.architecture, None) is not None:
+            changed = {"loss.router_aux_coef": (then, now)}
+    differences = []
+    for key, values in changed.items():
+        shown = [show(value) for value in values]
+        is_short = max(map(len, shown)) <= _MOST_SHOWN
+        differences.append(f"{key} ({shown[0]} then, {shown[1]} now)" if is_short else key)
     if changed:
-        differences = ", ".join(f"{key}{_then_and_now(*values)}" for key, values in changed.items())
-        raise RunError(f"output_dir: {root} holds a run with another {differences}; {ways_out}")
-
-
-def _refuse_another_router_loss(root: Path, recipe: Recipe, ways_out: str) -> None:
-    """Raises RunError if the finished run in `root` had another load-balancing loss.
-
-    `loss.router_aux_coef` 0 and null differ for some mixtures of experts only, so `changed_values` does not
-    compare these two. A run that is not finished finds the difference in its checkpoint.
-    """
-    then, now = load_recipe(root / RECIPE_FILE).loss.router_aux_coef, recipe.loss.router_aux_coef
-    if then == now:
-        return
-    model = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
-    if router_balance(model.architecture, None) is not None:
-        difference = f"loss.router_aux_coef{_then_and_now(then, now)}"
-        raise RunError(f"output_dir: {root} holds a run with another {difference}; {ways_out}")
-
-
-def _then_and_now(then: Any, now: Any) -> str:
-    """Returns a text with a key's value in the earlier run and in this run; no text if a value is long."""
-    shown = show(then), show(now)
-    return f" ({shown[0]} then, {shown[1]} now)" if max(map(len, shown)) <= _MOST_SHOWN else ""
+        raise RunError(f"output_dir: {root} holds a run with another {', '.join(differences)}; {ways_out}")
 
 
 def _refuse_to_replace_inputs(recipe: Recipe) -> None:
     """Raises RunError if a file that the recipe reads lies where the run writes, and so would be replaced."""
-    for key, path in _inputs(recipe):
-        for name in (*_PARTS.values(), RECIPE_FILE, INFO_FILE):
+    judges = () if recipe.online is None else recipe.online.judges
+    named = {
+        "model.path": recipe.model.path,
+        "tokenizer.path": recipe.tokenizer.path,
+        "reference.path": recipe.reference.path,
+        **{f"data.train.{number}.path": source.path for number, source in enumerate(recipe.data.train)},
+        **{f"data.eval.{number}.path": one.path for number, one in enumerate(recipe.data.eval_sources)},
+        **{f"online.judges.{number}.path": judge.path for number, judge in enumerate(judges)},
+    }
+    for key, path in list(named.items()):
+        base = None if path is None else read_json(Path(path) / "adapter_config.json")
+        named[f"the adapter of {key}"] = (base or {}).get("base_model_name_or_path")
+    for key, path in named.items():
+        if not isinstance(path, str) or not os.path.exists(path):
+            continue
+        for name in (*parts().values(), RECIPE_FILE, INFO_FILE):
             if Path(path).resolve().is_relative_to((recipe.output_dir / name).resolve()):
                 raise RunError(
                     f"output_dir: this run would replace {path}, which {key} names; use another output_dir"
                 )
 
 
-def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields key and path of every file or directory on this machine that the recipe reads."""
-    held_out = recipe.data.eval_sources
-    judges = () if recipe.online is None else recipe.online.judges
-    named = [
-        ("model.path", recipe.model.path),
-        ("tokenizer.path", recipe.tokenizer.path),
-        ("reference.path", recipe.reference.path),
-        *((f"data.train.{number}.path", source.path) for number, source in enumerate(recipe.data.train)),
-        *((f"data.eval.{number}.path", source.path) for number, source in enumerate(held_out)),
-        *((f"online.judges.{number}.path", judge.path) for number, judge in enumerate(judges)),
-    ]
-    for key, path in named:
-        if path is None or not os.path.exists(path):
-            continue
-        yield key, path
-        base = (read_json(Path(path) / "adapter_config.json") or {}).get("base_model_name_or_path")
-        if isinstance(base, str) and os.path.exists(base):
-            yield f"the adapter of {key}", base
-
-
-def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None:
+def _refuse_to_replace_foreign_files(root: Path, recipe_text: str, *, overwrite: bool) -> None:
     """Raises RunError if the run would replace files, but no valid run.json shows that a run wrote them."""
-    root = recipe.output_dir
     if (root / INFO_FILE).exists():
         if overwrite:
             return
@@ -384,13 +371,13 @@ def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None
             "it, name one of its checkpoints with checkpoint.resume, use another output_dir, or start again "
             "with --overwrite"
         )
-    for name in (*_PARTS.values(), RECIPE_FILE, INFO_FILE):
+    for name in (*parts().values(), RECIPE_FILE, INFO_FILE):
         path = root / name
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             continue
         # A process that is killed right after its start leaves its recipe alone, without run.json.
         with contextlib.suppress(OSError):
-            if name == RECIPE_FILE and path.read_bytes() == dump_recipe(recipe).encode():
+            if name == RECIPE_FILE and path.read_bytes() == recipe_text.encode():
                 continue
         raise RunError(
             f"output_dir: this run would replace {path}, and there is no {INFO_FILE} to show that an earlier "

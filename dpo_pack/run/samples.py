@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dpo_pack.data.load import Data
+from dpo_pack.data.sources import Data
 from dpo_pack.data.store import PairTable, key_values
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import bounded_template
@@ -228,7 +228,7 @@ def sample_models(
         precision = resolve_precision(own.model.dtype, own.model.autocast, device)
         key = "model.path" if path is None else "sample"
         facts[name] = resolve_model(own, precision, path or own.model.path, recipe_key=key)
-        check_model(own, facts[name], device)
+        check_model(facts[name], device)
         if path is not None and _has_another_tokenizer(path, tokenizer, own.model.trust_remote_code):
             expected = recipe.tokenizer.path or recipe.model.path
             raise ModelError(
@@ -245,9 +245,9 @@ def sample_models(
         raise RecipeError(f"sample: {what}; give --prompt TEXT")
     console.print(f"An answer has at most {settings.max_new_tokens} tokens (logging.samples.max_new_tokens)")
     completions = {}
-    for name, (own, _) in models.items():
+    for name in models:
         release_memory()
-        loaded = load_weights(own, facts[name], device=device)
+        loaded = load_weights(facts[name], device=device)
         try:
             completions[name] = complete(loaded.scorer, tokenizer, prompts, recipe, device, console)
         except DpoPackError:

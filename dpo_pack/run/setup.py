@@ -6,8 +6,9 @@ same steps on the first rows of each source and goes on after an error.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,33 +20,35 @@ from accelerate.utils import patch_environment
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.data.load import Data, load_data
+from dpo_pack.data.ingest import columns_sentence, load_source
+from dpo_pack.data.sources import HELD_OUT, Data, load_data
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
-from dpo_pack.model.config import check_positions, check_rows
-from dpo_pack.model.loading import load_tokenizer
+from dpo_pack.model.config import check_positions, check_rows, known_positions
+from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel, Precision
-from dpo_pack.recipe.load import Recipe
+from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.machine import TOKENIZER_FILES
-from dpo_pack.reference.cache import find_leftovers
+from dpo_pack.recipe.schema import EvalFraction, SourceRecipe
+from dpo_pack.reference.cache import default_cache_directory, find_leftovers
 from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
     ModelFacts,
-    cache_directory,
     check_model,
     load_and_prove,
-    new_adapter,
     recipe_precision,
     resolve_model,
     resolve_policy,
 )
+from dpo_pack.run.run_dir import find_run
+from dpo_pack.run.state import find_selection
 from dpo_pack.run.strategy import check_accelerate_config, choose_strategy
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, print_detail
-from dpo_pack.system.errors import ModelError, RecipeError
+from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.system.files import discard
 from dpo_pack.system.memory import keep_freed_memory
 from dpo_pack.system.progress import reading_progress
@@ -136,7 +139,8 @@ def prepare_data(
     if not takes_prompts:
         require_pairs(recipe)
     begun = time.monotonic()
-    settings: dict[str, Any] = {"seed": recipe.seed, "cache_dir": cache_directory(recipe)}
+    cache_dir = recipe.reference.cache_dir or default_cache_directory()
+    settings: dict[str, Any] = {"seed": recipe.seed, "cache_dir": cache_dir}
     if recipe.online is not None:
         most = recipe.online.max_new_tokens
         data = load_data(recipe.data, tokenizer=tokenizer, max_new_tokens=most, **settings)
@@ -145,18 +149,17 @@ def prepare_data(
     else:
         with reading_progress(console) as progress:
             data = load_data(recipe.data, tokenizer=tokenizer, progress=progress, **settings)
-        sizes = {name: _held_out_size(data, name) for name in data.eval}
+        sizes = {}
+        for name, table in data.eval.items():
+            num_prompts = data.report["eval"][name]["prompts"]
+            of_prompts = f" pairs of {num_prompts:,} prompts" if num_prompts < table.num_pairs else ""
+            sizes[name] = f"{table.num_pairs:,}{of_prompts}"
         what = f"{data.train.num_pairs:,} pairs to train on"
     held_out = "".join(f", {size} held out ({name})" for name, size in sizes.items())
     took = "" if recipe.online is not None else f"; {format_seconds(time.monotonic() - begun)}"
     console.print(f"Data: {what}{held_out}{took}")
     _print_notes(data, console, recipe.data.scored_turns)
     return data
-
-
-def _held_out_size(data: Data, name: str) -> str:
-    num_pairs, num_prompts = data.eval[name].num_pairs, data.report["eval"][name]["prompts"]
-    return f"{num_pairs:,}" + (f" pairs of {num_prompts:,} prompts" if num_prompts < num_pairs else "")
 
 
 def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
@@ -209,7 +212,7 @@ def prepare(
             f"distributed.num_processes: {wanted} are asked for, but this run has {num_ranks}; the dpopack "
             "command starts the processes itself; start a program of your own with torchrun"
         )
-    accelerator = _accelerator(recipe)
+    accelerator = _accelerator(recipe.logging.trackers, recipe.output_dir / "trackers")
     # With several processes on CPUs, accelerate gives each a device number; for torch the CPU is one device.
     device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
     if device.type == "cpu":
@@ -220,14 +223,14 @@ def prepare(
     policy = reference = resolve_policy(recipe, precision)
     if recipe.reference.path is not None:
         reference = resolve_model(recipe, precision, recipe.reference.path, recipe_key="reference.path")
-    check_model(recipe, policy, device, is_trained=True)
+    check_model(policy, device, is_trained=True)
     if reference is not policy:
-        check_model(recipe, reference, device)
+        check_model(reference, device)
     strategy = choose_strategy(recipe, policy, device) if runs_models else ALONE
     if num_ranks > 1:
         console.print(f"Strategy: {strategy.sentence()}")
-    ranks.require_shared(cache_directory(recipe), "reference.cache_dir")
-    for leftover in ranks.of_first(find_leftovers(cache_directory(recipe))) or ():
+    ranks.require_shared(policy.cache_dir, "reference.cache_dir")
+    for leftover in ranks.of_first(find_leftovers(policy.cache_dir)) or ():
         discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads and tokens from the caches
         tokenizer = prepare_tokenizer(recipe)
@@ -251,7 +254,7 @@ def prepare(
     return setup
 
 
-def _accelerator(recipe: Recipe) -> Accelerator:
+def _accelerator(trackers: Sequence[str], directory: Path) -> Accelerator:
     """Creates accelerate's Accelerator; asserts that it counts ranks as this package does."""
     # The recipe sets precision and compilation, and shards are torch's (docs/distributed.md). Without these
     # settings accelerate would take all three from its own configuration.
@@ -261,8 +264,8 @@ def _accelerator(recipe: Recipe) -> Accelerator:
             cpu=not ranks.uses_cuda(),
             mixed_precision="no",
             dynamo_backend="no",
-            log_with=list(recipe.logging.trackers) or None,
-            project_dir=str(recipe.output_dir / "trackers"),
+            log_with=list(trackers) or None,
+            project_dir=str(directory),
         )
     assert (accelerator.num_processes, accelerator.process_index) == (ranks.num_ranks(), ranks.rank())
     return accelerator
@@ -289,8 +292,14 @@ def check_data(setup: Setup, model: ModelFacts) -> None:
 def check_tokens(model: ModelFacts, tokenizer: Tokenizer, tables: Sequence[PairTable]) -> None:
     """Raises ModelError if the tables have a token id that the model does not embed."""
     num_embeddings = int(model.config.get_text_config().vocab_size)
-    # Some tokenizers have more entries than the model embeds, but never produce the additional ids.
-    largest = _largest_token_id(tables) if len(tokenizer) > num_embeddings else 0
+    largest = 0
+    if len(tokenizer) > num_embeddings:  # some have more entries, but never produce the additional ids
+        largest = max(
+            int(ids.max(initial=0))  # an online run's prompts have no completions yet
+            for table in tables
+            for pair in range(table.num_pairs)
+            for ids in (table.prompt(pair), table.chosen(pair), table.rejected(pair))
+        )
     if largest >= num_embeddings:
         raise ModelError(
             f"{model.recipe_key}: the data has token id {largest}, but {model.path} embeds "
@@ -304,18 +313,9 @@ def longest_sequence(tables: Sequence[PairTable]) -> int:
     return max(int((table.prompt_lengths + more).max()) for table, more in zip(tables, longer, strict=True))
 
 
-def _largest_token_id(tables: Sequence[PairTable]) -> int:
-    return max(
-        int(ids.max(initial=0))  # an online run's prompts have no completions yet
-        for table in tables
-        for pair in range(table.num_pairs)
-        for ids in (table.prompt(pair), table.chosen(pair), table.rejected(pair))
-    )
-
-
 def load_policy(setup: Setup) -> LoadedModel:
     """Loads the starting policy with `load_proved`, and a new adapter if the recipe has one."""
-    return load_proved(setup, setup.policy_facts, new_adapter(setup.recipe))
+    return load_proved(setup, setup.policy_facts, setup.policy_facts.new_adapter)
 
 
 def load_second_model(setup: Setup) -> LoadedModel:
@@ -346,9 +346,7 @@ def load_proved(setup: Setup, model: ModelFacts, adapter: LoraSettings | None = 
 
     The proof tests that the model computes packed rows exactly. Raises ModelError if it fails.
     """
-    loaded, outcome = load_and_prove(
-        setup.recipe, model, device=setup.device, strategy=setup.strategy, adapter=adapter
-    )
+    loaded, outcome = load_and_prove(model, device=setup.device, strategy=setup.strategy, adapter=adapter)
     outcome.raise_failure()
     setup.console.print(f"Proof: {outcome.sentence()}")
     print_detail(setup.console, f"  {outcome.details()}")
@@ -359,3 +357,106 @@ def recipe_objective(recipe: Recipe) -> Objective:
     """Returns the recipe's loss. Raises RecipeError if a loss function of the user cannot be used."""
     loss = recipe.loss
     return make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
+
+
+# --------------------------------------------------------------------------------- the check of a recipe
+
+CHECKED_ROWS = 100  # of each source
+
+
+def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Answers whether a run would start. Returns lines for what is in order, and for what is wrong.
+
+    It takes the steps of a run, in its order, on the first rows of each source, and loads no weights. An
+    error ends a step, not the check. It writes nothing except the files that it downloads from the hub.
+    """
+    found: list[str] = []
+    wrong: list[str] = []
+
+    @contextlib.contextmanager
+    def step() -> Iterator[None]:
+        try:
+            yield
+        except DpoPackError as error:  # it would end a run
+            wrong.append(str(error))
+
+    device = torch.device("cuda" if ranks.uses_cuda() else "cpu")
+    with step():
+        recipe_objective(recipe)
+    with step():
+        check_accelerate_config(recipe, recipe_precision(recipe, device))
+        check_optimizer(recipe.optim.name, device)
+    with step():
+        evals = recipe.data.eval
+        find_selection(recipe, [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals)))
+    with step():
+        run = find_run(recipe, overwrite=False)
+        state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"
+        found.append(f"output_dir: {run.root}, {state}")
+    policy: ModelFacts | None = None
+    for key, path in (("model.path", recipe.model.path), ("reference.path", recipe.reference.path)):
+        with step():
+            if path is not None:
+                model = resolve_model(recipe, recipe_precision(recipe, device), path, recipe_key=key)
+                found += _check_facts(model, device, key, recipe.data.max_length)
+                policy = policy or model
+    for number, judge in enumerate(() if recipe.online is None else recipe.online.judges):
+        if judge.path is not None:
+            key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code
+            with step():
+                config = load_config(judge.path, revision=None, trust_remote_code=trusts, recipe_key=key)
+                found.append(f"{key}: {judge.path}, {config.model_type}")
+    with step():
+        tokenizer = prepare_tokenizer(recipe)
+        found.append(f"tokenizer: {len(tokenizer):,} tokens")
+        for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
+            for number, source in enumerate(sources):
+                with step():
+                    _check_source(recipe, source, f"data.{part}.{number}", tokenizer, policy, found)
+    return found, wrong
+
+
+def _check_facts(model: ModelFacts, device: torch.device, key: str, max_length: int) -> Iterator[str]:
+    check_model(model, device, is_trained=key == "model.path")
+    model.architecture  # noqa: B018  # builds the model on the meta device
+    weights = "its weights are there" if Path(model.path).is_dir() else "its weights were not checked"
+    yield f"{key}: {model.label}, {model.config.model_type}; {weights}"
+    known = known_positions(model.config)
+    if known is not None and known < max_length:
+        yield (
+            f"  data.max_length is {max_length:,}, but this model is exact for {known:,} positions only, "
+            f"so a longer pair would stop a run; set data.max_length: {known}"
+        )
+
+
+def _check_source(
+    recipe: Recipe,
+    source: SourceRecipe,
+    key: str,
+    tokenizer: Tokenizer,
+    policy: ModelFacts | None,
+    found: list[str],
+) -> None:
+    max_new_tokens = None if recipe.online is None else recipe.online.max_new_tokens
+    loaded = load_source(
+        source,
+        key,
+        data=recipe.data,
+        tokenizer=tokenizer,
+        tokenizer_key="",
+        cache_dir=recipe.reference.cache_dir or default_cache_directory(),
+        max_new_tokens=max_new_tokens,
+        max_rows=CHECKED_ROWS,
+    )
+    counts, kept = loaded.store.summary, "pairs" if max_new_tokens is None else "prompts"
+    dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in counts["dropped"].items())
+    found.append(
+        f"{key}: {source.path}, format {counts['format']}, the first {counts['rows_read']:,} rows have "
+        f"{counts[f'{kept}_kept']:,} {kept}{f', left out: {dropped}' if dropped else ''}"
+    )
+    columns = f"  {columns_sentence(loaded.columns_read, counts['columns_not_read'])}"
+    found.extend([] if columns in found else [columns])
+    if policy is not None:
+        tables = [PairTable.of([loaded.store])]
+        check_positions(policy.config, longest_sequence(tables) + (max_new_tokens or 0))
+        check_tokens(policy, tokenizer, tables)

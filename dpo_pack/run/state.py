@@ -1,24 +1,26 @@
 """The values that a run remembers: what changes while it trains, what identifies it, and where it can go on.
 
-This file lies below log, evaluation and checkpoint, which all read and write these values; their rules are
-there.
+`judge` finds the best evaluation of a run and so decides when early stopping ends it. A checkpoint holds the
+standing, so a resumed run ends at the same step as a run that was not interrupted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.recipe.errors import show
+from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.training import LOWER_IS_BETTER
+from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.batches import BatchSource
 from dpo_pack.training.health import Health
-
-Evaluation = Mapping[str, Mapping[str, Any]]  # the metrics of each held-out set, by its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,53 @@ class Standing:
     @property
     def best_steps(self) -> tuple[int, ...]:
         return tuple(step for step, _ in self.best)
+
+
+def find_selection(recipe: Recipe, eval_sets: Sequence[str]) -> Selection | None:
+    """Returns the recipe's settings for comparing evaluations; None if nothing is held out.
+
+    Raises RecipeError if the recipe names a held-out set that does not exist.
+    """
+    if not eval_sets:
+        return None
+    wanted, stopping = recipe.checkpoint.eval_set, recipe.train.early_stopping
+    if wanted is not None and wanted not in eval_sets:
+        raise RecipeError(
+            f"checkpoint.eval_set: no held-out set is called {show(wanted)}; there are {', '.join(eval_sets)}"
+        )
+    default = "loss" if recipe.online is None else "online/win_rate"
+    return Selection(
+        metric=recipe.checkpoint.metric or default,
+        eval_set=wanted or eval_sets[0],
+        num_best=max(1, recipe.checkpoint.keep_best),
+        patience=None if stopping is None else stopping.patience,
+        min_delta=0.0 if stopping is None else stopping.min_delta,
+    )
+
+
+def judge(
+    standing: Standing, selection: Selection, evaluation: Mapping[str, Mapping[str, Any]], *, step: int
+) -> Standing:
+    """Returns the standing after an evaluation; `evaluation` maps each held-out set to its metrics.
+
+    Of two equal values the earlier one is better. A value that is not finite or is missing is no improvement.
+    The value before the first step (`step` 0) must be surpassed, but is never among the best: the run saves
+    no checkpoint of the weights from which it starts.
+    """
+    value = evaluation[selection.eval_set].get(selection.metric)
+    if value is None or not math.isfinite(value):
+        return replace(standing, num_since_improvement=standing.num_since_improvement + (step > 0))
+    if step == 0:
+        return replace(standing, start=value, bar=value)
+    improves = standing.bar is None or selection.is_better(value, standing.bar, by=selection.min_delta)
+    sign = 1.0 if selection.lower_is_better else -1.0
+    best = sorted((*standing.best, (step, value)), key=lambda entry: (sign * entry[1], entry[0]))
+    return replace(
+        standing,
+        best=tuple(best[: selection.num_best]),
+        bar=value if improves else standing.bar,
+        num_since_improvement=0 if improves else standing.num_since_improvement + 1,
+    )
 
 
 @dataclass(slots=True, kw_only=True)

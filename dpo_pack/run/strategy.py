@@ -54,7 +54,13 @@ def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) ->
         name, reason = "fsdp2", "accelerate's configuration"
     if name == "auto":
         needs_copies = why_not_sharded(recipe)
-        name, reason = _by_size(recipe, policy, device) if needs_copies is None else ("ddp", needs_copies)
+        name, reason = (
+            ("ddp", needs_copies)
+            if needs_copies is not None
+            else _by_size(
+                policy, device, optimizer=recipe.optim.name, has_second=recipe.reference.sync is not None
+            )
+        )
     if name == "ddp":
         return Strategy(name="ddp", reason=reason)
     if recipe.optim.name != "adamw":
@@ -113,22 +119,27 @@ def check_accelerate_config(recipe: Recipe, precision: Precision) -> None:
             )
 
 
-def _by_size(recipe: Recipe, policy: ModelFacts, device: torch.device) -> tuple[Literal["ddp", "fsdp2"], str]:
-    """Returns ddp, or fsdp2 if weights, gradients and optimizer state are too large, and the reason."""
+def _by_size(
+    policy: ModelFacts, device: torch.device, *, optimizer: str, has_second: bool
+) -> tuple[Literal["ddp", "fsdp2"], str]:
+    """Returns ddp, or fsdp2 if weights, gradients and optimizer state are too large, and the reason.
+
+    `has_second`: a reference that follows the policy lies beside it, with frozen weights.
+    """
     if policy.quantization is not None:
         return "ddp", "quantised weights are not sharded"
     count = policy.num_parameters
-    is_adapted = recipe.model.lora is not None or policy.adapter is not None
+    is_adapted = policy.new_adapter is not None or policy.adapter is not None
     precision = policy.precision
     state = training_bytes(
         num_trained=0 if is_adapted else count,  # an adapter is too small to matter
-        num_frozen=count * (is_adapted + (recipe.reference.sync is not None)),
+        num_frozen=count * (is_adapted + has_second),
         trained_bytes=precision.parameters.itemsize,
         frozen_bytes=precision.parameters.itemsize,
-        optimizer=recipe.optim.name,
+        optimizer=optimizer,
     )
     needed = sum(state) + state.gradients * (num_gradients(policy.config) - 1)
-    if precision.casts_weights and not recipe.model.gradient_checkpointing:
+    if precision.casts_weights and not policy.gradient_checkpointing:
         needed += 2.0 * count
     memory = -ranks.largest_number(-device_memory(device))  # the memory of the smallest device
     what = (

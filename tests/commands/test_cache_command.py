@@ -18,7 +18,7 @@ from support.reference_pairs import NAMESPACE, random_keys
 from support.tiny_run import NUM_PAIRS, tiny_run
 from typer.testing import CliRunner
 
-from dpo_pack.commands.cache import cache_app
+from dpo_pack.commands.cache_commands import cache_app
 from dpo_pack.data.keys import sequence_key
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference import maintenance

@@ -14,7 +14,7 @@ from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.formats import FORMATS, BadRow, possible_formats
-from dpo_pack.data.load import Data, load_data
+from dpo_pack.data.sources import Data, load_data
 from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 

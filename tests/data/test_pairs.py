@@ -25,8 +25,8 @@ from support.tiny_tokenizer import tiny_tokenizer
 from dpo_pack.data import ingest
 from dpo_pack.data.formats import FORMATS, Pair, Row
 from dpo_pack.data.keys import content_key
-from dpo_pack.data.load import Data, load_data, split_by_prompt
 from dpo_pack.data.locating import locate_source
+from dpo_pack.data.sources import Data, load_data, split_by_prompt
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.recipe.types import Problem
@@ -890,6 +890,6 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
 
 
 def test_data_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, dpo_pack.data.load; print(*sys.modules)"
+    code = "import sys, dpo_pack.data.sources; print(*sys.modules)"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"torch", "transformers", "datasets", "pyarrow"}.isdisjoint(process.stdout.split())

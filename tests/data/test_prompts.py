@@ -12,7 +12,7 @@ from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from dpo_pack.data.load import Data, load_data
+from dpo_pack.data.sources import Data, load_data
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.recipe.schema import DataRecipe

@@ -14,7 +14,7 @@ from support.tiny_recipe import load as load_recipe
 from support.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.data.load import Data, load_data
+from dpo_pack.data.sources import Data, load_data
 from dpo_pack.data.store import write_store
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe

@@ -287,7 +287,7 @@ def test_a_model_that_cannot_be_compiled_is_found_at_the_start_and_loaded_uncomp
     monkeypatch.setattr(recipe_models, "compiles", lambda setting, model, device: setting == "auto")
     recipe = load_recipe(tiny_run(tmp_path))
     policy = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
-    loaded, outcome = load_and_prove(recipe, policy, device=CPU)
+    loaded, outcome = load_and_prove(policy, device=CPU)
     assert loaded.not_compiled is not None and "no such kernel" in loaded.not_compiled
     assert not loaded.scorer.is_compiled and all(proof.passed for proof in outcome.proofs)
     logps_and_gradient(loaded.scorer, make_row(0))
@@ -303,7 +303,7 @@ def test_a_model_that_can_be_compiled_stays_compiled_and_has_no_gradients_at_the
     recipe = load_recipe(tiny_run(tmp_path))
     policy = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
     state = torch.get_rng_state()
-    loaded, _ = load_and_prove(recipe, policy, device=CPU)
+    loaded, _ = load_and_prove(policy, device=CPU)
     assert loaded.scorer.is_compiled and loaded.not_compiled is None
     assert all(parameter.grad is None for parameter in loaded.scorer.parameters())
     assert torch.equal(torch.get_rng_state(), state)

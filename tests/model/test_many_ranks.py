@@ -58,7 +58,7 @@ def _shard(recipe_path: Path, autocast: torch.dtype | None, *overrides: str) -> 
         recipe = load_recipe(recipe_path, ["distributed.strategy=fsdp2", *overrides])
         facts = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=autocast))
         strategy = choose_strategy(recipe, facts, CPU)
-        loaded = load_weights(recipe, facts, device=CPU, strategy=strategy)
+        loaded = load_weights(facts, device=CPU, strategy=strategy)
         policy = distribute_policy(loaded.scorer, strategy)
         for is_last in (False, True):
             with policy.accumulating(is_last=is_last):

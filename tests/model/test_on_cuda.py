@@ -31,7 +31,7 @@ AUTOCAST = Precision(parameters=torch.float32, autocast=torch.bfloat16)
 
 def load(recipe_path: Path, *overrides: str, strategy: Strategy = ALONE) -> LoadedModel:
     recipe = load_recipe(recipe_path, ["model.compile=false", *overrides])
-    return load_weights(recipe, resolve_policy(recipe, AUTOCAST), device=CUDA, strategy=strategy)
+    return load_weights(resolve_policy(recipe, AUTOCAST), device=CUDA, strategy=strategy)
 
 
 def a_row(loaded: LoadedModel) -> Row:

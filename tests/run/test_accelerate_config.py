@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from rich.console import Console
 from support.run_files import timeless
 from support.tiny_adapters import refusal
 from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
-from torch.nn.parallel import DistributedDataParallel
 
 from dpo_pack.model import parallel
 from dpo_pack.model.scorer import CompletionLogps
@@ -177,51 +174,3 @@ def _devices_of_copies() -> list[object]:
 @pytest.mark.multiprocess
 def test_ddp_takes_the_device_on_which_the_weights_are_whatever_its_number_on_the_node() -> None:
     assert run_on_ranks(_devices_of_copies) == [[None, None]] * 2
-
-
-# ----------------------------------------------------------- why the shards are torch's, not accelerate's
-
-
-def _kind_of_shards() -> str:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    return type(accelerator.prepare_model(torch.nn.Linear(2, 2))).__name__
-
-
-@pytest.mark.multiprocess
-def test_accelerate_has_no_shards_on_cpus() -> None:
-    assert run_on_ranks(_kind_of_shards) == [DistributedDataParallel.__name__] * 2
-
-
-def test_accelerate_shards_no_model_without_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = Accelerator(cpu=True)
-    shared = AcceleratorState._shared_state
-    monkeypatch.setitem(shared, "distributed_type", DistributedType.FSDP)
-    monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
-    with pytest.raises(ValueError, match="optimizer"):
-        accelerator.prepare(torch.nn.Linear(2, 2))
-
-
-def test_accelerate_shards_one_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = Accelerator(cpu=True)
-    shared = AcceleratorState._shared_state
-    monkeypatch.setitem(shared, "distributed_type", DistributedType.FSDP)
-    monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
-    policy, reference = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="Only one model"):
-        accelerator.prepare(policy, reference, torch.optim.AdamW(policy.parameters()))
-
-
-def _dtype_of_shards() -> torch.dtype:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
-    AcceleratorState._reset_state(reset_partial_state=True)  # the parent's has no mixed precision
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
-    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
-    shards: torch.nn.Module = fsdp2_prepare_model(accelerator, model)
-    return next(shards.parameters()).dtype
-
-
-@pytest.mark.multiprocess
-def test_accelerate_s_shards_of_bfloat16_weights_are_in_float32() -> None:
-    assert run_on_ranks(_dtype_of_shards) == [torch.float32] * 2

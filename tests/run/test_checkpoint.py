@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.optim import Adafactor
 
-import dpo_pack.run.checkpoint as checkpoint_state
 import dpo_pack.run.checkpoint_files as checkpoint_dir
 import dpo_pack.run.checkpoint_files as checkpoint_writer
 from dpo_pack.model.scorer import CompletionLogps
@@ -259,16 +258,6 @@ def test_an_8_bit_optimizer_s_codes_scales_and_numbers_are_what_they_were(tmp_pa
             assert torch.equal(ours["absmax1"], theirs["absmax1"])
         take_step(straight)
         take_step(resumed)
-
-
-def test_a_checkpoint_of_an_earlier_format_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had names of one piece."""
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_state, "_weights", lambda state: {"policy.weight": torch.zeros(1)})
-        path = save(tmp_path, state_at(1))
-    assert "an earlier version of dpo-pack wrote it; delete it" in one_line(lambda: load(path, new_state()))
 
 
 def test_gradients_that_are_kept_as_views_are_the_same_after_loading(tmp_path: Path) -> None:
@@ -546,18 +535,6 @@ def test_a_full_disk_is_a_cache_error_and_keeps_the_earlier_checkpoint(
     assert_same(state, state_at(1))
 
 
-def test_a_disk_that_is_full_when_all_but_the_host_state_is_written_is_a_cache_error(tmp_path: Path) -> None:
-    large = replace(content(state_at(1)), host={"source": "x" * 3_000_000})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))  # no other file is as large
-    try:
-        with CheckpointWriter(tmp_path, in_background=False) as writer:
-            message = one_line(lambda: writer.write(large), CacheError)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert str(tmp_path / "step-000001") in message and names(tmp_path) == []
-
-
 def test_a_disk_that_has_no_room_for_a_small_host_state_is_a_cache_error(tmp_path: Path) -> None:
     """torch.save with a path raises RuntimeError here, of which nothing can be told."""
 
@@ -593,16 +570,6 @@ def test_another_data_plan_or_reference_is_refused_before_anything_changes(name:
     message = one_line(lambda: load(path, state, fingerprints=changed))
     assert f"another {name}," in message and "output_dir" in message and "--overwrite" in message
     assert_same(state, new_state())
-
-
-def test_every_changed_part_is_named_with_what_it_was_where_that_has_changed(tmp_path: Path) -> None:
-    path = save(tmp_path, state_at(1))
-    changed = dict.fromkeys(IDENTITY.fingerprints, "another")
-    words = {**IDENTITY.words, "data": "24 pairs"}
-    message = one_line(lambda: load(path, new_state(), fingerprints=changed, words=words))
-    assert "another data (22 pairs then, 24 pairs now) and another plan and another reference," in message
-    changed = {**IDENTITY.fingerprints, "base model": "m"}
-    assert "another base model," in one_line(lambda: load(path, new_state(), fingerprints=changed))
 
 
 def test_other_versions_and_ranks_are_told(tmp_path: Path) -> None:

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import errno
-from pathlib import Path
-
 import pytest
 from support.crash_points import (
     EIO,
@@ -24,7 +21,7 @@ from support.crash_points import (
     try_damage,
     try_point,
 )
-from support.file_operations import IS_POSSIBLE, Half, Operation, Refusal, in_forks, traced
+from support.file_operations import IS_POSSIBLE, in_forks
 
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="file operations are traced on Linux on x86-64 only")
 
@@ -78,58 +75,3 @@ def test_a_damaged_byte_is_noticed_or_changes_nothing(findings: list[Finding]) -
     found = findings[-NUM_DAMAGES:]
     assert len(findings) == sum(TRIED.values()) + NUM_DAMAGES
     assert not [finding for finding in found if finding.wrong]
-
-
-# ------------------------------------------------------------------------------------------------ the tracer
-
-
-def write_twice(directory: Path) -> int:
-    """Two writes and a rename; the error number if one is refused."""
-    try:
-        with (directory / "new").open("wb", buffering=0) as file:
-            file.write(b"first ")
-            file.write(b"second")
-        (directory / "new").rename(directory / "file")
-    except OSError as error:
-        return error.errno or -1
-    return 0
-
-
-def test_every_operation_of_a_process_is_seen_before_it_happens(tmp_path: Path) -> None:
-    def find() -> tuple[int, list[tuple[str, str, int, bool]]]:
-        seen: list[Operation] = []
-        status = traced(lambda: write_twice(tmp_path), [tmp_path], seen.append)
-        return status, [(one.call, one.path.name, one.size, one.changes) for one in seen]
-
-    status, seen = in_forks([find])[0]
-    writes = [("write", "new", 6, True)] * 2
-    assert status == 0
-    assert seen == [("open", "new", 0, True), *writes, ("rename", "new", 0, True)]
-
-
-@pytest.mark.parametrize("call", ["open", "write", "rename"])
-def test_an_operation_can_be_refused(call: str, tmp_path: Path) -> None:
-    def decide(operation: Operation) -> Refusal | None:
-        return Refusal(errno=errno.ENOSPC) if operation.call == call else None
-
-    assert in_forks([lambda: traced(lambda: write_twice(tmp_path), [tmp_path], decide)]) == [errno.ENOSPC]
-    assert [path.stat().st_size for path in tmp_path.iterdir()] == {"open": [], "write": [0], "rename": [12]}[
-        call
-    ]
-
-
-def test_half_of_a_write_can_be_seen_on_the_disk(tmp_path: Path) -> None:
-    def find() -> tuple[int, list[bytes]]:
-        halves: list[bytes] = []
-        new = tmp_path / "new"
-
-        def decide(operation: Operation) -> Half | None:
-            is_write = operation.call == "write"
-            return Half(then=lambda: halves.append(new.read_bytes())) if is_write else None
-
-        return traced(lambda: write_twice(tmp_path), [tmp_path], decide), halves
-
-    assert in_forks([find])[0] == (
-        0,
-        [b"fir", b"firsec"],
-    )  # a raw write says how much it wrote, and no more is tried

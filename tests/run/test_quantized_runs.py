@@ -28,7 +28,7 @@ from dpo_pack.recipe.machine import check_environment
 from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.run.export import merge_adapter
 from dpo_pack.run.log import describe_run
-from dpo_pack.run.models import load_and_prove, new_adapter
+from dpo_pack.run.models import load_and_prove
 from dpo_pack.run.setup import load_policy, prepare
 from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import ModelError, RecipeError, UnsupportedModelError
@@ -71,7 +71,7 @@ def test_packed_rows_of_a_quantised_base_are_proved_exact(kind: str, autocast: s
     recipe = recipe_in(assets, LORA, kind, f"model.autocast={autocast}")
     prepared = prepare(recipe, Console(quiet=True))
     loaded, outcome = load_and_prove(
-        recipe, prepared.policy_facts, device=CPU, adapter=new_adapter(recipe), again=True
+        prepared.policy_facts, device=CPU, adapter=prepared.policy_facts.new_adapter, again=True
     )
     types = {parameter.dtype for parameter in loaded.model.parameters()}
     assert types == {torch.float32, torch.uint8 if kind == NF4 else torch.int8}

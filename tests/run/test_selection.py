@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from support.tiny_recipe import changed_keys, load, message_of
 
-from dpo_pack.run.evaluate import find_selection, judge
-from dpo_pack.run.state import Selection, Standing
+from dpo_pack.run.state import Selection, Standing, find_selection, judge
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.files import parse_json
 

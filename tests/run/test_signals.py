@@ -200,14 +200,6 @@ def test_one_process_looks_for_a_signal_before_every_pass() -> None:
             interruption.poll_in_time()
 
 
-def test_work_that_may_be_left_anywhere_is_left_at_once() -> None:
-    with interruptible() as interruption, interruption.deferred():
-        with pytest.raises(Interrupted), interruption.lifted():
-            signal.raise_signal(TERM)
-            raise AssertionError("it was not left")
-        assert interruption.is_deferred
-
-
 def test_a_second_signal_is_not_put_off_and_one_that_comes_with_the_first_is_none() -> None:
     now = [100.0]
     interruption = Interruption(clock=lambda: now[0])

@@ -256,7 +256,7 @@ def test_on_cuda_a_row_of_more_than_3072_tokens_waits_for_nothing(tmp_path: Path
     """From there on the gradient of the embeddings is computed by other code."""
     recipe = load_recipe(tiny_run(tmp_path), ["model.autocast=bfloat16", "model.compile=false"])
     facts = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=torch.bfloat16))
-    scorer = load_weights(recipe, facts, device=CUDA).scorer
+    scorer = load_weights(facts, device=CUDA).scorer
     random = np.random.default_rng(0)
     vocabulary = scorer.model.config.vocab_size
     groups = [

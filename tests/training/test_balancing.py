@@ -26,7 +26,7 @@ from dpo_pack.model.layout import Group
 from dpo_pack.model.routing import RouterBalance, router_balance, router_sentence
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import Recipe, parse_recipe
-from dpo_pack.run.check import check_recipe
+from dpo_pack.run.setup import check_recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import Trainer, train

@@ -249,5 +249,5 @@ def test_a_device_that_is_neither_cuda_nor_the_cpu_is_not_taken(
     monkeypatch.setattr("dpo_pack.run.setup.Accelerator", accelerator)
     for has_cuda in (False, True):
         monkeypatch.setattr("torch.cuda.is_available", lambda has_cuda=has_cuda: has_cuda)
-        setup._accelerator(tracked_recipe(tmp_path / str(has_cuda)))
+        setup._accelerator(["tensorboard"], tmp_path / str(has_cuda))
     assert asked == [True, False]
