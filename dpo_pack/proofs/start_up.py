@@ -27,7 +27,7 @@ from dpo_pack.model.layout import Group
 from dpo_pack.model.liger import stock_layers
 from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.parallel import is_sharded
-from dpo_pack.model.recurrence import torch_recurrences
+from dpo_pack.model.recurrence import RecurrentCall, torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.leaks import prove_causality, prove_isolation
@@ -113,8 +113,13 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
         bound = f"max error <= {FLOAT32_BOUND:.0e}, or {bound}"
     elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
         # All computation is in fp32, with functions that take fp32.
-        backend = scorer.backend and BACKENDS["sdpa"]
-        without_kernels = replaced(scorer, autocast=None, backend=backend, recurrent_kernels={})
+        without_kernels = replaced(
+            scorer,
+            autocast=None,
+            backend=scorer.backend and BACKENDS["sdpa"],
+            recurrent_kernels={},
+            recurrence=scorer.recurrence or RecurrentCall.run,
+        )
         with without_kernels, torch_recurrences(scorer.model):
             exact_numbers, is_exact = _distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}

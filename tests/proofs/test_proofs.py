@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import recurrent_stand_ins
 from support.family_errors import CPU, GROUPS, make_row, skip_unless_packed
 from support.flash_stand_ins import use_stand_ins
 from support.marks import slow
@@ -55,7 +56,15 @@ def make_scorer(
     backend = sdpa_attention if packed else None
     if packed:
         wrap_recurrent_layers(model)
-    return CompletionLogps(model, backend=backend, autocast=autocast).to(parameters)
+    scorer = CompletionLogps(model, backend=backend, autocast=autocast).to(parameters)
+    if family == "kimi_linear":  # is packed by a kernel only
+        scorer.recurrent_kernels["chunk_kimi_delta_attention"] = recurrent_stand_ins.chunk_kda
+    return scorer
+
+
+@pytest.fixture(autouse=True)
+def _kimi_s_kernel_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    recurrent_stand_ins.use_stand_ins(monkeypatch, ["fla.ops.kda"])
 
 
 def failures(scorer: CompletionLogps) -> set[str]:
