@@ -41,7 +41,7 @@ IN_FLOAT32 = [p if p == "float32" else pytest.param(p, marks=pytest.mark.slow) f
 UNDER_AUTOCAST = [
     p if p == "bfloat16 autocast" else pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS
 ]
-NAMES = ["wiring", "kernel", "recurrence", "isolation", "causality", "equivalence", "head"]
+NAMES = ["wiring", "kernel", "recurrence", "isolation", "causality", "equivalence"]
 RECURRENT = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1"]
 
 
@@ -139,11 +139,10 @@ def test_the_gradients_of_such_a_kernel_under_autocast_are_those_of_sdpa(
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16 autocast", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "mamba", "rwkv", "bloom"])
-def test_honest_padded_batches_pass_the_three_proofs_that_they_have(family: str, precision: str) -> None:
+def test_honest_padded_batches_pass_the_two_proofs_that_they_have(family: str, precision: str) -> None:
     proofs = prove(make_scorer(family, precision=precision, packed=False), CPU)
-    assert [proof.name for proof in proofs] == ["causality", "equivalence", "head"]
+    assert [proof.name for proof in proofs] == ["causality", "equivalence"]
     assert all(proof.passed for proof in proofs), proofs
-    assert ("the rounding of logits" in proofs[2].bound) == (precision != "float32")
 
 
 @pytest.mark.parametrize("precision", IN_FLOAT32)

@@ -383,7 +383,7 @@ SABOTAGES: dict[str, Sabotage] = {
             ("a recurrent layer bypasses the seam", "wiring", stock_layer, ()),
         ]
     },
-    "logit softcap forgotten": _breaks("nanochat", "head", forgotten_transform),
-    "logit scale forgotten": _breaks("cohere", "head", forgotten_transform),
-    "logit divisor forgotten": _breaks("granite", "head", forgotten_transform),
+    "logit softcap forgotten": _breaks("nanochat", "equivalence", forgotten_transform),
+    "logit scale forgotten": _breaks("cohere", "equivalence", forgotten_transform),
+    "logit divisor forgotten": _breaks("granite", "equivalence", forgotten_transform),
 }
