@@ -157,7 +157,8 @@ def recurrence_error(
         arguments, options = _arguments(values | tensors)
         options["row_segments"] = segments
         result = run(replace(call, arguments=arguments, options=options))
-        return result[0] if isinstance(result, tuple) else result
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
 
     def one_by_one(tensors: _Inputs, function: RowFunction = call.stock) -> Tensor:
         """Calls the family's own function on each sequence alone; keeps the outputs of its segment."""

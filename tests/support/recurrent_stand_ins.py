@@ -171,7 +171,7 @@ _MODULES: dict[str, Callable[..., Any]] = {
 
 
 def use_stand_ins(
-    monkeypatch: pytest.MonkeyPatch, modules: Iterable[str] = tuple(_MODULES), **changed: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, modules: Iterable[str] = (*_MODULES,), /, **changed: Callable[..., Any]
 ) -> None:
     """Makes the packages' modules importable; `changed` replaces functions, by their names."""
     for path in modules:
