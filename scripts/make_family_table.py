@@ -187,15 +187,19 @@ NOTES = """
 ## Notes
 
 - Layers with a state (gated delta nets, Kimi delta attention, Mamba 2, short convolutions) are exact in
-  packed rows, with shared prompts: a shared part runs once from the zero state, and each tail starts from the
-  state behind it. Convolutions see the end of the shared part in the same way. Functions in torch compute the
-  states, in fp32. On CUDA the kernels of flash-linear-attention (gated delta nets, Kimi delta attention),
-  causal-conv1d (convolutions) and mamba-ssm (Mamba 2) replace them if these packages are installed. Before a
-  run each kernel's output and gradients are compared with the family's own functions, for this model's
-  shapes, see [proofs](proofs.md). A kernel that is missing, raises an error or is not exact enough is not
-  used, and a line says why. mamba-ssm has no gradients through the final states of sequences that lie one
-  after another, so it gets padded sequences, with a step of 0 at the padding. Its kernel for whole layers is
-  never used: it would mix sequences and ignore an adapter of `out_proj`. No GPU has run these kernels yet.
+  packed rows, with shared prompts: a shared part runs once from the zero state, and each tail starts from
+  the state behind it. Convolutions see the end of the shared part in the same way. transformers' own
+  functions in torch compute the states, in fp32, on batches of padded pieces. On CUDA the kernels of
+  flash-linear-attention (gated delta nets, Kimi delta attention), causal-conv1d (convolutions) and
+  mamba-ssm (Mamba 2) replace them if these packages are installed. Before a run each kernel's output and
+  gradients are compared with the family's own functions, for this model's shapes, see [proofs](proofs.md).
+  A kernel that is missing, raises an error or is not exact enough is not used, and a line says why. A
+  function that gets padded pieces gets a step of 0 at the padding, so that it decays no state. mamba-ssm's
+  kernel for whole layers is never used: it would mix sequences and ignore an adapter of `out_proj`. No GPU
+  has run these kernels yet.
+- Kimi delta attention (`kimi_linear`, `bailing_hybrid`) is packed by flash-linear-attention's kernel only:
+  transformers' function in torch takes more than ten times as long. Without the package a packed run is
+  refused before weights are read; with a kernel that cannot be used on this device, before the first step.
 - The layers of older transformers do not pass a row's layout on, so the run is refused in one line that
   names the release: `falcon_h1` before 5.16, `mamba2` and `nemotron_h` before 5.17, `lfm2` and `lfm2_moe`
   before 5.22.

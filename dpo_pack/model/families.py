@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import transformers
 from transformers import PretrainedConfig
 
+from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What is special about one `model_type` of transformers."""
 
     reason: str | None = None  # why its rows cannot be packed
+    kernel: str | None = None  # where this one of recurrence/ can be imported, they can
     # How many functions of recurrence/ a recurrent layer calls: usually 2, a convolution and a recurrence.
     functions: int = 0
     # The first release of transformers whose layers pass a row's layout on; older ones cannot be packed.
@@ -58,7 +61,8 @@ def packing_obstacle(config: PretrainedConfig) -> str | None:
     layers = set(text.to_dict().get("layer_types") or ())
     others = layers - ATTENTION_LAYERS
     family = FAMILIES.get(text.model_type, _PLAIN)
-    if family.reason is not None and (others or not layers):
+    is_refused = family.reason is not None and (others or not layers)
+    if is_refused and (family.kernel is None or isinstance(import_kernel(KERNELS[family.kernel]), str)):
         return family.reason
     release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
     if release < family.since:
@@ -77,15 +81,16 @@ _MAMBA1 = "a shared prompt ends in a state, and transformers' code for Mamba 1 c
 _NOT_WRITTEN = "dpo-pack has no code for its recurrence, which would mix the sequences of a row"
 _OWN_ATTENTION = "its own code computes the attention, and does not take a row's layout"
 _SELECTS = "its attention selects tokens, and its n-grams join tokens, across the sequences of a row"
+_NEEDS_FLA = "its delta attention is packed only on CUDA with flash-linear-attention, which is not installed"
 _DROPS_ARGUMENTS = "its layers do not pass a row's layout on to their attention"
 
 _PLAIN = Family()
 FAMILIES: dict[str, Family] = {
-    "bailing_hybrid": Family(functions=2),
+    "bailing_hybrid": Family(functions=2, kernel="chunk_kimi_delta_attention", reason=_NEEDS_FLA),
     "bamba": Family(functions=2),
     "falcon_h1": Family(functions=2, since=(5, 16)),
     "granitemoehybrid": Family(functions=2),
-    "kimi_linear": Family(functions=2),
+    "kimi_linear": Family(functions=2, kernel="chunk_kimi_delta_attention", reason=_NEEDS_FLA),
     "lfm2": Family(functions=1, since=(5, 22)),
     "lfm2_moe": Family(functions=1, since=(5, 22)),
     "lfm3": Family(functions=1),

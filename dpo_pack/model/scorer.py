@@ -80,7 +80,7 @@ class CompletionLogps(nn.Module):
         self.num_recurrent_calls = num_recurrent_calls(model.config)
         # Computes the calls of recurrent layers' functions; None: the calls run as usual. Proofs set it.
         self.recurrence: Callable[[RecurrentCall], Any] | None = None
-        # Functions of other packages for recurrent layers, by names in `ROW_FUNCTIONS`. A proof adds them.
+        # Functions of other packages for recurrent layers, by names in `KERNELS`. A proof adds them.
         self.recurrent_kernels: dict[str, Callable[..., Any]] = {}
         self.seam_calls = SeamCalls()  # of the last packed row
         self.is_wired = False  # whether `_check_wiring` has passed

@@ -120,16 +120,17 @@ def prove_kernel(scorer: CompletionLogps, calls: Sequence[SeamCall], device: tor
         return []
     kinds = dict.fromkeys(calls)  # in the order of layers: the same random inputs in every process
     measured = [kernel_error(scorer.backend, call, scorer.compute_dtype, device) for call in kinds]
+    remedy = "set model.attention: sdpa, and report GPU, torch and kernel versions"
+    return [error_proof("kernel", measured, "on random inputs", remedy)]
+
+
+def error_proof(name: str, measured: Iterable[tuple[float, float]], where: str, remedy: str) -> Proof:
+    """Returns the proof whose number is the worst of the (error, bound) in `measured`."""
     error, bound = worst(measured)
-    return [
-        Proof(
-            name="kernel",
-            passed=error <= bound,
-            numbers={"relative error": error},
-            bound=f"relative error of outputs and gradients <= {bound:.1e}, on random inputs",
-            remedy="set model.attention: sdpa, and report GPU, torch and kernel versions",
-        )
-    ]
+    words = f"relative error of outputs and gradients {where} <= {bound:.1e}"
+    return Proof(
+        name=name, passed=error <= bound, numbers={"relative error": error}, bound=words, remedy=remedy
+    )
 
 
 def kernel_error(

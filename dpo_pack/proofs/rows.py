@@ -38,7 +38,6 @@ class ProofOutcome:
     is_remembered: bool  # loaded from an earlier start with the same model, versions, backend, device
 
     def sentence(self) -> str:
-        """Returns the outcome in one sentence, for the user."""
         numbers = next((proof.numbers for proof in self.proofs if proof.name == "equivalence"), {})
         error = numbers.get("max error", float("nan"))
         exact = numbers.get("max error, in float32")
@@ -48,7 +47,6 @@ class ProofOutcome:
         return f"{self.what} are exact on this model, largest error {errors}"
 
     def details(self) -> str:
-        """Returns which proofs passed, and when."""
         when = "at an earlier start" if self.is_remembered else f"now, in {self.seconds:.1f} s"
         return f"passed {when}: {', '.join(proof.name for proof in self.proofs if proof.passed)}"
 

@@ -25,14 +25,13 @@ from dpo_pack.model.compiling import outermost_layers
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Group
 from dpo_pack.model.liger import stock_layers
-from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.parallel import is_sharded
-from dpo_pack.model.recurrence import torch_recurrences
+from dpo_pack.model.recurrence import RecurrentCall, torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.leaks import prove_causality, prove_isolation
 from dpo_pack.proofs.recurrence import prove_recurrence
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, pair_sums, proof_groups, proof_row, replaced
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, pair_sums, proof_groups, replaced
 from dpo_pack.system.errors import is_out_of_memory, one_line
 
 # Allowed error of a sequence's log-prob in fp32, in nats.
@@ -44,9 +43,8 @@ _NUM_DRAWS = 4
 def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
     """Runs all proofs, in an order in which an early failure explains later failures.
 
-    Padded batches use the model's own attention, and a row holds one sequence. So only three proofs run: no
-    token sees a later token; a sequence in a batch gets the same log-probs as alone; our head computes the
-    model's log-probs.
+    Padded batches use the model's own attention, and a row holds one sequence. So only two proofs run: no
+    token sees a later token; a sequence in a batch gets the same log-probs as alone.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -62,8 +60,7 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
                 *prove_recurrence(scorer, groups, device),
                 prove_isolation(scorer, groups, device),
             ]
-        in_every_mode = (prove_causality, prove_equivalence, prove_head)
-        return [*proofs, *(prove_one(scorer, groups, device) for prove_one in in_every_mode)]
+        return [*proofs, prove_causality(scorer, groups, device), prove_equivalence(scorer, groups, device)]
 
 
 def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | None:
@@ -97,9 +94,6 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
     return None
 
 
-# -------------------------------------------------------------------------------------------- equivalence
-
-
 @torch.no_grad()
 def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
     """Proves that a row's log-probs equal those of each sequence alone under the model's own eager attention.
@@ -113,8 +107,13 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
         bound = f"max error <= {FLOAT32_BOUND:.0e}, or {bound}"
     elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
         # All computation is in fp32, with functions that take fp32.
-        backend = scorer.backend and BACKENDS["sdpa"]
-        without_kernels = replaced(scorer, autocast=None, backend=backend, recurrent_kernels={})
+        without_kernels = replaced(
+            scorer,
+            autocast=None,
+            backend=scorer.backend and BACKENDS["sdpa"],
+            recurrent_kernels={},
+            recurrence=scorer.recurrence or RecurrentCall.run,
+        )
         with without_kernels, torch_recurrences(scorer.model):
             exact_numbers, is_exact = _distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
@@ -122,7 +121,7 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
         passed = passed and is_exact
     remedy = f"{PADDED_REMEDY}; or try model.attention: sdpa"
     if scorer.backend is None:
-        remedy = "right padding changes what this family computes; report the family"
+        remedy = "the family changes its logits, or what right padding computes; report the family"
     return Proof(name="equivalence", passed=passed, numbers=numbers, bound=bound, remedy=remedy)
 
 
@@ -177,11 +176,7 @@ def distance_from_stock(
 
 @contextlib.contextmanager
 def _rounded_otherwise(model: PreTrainedModel, eps: float) -> Iterator[None]:
-    """In this context embeddings and each layer's output get random relative errors of up to `eps` / 2.
-
-    A comparison of stock sdpa with stock eager attention would show rounding too. But families with softcaps
-    or sinks have no sdpa, and one comparison can miss that rounding makes a token choose another expert.
-    """
+    """In this context embeddings and each layer's output get random relative errors of up to `eps` / 2."""
 
     def perturb(module: nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -207,48 +202,3 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
             yield
     finally:
         model.set_attn_implementation(ours)
-
-
-# --------------------------------------------------------------------------------------------------- head
-
-
-@torch.no_grad()
-def prove_head(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
-    """Proves that our chunked log-probs equal the log-probs of the model's own logits for the same row.
-
-    In low precision the model rounds its logits, so the mean error per token may be as large as the rounding
-    of the largest logits.
-    """
-    row = proof_row(scorer, groups, device)
-    ours = scorer(row).sums
-    layout: dict[str, Any] = {}
-    if row.segments is not None:
-        layout = {"row_segments": row.segments, "row_backend": scorer.backend}
-        layout |= {"row_kernels": scorer.recurrent_kernels}
-
-    def add_layout(module: nn.Module, inputs: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return inputs, {**keywords, **layout}
-
-    # Some models (Mamba 2) do not pass arguments on to their backbone; others (OPT) call only a part of it.
-    hook = scorer.backbone.register_forward_pre_hook(add_layout, with_kwargs=True)
-    try:
-        logits = scorer.full_logits(
-            input_ids=row.input_ids,
-            position_ids=row.position_ids,
-            attention_mask=row.attention_mask,
-            **layout,
-        )
-    finally:
-        hook.remove()
-    logits = logits.flatten(0, 1)[row.logit_index].float()  # [N, V]
-    logps = logits.log_softmax(dim=-1).gather(1, row.targets[:, None]).squeeze(1)
-    errors = (ours - sequence_sums(logps, row.completion_lengths)).abs()
-    mean = float((errors / row.completion_lengths).mean())
-    numbers = {"max error": float(errors.max()), "mean error a token": mean}
-    if scorer.compute_dtype == torch.float32:
-        passed, bound = numbers["max error"] <= FLOAT32_BOUND, f"max error <= {FLOAT32_BOUND:.0e}"
-    else:
-        rounding = torch.finfo(scorer.compute_dtype).eps * float(logits.abs().amax(dim=1).mean())
-        passed, bound = mean <= rounding, f"mean error a token <= {rounding:.1e}, the rounding of logits"
-    remedy = "the family changes its logits in a way that dpo-pack does not know; report the family"
-    return Proof(name="head", passed=passed, numbers=numbers, bound=bound, remedy=remedy)

@@ -27,7 +27,7 @@ from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.system.machine import package_versions
 from dpo_pack.trainer import train
 
-NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence", "head"]
+NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence"]
 
 
 @pytest.fixture

@@ -20,17 +20,19 @@ from support.recurrent_stand_ins import (
     mamba_chunk_scan_combined,
     use_stand_ins,
 )
-from support.tiny_models import tiny_model
+from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dpo_pack.model.attention import ATTENTION_NAME, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.recurrence import wrap_recurrent_layers
+from dpo_pack.model.families import packing_obstacle
+from dpo_pack.model.recurrence import RecurrentCall, wrap_recurrent_layers
 from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.start_up import prove
+from dpo_pack.system.errors import UnsupportedModelError
 
 CUDA = torch.device("cuda")
 # A family for each kernel: a tiny model, and the kernels that its layers use.
@@ -68,7 +70,9 @@ def test_a_row_by_kernels_has_the_log_probs_and_gradients_of_the_torch_functions
 ) -> None:
     use_stand_ins(monkeypatch)
     scorer = make_scorer(family)
+    scorer.recurrence = RecurrentCall.run
     expected, expected_grad = results(scorer, mode)
+    scorer.recurrence = None
     lines = take_kernels(scorer, CPU)
     assert set(scorer.recurrent_kernels) == set(FAMILIES[family])
     assert sorted(lines) == sorted(f"{KERNELS[n].name} of {KERNELS[n].package}" for n in FAMILIES[family])
@@ -121,7 +125,7 @@ def test_proofs_in_fp32_need_no_kernel_that_transformers_itself_calls(
 
 
 def test_a_model_whose_heads_all_forget_at_once_is_exact_in_fp32() -> None:
-    """transformers' function on chunks is not: its gradient of the decays is mostly rounding."""
+    """With transformers' chunks of 64 tokens it would not be: test_recurrence.py compares with float64."""
     scorer = make_scorer("qwen3_5_text")
     with torch.no_grad():
         for name, parameter in scorer.model.named_parameters():
@@ -139,6 +143,16 @@ def test_without_the_packages_layers_keep_the_torch_functions() -> None:
     ]
     assert scorer.recurrent_kernels == {}
     assert take_kernels(make_scorer("llama"), CPU) == []
+
+
+def test_kimi_s_delta_attention_is_packed_by_its_kernel_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "flash-linear-attention" in (packing_obstacle(tiny_config("kimi_linear")) or "")
+    use_stand_ins(monkeypatch)
+    assert packing_obstacle(tiny_config("kimi_linear")) is None
+    with pytest.raises(
+        UnsupportedModelError, match=r"chunk_kda of flash-linear-attention.*packing.mode: padded"
+    ):
+        make_scorer("kimi_linear")(make_row(GROUPS, "shared"))
 
 
 Changed = Callable[..., Any]

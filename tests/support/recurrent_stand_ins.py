@@ -7,7 +7,7 @@ N sequences, H heads, K and V key and value dimensions, D channels.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -170,9 +170,12 @@ _MODULES: dict[str, Callable[..., Any]] = {
 }
 
 
-def use_stand_ins(monkeypatch: pytest.MonkeyPatch, **changed: Callable[..., Any]) -> None:
-    """Makes the packages importable; `changed` replaces functions, by their names."""
-    for path, function in _MODULES.items():
+def use_stand_ins(
+    monkeypatch: pytest.MonkeyPatch, modules: Iterable[str] = (*_MODULES,), /, **changed: Callable[..., Any]
+) -> None:
+    """Makes the packages' modules importable; `changed` replaces functions, by their names."""
+    for path in modules:
+        function = _MODULES[path]
         module: Any = ModuleType(path)
         setattr(module, function.__name__, changed.get(function.__name__, function))
         monkeypatch.setitem(sys.modules, path, module)

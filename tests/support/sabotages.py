@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +17,17 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import dpo_pack.proofs.rows as proof_rows
 from dpo_pack.model.attention import ATTENTION_NAME, AttentionBackend, row_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_gather, make_segments
+from dpo_pack.model.attention.segments import (
+    AttentionOptions,
+    Gather,
+    RowSegments,
+    make_gather,
+    make_segments,
+)
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.logps import HeadTransform
-from dpo_pack.model.recurrence import RecurrentCall, delta, mamba2, pieces
-from dpo_pack.model.recurrence.pieces import RowPieces
+from dpo_pack.model.recurrence import RecurrentCall, pieces
+from dpo_pack.model.recurrence.pieces import PieceBatch, RowPieces
 from dpo_pack.model.scorer import CompletionLogps
 
 CPU = torch.device("cpu")
@@ -227,7 +234,7 @@ def leak_by_a_hair(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
 
 
 def change_recurrence(change: Callable[[RecurrentCall], Any], *names: str) -> Break:
-    """What the layers' calls give, by name in ROW_FUNCTIONS."""
+    """What the layers' calls give, by name in KERNELS."""
 
     def changed(call: RecurrentCall) -> Any:
         return change(call) if call.name in names else call.run()
@@ -265,15 +272,14 @@ def leak_of_the_row(call: RecurrentCall) -> Any:
 def change_pieces(change: Callable[[RowPieces], RowPieces]) -> Break:
     make = pieces._make_pieces
 
-    def changed(segments: RowSegments, chunk: int) -> RowPieces:
-        return change(make(segments, chunk))
+    def changed(segments: RowSegments, *, padded: bool) -> RowPieces:
+        return change(make(segments, padded=padded))
 
     return lambda patch, scorer: patch.setattr(pieces, "_make_pieces", changed)
 
 
 def from_another_group(made: RowPieces) -> RowPieces:
     """Each tail starts from the final state of the group before its own."""
-    assert made.to_tails is not None
     roots, num_roots = made.to_tails.index.numpy(), len(made.to_tails.first)
     return replace(made, to_tails=make_gather((roots - 1) % num_roots, num_roots, CPU))
 
@@ -281,23 +287,24 @@ def from_another_group(made: RowPieces) -> RowPieces:
 def without_gradient(made: RowPieces) -> RowPieces:
     """No gradient flows from a tail into its group's shared part."""
     to_tails = made.to_tails
-    assert to_tails is not None
     cut: Any = lambda states: to_tails(states.detach())  # noqa: E731
     return replace(made, to_tails=cut)
 
 
-def pads_decay(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
-    """A state decays at the places of its last chunk that hold no token, as it would in a padded batch."""
-    in_chunks = delta.in_chunks
+def pads_decay(made: RowPieces) -> RowPieces:
+    """A state decays at the places of a batch that hold no token, as it would in a padded batch."""
 
-    def decaying(made: RowPieces, states: Tensor) -> Tensor:
-        chunks = in_chunks(made, states)
-        if (states > 0).any():  # not the logarithms of decays
-            return chunks
-        return torch.where(in_chunks(made, torch.ones_like(states)) == 0, -1.0, chunks)
+    def decaying(take: Gather, states: Tensor) -> Tensor:
+        taken = take(states)
+        if states.min() < 0 < states.max():  # neither steps nor logarithms of decays
+            return taken
+        return torch.where(take(torch.ones_like(states)) == 0, states.sign().mean(), taken)
 
-    for module in (delta, mamba2):
-        patch.setattr(module, "in_chunks", decaying)
+    def change(batch: PieceBatch) -> PieceBatch:
+        take: Any = functools.partial(decaying, batch.take)
+        return replace(batch, take=take)
+
+    return replace(made, roots=[change(batch) for batch in made.roots])
 
 
 def stock_layer(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
@@ -360,9 +367,10 @@ SABOTAGES: dict[str, Sabotage] = {
             ("tail starts from zero", "recurrence", change_recurrence(from_nothing, name)),
             ("tail forks from another group", "recurrence", change_pieces(from_another_group)),
             ("no gradient into the shared part", "recurrence", change_pieces(without_gradient)),
-            ("pads decay the state", "recurrence", pads_decay),
+            ("pads decay the state", "recurrence", change_pieces(pads_decay)),
             ("convolution across a boundary", "isolation", change_recurrence(on_whole_row, _CONVOLUTION)),
         ]
+        if (what, name) != ("pads decay the state", _KIMI)  # its kernel gets no pads
     },
     **{
         f"{what}, {family}": _breaks(family, proof, break_it, hidden_in=hidden)
@@ -375,7 +383,7 @@ SABOTAGES: dict[str, Sabotage] = {
             ("a recurrent layer bypasses the seam", "wiring", stock_layer, ()),
         ]
     },
-    "logit softcap forgotten": _breaks("nanochat", "head", forgotten_transform),
-    "logit scale forgotten": _breaks("cohere", "head", forgotten_transform),
-    "logit divisor forgotten": _breaks("granite", "head", forgotten_transform),
+    "logit softcap forgotten": _breaks("nanochat", "equivalence", forgotten_transform),
+    "logit scale forgotten": _breaks("cohere", "equivalence", forgotten_transform),
+    "logit divisor forgotten": _breaks("granite", "equivalence", forgotten_transform),
 }

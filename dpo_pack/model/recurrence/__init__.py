@@ -7,10 +7,11 @@ So a row is exact if each shared part starts from the zero state, and each tail 
 own shared part. In the same way a convolution over w tokens needs the last w - 1 inputs of the shared part.
 
 transformers has no interface for such layers. But the code of all families has the same form: the module's
-forward projects its input, token by token, and calls one of a few functions on the whole sequence. We run the
-module's own forward, but with our functions (`ROW_FUNCTIONS`) instead of these. So a family's special
-features stay in its own code, and adapters, sharding and checkpointing work as for every other layer. We
-never use the module's cache, because it changes states in place, which cuts or corrupts gradients.
+forward projects its input, token by token, and calls one of a few functions (the keys of `KERNELS`) on the
+whole sequence. We run the module's own forward, but where it calls such a function, we run the same function
+on the shared parts of the row and then on the tails. So a family's special features stay in its own code, and
+adapters, sharding and checkpointing work as for every other layer. We never use the module's cache, because
+it changes states in place, which cuts or corrupts gradients.
 """
 
 from __future__ import annotations
@@ -28,38 +29,32 @@ import torch
 from torch import Tensor, nn
 
 from dpo_pack.model.attention import SeamCalls
-from dpo_pack.model.recurrence.delta import DELTA_CHUNK, KIMI_CHUNK, row_delta_rule
-from dpo_pack.model.recurrence.kernels import KERNELS
-from dpo_pack.model.recurrence.mamba2 import MAMBA2_CHUNK, no_fused_path, row_mamba2_scan
-from dpo_pack.model.recurrence.pieces import row_convolution
+from dpo_pack.model.recurrence.kernels import DELTA_CHUNK, KERNELS, MAMBA2_CHUNK
+from dpo_pack.system.errors import UnsupportedModelError
 
 RowFunction = Callable[..., Any]
 
-# Our functions, by the names of the functions of transformers that they replace. Each takes the arguments of
-# that function, for one row, and `row_segments`: modules pass all their keyword arguments on to it.
-ROW_FUNCTIONS: dict[str, RowFunction] = {
-    "causal_conv1d_fn": row_convolution,
-    "torch_chunk_gated_delta_rule": row_delta_rule,
-    "chunk_kimi_delta_attention": row_delta_rule,
-    "mamba2_chunk_scan": row_mamba2_scan,
-    "mamba2_split_conv1d_scan_combined": no_fused_path,
-}
+# A function that computes a whole layer. It would mix the sequences of a row, and ignore an adapter of the
+# output projection, whose weight it reads. A row's layers act as if its package were not installed.
+_WHOLE_LAYER = "mamba2_split_conv1d_scan_combined"
+# transformers' own takes half a minute for a layer's 6,000 tokens on a CPU, so packed rows need its kernel.
+_NEEDS_KERNEL = "chunk_kimi_delta_attention"
+_KIMI_CHUNK = 64  # tokens of a chunk in that kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentCall:
-    """One call of a function in `ROW_FUNCTIONS` by a layer. Start-up proofs compute it in another way too."""
+    """One call of a function in `KERNELS` by a layer. Start-up proofs compute it in another way too."""
 
-    name: str  # in ROW_FUNCTIONS
+    name: str  # in KERNELS
     stock: RowFunction  # the replaced function, which takes one sequence or a batch of equal lengths
     arguments: tuple[Any, ...]
     options: dict[str, Any]  # includes `row_segments`
-    kernel: RowFunction | None = None  # the function of another package that computes it, see kernels.py
+    kernel: RowFunction | None = None  # the function of another package that computes it
 
     def run(self) -> Any:
-        if self.kernel is not None:
-            return KERNELS[self.name].compute(self.kernel, *self.arguments, **self.options)
-        return ROW_FUNCTIONS[self.name](*self.arguments, **self.options)
+        function, is_torch = self.kernel or self.stock, self.kernel is None
+        return KERNELS[self.name].compute(function, is_torch, *self.arguments, **self.options)
 
 
 def state_products(module: nn.Module) -> float:
@@ -71,7 +66,7 @@ def state_products(module: nn.Module) -> float:
     names, sizes = _row_functions(module), vars(module)
     if "torch_chunk_gated_delta_rule" in names:
         return float(3 * sizes["num_v_heads"] * sizes["head_k_dim"] * sizes["head_v_dim"])
-    if "chunk_kimi_delta_attention" in names:
+    if _NEEDS_KERNEL in names:
         return float(3 * sizes["num_heads"] * sizes["head_dim"] ** 2)
     if "mamba2_chunk_scan" in names:
         return float(2 * sizes["num_heads"] * sizes["head_dim"] * sizes["ssm_state_size"])
@@ -79,32 +74,31 @@ def state_products(module: nn.Module) -> float:
 
 
 def kept_numbers(module: nn.Module) -> float:
-    """Returns about how many fp32 numbers `ROW_FUNCTIONS` keep, for each token, for the backward pass.
+    """Returns about how many fp32 numbers a module's calls keep, for each token, for the backward pass.
 
-    We counted the tensors that autograd saves. A convolution keeps one number for each channel, and one more
-    for its activation function. A recurrence keeps several numbers for each element of keys and values, and
-    for each chunk of tokens its scores and two states.
+    We counted the tensors that autograd saves for a row in which pads and the ends of chunks are a quarter of
+    all places. A convolution keeps one number for each channel, and one more for its activation function. A
+    recurrence keeps several numbers for each element of keys and values, and for each chunk of tokens its
+    scores and states. The numbers of Kimi's are those that the code of flash-linear-attention 0.6 saves.
     """
     names, sizes = _row_functions(module), vars(module)
     channels = sum(2.0 * len(part.weight) for part in module.children() if isinstance(part, nn.Conv1d))
     if "torch_chunk_gated_delta_rule" in names:
         keys, values = sizes["head_k_dim"], sizes["head_v_dim"]
-        head = 13 * keys + 4 * values + 2 * keys * values / DELTA_CHUNK + 5 * DELTA_CHUNK
+        head = 12 * keys + 5 * values + keys * values / DELTA_CHUNK + 5 * DELTA_CHUNK
         return float(channels + sizes["num_v_heads"] * head)
-    if "chunk_kimi_delta_attention" in names:
-        keys = sizes["head_dim"]
-        head = (3 * KIMI_CHUNK + 3) * keys + 2 * keys**2 / KIMI_CHUNK
-        return float(channels + sizes["num_heads"] * head)
+    if _NEEDS_KERNEL in names:
+        return float(channels + sizes["num_heads"] * (5 * sizes["head_dim"] + 2 * _KIMI_CHUNK))
     if "mamba2_chunk_scan" in names:
         keys, values = sizes["ssm_state_size"], sizes["head_dim"]
-        head = 5 * keys + 3 * values + 2 * keys * values / MAMBA2_CHUNK + 4 * MAMBA2_CHUNK
+        head = 8 * keys + 11 * values + 2 * keys * values / MAMBA2_CHUNK + 4 * MAMBA2_CHUNK
         return float(channels + sizes["num_heads"] * head)
     return channels / 2 if names else 0.0  # a short convolution has no activation function
 
 
 def _row_functions(module: nn.Module) -> set[str]:
-    """Returns the names of `ROW_FUNCTIONS` that a module's own forward calls."""
-    return ROW_FUNCTIONS.keys() & set(_own_forward(module).__code__.co_names)
+    """Returns the names of `KERNELS` that a module's own forward calls."""
+    return KERNELS.keys() & set(_own_forward(module).__code__.co_names)
 
 
 def _own_forward(module: nn.Module) -> types.FunctionType:
@@ -124,7 +118,7 @@ def torch_recurrences(model: nn.Module) -> Iterator[None]:
     packages refuse fp32 or round more in it, so a proof must not take their results for the exact ones.
     """
     code = vars(sys.modules[type(model).__module__])
-    own = {name: code[name] for name in ROW_FUNCTIONS if name in code}
+    own = {name: code[name] for name in (*KERNELS, _WHOLE_LAYER) if name in code}
     code.update({name: inspect.unwrap(function) for name, function in own.items()})
     try:
         yield
@@ -142,13 +136,15 @@ def wrap_recurrent_layers(model: nn.Module) -> None:
 
 @functools.cache
 def _with_row_functions(forward: types.FunctionType) -> RowFunction:
-    """Returns a copy of a module's forward that calls our functions in place of those in `ROW_FUNCTIONS`.
+    """Returns a copy of a module's forward that calls our functions in place of those in `KERNELS`.
 
     torch.compile does not compile the copy, see model/compiling.py. Calls with the same argument
     return the same object, because torch would compile the layers again for another object.
     """
     theirs = forward.__globals__
-    ours = {name: _seam(name, inspect.unwrap(theirs[name])) for name in ROW_FUNCTIONS if name in theirs}
+    ours = {name: _seam(name, inspect.unwrap(theirs[name])) for name in KERNELS if name in theirs}
+    if _WHOLE_LAYER in theirs:
+        ours[_WHOLE_LAYER] = lambda *arguments, **options: None
     code, defaults, closure = forward.__code__, forward.__defaults__, forward.__closure__
     changed = types.FunctionType(code, {**theirs, **ours}, forward.__name__, defaults, closure)
     changed.__kwdefaults__ = forward.__kwdefaults__
@@ -168,11 +164,17 @@ def _seam(name: str, stock: RowFunction) -> RowFunction:
     ) -> Any:
         kernel = (row_kernels or {}).get(name)
         call = RecurrentCall(name=name, stock=stock, arguments=arguments, options=options, kernel=kernel)
-        if ROW_FUNCTIONS[name] is no_fused_path:
-            return call.run()
         if seam_calls is not None:
             seam_calls.recurrent += 1
-        return call.run() if row_recurrence is None else row_recurrence(call)
+        if row_recurrence is not None:
+            return row_recurrence(call)
+        if name == _NEEDS_KERNEL and kernel is None:
+            needed = KERNELS[name]
+            raise UnsupportedModelError(
+                f"rows of this model need {needed.name} of {needed.package}, which is not used on this "
+                "device; use packing.mode: padded"
+            )
+        return call.run()
 
     return seam
 

@@ -1,13 +1,18 @@
-"""CUDA kernels for recurrent layers: flash-linear-attention, causal-conv1d and mamba-ssm, where installed.
+"""Computes a row with a function that knows sequences only: transformers' own, or another package's kernel.
 
-A kernel computes what the function with the same key in `ROW_FUNCTIONS` computes, with two calls for a row:
-all roots from the zero state, then all tails from their roots' final states (pieces.py explains the words).
-flash-linear-attention takes sequences one after another (`cu_seqlens`) and computes gradients of their
-initial states. mamba-ssm computes no gradients of the final states of such sequences, so it gets a batch of
-padded sequences. A step of 0 at the padding leaves the state as it is. causal-conv1d takes `seq_idx` or
-initial states, but not both, so it gets neither: we put the inputs before a segment in front of the segment.
+Such a function runs twice for a row: on all roots from the zero state, then on all tails from their roots'
+final states (pieces.py explains the words). transformers' functions in torch and mamba-ssm get a batch of
+pieces padded to one length. A pad must leave the final state as it is: where the decay's logarithm g and the
+fraction beta, or Mamba 2's step, are 0, nothing decays and nothing is written. flash-linear-attention takes
+pieces one after another (`cu_seqlens`) and computes gradients of their initial states; mamba-ssm has no
+gradients of the final states of such pieces. A convolution gets neither `seq_idx` nor initial states, which
+causal-conv1d takes only apart: we put the inputs before a segment in front of the segment.
 
-proofs/recurrence.py compares each kernel with the torch functions before a model uses it.
+The packages are flash-linear-attention, causal-conv1d and mamba-ssm, on CUDA. proofs/recurrence.py compares
+each kernel with the torch functions before a model uses it.
+
+Legend: T tokens of the row, H heads (of values), K and V key and value dimensions, G groups of heads with the
+same B and C, D channels and w tokens of a convolution.
 """
 
 from __future__ import annotations
@@ -20,32 +25,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dpo_pack.model.attention.segments import RowSegments
-from dpo_pack.model.recurrence.mamba2 import step_sizes
-from dpo_pack.model.recurrence.pieces import row_history, whole_pieces
+from dpo_pack.model.recurrence.pieces import PieceBatch, row_history, row_pieces
 from dpo_pack.system.errors import first_line
 
-# Runs a kernel on pieces: (tensors, initial states or None, cu_seqlens or None, whether to return final
+# Tokens of a chunk in transformers' functions. Most pieces of a row are shorter than their own 64 to 256
+# tokens. And where heads forget fast, the rounding of the decays' gradient grows with a chunk's length.
+DELTA_CHUNK = 16
+MAMBA2_CHUNK = 64
+
+# Runs a function on pieces: (tensors, initial states or None, cu_seqlens or None, whether to return final
 # states) -> (outputs, final states or None).
 _RunOnPieces = Callable[[list[Tensor], Tensor | None, Tensor | None, bool], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A function of another package, and how to compute a row with it."""
+    """A function of another package, and how to compute a row with it or with transformers' own function."""
 
     package: str  # the name in the package index
     module: str
     name: str
     num_positional: int
     keywords: tuple[str, ...]
-    compute: Callable[..., Any]  # takes the package's function, then the arguments of our torch function
+    # Takes the function, whether it is transformers' own, then the arguments with which a layer calls it.
+    # Returns what the function returns, but None in place of a final state.
+    compute: Callable[..., Any]
 
 
-def by_convolution(
-    kernel: Callable[..., Tensor],
+def row_convolution(
+    function: Callable[..., Tensor],
+    is_torch: bool,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -54,15 +67,19 @@ def by_convolution(
     row_segments: RowSegments,
     **unused: Any,
 ) -> Tensor:
-    """Computes `row_convolution`: [1, D, T], [D, w], [D] or None -> [1, D, T]."""
+    """Computes the causal convolution of each sequence of a row: [1, D, T], [D, w], [D] or None -> [1, D, T].
+
+    If a sequence shares its first tokens with another, the convolution of its own tokens also covers these.
+    """
     with_history, to_row = row_history(row_segments, weight.shape[-1])
-    inputs = with_history(hidden_states.squeeze(0).T).T[None]  # [1, D, E], channels are adjacent in memory
-    out = kernel(inputs, weight, bias, activation=activation)
+    inputs = with_history(hidden_states.squeeze(0).T).T[None]  # channels are adjacent in memory
+    out = function(inputs, weight, bias, activation=activation)
     return to_row(out.squeeze(0).T).T[None]
 
 
-def by_delta_rule(
-    kernel: Callable[..., tuple[Tensor, Tensor | None]],
+def row_delta_rule(
+    function: Callable[..., tuple[Tensor, Tensor | None]],
+    is_torch: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -73,28 +90,35 @@ def by_delta_rule(
     row_segments: RowSegments,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Computes `row_delta_rule`, with the same shapes."""
+    """Computes the delta rule of each sequence of a row.
+
+    Gated delta nets (arXiv 2412.06464) have one decay a head, Kimi delta attention (arXiv 2510.26692) one a
+    channel of the keys. query and key [1, T, heads of keys, K], value [1, T, H, V], beta [1, T, H], g
+    [1, T, H] or [1, T, H, K]. Returns ([1, T, H, V], None).
+    """
 
     def run(
         parts: list[Tensor], states: Tensor | None, starts: Tensor | None, wants_states: bool
     ) -> tuple[Tensor, Tensor | None]:
-        return kernel(
+        layout = {"chunk_size": DELTA_CHUNK} if is_torch else {"cu_seqlens": starts}
+        return function(
             *parts,
             initial_state=states,
             output_final_state=wants_states,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=starts,
+            **layout,
         )
 
     repeats = value.shape[-2] // key.shape[-2]
-    if repeats > 1:  # older releases take only as many heads of keys as of values
+    if repeats > 1:  # older releases of kernels take only as many heads of keys as of values
         query, key = (states.repeat_interleave(repeats, dim=-2) for states in (query, key))
-    out = _through_pieces(run, (query, key, value, g, beta), row_segments, padded=False)
+    out = _through_pieces(run, (query, key, value, g, beta), row_segments, padded=is_torch)
     return out.to(query.dtype), None
 
 
-def by_mamba2_scan(
-    kernel: Callable[..., Any],
+def row_mamba2_scan(
+    function: Callable[..., Any],
+    is_torch: bool,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -109,20 +133,24 @@ def by_mamba2_scan(
     row_segments: RowSegments,
     **unused: Any,
 ) -> Tensor:
-    """Computes `row_mamba2_scan`, with the same shapes.
+    """Computes the recurrence of Mamba 2 (arXiv 2405.21060) of each sequence of a row.
 
-    The kernel gets steps after softplus and clamp, because the step of the padding must stay 0.
+    hidden_states [1, T, H, V], dt [1, T, H], A, D and dt_bias [H], B and C [1, T, G, K]. Returns
+    [1, T, H, V] in fp32. The function gets steps after softplus and clamp, because the step of a pad must
+    stay 0.
     """
 
     def run(
         parts: list[Tensor], states: Tensor | None, starts: Tensor | None, wants_states: bool
     ) -> tuple[Tensor, Tensor | None]:
         inputs, steps, keys, reads = parts
+        tokens = min(chunk_size, MAMBA2_CHUNK) if is_torch else chunk_size
         options = {"initial_states": states, "return_final_states": wants_states}
-        result = kernel(inputs, steps, A.float(), keys, reads, chunk_size, **options)
+        result = function(inputs, steps, A.float(), keys, reads, tokens, **options)
         return result if wants_states else (result, None)
 
-    steps = step_sizes(dt, dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
+    steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit).float()
     out = _through_pieces(run, (hidden_states, steps, B, C), row_segments, padded=True).float()
     return out if D is None else out + D[:, None] * hidden_states.float()
 
@@ -130,19 +158,30 @@ def by_mamba2_scan(
 def _through_pieces(
     run: _RunOnPieces, tensors: Sequence[Tensor], segments: RowSegments, *, padded: bool
 ) -> Tensor:
-    """Runs a kernel on all roots, then on all tails: tensors [1, T, ...] -> [1, T, ...], without autocast."""
-    whole = whole_pieces(segments, padded=padded)
+    """Runs a function on all roots, then on all tails: tensors [1, T, ...] -> [1, T, ...].
+
+    Without autocast, because a state's rounding errors add up over tokens.
+    """
+    pieces = row_pieces(segments, padded=padded)
     outputs: list[Tensor] = []
-    states: Tensor | None = None
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        for batch in whole.batches:
+
+    def run_all(batches: Sequence[PieceBatch], states: Sequence[Tensor | None]) -> list[Tensor | None]:
+        finals = []
+        for batch, state in zip(batches, states, strict=True):
             parts = [batch.take(tensor.squeeze(0)) for tensor in tensors]
-            parts = [part.unflatten(0, (batch.num_lines, -1)) for part in parts]
-            if states is not None and whole.to_tails is not None:
-                states = whole.to_tails(states)
-            out, states = run(parts, states, batch.starts, batch is not whole.batches[-1])
+            num_lines = batch.num_pieces if padded else 1
+            parts = [part.unflatten(0, (num_lines, -1)) for part in parts]
+            out, final = run(parts, state, batch.starts, batches is pieces.roots and bool(pieces.tails))
             outputs.append(out.flatten(0, 1))
-        return whole.to_row(torch.cat(outputs))[None]
+            finals.append(final)
+        return finals
+
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        finals = run_all(pieces.roots, [None] * len(pieces.roots))
+        if pieces.tails:
+            states = pieces.to_tails(torch.cat([final for final in finals if final is not None]))
+            run_all(pieces.tails, states.split([batch.num_pieces for batch in pieces.tails]))
+        return pieces.to_row(torch.cat(outputs))[None]
 
 
 _delta_kernel = functools.partial(
@@ -150,10 +189,10 @@ _delta_kernel = functools.partial(
     package="flash-linear-attention",
     num_positional=5,
     keywords=("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"),
-    compute=by_delta_rule,
+    compute=row_delta_rule,
 )
 
-# By the names in `ROW_FUNCTIONS`.
+# By the names of transformers' functions that layers call.
 KERNELS: dict[str, Kernel] = {
     "causal_conv1d_fn": Kernel(
         package="causal-conv1d",
@@ -161,7 +200,7 @@ KERNELS: dict[str, Kernel] = {
         name="causal_conv1d_fn",
         num_positional=3,
         keywords=("activation",),
-        compute=by_convolution,
+        compute=row_convolution,
     ),
     "torch_chunk_gated_delta_rule": _delta_kernel(
         module="fla.ops.gated_delta_rule", name="chunk_gated_delta_rule"
@@ -173,7 +212,7 @@ KERNELS: dict[str, Kernel] = {
         name="mamba_chunk_scan_combined",
         num_positional=6,
         keywords=("initial_states", "return_final_states"),
-        compute=by_mamba2_scan,
+        compute=row_mamba2_scan,
     ),
 }
 
