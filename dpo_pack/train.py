@@ -45,7 +45,7 @@ from torch import Tensor
 
 from dpo_pack.losses import weighted_losses
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.recipe.machine import check_environment
+from dpo_pack.recipe.load import check_environment
 from dpo_pack.reports.ending import print_ending
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.run.push import push, push_command

@@ -44,7 +44,7 @@ class _Commands(TyperGroup):
             # click's NoSuchOption, of which some releases of typer have a copy
             option = getattr(error, "option_name", None)
             if option is not None:
-                from dpo_pack.recipe.errors import advice_on_option
+                from dpo_pack.recipe.mistakes import advice_on_option
 
                 if advice := advice_on_option(option.lstrip("-")):
                     raise RecipeError(f"no option {option}: {advice}") from None
@@ -58,10 +58,9 @@ def _complete_template(incomplete: str) -> list[str]:
 
 
 def _complete_key(incomplete: str) -> list[str]:
-    from dpo_pack.recipe.errors import all_keys
-    from dpo_pack.recipe.schema import Recipe
+    from dpo_pack.recipe.mistakes import recipe_fields
 
-    return [f"{key}=" for key in all_keys(Recipe) if key.startswith(incomplete)]
+    return [f"{key}=" for key in recipe_fields() if key.startswith(incomplete)]
 
 
 app = typer.Typer(

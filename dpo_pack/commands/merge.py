@@ -17,7 +17,7 @@ import dpo_pack
 from dpo_pack.model.loading import load_config, load_model, load_tokenizer
 from dpo_pack.model.lora import SavedAdapter, is_adapter, read_adapter, require_peft
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
-from dpo_pack.recipe.machine import TOKENIZER_FILES
+from dpo_pack.recipe.load import TOKENIZER_FILES
 from dpo_pack.run.export import USAGE_TITLE, usage, write_model
 from dpo_pack.system.errors import ModelError, RunError
 from dpo_pack.system.files import written_aside

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.recipe.load import Recipe, check_environment, load_recipe, parse_recipe
-from dpo_pack.recipe.machine import TOKENIZER_FILES
+from dpo_pack.recipe.load import TOKENIZER_FILES
 from dpo_pack.recipe.schema import SamplesRecipe
 from dpo_pack.reports.completions import render_completions
 from dpo_pack.run.models import ModelFacts, check_model, load_weights, resolve_model, resolve_policy

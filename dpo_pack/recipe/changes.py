@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from dpo_pack.recipe.data import EvalFraction
-from dpo_pack.recipe.errors import Tree
 from dpo_pack.recipe.schema import Recipe
+from dpo_pack.recipe.text import Tree
 
 # A run may be resumed with other values of these keys, because they do not change training.
 NEUTRAL_KEYS: tuple[str, ...] = (

@@ -28,7 +28,7 @@ from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.recipe.machine import TOKENIZER_FILES
+from dpo_pack.recipe.load import TOKENIZER_FILES
 from dpo_pack.reference.fill import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.reference.maintenance import find_leftovers
 from dpo_pack.run.models import (

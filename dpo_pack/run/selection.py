@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpo_pack.recipe.errors import show
+from dpo_pack.recipe.text import show
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.training import LOWER_IS_BETTER
 from dpo_pack.system.errors import RecipeError

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from dpo_pack.recipe.machine import NO_MASTER_WEIGHTS
+from dpo_pack.recipe.load import NO_MASTER_WEIGHTS
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.split_adamw import SplitAdamW
 

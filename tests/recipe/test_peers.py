@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dpo_pack.recipe.errors import all_keys
+from dpo_pack.recipe.mistakes import all_keys
 from dpo_pack.recipe.load import Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.loss import LOSS_DECLARATIONS
 from dpo_pack.recipe.peers import TABLES, find_rule
