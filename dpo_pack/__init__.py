@@ -10,13 +10,15 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_INTERFACE = ("Run", "evaluate", "inspect_packing", "show", "train")
+_INTERFACE = dict.fromkeys(
+    ("Run", "evaluate", "inspect_packing", "show", "train"), "dpo_pack.commands.python"
+) | {"recipe_from": "dpo_pack.recipe.peers.translate"}
 
 
 def __getattr__(name: str) -> Any:
     """Imports the Python interface when it is used, so that `dpopack --help` does not wait for torch."""
     if name in _INTERFACE:
-        return getattr(importlib.import_module("dpo_pack.commands.python"), name)
+        return getattr(importlib.import_module(_INTERFACE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

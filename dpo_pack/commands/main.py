@@ -496,8 +496,8 @@ def recipe_command(
 ) -> None:
     """Print or check a recipe; translate another trainer's.
 
-    --from reads a config, a command line or a script of TRL, a config of axolotl, or one of LLaMA-Factory
-    with its dataset_info.json. The recipe says what became of each key.
+    --from reads a config or a command line of TRL, or a config of axolotl or LLaMA-Factory. The recipe says
+    what became of each key.
     """
     from dpo_pack.recipe.load import recipe_defaults, recipe_schema
     from dpo_pack.recipe.templates import BEGINNING, TEMPLATES, recipe_template

@@ -32,7 +32,7 @@ from dpo_pack.losses.objective import (
 )
 from dpo_pack.losses.reference_free import REFERENCE_FREE
 from dpo_pack.losses.transport import COUPLED
-from dpo_pack.recipe.loss import LOSS_DECLARATIONS, LossRecipe
+from dpo_pack.recipe.training import LOSS_DECLARATIONS, LossRecipe
 
 __all__ = [
     "LOSSES", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs", "length_desensitized_sums",

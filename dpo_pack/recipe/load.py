@@ -1,8 +1,7 @@
 """Loads, checks and writes recipes (YAML), with overrides. Imports no torch, so commands start at once.
 
-text.py turns the text of a recipe into a tree of plain values and puts overrides into the tree. The schema
-(schema.py) checks each key and the rules between keys. mistakes.py turns all problems into one RecipeError of
-one line. `check_environment` finds what is missing on this machine: paths and packages.
+text.py turns a recipe's text into a tree of plain values. schema.py checks each key and the rules between
+keys, and mistakes.py makes one error of one line. `check_environment` finds what this machine lacks.
 """
 
 import importlib.util
@@ -24,25 +23,20 @@ from dpo_pack.recipe.types import Problem, allowed_values
 from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.machine import install_command
 
-__all__ = [
-    "Recipe", "check_environment", "default_in_yaml", "dump_recipe", "load_recipe", "parse_recipe",
-    "recipe_defaults", "recipe_schema", "source_names",
-]  # fmt: skip
+__all__ = ["Recipe", "source_names"]  # besides what is defined here
 
 MAX_RECIPE_BYTES = 1 << 17  # PyYAML takes some seconds for so many bytes
 MODEL_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 NO_MASTER_WEIGHTS = (
-    "keeps no fp32 master weights, and parameters in bfloat16 would round its updates away; set optim.name: "
-    "adamw or model.dtype: float32"
+    "keeps no fp32 master weights for bfloat16 parameters; set optim.name: adamw or model.dtype: float32"
 )
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe file and applies `key=value` overrides. The last override of a key counts.
 
-    Raises RecipeError for every mistake in the recipe itself; `check_environment` finds what is missing on
-    this machine, such as files and packages.
+    Raises RecipeError for every mistake in the recipe itself; see `check_environment` for this machine.
     """
     begin = "'dpopack recipe --defaults' prints one to begin with"
     try:
@@ -58,20 +52,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     except OSError as error:
         fail(f"{path}: cannot read the recipe: {error.strerror}")
     tree = read_yaml(text, where=str(path))
-    if tree is None:
-        fail(f"{path}: the recipe is empty; {begin}")
     if not isinstance(tree, dict):
-        fail(f"{path}: a recipe is a mapping of 'key: value' lines, not {show(tree)}")
+        fail(f"{path}: a recipe is a mapping of 'key: value' lines, not {show(tree)}; {begin}")
     return parse_recipe(tree, overrides, recipe_dir=path.parent)
 
 
 def parse_recipe(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), *, recipe_dir: Path = Path()
 ) -> Recipe:
-    """Makes a recipe from a mapping read from YAML. Replaces `${recipe_dir}` in paths by `recipe_dir`.
-
-    Raises RecipeError.
-    """
+    """Makes a recipe from a mapping; `${recipe_dir}` in paths is `recipe_dir`. Raises RecipeError."""
     tree = _without_shorthands(tree)
     for override in overrides:
         tree = _without_shorthands(apply_override(tree, override))
@@ -97,10 +86,7 @@ def _without_shorthands(tree: Mapping[str, Any]) -> Tree:
 
 
 def dump_recipe(recipe: Recipe, *, for_others: bool = False) -> str:
-    """Returns the recipe with all its keys as YAML. Loading this YAML gives an equal recipe.
-
-    With `for_others`, paths on this machine are only their last parts.
-    """
+    """Returns the recipe with all keys as YAML; `for_others`, paths on this machine are their last parts."""
     return to_yaml(recipe.model_dump(mode="json", context={"for_others": for_others}))
 
 
@@ -117,7 +103,6 @@ def recipe_defaults() -> str:
 
 
 def _commented(section: type[BaseModel], indent: str = "") -> list[str]:
-    """Returns the lines of a section. A comment above each key gives the key's meaning."""
     lines = []
     for name, field in section.model_fields.items():
         if _is_section(field):
@@ -146,39 +131,32 @@ def _is_section(field: FieldInfo) -> bool:
 
 
 def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
-    """Raises RecipeError if a path or a package that the recipe needs is not on this machine.
-
-    Trackers are needed only if the recipe `trains`.
-    """
+    """Raises RecipeError if this machine lacks a path or package; trackers only where the recipe `trains`."""
     checks = [_path_problems, _bfloat16_problems, _package_problems, *([_tracker_problems] if trains else [])]
     fail_if_any(problem for check in checks for problem in check(recipe))
 
 
 def _path_problems(recipe: Recipe) -> Iterator[Problem]:
-    model, tokenizer, resume = recipe.model, recipe.tokenizer, recipe.checkpoint.resume
-    yield from _model_problems("model.path", model.path)
+    model, template, resume = recipe.model, recipe.tokenizer.chat_template, recipe.checkpoint.resume
+    judges = enumerate(recipe.online.judges if recipe.online else ())
+    for key, path, needed in (
+        ("model.path", model.path, MODEL_FILES), ("tokenizer.path", recipe.tokenizer.path, TOKENIZER_FILES),
+        ("reference.path", recipe.reference.path, MODEL_FILES),
+        *((f"online.judges.{number}.path", judge.path, MODEL_FILES) for number, judge in judges),
+    ):  # fmt: skip
+        if path is not None:
+            yield from _model_problems(key, path, needed)
     if model.lora is not None and _is_adapter(model.path):
-        yield (
-            "model.lora",
-            "model.path is an adapter, which is trained further as it is; leave model.lora out, or merge the "
-            "adapter first with 'dpopack merge'",
-        )
+        yield "model.lora", "model.path is an adapter, which is trained further; leave it out, or merge first"
     if model.quantize is not None and model.lora is None and not _is_adapter(model.path):
         yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
     if model.revision and os.path.isdir(model.path):
         yield "model.revision", "a local directory has no revisions; leave it out"
-    if tokenizer.path:
-        yield from _model_problems("tokenizer.path", tokenizer.path, TOKENIZER_FILES)
-    if tokenizer.chat_template and not os.path.isfile(tokenizer.chat_template):
-        yield "tokenizer.chat_template", f"no such file: {show(str(tokenizer.chat_template))}"
-    if recipe.reference.path:
-        yield from _model_problems("reference.path", recipe.reference.path)
+    if template and not os.path.isfile(template):
+        yield "tokenizer.chat_template", f"no such file: {show(str(template))}"
     for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
         for index, source in enumerate(sources):
             yield from _data_path_problems(f"data.{part}.{index}.path", source.path)
-    for number, judge in enumerate(recipe.online.judges if recipe.online else ()):
-        if judge.path is not None:
-            yield from _model_problems(f"online.judges.{number}.path", judge.path)
     yield from _directory_problems("output_dir", recipe.output_dir)
     if recipe.reference.cache_dir:
         # A read-only cache is enough if it has all values. A run that must write to it tests that first.
@@ -187,7 +165,7 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
         yield "checkpoint.resume", f"must be auto, never or the directory of a checkpoint, not {show(resume)}"
 
 
-def _model_problems(key: str, path: str, needed: Sequence[str] = MODEL_FILES) -> Iterator[Problem]:
+def _model_problems(key: str, path: str, needed: Sequence[str]) -> Iterator[Problem]:
     if os.path.isdir(path):
         if not any(os.path.isfile(os.path.join(path, name)) for name in needed):
             remedy = "give one that save_pretrained wrote, or a hub id"
@@ -211,7 +189,6 @@ def _data_path_problems(key: str, path: str) -> Iterator[Problem]:
 
 
 def _directory_problems(key: str, directory: Path, *, is_written: bool = True) -> Iterator[Problem]:
-    """Yields the problems of a directory that the run may have to create."""
     nearest = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not os.path.isdir(nearest):
         yield key, f"{show(str(nearest))} is in the way: it is not a directory"
@@ -224,7 +201,6 @@ def _is_adapter(path: str) -> bool:
 
 
 def _bfloat16_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems of bfloat16 parameters: rounding undoes small updates of weights or reference."""
     if recipe.model.dtype != "bfloat16":
         return
     trains_adapter = recipe.model.lora is not None or _is_adapter(recipe.model.path)
@@ -238,7 +214,6 @@ def _bfloat16_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _package_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields a problem for each optional package that the recipe needs and that is missing."""
     for key, module, is_needed in (
         ("model.lora", "peft", recipe.model.lora is not None),
         ("model.path", "peft", _is_adapter(recipe.model.path)),

@@ -1,7 +1,4 @@
-"""Turns the mistakes in a recipe into an error of one line: the key, what is wrong, and how to mend it.
-
-If there are several, the error has the first one in full and the keys of the others.
-"""
+"""Turns the mistakes in a recipe into an error of one line: the key, what is wrong, and how to mend it."""
 
 import difflib
 import functools
@@ -12,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from dpo_pack.recipe.data import RowField
 from dpo_pack.recipe.peers.peer_tables import our_values, our_words
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import Tree, fail, show
@@ -30,10 +28,7 @@ def fail_if_any(problems: Iterable[Problem]) -> None:
 
 
 def nested_sections(annotation: Any, *, is_item: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
-    """Yields the classes of sections that a key can hold, and whether it holds a list of such sections.
-
-    For `data.eval`: (SourceRecipe, True) and (EvalFraction, False).
-    """
+    """Yields the sections that a key can hold, and whether in a list: data.eval (SourceRecipe, True), ..."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, is_item
     for argument in get_args(annotation):
@@ -41,21 +36,14 @@ def nested_sections(annotation: Any, *, is_item: bool = False) -> Iterator[tuple
 
 
 @functools.cache
-def recipe_fields() -> dict[str, FieldInfo]:
+def recipe_fields(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, FieldInfo]:
     """Returns the dotted keys of a recipe in the schema's order; items of lists have number 0."""
     fields: dict[str, FieldInfo] = {}
-
-    def add(section: type[BaseModel], prefix: str) -> None:
-        for name, field in section.model_fields.items():
-            fields[prefix + name] = field
-            for nested, is_item in nested_sections(field.annotation):
-                add(nested, f"{prefix}{name}.{'0.' if is_item else ''}")
-
-    add(Recipe, "")
+    for name, field in section.model_fields.items():
+        fields[prefix + name] = field
+        for nested, is_item in nested_sections(field.annotation):
+            fields |= recipe_fields(nested, f"{prefix}{name}.{'0.' if is_item else ''}")
     return fields
-
-
-_UNION_TAGS = frozenset({"(sources)", "(fraction)", "(name)", "(terms)"})
 
 
 def recipe_problems(errors: Sequence[ErrorDetails], tree: Tree) -> list[Problem]:
@@ -63,20 +51,19 @@ def recipe_problems(errors: Sequence[ErrorDetails], tree: Tree) -> list[Problem]
     in_order = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")
     problems = [_problem(error, tree) for error in in_order]
     # If an item of a list is wrong, pydantic also reports that the list is too short.
-    return [
-        (key, message)
-        for key, message in problems
-        if not any(other.startswith(f"{key}.") for other, _ in problems)
-    ]
+    inner = [key for key, _ in problems]
+    return [(key, message) for key, message in problems if not any(k.startswith(f"{key}.") for k in inner)]
 
 
 def _problem(error: ErrorDetails, tree: Tree) -> Problem:
-    """Turns one of pydantic's errors into a problem: the key and a message."""
-    parts = [str(part) for part in error["loc"] if part not in _UNION_TAGS]
+    tags = ("(sources)", "(fraction)", "(name)", "(terms)")  # pydantic's names of the members of unions
+    parts = [str(part) for part in error["loc"][:-1] if part not in tags] + [str(error["loc"][-1])]
     if error["type"] == BROKEN_RULE:
         return ".".join(parts), error["msg"]
     if error["type"] == "extra_forbidden":
         return ".".join(parts), f"unknown key; {_nearest(parts)}"
+    if parts[-1] == "[key]":  # of the mapping `columns`
+        return ".".join(parts[:-1]), f"unknown key; {_nearest(parts[:-1])}"
     while _numbered(parts) not in recipe_fields():  # pydantic's names for parts of a plain value
         parts.pop()
     key, field = ".".join(parts), recipe_fields()[_numbered(parts)]
@@ -96,7 +83,6 @@ def _problem(error: ErrorDetails, tree: Tree) -> Problem:
 
 
 def _numbered(parts: Sequence[str]) -> str:
-    """Returns a key as `recipe_fields` has it: all items of lists have number 0."""
     return ".".join("0" if part.isdecimal() else part for part in parts)
 
 
@@ -107,6 +93,7 @@ def _nearest(parts: Sequence[str]) -> str:
     if "." in name and name in known:
         return f"only overrides have dots; in YAML write {name.replace('.', ': {', 1)}: ...}}"
     beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == _numbered(section)]
+    beside = beside or list(get_args(RowField))  # in `columns`
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
     if not elsewhere and name in words:
         return words[name]
@@ -123,8 +110,7 @@ def advice_on_option(name: str) -> str | None:
     if name == "config":
         return "give the recipe without an option, as in dpopack train recipe.yaml"
     name = name.replace("-", "_")
-    keys = [key for key in recipe_fields() if name in (key, key.rpartition(".")[2])]
-    if keys:
+    if keys := [key for key in recipe_fields() if name in (key, key.rpartition(".")[2])]:
         return f"write {keys[0]}=VALUE after the recipe"
     word = our_words().get(name)
     return f"{word}; set keys after the recipe, as in optim.lr=1e-6" if word else None

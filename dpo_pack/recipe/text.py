@@ -1,7 +1,6 @@
 """Reads and writes the YAML of recipes, and applies the `key=value` overrides of the command line.
 
 Values without quotes have the types of YAML 1.2. A key must be text, and a mapping may have each key once.
-Errors in YAML name the line, and the column if it is known.
 """
 
 import itertools
@@ -27,8 +26,6 @@ def fail(message: str) -> NoReturn:
 
 def show(value: object) -> str:
     """Returns a value for an error message: shortened, and null, true and false as in YAML."""
-    if isinstance(value, dict):
-        return f"a mapping with keys {', '.join(map(str, list(value)[:4]))}" if value else "an empty mapping"
     return json.dumps(value) if value is None or isinstance(value, bool) else _SHORT.repr(value)
 
 
@@ -37,10 +34,7 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def read_yaml(text: str, *, where: str) -> Any:
-    """Returns the value of a YAML text.
-
-    Raises RecipeError if the text is invalid; the message begins with `where` and the position in the text.
-    """
+    """Returns the value of a YAML text. Raises RecipeError that begins with `where` and its line."""
     try:
         node = yaml.compose(text, Loader=_RecipeLoader)
         return None if node is None else _value_of(node, itertools.count(1))
@@ -110,14 +104,6 @@ class _RecipeDumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or YAML 1.2 would read as another type."""
 
 
-class _OneLineDumper(_RecipeDumper):
-    """Writes the line breaks of text as \\n."""
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar(f"{_TAG}str", data, style='"' if "\n" in data else None)
-
-
-_OneLineDumper.add_representer(str, _OneLineDumper.represent_str)
 for _tag, (_pattern, _) in _SCALARS.items():
     for _reader_or_writer in (_RecipeLoader, _RecipeDumper):
         _reader_or_writer.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), None)
@@ -125,14 +111,8 @@ for _tag, (_pattern, _) in _SCALARS.items():
 
 def to_yaml(value: object, *, one_line: bool = False) -> str:
     """Returns a value as YAML. YAML 1.1 and YAML 1.2 read the same value from it."""
-    text: str = yaml.dump(
-        value,
-        Dumper=_OneLineDumper if one_line else _RecipeDumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=10**6,
-        default_flow_style=one_line,
-    )
+    options: Any = {"sort_keys": False, "allow_unicode": True, "width": 10**6, "default_flow_style": one_line}
+    text: str = yaml.dump(value, Dumper=_RecipeDumper, **options)
     return text.removesuffix("...\n").strip() if one_line else text
 
 
@@ -142,27 +122,23 @@ def apply_override(tree: Tree, override: str) -> Tree:
     parts = key.strip().split(".")
     if not equals or not all(parts):
         fail(f"override '{override}': write it as key=value, for instance optim.lr=1e-6")
-    return put(tree, key.strip(), read_yaml(text, where=f"override '{override}'"))
-
-
-def put(tree: Tree, key: str, value: Any) -> Tree:
-    """Returns a copy of the tree in which a dotted key has the value. Raises RecipeError."""
-    changed: Tree = _with(tree, [], key.split("."), value)
+    changed: Tree = put(tree, parts, read_yaml(text, where=f"override '{override}'"))
     return changed
 
 
-def _with(old: Any, parents: list[str], parts: list[str], value: Any) -> Any:
-    """Returns a copy of `old`, the value at key `parents`, in which the key `parts` below it is `value`.
+def put(old: Any, parts: list[str], value: Any, where: str = "") -> Any:
+    """Returns a copy of `old`, the value at key `where`, in which the key `parts` below it is `value`.
 
     Everything on the way is copied, because the given tree must not change, and a mapping may be the value of
     several keys. A list of one mapping needs no number: data.train.path is data.train.0.path, because a file
-    may give one source without a list.
+    may give one source without a list. Raises RecipeError if a value on the way has no keys.
     """
     if not parts:
         return value
-    where, (part, *rest) = ".".join(parents), parts
+    part, *rest = parts
     if old is None or isinstance(old, dict):
-        return {**(old or {}), part: _with((old or {}).get(part), [*parents, part], rest, value)}
+        below = put((old or {}).get(part), rest, value, f"{where}.{part}".removeprefix("."))
+        return {**(old or {}), part: below}
     if not isinstance(old, list):
         fail(f"{where}.{'.'.join(parts)}: {where} is {show(old)} and has no keys of its own")
     if len(old) == 1 and isinstance(old[0], dict) and not part.isdecimal():
@@ -172,4 +148,4 @@ def _with(old: Any, parents: list[str], parts: list[str], value: Any) -> Any:
         remedy = f"the first is {where}.0{key}" if old else f"set the whole list, {where}"
         fail(f"{where}.{part}: {where} is a list of {len(old)}; {remedy}")
     index = int(part)
-    return [*old[:index], _with(old[index], [*parents, part], rest, value), *old[index + 1 :]]
+    return [*old[:index], put(old[index], rest, value, f"{where}.{part}"), *old[index + 1 :]]

@@ -26,8 +26,7 @@ import dpo_pack.model.loading as loading
 import dpo_pack.run.models as recipe_models
 import dpo_pack.train as train_module
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.recipe.load import check_environment
+from dpo_pack.recipe.load import Recipe, check_environment, load_recipe
 from dpo_pack.run.evaluation import evaluate_models
 from dpo_pack.run.prepare import load_policy, prepare
 from dpo_pack.run.reference_stage import prepare_reference

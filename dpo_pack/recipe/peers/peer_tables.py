@@ -1,8 +1,8 @@
 """What TRL, axolotl and LLaMA-Factory (the peers) call the keys and values of a recipe.
 
-The tables are YAML files beside this one; transformers.yaml explains the format and has keys of all three. A
-table names functions of READERS. A reader gets the value of its key, and all settings by their names in the
-tables, with the peer's defaults. It returns the value of its row's first recipe key, or an Outcome.
+The tables are YAML files; transformers.yaml explains them and has keys of all three. A table names READERS: a
+reader gets the value of its key, and all settings by their names in the tables, with the peer's defaults. It
+returns the value of its row's first recipe key, or an Outcome.
 """
 
 import functools
@@ -47,8 +47,7 @@ def read_table(peer: str) -> Mapping[str, Any]:
 @functools.cache
 def rows_of(peer: str) -> Mapping[str, Row]:
     """Returns a peer's keys, those that all have among them; * in a key is any text."""
-    rows = {} if peer == "transformers" else dict(rows_of("transformers"))
-    table = read_table(peer)
+    rows, table = {} if peer == "transformers" else dict(rows_of("transformers")), read_table(peer)
     for name, ours in table["renamed"].items():
         rows[name] = Row(name=name, kind="renamed", ours=(ours,))
     for kind in ("keys", "keys if on"):
@@ -121,9 +120,9 @@ def batch(value: Any, settings: Settings) -> Outcome:
 
 
 def schedule(value: Any, settings: Settings) -> Outcome:
-    options, values = settings.get("lr_scheduler_kwargs", {}), {"optim.schedule": value}
-    others = ", ".join(sorted(set(options) - {"min_lr", "min_lr_rate"}))
-    if value == "cosine_with_min_lr":
+    options, name = settings.get("lr_scheduler_kwargs", {}), settings["lr_scheduler_type"]
+    values, others = {"optim.schedule": name}, ", ".join(sorted(set(options) - {"min_lr", "min_lr_rate"}))
+    if name == "cosine_with_min_lr":
         rate = options.get("min_lr_rate", options.get("min_lr", 0.0) / settings["learning_rate"])
         values = {"optim.schedule": "cosine", "optim.min_lr_ratio": rate or 0.0}
     return Outcome(values=values, absent=f"{others}: schedules have no such option" if others else "")
@@ -186,10 +185,7 @@ def llamafactory_loss(value: Any, settings: Settings) -> Any:
 
 
 def _sources(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the sources of data sets, described as for `load_dataset` or with the keys of a source.
-
-    Each data file is a source of its own. A split `train[:9]` gives max_pairs 9.
-    """
+    """Returns the sources of data sets that are described as for `load_dataset`: one for each data file."""
     sources = []
     for one in described:
         names, files = [one.get("path", one.get("id"))], one.get("data_files")
@@ -316,7 +312,8 @@ READERS: dict[str, Callable[[Any, Settings], Any]] = {
         value if value == "auto" else "bfloat16" if value or s.get("fp16") else "none"
     ),
     "precision": lambda value, s: Outcome(values={
-        "model.dtype" if value and s.get("adapter") else "model.autocast": "bfloat16" if value else "none"
+        "model.dtype" if value and s.get("adapter") and not s.get("fp16") else "model.autocast":
+            "bfloat16" if value or s.get("fp16") else "none"
     }),
     "logging_steps": lambda value, s: int(value) or Outcome(absent="a part of all steps"),
     "trackers": lambda value, s: [name for name in _listed(value) if name != "none"],

@@ -93,8 +93,8 @@ class _Draft:
         self.values: dict[str, Any] = {"data.scored_turns": "all"}
         self.comments: defaultdict[str, list[str]] = defaultdict(list)
         self.comments["data.scored_turns"] = [f"{self.table['name']} too scores every token after the prompt"]
-        self.unneeded: list[str] = []
-        self.absent: list[str] = []
+        self.unneeded: defaultdict[str, list[str]] = defaultdict(list)  # by the reason
+        self.absent: defaultdict[str, list[str]] = defaultdict(list)  # by what differs
 
     def translate(self, given: dict[str, Any], folder: Path) -> str:
         """Returns the recipe as YAML with comments. `folder`: where relative paths in `given` start."""
@@ -116,7 +116,7 @@ class _Draft:
                 self._apply(name, value, settings, f"{self.table['name']}'s default ")
         for name in filter(is_set.get, given):
             self._apply(name, given[name], settings, "")
-        self.unneeded += [f"{name} - it has no value" for name in given if not is_set[name]]
+        self.unneeded["without a value"] = [name for name in given if not is_set[name]]
         for key, placeholder in _PLACEHOLDERS.items():
             if not self.values.get(key):
                 self.values[key] = placeholder
@@ -145,8 +145,8 @@ class _Draft:
             outcome = Outcome(absent="a value of another kind than expected; set it by hand")
         remark = f" ({outcome.remark or row.remark})" if outcome.remark or row.remark else ""
         if not whose:
-            self.unneeded += [f"{shown} - {outcome.unneeded}"] if outcome.unneeded else []
-            self.absent += [f"{shown} - {outcome.absent}"] if outcome.absent else []
+            self.unneeded[outcome.unneeded].append(shown)
+            self.absent[outcome.absent].append(shown)
             if outcome == Outcome():
                 self.comments[row.ours[0]].append(f"{shown}{remark}")
         for key, ours in outcome.values.items():
@@ -159,7 +159,7 @@ class _Draft:
         tree: Tree = {}
         try:
             for key, value in self.values.items():
-                tree = put(tree, key, value)
+                tree = put(tree, key.split("."), value)
             parse_recipe(tree)
             return False
         except RecipeError as error:
@@ -169,7 +169,7 @@ class _Draft:
             if key in ("loss.type", *_PLACEHOLDERS):
                 raise
         value, part = self.values[key], broken.removeprefix(f"{key}.")
-        self.absent.append(f"{'; '.join(self.comments[key])} - {message}")
+        self.absent[message] = self.comments[key]
         if isinstance(value, dict) and part in value:
             del value[part]
         else:
@@ -188,10 +188,14 @@ class _Draft:
             beside = f"{line:<42}  # {comment}"
             above = textwrap.TextWrapper(_WIDTH, f"{indent}# ", f"{indent}# ").wrap(comment)
             lines += [beside, *more] if len(beside) <= _WIDTH else [*above, line, *more]
-        for key in (key for key in self.comments if key not in self.values):
-            self.unneeded += [f"{comment} - {key} is not set" for comment in self.comments[key]]
-        wrap = textwrap.TextWrapper(_WIDTH, "# - ", "#   ").wrap
-        absent = [line for text in self.absent or ["nothing"] for line in wrap(text)]
-        unneeded = [line for text in self.unneeded or ["nothing"] for line in wrap(text)]
+        for key in [key for key in self.comments if key not in self.values]:
+            self.unneeded[f"{key} is not set"] = self.comments[key]
+        absent, unneeded = _items(self.absent), _items(self.unneeded)
         lines = ["# No counterpart here:", *absent, *lines, "", "# Not needed here:", *unneeded, ""]
         return _HEADING.format_map(self.table) + "\n".join(lines)
+
+
+def _items(found: dict[str, list[str]]) -> list[str]:
+    wrap = textwrap.TextWrapper(_WIDTH, "# - ", "#   ").wrap
+    texts = [f"{'; '.join(keys)} - {why}" for why, keys in found.items() if why and keys]
+    return [line for text in texts or ["nothing"] for line in wrap(text)]
