@@ -9,8 +9,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _INTERFACE = (
-    "Run", "evaluate", "inspect_packing", "merge", "precompute_ref", "push", "report", "sample", "show",
-    "train",
+    "Run", "evaluate", "inspect_packing", "merge", "precompute_ref", "push", "recipe_from", "report",
+    "sample", "show", "train",
 )  # fmt: skip
 
 

@@ -203,6 +203,16 @@ def sample(*models: AnyPath, prompts: Sequence[str] = (), num: int | None = None
     render_completions(asked, completions, console)
 
 
+def recipe_from(peer: str, mapping: Mapping[str, Any]) -> str:
+    """Returns a recipe (YAML) for settings of trl, axolotl or llamafactory, such as `DPOConfig.to_dict()`.
+
+    Its comments say what became of each key. Raises RecipeError for training that dpo-pack does not have.
+    """
+    from dpo_pack.recipe.peers.translate import recipe_from as translated
+
+    return translated(peer, mapping)
+
+
 def merge(
     source: AnyPath,
     out: AnyPath,

@@ -47,8 +47,7 @@ from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.packing.report import to_json
-from dpo_pack.recipe.load import Recipe, dump_recipe, source_names
-from dpo_pack.recipe.machine import check_environment
+from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe, source_names
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reports.ending import print_ending
 from dpo_pack.reports.pages import write_run_page

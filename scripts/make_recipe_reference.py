@@ -5,15 +5,11 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from dpo_pack.recipe.changes import EARLY_STOPPING_KEYS, NEUTRAL_KEYS, ROW_LAYOUT_KEYS
-from dpo_pack.recipe.data import EvalFraction, SourceRecipe
 from dpo_pack.recipe.load import default_in_yaml
-from dpo_pack.recipe.loss import LossTerm
-from dpo_pack.recipe.online import EndpointRecipe, GeneratorRecipe, JudgeRecipe, OnlineRecipe, PairingRecipe
-from dpo_pack.recipe.peers import NAMES, TABLES
-from dpo_pack.recipe.peers.rules import TRANSFORMERS, Rule
-from dpo_pack.recipe.schema import LoraRecipe, PushRecipe, Recipe, SamplesRecipe, SyncRecipe
-from dpo_pack.recipe.training import EarlyStoppingRecipe
-from dpo_pack.recipe.types import allowed_values
+from dpo_pack.recipe.mistakes import nested_sections
+from dpo_pack.recipe.peers.peer_tables import PEERS, Row, as_word, read_table, rows_of
+from dpo_pack.recipe.schema import Recipe
+from dpo_pack.recipe.types import Section, allowed_values
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -83,40 +79,50 @@ def pages() -> dict[str, str]:
 
 def reference() -> str:
     """The text of docs/recipe.md."""
-    sections = {
-        name: field.annotation
-        for name, field in Recipe.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-    }
-    parts = [INTRODUCTION, "## Keys\n", "### Top level\n", _table("", Recipe, without=set(sections))]
-    for name, section in sections.items():
-        parts += [f"### `{name}`\n", f"{section.__doc__}\n", _table(f"{name}.", section)]
-        for heading, prefix, nested in NESTED.get(name, ()):
-            parts += [f"#### {heading}\n", f"{nested.__doc__}\n", _table(prefix, nested)]
-    parts += ["### `online`\n", f"{OnlineRecipe.__doc__}\n", _table("online.", OnlineRecipe)]
-    for heading, prefix, nested in ONLINE:
-        parts += [f"#### {heading}\n", f"{nested.__doc__}\n", _table(prefix, nested)]
+    parts = [INTRODUCTION, "## Keys\n", "### Top level\n", _table("", Recipe, without_sections=True)]
+    for name, field in Recipe.model_fields.items():
+        for section, _ in nested_sections(field.annotation):
+            parts += [f"### `{name}`\n", f"{section.__doc__}\n", _table(f"{name}.", section)]
+            parts += _nested(f"{name}.", section, shown=set())
     return "\n".join([*parts, _running_again()])
+
+
+def _nested(prefix: str, section: type[BaseModel], shown: set[type[BaseModel]]) -> list[str]:
+    """The headings and tables of the sections that keys of a section can hold, each once."""
+    parts = []
+    for name, field in section.model_fields.items():
+        for nested, is_item in nested_sections(field.annotation):
+            if nested not in shown:
+                shown.add(nested)
+                key = f"{prefix}{name}"
+                heading = f"Items of a list in `{key}`" if is_item else f"`{key}`"
+                inner = f"{key}.0." if is_item else f"{key}."
+                parts += [f"#### {heading}\n", f"{nested.__doc__}\n", _table(inner, nested)]
+                parts += _nested(inner, nested, shown)
+    return parts
 
 
 FROM_PEERS = """\
 # From TRL, axolotl or LLaMA-Factory
 
-<!-- Written by scripts/make_recipe_reference.py; edit dpo_pack/recipe/peers/*.py or the script instead. -->
+<!-- Written by scripts/make_recipe_reference.py; edit dpo_pack/recipe/peers/*.yaml or the script instead. -->
 
 ```bash
 dpopack recipe --from trl dpo.yaml > recipe.yaml            # the config of `trl dpo --config dpo.yaml`
-dpopack recipe --from trl train.py > recipe.yaml            # a script that calls DPOTrainer; it is not run
 dpopack recipe --from trl command.sh > recipe.yaml          # a command line of trl dpo, in a text file
 dpopack recipe --from axolotl config.yml > recipe.yaml      # with rl: dpo, ipo, simpo or orpo
-dpopack recipe --from llamafactory dpo.yaml > recipe.yaml   # with its dataset_info.json
+dpopack recipe --from llamafactory dpo.yaml > recipe.yaml   # with its dataset_info.json, if it is there
 dpopack recipe --check recipe.yaml                          # would it start?
 dpopack show recipe.yaml                                    # are these the pairs that you expect?
 ```
 
-Comments in the recipe say how each key of the file was translated:
+In Python, `dpo_pack.recipe_from("trl", config.to_dict())` returns the recipe for a `DPOConfig` as text: write
+it into a file. A config has neither model nor data. Fill them in, or add TRL's keys for them to the mapping:
+`config.to_dict() | {"model_name_or_path": "org/model", "dataset_name": "org/pairs"}`.
 
-- Translated: the comment beside dpo-pack's key names the other project's key, and says if its value is the
+Comments in the recipe say how each key was translated:
+
+- Translated: the comment at dpo-pack's key names the other project's key, and says if its value is the
   other project's default.
 - No counterpart: the list at the top of the recipe says what is different, or what to do instead.
 - Not needed: the list at the end of the recipe says why.
@@ -124,7 +130,7 @@ Comments in the recipe say how each key of the file was translated:
 Check four things in the new recipe first.
 
 - **Devices.** `packing.pairs_per_step` is the batch of all devices together: batch size x accumulation x
-  devices. If the file does not say how many devices there were, one is assumed, and the comment says so.
+  devices. If the settings do not say how many devices there were, one is assumed, and the comment says so.
 - **Chat templates.** Conversations get the tokenizer's own template. axolotl and LLaMA-Factory have templates
   of their own. `dpopack show` prints the tokens.
 - **Length.** `data.truncation: completion_right` cuts completions as TRL does. A pair whose prompt alone is
@@ -132,9 +138,15 @@ Check four things in the new recipe first.
 - **Precision.** TRL trains the weights in the type in which they were loaded. Here they are float32, or
   bfloat16 with float32 master weights, see [memory.md](memory.md).
 
-dpo-pack takes the pairs in another order, because the same seed draws other random numbers. With
-`data.shuffle: false` both keep the order of the file, and a translated config takes the same steps as in TRL
-(`tests/run/test_conformance.py`).
+What differs in every recipe:
+
+- dpo-pack takes the pairs in another order, and a fraction holds out other pairs, because the same seed draws
+  other random numbers. With `data.shuffle: false` both keep the order of the file, and a translated config
+  takes the same steps as in TRL (`tests/run/test_conformance.py`).
+- A logged line has the loss and rewards of one step here, and means over `logging_steps` steps there. A pair
+  whose margin is 0 counts half in the accuracy here.
+- The newest two checkpoints are kept, unless `checkpoint.keep` says another number.
+- AdamW's betas and eps that the recipe does not name are the other project's: dpo-pack has the same defaults.
 
 If a recipe has a key of TRL, axolotl or LLaMA-Factory, dpo-pack refuses it and names its own key for it.
 """
@@ -142,60 +154,37 @@ If a recipe has a key of TRL, axolotl or LLaMA-Factory, dpo-pack refuses it and 
 
 def peers() -> str:
     """The text of docs/from-peers.md."""
-    parts = [FROM_PEERS]
-    shared = {name: id(rule) for name, rule in TRANSFORMERS.items()}
-    trainer = "transformers' Trainer, for all three"
-    for title, table in ((trainer, TRANSFORMERS), *((NAMES[peer], table) for peer, table in TABLES.items())):
-        rows: dict[int, list[str]] = {}
-        for name, rule in table.items():
-            if title == trainer or shared.get(name) != id(rule):
-                rows.setdefault(id(rule), []).append(name)
-        rules = {id(rule): rule for rule in table.values()}
-        parts += [f"## Keys of {title}\n", "| key | here |", "|---|---|"]
-        for number, names in rows.items():
-            cells = ", ".join(f"`{name}`" for name in names), _here(rules[number])
-            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    parts, shared = [FROM_PEERS], rows_of("transformers")
+    for peer in ("transformers", *PEERS):
+        cells: dict[str, list[str]] = {}
+        for name, row in rows_of(peer).items():
+            if peer == "transformers" or row is not shared.get(name):
+                cells.setdefault(_here(row), []).append(f"`{name}`")
+        parts += [f"## Keys of {read_table(peer)['name']}\n", "| key | here |", "|---|---|"]
+        parts += [_line(", ".join(names), here) for here, names in cells.items()]
         parts.append("")
     return "\n".join(parts)
 
 
-def _here(rule: Rule) -> str:
-    keys = ", ".join(f"`{key}`" for key in rule.keys)
-    if keys:
-        return f"{keys}: {rule.remark}" if rule.remark else keys
-    return f"no counterpart: {rule.remark}" if rule.is_needed else f"not needed: {rule.remark}"
+def _here(row: Row) -> str:
+    values = [f"{theirs}: {as_word(ours)}" for theirs, ours in row.values.items() if theirs != as_word(ours)]
+    remark = "; ".join(filter(None, (", ".join(values), row.remark)))
+    keys = ", ".join(f"`{key}`" for key in row.ours) or row.kind
+    return f"{keys}: {remark}" if remark else keys
 
 
-NESTED: dict[str, tuple[tuple[str, str, type[BaseModel]], ...]] = {
-    "model": (("`model.lora`", "model.lora.", LoraRecipe),),
-    "reference": (("`reference.sync`", "reference.sync.", SyncRecipe),),
-    "data": (
-        ("Sources: items of `data.train` and `data.eval`", "data.train.0.", SourceRecipe),
-        ("`data.eval` as a fraction", "data.eval.", EvalFraction),
-    ),
-    "loss": (("Items of a list in `loss.type`", "loss.type.0.", LossTerm),),
-    "train": (("`train.early_stopping`", "train.early_stopping.", EarlyStoppingRecipe),),
-    "logging": (("`logging.samples`", "logging.samples.", SamplesRecipe),),
-    "export": (("`export.push_to_hub`", "export.push_to_hub.", PushRecipe),),
-}
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-ONLINE: tuple[tuple[str, str, type[BaseModel]], ...] = (
-    ("`online.generator`", "online.generator.", GeneratorRecipe),
-    ("Items of `online.judges`", "online.judges.0.", JudgeRecipe),
-    ("`online.pairing`", "online.pairing.", PairingRecipe),
-    ("`endpoint` of a generator or a judge", "online.generator.endpoint.", EndpointRecipe),
-)
-
-
-def _table(prefix: str, section: type[BaseModel], without: frozenset[str] | set[str] = frozenset()) -> str:
+def _table(prefix: str, section: type[BaseModel], *, without_sections: bool = False) -> str:
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
-        if name not in without:
-            allowed = allowed_values(field.annotation, field.metadata)
+        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        if not (is_section and without_sections):
             default = "required" if field.is_required() else f"`{default_in_yaml(field)}`"
-            cells = (f"`{prefix}{name}`", allowed, default, str(field.description))
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+            allowed = allowed_values(field.annotation, field.metadata)
+            lines.append(_line(f"`{prefix}{name}`", allowed, default, str(field.description)))
     return "\n".join([*lines, ""])
 
 

@@ -23,7 +23,7 @@ from support.tiny_recipe import KEYS, SMALLEST, load
 from dpo_pack.commands.main import app
 from dpo_pack.losses import LossOptions
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.recipe.loss import LOSS_DECLARATIONS
+from dpo_pack.recipe.training import LOSS_DECLARATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -43,7 +43,7 @@ class _Commands(TyperGroup):
             # click's NoSuchOption, of which some releases of typer have a copy
             option = getattr(error, "option_name", None)
             if option is not None:
-                from dpo_pack.recipe.errors import advice_on_option
+                from dpo_pack.recipe.mistakes import advice_on_option
 
                 if advice := advice_on_option(option.lstrip("-")):
                     raise RecipeError(f"no option {option}: {advice}") from None
@@ -57,10 +57,9 @@ def _complete_template(incomplete: str) -> list[str]:
 
 
 def _complete_key(incomplete: str) -> list[str]:
-    from dpo_pack.recipe.errors import all_keys
-    from dpo_pack.recipe.schema import Recipe
+    from dpo_pack.recipe.mistakes import recipe_fields
 
-    return [f"{key}=" for key in all_keys(Recipe) if key.startswith(incomplete)]
+    return [f"{key}=" for key in recipe_fields() if key.startswith(incomplete)]
 
 
 app = typer.Typer(
@@ -418,8 +417,8 @@ def recipe_command(
 ) -> None:
     """Print or check a recipe; translate another trainer's.
 
-    --from reads a config, a command line or a script of TRL, a config of axolotl, or one of LLaMA-Factory
-    with its dataset_info.json. The recipe says what became of each key.
+    --from reads a config or a command line of TRL, or a config of axolotl or LLaMA-Factory. The recipe says
+    what became of each key.
     """
     from dpo_pack.recipe.load import recipe_defaults, recipe_schema
     from dpo_pack.recipe.templates import BEGINNING, TEMPLATES, recipe_template

@@ -6,47 +6,27 @@ from collections.abc import Iterator
 from typing import Any
 
 from dpo_pack.recipe.data import EvalFraction
-from dpo_pack.recipe.errors import Tree
 from dpo_pack.recipe.schema import Recipe
+from dpo_pack.recipe.text import Tree
 
-# A run may be resumed with other values of these keys, because they do not change training.
+# A run may be resumed with other values of these keys, because they do not change training. (If a run could
+# start with data.on_bad_row: error, there are no bad rows.)
 NEUTRAL_KEYS: tuple[str, ...] = (
-    "output_dir",
-    "model.attention",
-    "model.gradient_checkpointing",
-    "model.compile",
-    "model.kernels",
-    "reference.cache_dir",
-    "reference.token_budget",
-    "data.on_bad_row",  # if a run could start under `error`, there are no bad rows
-    "data.num_workers",
-    "train.eval_every_steps",
-    "train.stop_on_nonfinite",
-    "checkpoint",
-    "logging",
-    "export",
-    "distributed.num_processes",
-    "distributed.strategy",
-    "distributed.hybrid",
-    "distributed.cpu_offload",
-    "distributed.accumulate_unsharded",
-    "online.generator.token_budget",
-    "online.generator.gpu_memory_utilization",
-    "online.generator.endpoint",
-    "online.offload_reference",
-)
+    "output_dir", "model.attention", "model.gradient_checkpointing", "model.compile", "model.kernels",
+    "reference.cache_dir", "reference.token_budget", "data.on_bad_row", "data.num_workers",
+    "train.eval_every_steps", "train.stop_on_nonfinite", "checkpoint", "logging", "export",
+    "distributed.num_processes", "distributed.strategy", "distributed.hybrid", "distributed.cpu_offload",
+    "distributed.accumulate_unsharded", "online.generator.token_budget",
+    "online.generator.gpu_memory_utilization", "online.generator.endpoint", "online.offload_reference",
+)  # fmt: skip
 # With train.early_stopping these keys decide when the run ends, so they change training.
 EARLY_STOPPING_KEYS = ("checkpoint.metric", "checkpoint.eval_set", "train.eval_every_steps")
 # With packing.scope step these keys only decide which pairs of a step share a row, that is, one forward
 # pass. With scope epoch they also decide which pairs form a step.
 ROW_LAYOUT_KEYS: tuple[str, ...] = (
-    "packing.mode",
-    "packing.token_budget",
-    "packing.window_pairs",
-    "packing.algorithm",
-    "packing.share_prompt",
-    "packing.merge_prompts",
-)
+    "packing.mode", "packing.token_budget", "packing.window_pairs", "packing.algorithm",
+    "packing.share_prompt", "packing.merge_prompts",
+)  # fmt: skip
 
 
 def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -55,18 +35,14 @@ def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     A key changes training if it would change the steps of a run in exact arithmetic. A key that changes only
     the rounding of results (attention backend, pairs of a row, number of processes) does not change training.
     """
-    neutral = NEUTRAL_KEYS
     stops_early = old.train.early_stopping is not None or new.train.early_stopping is not None
-    if old.packing.scope == new.packing.scope == "step":
-        neutral += ROW_LAYOUT_KEYS
-    changed = _differences(
-        _what_trains(old, stops_early=stops_early), _what_trains(new, stops_early=stops_early)
-    )
+    is_by_step = old.packing.scope == new.packing.scope == "step"
+    neutral = tuple(f"{key}." for key in (*NEUTRAL_KEYS, *(ROW_LAYOUT_KEYS if is_by_step else ())))
+    before, after = (_what_trains(recipe, stops_early=stops_early) for recipe in (old, new))
     return {
         key: values
-        for key, values in changed
-        if not f"{key}.".startswith(tuple(f"{name}." for name in neutral))
-        or (stops_early and key in EARLY_STOPPING_KEYS)
+        for key, values in _differences(before, after)
+        if not f"{key}.".startswith(neutral) or (stops_early and key in EARLY_STOPPING_KEYS)
     }
 
 
@@ -90,12 +66,11 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, tuple
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif _are_mappings(old) and _are_mappings(new) and len(old) == len(new):
+    elif (
+        isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
+        and all(isinstance(item, dict) for item in (*old, *new))
+    ):  # fmt: skip
         for index, (old_item, new_item) in enumerate(zip(old, new, strict=True)):
             yield from _differences(old_item, new_item, f"{key}.{index}")
     elif old != new:
         yield key, (old, new)
-
-
-def _are_mappings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)

@@ -1,40 +1,42 @@
 """Loads, checks and writes recipes (YAML), with overrides. Imports no torch, so commands start at once.
 
-text.py turns the text of a recipe into a tree of plain values and puts overrides into the tree. The schema
-(schema.py) checks each key and the rules between keys. errors.py turns all problems into one RecipeError of
-one line.
+text.py turns a recipe's text into a tree of plain values. schema.py checks each key and the rules between
+keys, and mistakes.py makes one error of one line. `check_environment` finds what this machine lacks.
 """
 
+import importlib.util
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from dpo_pack.recipe.data import SourceRecipe, as_eval, as_sources, source_names
-from dpo_pack.recipe.errors import Tree, fail, fail_if_any, nested_sections, recipe_problems, show
-from dpo_pack.recipe.machine import check_environment
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, SourceRecipe, as_eval, as_sources, source_names
+from dpo_pack.recipe.mistakes import fail_if_any, nested_sections, recipe_problems
 from dpo_pack.recipe.schema import Recipe
-from dpo_pack.recipe.text import apply_override, read_yaml, to_yaml
-from dpo_pack.recipe.types import allowed_values
+from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
+from dpo_pack.recipe.types import Problem, allowed_values
+from dpo_pack.system.hub import HUB_ID
+from dpo_pack.system.machine import install_command
 
-__all__ = [
-    "Recipe", "check_environment", "default_in_yaml", "dump_recipe", "load_recipe", "parse_recipe",
-    "recipe_defaults", "recipe_schema", "source_names",
-]  # fmt: skip
+__all__ = ["Recipe", "source_names"]  # besides what is defined here
 
 MAX_RECIPE_BYTES = 1 << 17  # PyYAML takes some seconds for so many bytes
+MODEL_FILES = ("config.json", "adapter_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+NO_MASTER_WEIGHTS = (
+    "keeps no fp32 master weights for bfloat16 parameters; set optim.name: adamw or model.dtype: float32"
+)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe file and applies `key=value` overrides. The last override of a key counts.
 
-    Raises RecipeError for every mistake in the recipe itself; `check_environment` finds what is missing on
-    this machine, such as files and packages.
+    Raises RecipeError for every mistake in the recipe itself; see `check_environment` for this machine.
     """
     begin = "'dpopack recipe --defaults' prints one to begin with"
     try:
@@ -50,20 +52,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     except OSError as error:
         fail(f"{path}: cannot read the recipe: {error.strerror}")
     tree = read_yaml(text, where=str(path))
-    if tree is None:
-        fail(f"{path}: the recipe is empty; {begin}")
     if not isinstance(tree, dict):
-        fail(f"{path}: a recipe is a mapping of 'key: value' lines, not {show(tree)}")
+        fail(f"{path}: a recipe is a mapping of 'key: value' lines, not {show(tree)}; {begin}")
     return parse_recipe(tree, overrides, recipe_dir=path.parent)
 
 
 def parse_recipe(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), *, recipe_dir: Path = Path()
 ) -> Recipe:
-    """Makes a recipe from a mapping read from YAML. Replaces `${recipe_dir}` in paths by `recipe_dir`.
-
-    Raises RecipeError.
-    """
+    """Makes a recipe from a mapping; `${recipe_dir}` in paths is `recipe_dir`. Raises RecipeError."""
     tree = _without_shorthands(tree)
     for override in overrides:
         tree = _without_shorthands(apply_override(tree, override))
@@ -89,20 +86,14 @@ def _without_shorthands(tree: Mapping[str, Any]) -> Tree:
 
 
 def dump_recipe(recipe: Recipe, *, for_others: bool = False) -> str:
-    """Returns the recipe with all its keys as YAML. Loading this YAML gives an equal recipe.
-
-    With `for_others`, paths on this machine are only their last parts.
-    """
+    """Returns the recipe with all keys as YAML; `for_others`, paths on this machine are their last parts."""
     return to_yaml(recipe.model_dump(mode="json", context={"for_others": for_others}))
 
 
 def recipe_schema() -> dict[str, Any]:
     """Returns the JSON schema (draft 2020-12) of a recipe, for editors."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Recipe.model_json_schema(),
-        "title": "dpo-pack recipe",
-    }
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return {**dialect, **Recipe.model_json_schema(), "title": "dpo-pack recipe"}
 
 
 def recipe_defaults() -> str:
@@ -112,7 +103,6 @@ def recipe_defaults() -> str:
 
 
 def _commented(section: type[BaseModel], indent: str = "") -> list[str]:
-    """Returns the lines of a section. A comment above each key gives the key's meaning."""
     lines = []
     for name, field in section.model_fields.items():
         if _is_section(field):
@@ -138,3 +128,109 @@ def default_in_yaml(field: FieldInfo) -> str:
 
 def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
+    """Raises RecipeError if this machine lacks a path or package; trackers only where the recipe `trains`."""
+    checks = [_path_problems, _bfloat16_problems, _package_problems, *([_tracker_problems] if trains else [])]
+    fail_if_any(problem for check in checks for problem in check(recipe))
+
+
+def _path_problems(recipe: Recipe) -> Iterator[Problem]:
+    model, template, resume = recipe.model, recipe.tokenizer.chat_template, recipe.checkpoint.resume
+    judges = enumerate(recipe.online.judges if recipe.online else ())
+    for key, path, needed in (
+        ("model.path", model.path, MODEL_FILES), ("tokenizer.path", recipe.tokenizer.path, TOKENIZER_FILES),
+        ("reference.path", recipe.reference.path, MODEL_FILES),
+        *((f"online.judges.{number}.path", judge.path, MODEL_FILES) for number, judge in judges),
+    ):  # fmt: skip
+        if path is not None:
+            yield from _model_problems(key, path, needed)
+    if model.lora is not None and _is_adapter(model.path):
+        yield "model.lora", "model.path is an adapter, which is trained further; leave it out, or merge first"
+    if model.quantize is not None and model.lora is None and not _is_adapter(model.path):
+        yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
+    if model.revision and os.path.isdir(model.path):
+        yield "model.revision", "a local directory has no revisions; leave it out"
+    if template and not os.path.isfile(template):
+        yield "tokenizer.chat_template", f"no such file: {show(str(template))}"
+    for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
+        for index, source in enumerate(sources):
+            yield from _data_path_problems(f"data.{part}.{index}.path", source.path)
+    yield from _directory_problems("output_dir", recipe.output_dir)
+    if recipe.reference.cache_dir:
+        # A read-only cache is enough if it has all values. A run that must write to it tests that first.
+        yield from _directory_problems("reference.cache_dir", recipe.reference.cache_dir, is_written=False)
+    if resume not in ("auto", "never") and not os.path.isdir(resume):
+        yield "checkpoint.resume", f"must be auto, never or the directory of a checkpoint, not {show(resume)}"
+
+
+def _model_problems(key: str, path: str, needed: Sequence[str]) -> Iterator[Problem]:
+    if os.path.isdir(path):
+        if not any(os.path.isfile(os.path.join(path, name)) for name in needed):
+            remedy = "give one that save_pretrained wrote, or a hub id"
+            yield key, f"directory {show(path)} has no {' or '.join(needed)}; {remedy}"
+    elif os.path.exists(path):
+        yield key, f"must be a directory or a hub id, and {show(path)} is a file"
+    elif not HUB_ID.fullmatch(path):
+        yield key, f"no such directory, and not a hub id: {show(path)}"
+
+
+def _data_path_problems(key: str, path: str) -> Iterator[Problem]:
+    is_data_file = path.endswith(DATA_FILE_SUFFIXES)
+    has_suffix = path.endswith(".gz") or ("/" not in path and os.path.splitext(path)[1] != "")
+    if os.path.exists(path):
+        if not is_data_file and not os.path.isdir(path):
+            yield key, f"a data file ends in {', '.join(DATA_FILE_SUFFIXES)}, not as {show(path)}"
+    elif is_data_file or has_suffix or path.startswith((".", "/", "~")):
+        yield key, f"no such file or directory: {show(path)} (relative paths start at {os.getcwd()})"
+    elif not HUB_ID.fullmatch(path):
+        yield key, f"no such file or directory, and not a hub id: {show(path)}"
+
+
+def _directory_problems(key: str, directory: Path, *, is_written: bool = True) -> Iterator[Problem]:
+    nearest = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if not os.path.isdir(nearest):
+        yield key, f"{show(str(nearest))} is in the way: it is not a directory"
+    elif (is_written or nearest != directory) and not os.access(nearest, os.W_OK | os.X_OK):
+        yield key, f"no permission to write in {show(str(nearest))}"
+
+
+def _is_adapter(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, "adapter_config.json"))
+
+
+def _bfloat16_problems(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.model.dtype != "bfloat16":
+        return
+    trains_adapter = recipe.model.lora is not None or _is_adapter(recipe.model.path)
+    # The weights of an adapter are always fp32, whatever the type of its base model.
+    if recipe.optim.name != "adamw" and not trains_adapter:
+        yield "optim.name", f"{recipe.optim.name} {NO_MASTER_WEIGHTS}"
+    # In bfloat16, a mix of two models, or base plus adapter, may round to the old reference. A copy is exact.
+    if recipe.reference.sync is not None and (recipe.reference.sync.mixup < 1.0 or trains_adapter):
+        remedy = "set model.dtype: float32, or mixup: 1 without an adapter"
+        yield "reference.sync", f"model.dtype bfloat16 rounds most of an update away; {remedy}"
+
+
+def _package_problems(recipe: Recipe) -> Iterator[Problem]:
+    for key, module, is_needed in (
+        ("model.lora", "peft", recipe.model.lora is not None),
+        ("model.path", "peft", _is_adapter(recipe.model.path)),
+        ("reference.path", "peft", _is_adapter(recipe.reference.path or "")),
+        ("model.kernels", "liger_kernel", recipe.model.kernels == "liger"),
+        ("model.quantize", "bitsandbytes", recipe.model.quantize is not None),
+        ("optim.name", "bitsandbytes", recipe.optim.name == "adamw_8bit"),
+        ("online.generator.type", "vllm", recipe.online and recipe.online.generator.type == "vllm"),
+    ):
+        if is_needed and importlib.util.find_spec(module) is None:
+            install = install_command(module.removesuffix("_kernel"))
+            yield key, f"needs the package {module.replace('_', '-')}, which is not installed; {install}"
+
+
+def _tracker_problems(recipe: Recipe) -> Iterator[Problem]:
+    for tracker in recipe.logging.trackers:
+        modules = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]
+        if not any(importlib.util.find_spec(module) for module in modules):
+            package = modules[0].replace("_", "-")
+            yield "logging.trackers", f"'{tracker}' is not installed; pip install {package}"

@@ -1,9 +1,8 @@
 """The schema of a recipe: `Recipe`, and the sections of the models, of logging and of several devices.
 
-data.py, loss.py, training.py and online.py have the other sections. The JSON schema, the commented defaults
-and docs/recipe.md are generated from these classes, so they always agree with the checks. Rules between keys
-of one section are in the section's class, rules between sections in `Recipe`. machine.py checks what the
-machine must have.
+data.py, training.py and online.py have the other sections. The JSON schema, the commented defaults
+and docs/recipe.md are generated from these classes. Rules between keys of one section are in the section's
+class, rules between sections in `Recipe`; load.py checks what the machine must have.
 """
 
 from collections.abc import Iterator
@@ -12,23 +11,10 @@ from typing import Annotated, Literal, get_args
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, Field, Strict
 
+from dpo_pack.recipe import types
 from dpo_pack.recipe.data import DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
-from dpo_pack.recipe.loss import LossRecipe
 from dpo_pack.recipe.online import OnlineRecipe
-from dpo_pack.recipe.training import CheckpointRecipe, EvalMetric, OptimRecipe, TrainRecipe
-from dpo_pack.recipe.types import (
-    Allowed,
-    Count,
-    LocalPath,
-    Name,
-    PartBelowOne,
-    PathText,
-    PositiveNumber,
-    Problem,
-    Section,
-    TokenCount,
-    is_changed,
-)
+from dpo_pack.recipe.training import CheckpointRecipe, EvalMetric, LossRecipe, OptimRecipe, TrainRecipe
 from dpo_pack.system.hub import repo_fault
 
 __all__ = ["DataRecipe", "EvalFraction", "LossRecipe", "Recipe", "SourceRecipe", "why_not_sharded"]
@@ -38,45 +24,41 @@ Tracker = Literal[
 ]
 
 
-class LoraRecipe(Section):
+class LoraRecipe(types.Section):
     """Low-rank adapters instead of full training (Hu et al. 2021, arXiv 2106.09685)."""
 
-    r: Count = 16
+    r: types.Count = 16
     """Rank of the adapters."""
-    alpha: PositiveNumber = 32.0
+    alpha: types.PositiveNumber = 32.0
     """Adapters are scaled by alpha / r."""
-    dropout: PartBelowOne = 0.0
-    """Dropout on the inputs of adapters, in training only. Above 0, a pair's prompt is computed twice,
-    because each of the two sequences draws its own dropout."""
+    dropout: types.PartBelowOne = 0.0
+    """Dropout on the inputs of adapters, in training only. Above 0, a pair's prompt is computed twice."""
     target_modules: Annotated[
-        Literal["all-linear"] | Annotated[tuple[Name, ...], Strict(False)],
-        Allowed("all-linear or a list of module names"),
+        Literal["all-linear"] | Annotated[tuple[types.Name, ...], Strict(False)],
+        types.Allowed("all-linear or a list of module names"),
     ] = "all-linear"
     """Modules that get an adapter, by name or end of name; all-linear: all linear ones but the head."""
 
 
-class ModelRecipe(Section):
+class ModelRecipe(types.Section):
     """The policy: the model that is trained."""
 
-    path: PathText = Field(examples=["Qwen/Qwen3-0.6B"])
+    path: types.PathText = Field(examples=["Qwen/Qwen3-0.6B"])
     """Hub id or local directory; a directory with a LoRA adapter is trained further."""
-    revision: Name | None = None
+    revision: types.Name | None = None
     """Branch, tag or commit of a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the parameters; auto: float32. bfloat16: AdamW still works in fp32, at 14 bytes a trained
-    parameter instead of 16; see docs/memory.md."""
+    """Type of the parameters; auto: float32. bfloat16: AdamW still works in fp32; see docs/memory.md."""
     autocast: Literal["auto", "bfloat16", "none"] = "auto"
     """Type in which matrix products are computed; none: that of dtype; auto: bfloat16 on CUDA, else none."""
     attention: Literal["auto", "flash_attn", "torch_varlen", "flex", "sdpa"] = "auto"
-    """Attention backend; auto: the first that is exact for this model, type and device. flex: on CUDA, for
-    models with logit softcaps or attention sinks."""
+    """auto: the first that is exact for this model, type and device. flex: CUDA, for softcaps and sinks."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass: less memory, more time. selective: all but the results of
     matrix products and attention, which take most of the time; not with compiled layers."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile the layers (for rows of any length) and the work on logits with torch.compile; every start is
-    some seconds to minutes longer. auto: on CUDA, if a C++ compiler and triton are there and a small row
-    compiles; not on a CPU."""
+    """Compile the layers and the work on logits with torch.compile; a start is seconds to minutes longer.
+    auto: on CUDA, if a C++ compiler and triton are there and a small row compiles."""
     kernels: Literal["none", "liger"] = "none"
     """liger: liger-kernel computes norms, rotary positions and gated MLPs; on CUDA, for families it fits."""
     trust_remote_code: bool = False
@@ -85,64 +67,62 @@ class ModelRecipe(Section):
     """Quantise the frozen base of an adapter while it is loaded, with bitsandbytes; nf4: QLoRA, 4 bits a
     weight. A reference at reference.path is quantised only if it is an adapter. See docs/lora.md."""
     lora: LoraRecipe | None = None
-    """Train a new low-rank adapter, e.g. {r: 16, alpha: 32}; null: all parameters, or those of the adapter at
-    model.path. See docs/lora.md."""
+    """Train a new adapter, e.g. {r: 16, alpha: 32}; null: all parameters, or those of an adapter at path."""
 
 
-class TokenizerRecipe(Section):
+class TokenizerRecipe(types.Section):
     """The tokenizer, which turns text into token ids."""
 
-    path: PathText | None = None
+    path: types.PathText | None = None
     """Hub id or local directory; null: model.path."""
-    chat_template: LocalPath | None = None
+    chat_template: types.LocalPath | None = None
     """A Jinja file; null: the tokenizer's own template."""
 
 
-class SyncRecipe(Section):
+class SyncRecipe(types.Section):
     """A reference that follows the policy: TR-DPO, Gorbatovski et al. 2024 (arXiv 2404.09656)."""
 
-    every_steps: Count = 512
+    every_steps: types.Count = 512
     """Optimizer steps between two updates."""
     mixup: Annotated[float, Gt(0), Le(1)] = 0.6
     """Part of the policy in an update: new reference = mixup x policy + (1 - mixup) x reference."""
 
 
-class ReferenceRecipe(Section):
+class ReferenceRecipe(types.Section):
     """The model that the policy is compared with, and the cache of this model's log-probs."""
 
-    path: PathText | None = None
+    path: types.PathText | None = None
     """Hub id or local directory; null: the policy as it is before training."""
     sync: SyncRecipe | None = None
-    """Update the reference towards the policy, e.g. {every_steps: 512, mixup: 0.6}: then a second model
-    computes in every step, and nothing is cached. null: the reference does not change."""
-    cache_dir: LocalPath | None = None
+    """Move the reference towards the policy, e.g. {every_steps: 512, mixup: 0.6}; null: it stays as it is."""
+    cache_dir: types.LocalPath | None = None
     """Where log-probs are kept; null: $DPO_PACK_CACHE, else ~/.cache/dpo_pack."""
-    token_budget: Literal["auto"] | TokenCount = "auto"
+    token_budget: Literal["auto"] | types.TokenCount = "auto"
     """Most tokens of a row in the pass that computes log-probs before training; auto: on CUDA what fits in
-    memory, measured once for each model and device; on CPU 4096, because longer rows are slower."""
+    memory, measured once for each model and device; on CPU 4096."""
 
 
-class SamplesRecipe(Section):
+class SamplesRecipe(types.Section):
     """Sample completions: what the policy answers to a few prompts, in `samples.jsonl`."""
 
-    num: Count = 3
+    num: types.Count = 3
     """How many prompts: from the held-out sets in turn, or from the training data if nothing is held out."""
-    max_new_tokens: Count = 64
+    max_new_tokens: types.Count = 64
     """Most tokens of a completion."""
-    every_evals: Count | None = None
+    every_evals: types.Count | None = None
     """Write samples at every Nth evaluation too; null: only before the first step and at the end."""
 
 
-class LoggingRecipe(Section):
+class LoggingRecipe(types.Section):
     """What a run logs: metrics.jsonl always, and what these keys add."""
 
-    every_steps: Count = 1
+    every_steps: types.Count = 1
     """Steps between two logged lines."""
     trackers: Annotated[
         tuple[Tracker, ...],
         Strict(False),
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-        Allowed(f"one or a list of {', '.join(get_args(Tracker))}"),
+        types.Allowed(f"one or a list of {', '.join(get_args(Tracker))}"),
     ] = ()
     """Experiment trackers that get the metrics too, by accelerate's names."""
     breakdowns: bool = False
@@ -150,43 +130,41 @@ class LoggingRecipe(Section):
     pairs: bool = True
     """Write each pair's loss, margin and log-probs, each time it is trained on, to `pairs.parquet`."""
     samples: SamplesRecipe | None = Field(default_factory=SamplesRecipe)
-    """Greedy completions of a few prompts, before the first step and at the end, with every_evals: N at every
-    Nth evaluation, too; null: none."""
-    run_name: Name | None = None
+    """Greedy completions of a few prompts, before the first step and at the end; null: none."""
+    run_name: types.Name | None = None
     """Name of the run in trackers; null: the last part of output_dir."""
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def broken_rules(self) -> Iterator[types.Problem]:
         for tracker in self.trackers:
             if self.trackers.count(tracker) > 1:
                 yield "trackers", f"'{tracker}' is given twice"
 
 
-class PushRecipe(Section):
+class PushRecipe(types.Section):
     """Where the exported model goes on the Hugging Face hub. The token comes from HF_TOKEN or a login."""
 
-    repo: Annotated[str, Allowed("owner/name")]
+    repo: Annotated[str, types.Allowed("owner/name")]
     """The repository; it is created if the hub does not have it."""
     private: bool = True
     """Create a private repository, and refuse to upload into a public one."""
 
-    def broken_rules(self) -> Iterator[Problem]:
-        fault = repo_fault(self.repo)
-        if fault is not None:
+    def broken_rules(self) -> Iterator[types.Problem]:
+        if (fault := repo_fault(self.repo)) is not None:
             yield "repo", fault
 
 
-class ExportRecipe(Section):
+class ExportRecipe(types.Section):
     """What is done with the model at the end of a run, besides `output_dir/model`."""
 
     push_to_hub: PushRecipe | None = None
-    """Upload the model, its card and report.html, e.g. {repo: owner/name, private: true}. If the upload
-    fails, the run is finished all the same, and `dpopack push` repeats it. null: no upload."""
+    """Upload the model, its card and report.html, e.g. {repo: owner/name, private: true}; null: no upload.
+    If it fails, the run is finished all the same, and `dpopack push` repeats it."""
 
 
-class DistributedRecipe(Section):
+class DistributedRecipe(types.Section):
     """Training on several devices."""
 
-    num_processes: Literal["auto"] | Count = "auto"
+    num_processes: Literal["auto"] | types.Count = "auto"
     """Number of processes, one for each device; auto: all visible GPUs, 1 on CPU."""
     strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
     """ddp: each device has a copy of the model; fsdp2: each device has a part (shard) of it; auto: ddp if
@@ -196,22 +174,20 @@ class DistributedRecipe(Section):
     cpu_offload: bool = False
     """fsdp2 on CUDA: keep shards, gradients and optimizer state in the memory of the CPU."""
     gather_dtype: Literal["bfloat16"] | None = None
-    """fsdp2: gather weights and compute in this type, without autocast; null: gather weights in their own
-    type, which gives the numbers of ddp."""
+    """fsdp2: gather weights and compute in this type, without autocast; null: in their own, as in ddp."""
     accumulate_unsharded: bool = False
-    """fsdp2: each device adds up whole gradients of its rows, and devices exchange them once a step: fewer
-    messages, but the memory of a whole gradient. false: they exchange them after every row."""
+    """fsdp2: exchange gradients once a step, not after every row: fewer messages, more memory."""
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def broken_rules(self) -> Iterator[types.Problem]:
         for key in ("hybrid", "cpu_offload", "gather_dtype", "accumulate_unsharded"):
-            if is_changed(self, key) and self.strategy != "fsdp2":
+            if self.is_changed(key) and self.strategy != "fsdp2":
                 yield key, "needs distributed.strategy: fsdp2"
 
 
-class Recipe(Section):
+class Recipe(types.Section):
     """A training run. Attribute names are the YAML keys."""
 
-    output_dir: LocalPath = Field(examples=["runs/my-run"])
+    output_dir: types.LocalPath = Field(examples=["runs/my-run"])
     """Directory for everything that the run writes, except caches."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 0
     """Seed of the order of pairs and of everything else random."""
@@ -232,78 +208,63 @@ class Recipe(Section):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a training row computes the common prefix of a pair's sequences only once.
-
-        It is False under LoRA dropout, which draws different numbers for each sequence.
-        """
+        """Whether a row computes a pair's common prefix only once; LoRA dropout differs for each sequence."""
         return self.packing.share_prompt and (self.model.lora is None or self.model.lora.dropout == 0.0)
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def broken_rules(self) -> Iterator[types.Problem]:
         """Yields problems between sections, each of which is valid alone."""
         yield from self._broken_model_rules()
         yield from self._broken_evaluation_rules()
         if self.online is not None:
             yield from self._broken_online_rules(self.online)
 
-    def _broken_model_rules(self) -> Iterator[Problem]:
-        if self.model.compile is True and self.model.gradient_checkpointing == "selective":
-            yield (
-                "model.compile",
-                "torch does not see the matrix products of compiled layers, which gradient_checkpointing: "
-                "selective must keep; set model.gradient_checkpointing: true",
-            )
-        reference, types = self.reference, ", ".join(name for name, _ in self.loss.terms)
+    def _broken_model_rules(self) -> Iterator[types.Problem]:
+        model, reference = self.model, self.reference
+        if model.compile is True and model.gradient_checkpointing == "selective":
+            remedy = "set model.gradient_checkpointing: true, because selective cannot see compiled products"
+            yield "model.compile", f"not with model.gradient_checkpointing: selective; {remedy}"
         for key in ("path", "sync"):
-            if is_changed(reference, key) and not self.loss.needs_reference:
-                yield f"reference.{key}", f"loss.type {types} uses no reference; leave it out"
-        if self.model.lora is not None and self.model.lora.dropout > 0.0:
+            if reference.is_changed(key) and not self.loss.needs_reference:
+                losses = ", ".join(name for name, _ in self.loss.terms)
+                yield f"reference.{key}", f"loss.type {losses} uses no reference; leave it out"
+        if model.lora is not None and model.lora.dropout > 0.0:
             if coupling := self.loss.terms_that(lambda loss: loss.couples_pairs):
-                what = f"loss.type {coupling} computes each row twice, with other dropout each time"
-                yield "model.lora.dropout", f"must be 0, because {what}"
+                yield "model.lora.dropout", f"must be 0, because loss.type {coupling} computes each row twice"
             if self.packing.merge_prompts:
-                what = "packing.merge_prompts, which computes a prompt once"
-                yield "model.lora.dropout", f"must be 0 for {what}"
-        if self.model.quantize is not None and self.distributed.strategy == "fsdp2":
+                yield "model.lora.dropout", "must be 0, because packing.merge_prompts computes a prompt once"
+        if model.quantize is not None and self.distributed.strategy == "fsdp2":
             yield "distributed.strategy", "fsdp2 cannot shard quantised weights (model.quantize); set ddp"
-        if self.model.quantize is not None and reference.sync is not None:
-            yield (
-                "reference.sync",
-                "a quantised reference (model.quantize) cannot follow the policy; leave it out",
-            )
-        if self.distributed.gather_dtype and self.model.autocast not in ("auto", "none"):
+        if model.quantize is not None and reference.sync is not None:
+            yield "reference.sync", "a model with model.quantize cannot follow the policy; leave it out"
+        if self.distributed.gather_dtype and model.autocast not in ("auto", "none"):
             yield "distributed.gather_dtype", "takes the place of model.autocast; leave one of the two out"
 
-    def _broken_evaluation_rules(self) -> Iterator[Problem]:
+    def _broken_evaluation_rules(self) -> Iterator[types.Problem]:
         checkpoint, every_steps = self.checkpoint, self.train.eval_every_steps
         if every_steps and not self.data.eval:
             yield "train.eval_every_steps", "there is nothing to evaluate: data.eval is empty"
         samples = self.logging.samples
         if samples is not None and samples.every_evals is not None and every_steps is None:
-            remedy = "set train.eval_every_steps, or leave it out"
-            yield "logging.samples.every_evals", f"there are no evaluations during training; {remedy}"
+            yield "logging.samples.every_evals", "needs evaluations in training: train.eval_every_steps"
         # Keys of this recipe that need several evaluations, and keys that say how to compare evaluations.
-        comparing = [f"checkpoint.{key}" for key in ("keep_best", "load_best") if is_changed(checkpoint, key)]
+        comparing = [f"checkpoint.{key}" for key in ("keep_best", "load_best") if checkpoint.is_changed(key)]
         comparing += ["train.early_stopping"] if self.train.early_stopping is not None else []
-        naming = [f"checkpoint.{key}" for key in ("metric", "eval_set") if is_changed(checkpoint, key)]
+        naming = [f"checkpoint.{key}" for key in ("metric", "eval_set") if checkpoint.is_changed(key)]
         for key in comparing + naming:
             if not self.data.eval:
-                remedy = "set data.eval to a source or a fraction"
-                yield key, f"compares evaluations, and no pairs are held out; {remedy}"
+                yield key, "compares evaluations, and no pairs are held out; set data.eval"
             elif every_steps is None and key in comparing:
                 yield key, "compares evaluations, and there is only one; set train.eval_every_steps"
             elif not comparing:
                 either = "checkpoint.keep_best or train.early_stopping"
                 yield key, f"nothing compares evaluations; set {either}, or leave it out"
-        is_online, metric = self.online is not None, checkpoint.metric
-        if metric is not None and metric.startswith("online/") != is_online:
-            kind = "online" if is_online else "offline"
-            known = [name for name in get_args(EvalMetric) if name.startswith("online/") == is_online]
-            yield (
-                "checkpoint.metric",
-                f"evaluations of an {kind} run have no {metric}; they have {', '.join(known)}",
-            )
+        is_online, metric = self.online is not None, checkpoint.metric or ""
+        known = [name for name in get_args(EvalMetric) if name.startswith("online/") == is_online]
+        if metric and metric not in known:
+            kind = "an online" if is_online else "an offline"
+            yield "checkpoint.metric", f"{kind} run has no {metric}; it has {', '.join(known)}"
 
-    def _broken_online_rules(self, online: OnlineRecipe) -> Iterator[Problem]:
+    def _broken_online_rules(self, online: OnlineRecipe) -> Iterator[types.Problem]:
         generator, max_steps, stale = online.generator.type, self.train.max_steps, online.max_staleness_steps
         if max_steps is None:
             yield "train.max_steps", "an online run needs it, because the number of its pairs is unknown"
@@ -312,8 +273,7 @@ class Recipe(Section):
         if self.packing.scope == "epoch":
             yield "packing.scope", "epoch needs pairs that exist beforehand; with online use step"
         if self.data.truncation == "completion_right":
-            remedy = "with online use drop or prompt_left"
-            yield "data.truncation", f"the data of an online run has no completions to cut; {remedy}"
+            yield "data.truncation", "online, data has no completions to cut; use drop or prompt_left"
         if online.max_new_tokens >= self.data.max_length:
             limit = f"data.max_length ({self.data.max_length}), to leave room for a prompt"
             yield "online.max_new_tokens", f"must be below {limit}, not {online.max_new_tokens}"
@@ -323,18 +283,11 @@ class Recipe(Section):
             yield "distributed.strategy", f"{needs_copies}, so fsdp2 cannot train this run; {remedy}"
         if generator == "vllm" and self.distributed.num_processes not in ("auto", 1):
             remedy = "set 1, or use http with a vLLM server"
-            yield (
-                "distributed.num_processes",
-                f"online.generator.type vllm answers in one process; {remedy}",
-            )
+            yield "distributed.num_processes", f"generator vllm answers in one process; {remedy}"
         # A server never gets new weights, so in step n each pair comes from a policy that is n - 1 steps old.
         if generator == "http" and stale is not None and max_steps is not None and max_steps > stale + 1:
-            remedy = "leave it out, or set online.generator.type: transformers or vllm"
-            yield (
-                "online.max_staleness_steps",
-                f"a server's weights are not updated, so from step {stale + 2} of {max_steps} on every pair "
-                f"would be older; {remedy}",
-            )
+            older = f"from step {stale + 2} of {max_steps} on every pair is older, as a server's weights stay"
+            yield "online.max_staleness_steps", f"{older}; leave it out, or use another generator"
 
 
 def why_not_sharded(recipe: Recipe) -> str | None:
@@ -342,13 +295,9 @@ def why_not_sharded(recipe: Recipe) -> str | None:
     online = recipe.online
     if online is None:
         return None
-    every_token = "and gathering shards for every token would take far too long"
-    if online.generator.type == "transformers":
-        return f"the policy answers the prompts itself, {every_token}"
     if online.generator.type == "vllm":
         return "online.generator.type vllm takes a whole model's weights in one process"
-    if recipe.data.eval:
-        return f"the policy answers the prompts of data.eval itself, {every_token}"
-    if online.offload_reference:
-        return "online.offload_reference moves a whole model"
-    return None
+    if online.generator.type == "transformers" or recipe.data.eval:
+        prompts = "the prompts" if online.generator.type == "transformers" else "the prompts of data.eval"
+        return f"the policy answers {prompts} itself, and gathering shards for every token takes far too long"
+    return "online.offload_reference moves a whole model" if online.offload_reference else None

@@ -1,7 +1,4 @@
-"""Recipes to begin with: a short one, and one for each known model and set-up (`dpopack recipe --template`).
-
-`TEMPLATES` has the model and the set-up of each template. A test estimates the memory of each of them.
-"""
+"""Recipes to begin with: a short one, and one for each known model and set-up (`recipe --template`)."""
 
 import difflib
 from dataclasses import dataclass
@@ -28,77 +25,40 @@ train: {epochs: 1}
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KnownModel:
     """A model of the hub, and the set-ups that can train it. A test compares the numbers with its config."""
 
     path: str  # hub id of a model that follows instructions, as DPO needs
-    title: str
     parameters: int
     embeddings: int  # parameters of the input embeddings and of the output head, unless the two are tied
     setups: str  # names in SETUPS, with spaces between them
     note: str = ""
 
 
-_SMALL, _MIDDLE = "full-1gpu lora-1gpu full-8gpu", "lora-1gpu qlora-1gpu full-8gpu full-2nodes"
+_SMALL, _LARGE = "full-1gpu lora-1gpu full-8gpu", "qlora-1gpu lora-8gpu"
+_MIDDLE = "lora-1gpu qlora-1gpu full-8gpu full-2nodes"
 MODELS: dict[str, KnownModel] = {
-    "qwen3-0.6b": KnownModel(
-        path="Qwen/Qwen3-0.6B", title="Qwen3 0.6B", parameters=596_049_920, embeddings=155_582_464,
-        setups=_SMALL,
-    ),
-    "qwen3-1.7b": KnownModel(
-        path="Qwen/Qwen3-1.7B", title="Qwen3 1.7B", parameters=1_720_574_976, embeddings=311_164_928,
-        setups=_SMALL,
-    ),
-    "qwen3-4b": KnownModel(
-        path="Qwen/Qwen3-4B", title="Qwen3 4B", parameters=4_022_468_096, embeddings=388_956_160,
-        setups=_MIDDLE,
-    ),
-    "qwen3-8b": KnownModel(
-        path="Qwen/Qwen3-8B", title="Qwen3 8B", parameters=8_190_735_360, embeddings=1_244_659_712,
-        setups=_MIDDLE,
-    ),
-    "qwen3-14b": KnownModel(
-        path="Qwen/Qwen3-14B", title="Qwen3 14B", parameters=14_768_307_200, embeddings=1_555_824_640,
-        setups=_MIDDLE,
-    ),
-    "qwen3-32b": KnownModel(
-        path="Qwen/Qwen3-32B", title="Qwen3 32B", parameters=32_762_123_264, embeddings=1_555_824_640,
-        setups="qlora-1gpu lora-8gpu full-2nodes",
-    ),
-    "llama3.2-1b": KnownModel(
-        path="meta-llama/Llama-3.2-1B-Instruct", title="Llama 3.2 1B", parameters=1_235_814_400,
-        embeddings=262_668_288, setups=_SMALL,
-    ),
-    "llama3.2-3b": KnownModel(
-        path="meta-llama/Llama-3.2-3B-Instruct", title="Llama 3.2 3B", parameters=3_212_749_824,
-        embeddings=394_002_432, setups=_SMALL,
-    ),
-    "llama3.1-8b": KnownModel(
-        path="meta-llama/Llama-3.1-8B-Instruct", title="Llama 3.1 8B", parameters=8_030_261_248,
-        embeddings=1_050_673_152, setups=_MIDDLE,
-    ),
+    "qwen3-0.6b": KnownModel("Qwen/Qwen3-0.6B", 596_049_920, 155_582_464, _SMALL),
+    "qwen3-1.7b": KnownModel("Qwen/Qwen3-1.7B", 1_720_574_976, 311_164_928, _SMALL),
+    "qwen3-4b": KnownModel("Qwen/Qwen3-4B", 4_022_468_096, 388_956_160, _MIDDLE),
+    "qwen3-8b": KnownModel("Qwen/Qwen3-8B", 8_190_735_360, 1_244_659_712, _MIDDLE),
+    "qwen3-14b": KnownModel("Qwen/Qwen3-14B", 14_768_307_200, 1_555_824_640, _MIDDLE),
+    "qwen3-32b": KnownModel("Qwen/Qwen3-32B", 32_762_123_264, 1_555_824_640, f"{_LARGE} full-2nodes"),
+    "llama3.2-1b": KnownModel("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400, 262_668_288, _SMALL),
+    "llama3.2-3b": KnownModel("meta-llama/Llama-3.2-3B-Instruct", 3_212_749_824, 394_002_432, _SMALL),
+    "llama3.1-8b": KnownModel("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248, 1_050_673_152, _MIDDLE),
     "llama3.3-70b": KnownModel(
-        path="meta-llama/Llama-3.3-70B-Instruct", title="Llama 3.3 70B", parameters=70_553_706_496,
-        embeddings=2_101_346_304, setups="qlora-1gpu lora-8gpu full-4nodes",
+        "meta-llama/Llama-3.3-70B-Instruct", 70_553_706_496, 2_101_346_304, f"{_LARGE} full-4nodes"
     ),
-    "gemma3-1b": KnownModel(
-        path="google/gemma-3-1b-it", title="Gemma 3 1B", parameters=999_885_952, embeddings=301_989_888,
-        setups=_SMALL,
-    ),
-    "mistral-7b": KnownModel(
-        path="mistralai/Mistral-7B-Instruct-v0.3", title="Mistral 7B", parameters=7_248_023_552,
-        embeddings=268_435_456, setups=_MIDDLE,
-    ),
+    "gemma3-1b": KnownModel("google/gemma-3-1b-it", 999_885_952, 301_989_888, _SMALL),
+    "mistral-7b": KnownModel("mistralai/Mistral-7B-Instruct-v0.3", 7_248_023_552, 268_435_456, _MIDDLE),
     "mistral-small-24b": KnownModel(
-        path="mistralai/Mistral-Small-24B-Instruct-2501", title="Mistral Small 24B",
-        parameters=23_572_403_200, embeddings=1_342_177_280,
-        setups="lora-1gpu qlora-1gpu full-8gpu full-2nodes",
+        "mistralai/Mistral-Small-24B-Instruct-2501", 23_572_403_200, 1_342_177_280, _MIDDLE
     ),
     "gpt-oss-20b": KnownModel(
-        path="unsloth/gpt-oss-20b-BF16", title="gpt-oss 20B", parameters=20_914_757_184,
-        embeddings=1_158_266_880, setups="lora-1gpu full-8gpu full-2nodes",
-        note="openai/gpt-oss-20b has its experts in 4 bits, which are not trained; this copy has bfloat16",
+        "unsloth/gpt-oss-20b-BF16", 20_914_757_184, 1_158_266_880, "lora-1gpu full-8gpu full-2nodes",
+        "openai/gpt-oss-20b has its experts in 4 bits, which are not trained; this copy has bfloat16",
     ),
 }  # fmt: skip
 
@@ -123,7 +83,7 @@ SETUPS: dict[str, Setup] = {
     "full-2nodes": Setup("all parameters, on two machines with eight GPUs each", False, 16, 2),
     "full-4nodes": Setup("all parameters, on four machines with eight GPUs each", False, 32, 4),
 }
-# Each template by its name: the model, and the set-up for it.
+# Each template by its name: the model, and the set-up for it. A test estimates the memory of each.
 TEMPLATES: dict[str, tuple[KnownModel, Setup]] = {
     f"{name}-{setup}": (model, SETUPS[setup])
     for name, model in MODELS.items()
@@ -134,7 +94,7 @@ _NODES = """\
 #     torchrun --nnodes {nodes} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
 #         -m dpo_pack train RECIPE        # on each machine; see docs/distributed.md"""
 _TEMPLATE = """\
-# {title}: {setup}, of 80 GB each.
+# {path}: {setup}, of 80 GB each.
 #
 #     dpopack recipe --check RECIPE       # would it start?
 {command}
@@ -156,38 +116,24 @@ packing:
   token_budget: 8192                       # tokens in one forward pass: raise it until the GPU is full
   pairs_per_step: 128                      # the batch, of all GPUs together
 
-loss:
-  type: sigmoid
-  beta: 0.1
-
-optim:
-  lr: {lr}
-  schedule: linear
-  warmup_ratio: 0.1
-
-train:
-  epochs: 1
-  eval_every_steps: 100
-
-checkpoint:
-  every_steps: 100
-  keep: 1
+loss: {{type: sigmoid, beta: 0.1}}
+optim: {{lr: {lr}, schedule: linear, warmup_ratio: 0.1}}{lr_note}
+train: {{epochs: 1, eval_every_steps: 100}}
+checkpoint: {{every_steps: 100, keep: 1}}
 {distributed}"""
 
 
 def recipe_template(name: str) -> str:
     """Returns the recipe of a template. Raises RecipeError, which lists the names, for an unknown one."""
     if name not in TEMPLATES:
-        near = difflib.get_close_matches(name, TEMPLATES, n=1)
-        guess = f"did you mean {near[0]}? " if near else ""
+        near = " or ".join(difflib.get_close_matches(name, TEMPLATES, n=1))
+        guess = f"did you mean {near}? " if near else ""
         raise RecipeError(f"--template {name}: no such template; {guess}There are {', '.join(TEMPLATES)}")
     model, setup = TEMPLATES[name]
     is_large = model.parameters > 20e9  # fp32 weights and 16-bit casts would not leave room for a row
-    number_bytes = 2 if setup.is_lora else 14 if is_large else 16
-    total = model.parameters * number_bytes / 1e9
+    total = model.parameters * (2 if setup.is_lora else 14 if is_large else 16) / 1e9
     if setup.is_quantised:  # 4 bits, and 8 bits for each 64 weights; embeddings and head stay in bfloat16
-        quantised = model.parameters - model.embeddings
-        total = (2 * model.embeddings + (4 + 8 / 64) / 8 * quantised) / 1e9
+        total -= (2 - (4 + 8 / 64) / 8) * (model.parameters - model.embeddings) / 1e9
     keys = "  gradient_checkpointing: true             # less memory, a third more time\n"
     dtype = "  dtype: bfloat16                          #"
     if setup.is_lora:
@@ -201,17 +147,13 @@ def recipe_template(name: str) -> str:
     state = " in bfloat16" if setup.is_lora else ", gradients and AdamW's moments"
     how = "because FSDP2 divides them" if is_sharded else "where each GPU has a copy"
     return _TEMPLATE.format(
-        name=name,
-        title=model.title,
-        setup=setup.title,
+        name=name, setup=setup.title, path=model.path, model=keys, total=total,
         command=_ONE_NODE if setup.nodes == 1 else _NODES.format(nodes=setup.nodes),
         billions=model.parameters / 1e9,
         state=" in 4 bits" if setup.is_quantised else state,
-        total=total,
         each=f",\n# {part:.0f} GB on each GPU, {how}." if setup.gpus > 1 else ".",
         note=f"\n# {model.note}." if model.note else "",
-        path=model.path,
-        model=keys,
-        lr=f"5.0e-6{'# ten times that of full training':>66}" if setup.is_lora else "5.0e-7",
-        distributed="\ndistributed:\n  strategy: fsdp2\n" if is_sharded else "",
+        lr="5.0e-6" if setup.is_lora else "5.0e-7",
+        lr_note="  # lr: ten times that of full training" if setup.is_lora else "",
+        distributed="distributed: {strategy: fsdp2}\n" if is_sharded else "",
     )  # fmt: skip

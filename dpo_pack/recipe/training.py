@@ -1,24 +1,17 @@
-"""The `optim`, `train` and `checkpoint` sections of a recipe: optimizer, length of training, checkpoints."""
+"""The `loss`, `optim`, `train` and `checkpoint` sections of a recipe, and what each loss reads and needs.
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+The losses' functions need torch, which this file must not import, so they are in dpo_pack/losses/.
+"""
 
-from annotated_types import Ge, Le
-from pydantic import Strict, model_validator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from dpo_pack.recipe.types import (
-    Allowed,
-    Count,
-    CountOrZero,
-    IsPath,
-    Name,
-    NonNegativeNumber,
-    PartBelowOne,
-    PositiveNumber,
-    Problem,
-    Section,
-    is_changed,
-)
+from annotated_types import Ge, Le, Lt, MinLen
+from pydantic import BeforeValidator, Discriminator, Strict, Tag, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from dpo_pack.recipe import types
 
 POLYNOMIAL_LR_END = 1e-7  # transformers' default lr_end
 # Metrics that can decide which evaluation is the best: that with the lowest value for a metric in
@@ -30,13 +23,164 @@ EvalMetric = Literal[
 LOWER_IS_BETTER = frozenset({"loss"})
 
 
-class OptimRecipe(Section):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossDeclaration:
+    """What a loss reads and needs. The checks of the `loss` section and dpo_pack/losses/ use this."""
+
+    options: tuple[str, ...] = ()  # keys of section `loss` that it reads, besides beta
+    needs_reference: bool = True
+    couples_pairs: bool = False  # a pair's loss depends on the other pairs of the step
+    has_likelihood: bool = False  # the loss has the likelihood of the chosen completion as a term
+    # True: the loss takes every f_divergence. False: it takes reverse_kl only, because each reward under an
+    # f-divergence has a term beta x log Z(prompt), and this term would not cancel in the loss.
+    takes_divergences: bool = False
+
+
+LOSS_DECLARATIONS: dict[str, LossDeclaration] = {
+    "sigmoid": LossDeclaration(options=("label_smoothing",), takes_divergences=True),
+    "robust": LossDeclaration(options=("label_smoothing",), takes_divergences=True),
+    "hinge": LossDeclaration(takes_divergences=True),
+    "ipo": LossDeclaration(takes_divergences=True),
+    "exo_pair": LossDeclaration(options=("label_smoothing",), takes_divergences=True),
+    "nca_pair": LossDeclaration(),
+    "bco_pair": LossDeclaration(),
+    "sppo_hard": LossDeclaration(),
+    "aot": LossDeclaration(options=("label_smoothing",), couples_pairs=True),
+    "aot_unpaired": LossDeclaration(options=("label_smoothing",), couples_pairs=True),
+    "apo_zero": LossDeclaration(),
+    "apo_down": LossDeclaration(),
+    "discopop": LossDeclaration(options=("discopop_tau",), takes_divergences=True),
+    "sigmoid_norm": LossDeclaration(takes_divergences=True),
+    # sft has no rewards, so a divergence changes nothing.
+    "sft": LossDeclaration(needs_reference=False, has_likelihood=True, takes_divergences=True),
+    "simpo": LossDeclaration(options=("simpo_gamma", "label_smoothing"), needs_reference=False),
+    "orpo": LossDeclaration(needs_reference=False, has_likelihood=True),
+    "cpo": LossDeclaration(
+        options=("cpo_alpha", "label_smoothing"), needs_reference=False, has_likelihood=True
+    ),
+}
+
+
+def losses_with(option: str) -> str:
+    """Returns the names of the losses that take an option, with commas between them."""
+    return ", ".join(name for name, loss in LOSS_DECLARATIONS.items() if option in loss.options)
+
+
+def _loss_name(value: object) -> object:
+    if isinstance(value, str) and (value in LOSS_DECLARATIONS or types.MODULE_FUNCTION.fullmatch(value)):
+        return value
+    raise PydanticCustomError("loss_name", "neither a loss type nor module:function")
+
+
+_LOSSES = f"one of {', '.join(LOSS_DECLARATIONS)}, module:function of your own"
+LossName = Annotated[
+    str,
+    BeforeValidator(_loss_name),
+    WithJsonSchema(
+        {"anyOf": [{"enum": list(LOSS_DECLARATIONS)}, {"pattern": f"^{types.MODULE_FUNCTION.pattern}$"}]}
+    ),
+    types.Allowed(_LOSSES),
+]
+
+
+class LossTerm(types.Section):
+    """One term of a weighted sum of losses."""
+
+    type: LossName
+    """A loss type."""
+    weight: types.PositiveNumber = 1.0
+    """The loss of this term is multiplied by it."""
+
+
+class LossRecipe(types.Section):
+    """The objective."""
+
+    type: Annotated[
+        Annotated[LossName, Tag("(name)")]
+        | Annotated[tuple[LossTerm, ...], Strict(False), MinLen(1), Tag("(terms)")],
+        Discriminator(lambda value: "(terms)" if isinstance(value, (list, tuple)) else "(name)"),
+        types.Allowed(f"{_LOSSES}, or a list as [{{type: sigmoid, weight: 1.0}}]"),
+    ] = "sigmoid"
+    """A loss, or a weighted sum of several; see docs/losses.md."""
+    beta: types.PositiveNumber = 0.1
+    """How strongly the loss keeps the policy near the reference; larger: nearer."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """Assumed part of swapped labels; docs/losses.md says for which losses."""
+    f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
+    """Which divergence keeps the policy near the reference (arXiv 2309.16240)."""
+    f_alpha: types.Fraction = 0.5
+    """The alpha of f_divergence alpha_divergence: near 1 it is close to reverse_kl, near 0 to forward_kl."""
+    ld_alpha: Annotated[float, Ge(0), Le(1)] | None = None
+    """LD-DPO: factor of the log-probs of the longer completion's surplus tokens; null: off."""
+    weighting: Literal["wpo"] | None = None
+    """wpo: weight pairs by their probability under the policy; null: off."""
+    discopop_tau: types.PositiveNumber = 0.05
+    """Temperature of discopop."""
+    simpo_gamma: types.NonNegativeNumber = 0.5
+    """Target reward margin of simpo."""
+    cpo_alpha: types.NonNegativeNumber = 1.0
+    """Factor of the likelihood of chosen completions in cpo; TRL's name."""
+    router_aux_coef: types.NonNegativeNumber | None = None
+    """Factor of the load-balancing loss of a mixture of experts; null: as in the model's config; 0: none."""
+
+    @property
+    def terms(self) -> tuple[tuple[str, float], ...]:
+        """The (type, factor) of each term. If `type` is a single name, it is one term with factor 1."""
+        if isinstance(self.type, str):
+            return ((self.type, 1.0),)
+        return tuple((term.type, term.weight) for term in self.type)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The values of the keys that loss functions read. Other code reads the keys in `around`."""
+        around = ("type", "ld_alpha", "weighting", "router_aux_coef")
+        return {name: value for name, value in self if name not in around}
+
+    def terms_that(self, holds: Callable[[LossDeclaration], bool]) -> str:
+        """Returns the names of the built-in losses in `type` for which `holds` is true, with commas."""
+        declared = [(name, LOSS_DECLARATIONS[name]) for name, _ in self.terms if name in LOSS_DECLARATIONS]
+        return ", ".join(name for name, loss in declared if holds(loss))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a loss in `type` uses the reference. Losses that the user wrote are assumed to use it."""
+        own = LossDeclaration()
+        return any(LOSS_DECLARATIONS.get(name, own).needs_reference for name, _ in self.terms)
+
+    def broken_rules(self) -> Iterator[types.Problem]:
+        names = [name for name, _ in self.terms]
+        losses = ", ".join(names)
+        has_own = any(types.MODULE_FUNCTION.fullmatch(name) for name in names)  # it may use all options
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield "type", f"'{name}' is given twice; add up their weights"
+        for option in () if has_own else ("label_smoothing", "discopop_tau", "simpo_gamma", "cpo_alpha"):
+            is_used = any(option in LOSS_DECLARATIONS[name].options for name in names)
+            if self.is_changed(option) and not is_used:
+                yield option, f"not used by loss.type {losses}, only by {losses_with(option)}"
+        if "exo_pair" in names and self.label_smoothing == 0:
+            yield "label_smoothing", "must be > 0 for loss.type exo_pair, which takes its logarithm"
+        if self.is_changed("f_alpha") and self.f_divergence != "alpha_divergence":
+            yield "f_alpha", "only used by loss.f_divergence: alpha_divergence"
+        if self.f_divergence != "reverse_kl":
+            if refusing := self.terms_that(lambda loss: not loss.takes_divergences):
+                yield "f_divergence", f"loss.type {refusing} is defined for reverse_kl only; leave it out"
+            elif not self.needs_reference:
+                yield "f_divergence", f"loss.type {losses} uses no reference; leave it out"
+        if self.weighting and (sorting := self.terms_that(lambda loss: loss.couples_pairs)):
+            yield "weighting", f"loss.type {sorting} sorts over pairs, which have no weights; leave it out"
+        if self.weighting and (other := self.terms_that(lambda loss: loss.has_likelihood)):
+            yield "weighting", f"weights preferences, not the likelihood in loss.type {other}; leave it out"
+        if self.ld_alpha is not None and (free := self.terms_that(lambda loss: not loss.needs_reference)):
+            yield "ld_alpha", f"changes log-ratios to the reference; loss.type {free} has none; leave it out"
+
+
+class OptimRecipe(types.Section):
     """The optimizer and its learning-rate schedule."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
     """adamw_8bit: moments in 8 bits, by bitsandbytes, on CUDA. adafactor: factored second moments; lr is
     relative to the size (root mean square) of each tensor."""
-    lr: PositiveNumber = 5e-7
+    lr: types.PositiveNumber = 5e-7
     """Peak learning rate."""
     schedule: Literal[
         "linear", "cosine", "polynomial", "inverse_sqrt", "constant", "constant_with_warmup"
@@ -44,19 +188,21 @@ class OptimRecipe(Section):
     """A schedule of transformers' get_scheduler; constant has no warm-up."""
     warmup_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
     """Warm-up as a part of all steps (0 for schedule constant)."""
-    warmup_steps: CountOrZero | None = None
+    warmup_steps: types.CountOrZero | None = None
     """Steps of warm-up, used instead of warmup_ratio, even if 0; null: warmup_ratio is used."""
-    min_lr_ratio: PartBelowOne = 0.0
+    min_lr_ratio: types.PartBelowOne = 0.0
     """The learning rate of the last step, divided by lr (linear and cosine only)."""
-    weight_decay: NonNegativeNumber = 0.0
+    weight_decay: types.NonNegativeNumber = 0.0
     """Weight decay; biases, norms and other vectors are not decayed."""
     betas: Annotated[
-        tuple[PartBelowOne, PartBelowOne], Strict(False), Allowed("a list of two numbers, each >= 0 and < 1")
+        tuple[types.PartBelowOne, types.PartBelowOne],
+        Strict(False),
+        types.Allowed("a list of two numbers, each >= 0 and < 1"),
     ] = (0.9, 0.999)
     """AdamW's decay rates."""
-    eps: PositiveNumber = 1e-8
+    eps: types.PositiveNumber = 1e-8
     """AdamW's epsilon."""
-    max_grad_norm: PositiveNumber | None = 1.0
+    max_grad_norm: types.PositiveNumber | None = 1.0
     """Larger gradients are scaled down to this norm; null: never."""
 
     @model_validator(mode="before")
@@ -66,61 +212,55 @@ class OptimRecipe(Section):
             return {"warmup_ratio": 0.0, **value}
         return value
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def broken_rules(self) -> Iterator[types.Problem]:
         for key, value in (("warmup_ratio", self.warmup_ratio), ("warmup_steps", self.warmup_steps)):
             if self.schedule == "constant" and value:
                 yield key, "schedule constant has no warm-up; use constant_with_warmup, or set it to 0"
         if self.min_lr_ratio and self.schedule not in ("linear", "cosine"):
-            yield (
-                "min_lr_ratio",
-                f"schedule {self.schedule} has no lowest rate, only linear and cosine have one",
-            )
+            yield "min_lr_ratio", f"schedule {self.schedule} has no lowest rate; linear and cosine have one"
         for key in ("betas", "eps"):
-            if self.name == "adafactor" and is_changed(self, key):
+            if self.name == "adafactor" and self.is_changed(key):
                 yield key, "not used by optim.name adafactor"
         if self.schedule == "polynomial" and self.lr <= POLYNOMIAL_LR_END:
             yield "lr", f"must be > {POLYNOMIAL_LR_END}, where schedule polynomial ends, not {self.lr}"
 
 
-class EarlyStoppingRecipe(Section):
+class EarlyStoppingRecipe(types.Section):
     """Stop when evaluations no longer get better by checkpoint.metric."""
 
-    patience: Count = 3
+    patience: types.Count = 3
     """Stop after this many evaluations in a row without an improvement."""
-    min_delta: NonNegativeNumber = 0.0
+    min_delta: types.NonNegativeNumber = 0.0
     """An evaluation is an improvement if the metric gets better by more than this."""
 
 
-class TrainRecipe(Section):
+class TrainRecipe(types.Section):
     """How long to train, and when to evaluate."""
 
-    epochs: Count = 1
+    epochs: types.Count = 1
     """Passes over the training pairs."""
-    max_steps: Count | None = None
+    max_steps: types.Count | None = None
     """Stop after this many steps, even before the end of the epochs; null: no limit."""
-    eval_every_steps: Count | None = None
+    eval_every_steps: types.Count | None = None
     """Steps between two evaluations; null: evaluate only before the first step and after the last."""
     early_stopping: EarlyStoppingRecipe | None = None
     """Stop when evaluations no longer get better, e.g. {patience: 3}; null: never. See docs/running.md."""
     stop_on_nonfinite: bool = True
-    """Stop when a loss or gradient is not finite; false: skip the step. In both cases its pairs
-    are listed in output_dir."""
+    """Stop when a loss or gradient is not finite; false: skip the step. output_dir lists its pairs."""
 
 
-class CheckpointRecipe(Section):
+class CheckpointRecipe(types.Section):
     """Checkpoints: what is saved during training, and what a run starts from."""
 
-    every_steps: Count | None = None
+    every_steps: types.Count | None = None
     """Steps between two checkpoints; null: save only when interrupted."""
-    keep: Count = 2
+    keep: types.Count = 2
     """How many of the newest checkpoints to keep."""
-    keep_best: CountOrZero = 0
-    """How many checkpoints to keep besides: those with the best metric. Above 0, an evaluation that is
-    among the best is saved at once."""
+    keep_best: types.CountOrZero = 0
+    """How many checkpoints to keep besides: those with the best metric, which are saved at once."""
     metric: EvalMetric | None = None
-    """The metric that decides which evaluation is the best. For loss the lowest value is the best, for all
-    other metrics the highest. null: loss, in an online run online/win_rate."""
-    eval_set: Name | None = None
+    """Says which evaluation is best: lowest for loss, else highest; null: loss, in an online run win_rate."""
+    eval_set: types.Name | None = None
     """Name of the held-out set whose metric is compared; null: the first set."""
     load_best: bool = False
     """Write the weights with the best evaluation to output_dir/model; false: the last weights."""
@@ -129,10 +269,9 @@ class CheckpointRecipe(Section):
     asynchronous: Literal["auto"] | bool = "auto"
     """Copy the state to CPU memory and write it while training goes on; auto: on CUDA, if the copy takes at
     most half of the free CPU memory."""
-    resume: Annotated[str, *IsPath, Allowed("auto, never or a path")] = "auto"
-    """What a run goes on from. auto: the newest valid checkpoint in output_dir, if there is one; never:
-    nothing, the run starts anew; else the path of a checkpoint."""
+    resume: Annotated[str, *types.IsPath, types.Allowed("auto, never or a path")] = "auto"
+    """What a run goes on from. auto: output_dir's newest valid checkpoint, if it has one; never: nothing."""
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def broken_rules(self) -> Iterator[types.Problem]:
         if self.load_best and not self.keep_best:
             yield "load_best", "needs checkpoint.keep_best: 1 or more; with 0, the best weights are deleted"

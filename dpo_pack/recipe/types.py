@@ -8,19 +8,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
+import pydantic
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    Strict,
-    ValidationError,
-    ValidationInfo,
-    WrapSerializer,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, WrapSerializer, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from dpo_pack.system.hub import name_for_others
@@ -31,23 +21,22 @@ Problem = tuple[str, str]  # (dotted key, what is wrong with it and how to mend 
 class Section(BaseModel):
     """A mapping in a recipe. The string below a key becomes its description in help and docs.
 
-    `broken_rules` checks the rules between keys of the section. Pydantic reports the broken rules of all
-    sections together with the values of a wrong type.
+    Pydantic reports the broken rules of all sections together with the values of a wrong type.
     """
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True,
         defer_build=True,  # so that the import of this package is quick
-    )
+    )  # fmt: skip
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         for field in cls.model_fields.values():
             field.description = " ".join((field.description or "").split()) or None  # on one line
+
+    def is_changed(self, key: str) -> bool:
+        """Returns True if the recipe has another value than the default for this key."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yields problems between keys, each of which is valid alone. Yielded keys have no section name."""
@@ -55,25 +44,16 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _keep_the_rules(self) -> Self:
-        errors = [
-            InitErrorDetails(
-                type=PydanticCustomError(BROKEN_RULE, "{problem}", {"problem": problem}),
-                loc=tuple(key.split(".")),
-                input=None,
-            )
-            for key, problem in self.broken_rules()
-        ]
+        errors: list[InitErrorDetails] = []
+        for key, problem in self.broken_rules():
+            kind = PydanticCustomError(BROKEN_RULE, "{problem}", {"problem": problem})
+            errors.append({"type": kind, "loc": tuple(key.split(".")), "input": None})
         if errors:
-            raise ValidationError.from_exception_data(type(self).__name__, errors)
+            raise pydantic.ValidationError.from_exception_data(type(self).__name__, errors)
         return self
 
 
 BROKEN_RULE: Literal["broken_rule"] = "broken_rule"  # pydantic's type of such an error
-
-
-def is_changed(section: Section, key: str) -> bool:
-    """Returns True if the recipe has another value than the default for this key."""
-    return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +83,11 @@ def allowed_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         for kind, sign, name in ((Gt, ">", "gt"), (Ge, ">=", "ge"), (Lt, "<", "lt"), (Le, "<=", "le"))
         if isinstance(item, kind)
     ]
-    return f"{_SCALARS_IN_WORDS[annotation]} {' and '.join(bounds)}".rstrip()
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+    return f"{words[annotation]} {' and '.join(bounds)}".rstrip()
 
 
-_SCALARS_IN_WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    NoneType: "null",
-}
-
-
-def expand_path(value: object, info: ValidationInfo) -> object:
+def expand_path(value: object, info: pydantic.ValidationInfo) -> object:
     """Replaces `${recipe_dir}` and a leading `~`. Raises ValueError for any other `${...}`."""
     if not isinstance(value, str):
         return value
@@ -127,7 +99,9 @@ def expand_path(value: object, info: ValidationInfo) -> object:
     return os.path.expanduser(value.replace("${recipe_dir}", context.get("recipe_dir", ".")))
 
 
-def _dump_path(value: object, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+def _dump_path(
+    value: object, handler: pydantic.SerializerFunctionWrapHandler, info: pydantic.SerializationInfo
+) -> Any:
     """Dumps a path as it is; with `context={"for_others": True}`, as `name_for_others(path)`."""
     is_for_others = value is not None and (info.context or {}).get("for_others")
     return name_for_others(str(value)) if is_for_others else handler(value)

@@ -25,8 +25,7 @@ from dpo_pack.model.loading import load_config, load_model, load_tokenizer, save
 from dpo_pack.model.lora import SavedAdapter, is_adapter, read_adapter, require_peft
 from dpo_pack.model.parallel import full_state, is_sharded
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
-from dpo_pack.recipe.load import Recipe, dump_recipe, source_names
-from dpo_pack.recipe.machine import TOKENIZER_FILES
+from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, dump_recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.samples import Sample
 from dpo_pack.system import ranks

@@ -17,8 +17,8 @@ import dpo_pack
 from dpo_pack.model.routing import router_balance
 from dpo_pack.model.scorer import Precision
 from dpo_pack.recipe.changes import changed_values
-from dpo_pack.recipe.errors import show
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
+from dpo_pack.recipe.text import show
 from dpo_pack.run.checkpoint_files import (
     FileSum,
     checkpoints,

@@ -31,8 +31,7 @@ from dpo_pack.model.scorer import CompletionLogps, resolve_precision
 from dpo_pack.online.interface import Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
-from dpo_pack.recipe.load import Recipe, load_recipe, parse_recipe
-from dpo_pack.recipe.machine import TOKENIZER_FILES
+from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.schema import SamplesRecipe
 from dpo_pack.recipe.types import MAX_ROW_TOKENS
 from dpo_pack.run.models import check_model, load_weights, resolve_model

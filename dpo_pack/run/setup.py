@@ -30,8 +30,7 @@ from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel, Precision
-from dpo_pack.recipe.load import Recipe, source_names
-from dpo_pack.recipe.machine import TOKENIZER_FILES
+from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction, SourceRecipe
 from dpo_pack.reference.cache import default_cache_directory, find_leftovers
 from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.recipe.errors import show
 from dpo_pack.recipe.load import Recipe
+from dpo_pack.recipe.text import show
 from dpo_pack.recipe.training import LOWER_IS_BETTER
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.batches import BatchSource

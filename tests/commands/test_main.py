@@ -28,7 +28,7 @@ from support.tiny_models import tiny_model
 from support.tiny_run import NUM_PAIRS, write_rows
 
 import dpo_pack
-import dpo_pack.recipe.machine as machine
+import dpo_pack.recipe.load as machine
 import dpo_pack.trainer as training
 from dpo_pack.commands.main import _own_command, app
 from dpo_pack.recipe.load import load_recipe

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpo_pack.losses import LOSSES, LossOptions, PairLogps, make_objective
 from dpo_pack.losses.contrastive import DIVERGENCES, mixed_logistic
-from dpo_pack.recipe.loss import LOSS_DECLARATIONS, LossRecipe
+from dpo_pack.recipe.training import LOSS_DECLARATIONS, LossRecipe
 
 CONTRASTIVE = {name: loss for name, loss in LOSSES.items() if loss.needs_reference and not loss.couples_pairs}
 NAMES = tuple(CONTRASTIVE)

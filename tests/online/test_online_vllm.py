@@ -28,7 +28,7 @@ from dpo_pack.online.interface import Completion, Failure
 from dpo_pack.online.sampling import SamplingSettings, completion_seed
 from dpo_pack.online.vllm_generator import VllmGenerator, check_installed, prove_agreement, start_engine
 from dpo_pack.online.vllm_weights import checkpoint_tensors
-from dpo_pack.recipe.machine import check_environment
+from dpo_pack.recipe.load import check_environment
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.trainer import train
 

@@ -10,7 +10,7 @@ import yaml
 
 from dpo_pack.recipe.load import Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.templates import BEGINNING, MODELS, SETUPS, TEMPLATES, recipe_template
-from dpo_pack.run.strategy import training_bytes
+from dpo_pack.run.memory.estimate import training_bytes
 from dpo_pack.system.errors import RecipeError
 
 
@@ -40,7 +40,7 @@ def test_a_template_is_a_recipe_that_says_what_it_is_for(name: str, tmp_path: Pa
     text = recipe_template(name)
     recipe = load(text, tmp_path)
     model, setup = TEMPLATES[name]
-    assert recipe.model.path == model.path and text.startswith(f"# {model.title}: {setup.title}")
+    assert recipe.model.path == model.path and text.startswith(f"# {model.path}: {setup.title}")
     assert (recipe.model.lora is not None, recipe.model.quantize) == (
         setup.is_lora,
         "nf4" if setup.is_quantised else None,
@@ -71,6 +71,6 @@ def test_a_template_tells_the_model_s_size_and_the_memory_of_its_weights() -> No
 def test_a_template_of_full_training_tells_the_memory_that_is_estimated(
     model: str, weight_bytes: int
 ) -> None:
-    state = sum(training_bytes(num_trained=MODELS[model].parameters, trained_bytes=weight_bytes)) / 1e9
+    state = training_bytes(num_trained=MODELS[model].parameters, trained_bytes=weight_bytes).total / 1e9
     text = recipe_template(f"{model}-full-2nodes")
     assert f" take {state:.0f} GB,\n# {state / 16:.0f} GB on each GPU" in text

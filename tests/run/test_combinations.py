@@ -32,9 +32,8 @@ from support.pairwise import Combination, pairwise
 from support.plain_steps import Logps, plain_loss
 from support.two_ranks import run_on_ranks
 
-from dpo_pack.recipe.load import Recipe
-from dpo_pack.recipe.loss import LOSS_DECLARATIONS
-from dpo_pack.recipe.machine import check_environment
+from dpo_pack.recipe.load import Recipe, check_environment
+from dpo_pack.recipe.training import LOSS_DECLARATIONS
 from dpo_pack.system.errors import DpoPackError, RecipeError
 
 pytest.importorskip("peft")

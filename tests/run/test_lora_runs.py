@@ -26,8 +26,7 @@ import dpo_pack.model.loading as loading
 import dpo_pack.run.models as recipe_models
 import dpo_pack.trainer as train_module
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.recipe.machine import check_environment
+from dpo_pack.recipe.load import Recipe, check_environment, load_recipe
 from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.run.reference_pass import prepare_reference
 from dpo_pack.run.setup import load_policy, prepare

@@ -23,8 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dpo_pack.model.quantize import Quantization, check_quantizable, compute_restored, quantization_settings
 from dpo_pack.model.shape import without_weights
-from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.recipe.machine import check_environment
+from dpo_pack.recipe.load import Recipe, check_environment, load_recipe
 from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.run.export import merge_adapter
 from dpo_pack.run.log import describe_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpo_pack.losses import LossOptions
-from dpo_pack.recipe.loss import LossRecipe
+from dpo_pack.recipe.training import LossRecipe
 
 
 def loss_options(**given: Any) -> LossOptions:
