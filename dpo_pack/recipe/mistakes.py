@@ -42,7 +42,8 @@ def recipe_fields(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[s
     for name, field in section.model_fields.items():
         fields[prefix + name] = field
         for nested, is_item in nested_sections(field.annotation):
-            fields |= recipe_fields(nested, f"{prefix}{name}.{'0.' if is_item else ''}")
+            inner = f"{prefix}{name}{'.0' if is_item else ''}"
+            fields |= {inner: field} | recipe_fields(nested, f"{inner}.")
     return fields
 
 

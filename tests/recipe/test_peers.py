@@ -26,9 +26,9 @@ ORCA_LIKE = {
     "path": "fozziethebeat/alpaca_messages_2k_dpo_test", "type": "chat_template.default",
     "field_messages": "conversation", "field_chosen": "chosen", "field_rejected": "rejected",
 }  # fmt: skip
-# (peer, what its file says, what the recipe must say). Sources: zephyr-7b-beta/dpo/config_qlora.yaml and
-# smollm3/dpo/apo.yaml in recipes/ of huggingface/alignment-handbook; llama-3/instruct-dpo-lora-8b.yml and
-# falcon-e/falcon-e-3b-dpo.yaml in examples/ of axolotl; train_lora/qwen3_lora_dpo.yaml of LLaMA-Factory.
+# (peer, what its file says, what the recipe must say). Sources: zephyr-7b-beta/dpo/config_qlora.yaml in
+# recipes/ of huggingface/alignment-handbook; llama-3/instruct-dpo-lora-8b.yml in examples/ of axolotl;
+# train_lora/qwen3_lora_dpo.yaml of LLaMA-Factory.
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Zephyr's QLoRA": (
         "trl",
@@ -55,29 +55,6 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "data.train.0.split": "train_prefs", "data.eval.0.split": "test_prefs", "train.epochs": 1,
         },
     ),
-    "SmolLM3's APO": (
-        "trl",
-        {
-            "model_name_or_path": "HuggingFaceTB/SmolLM3-3B-checkpoints", "model_revision": "it-SFT",
-            "torch_dtype": "bfloat16", "attn_implementation": "flash_attention_2", "bf16": True,
-            "dataset_mixture": {"datasets": [{
-                "id": "HuggingFaceTB/smoltalk2", "config": "Preference",
-                "split": "llama_3.1_tulu_3_8b_preference_mixture_no_think", "weight": 0.5,
-            }]},
-            "learning_rate": 1e-6, "lr_scheduler_type": "cosine_with_min_lr",
-            "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "max_grad_norm": 0.2, "beta": 0.05,
-            "loss_type": "apo_zero", "max_length": 24576, "num_train_epochs": 1.0, "padding_free": True,
-            "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "num_processes": 16,
-            "report_to": ["wandb"], "save_steps": 0.5, "use_liger_kernel": True, "run_name": None,
-            "warmup_ratio": 0.1, "overwrite_output_dir": True,
-        },
-        {
-            "model.revision": "it-SFT", "model.dtype": "bfloat16", "optim.min_lr_ratio": 0.1,
-            "optim.schedule": "cosine", "optim.max_grad_norm": 0.2, "loss.type": "apo_zero",
-            "packing.pairs_per_step": 32, "logging.trackers": ("wandb",), "model.kernels": "liger",
-            "data.train.0.weight": 0.5, "checkpoint.every_steps": None, "seed": 42, "train.epochs": 1,
-        },
-    ),
     "axolotl's LoRA on Llama 3": (
         "axolotl",
         {
@@ -98,22 +75,6 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "model.lora.target_modules": "all-linear", "optim.name": "adamw_8bit", "train.epochs": 4,
             "data.eval.fraction": 0.05, "data.max_length": 4096, "data.truncation": "drop", "seed": 42,
             "packing.pairs_per_step": 8, "data.train.0.columns": {"prompt": "conversation"},
-        },
-    ),
-    "axolotl's Falcon": (
-        "axolotl",
-        {
-            "base_model": "axolotl-ai-co/Falcon-E-1.2-3B-Exp-prequantized", "rl": "dpo", "sequence_len": 8192,
-            "datasets": [{"path": "allenai/Dolci-Think-DPO-7B", "split": "train", "type": "chatml.ultra"}],
-            "gradient_accumulation_steps": 4, "micro_batch_size": 1, "num_epochs": 3, "warmup_steps": 128,
-            "optimizer": "adamw_torch", "learning_rate": 1e-5, "adam_beta1": 0.9, "adam_beta2": 0.95,
-            "bf16": True, "fsdp_version": 2, "fsdp_config": {"offload_params": False}, "weight_decay": 0.01,
-            "loss_watchdog_threshold": 15.0, "eot_tokens": ["<|im_end|>"], "save_steps": 500,
-            "shuffle_merged_datasets": True, "tensor_parallel_size": 1, "plugins": ["a.b"],
-        },
-        {
-            "optim.betas": (0.9, 0.95), "optim.warmup_steps": 128, "optim.weight_decay": 0.01,
-            "optim.schedule": "cosine", "model.autocast": "bfloat16", "checkpoint.every_steps": 500,
         },
     ),
     "LLaMA-Factory's LoRA on Qwen3": (
@@ -278,8 +239,8 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"datasets": [SOURCE], "test_split_size": 0.1},
          {"data.train.0.path": "g/h", "data.train.0.max_pairs": 9, "data.train.0.weight": 0.5,
           "data.eval.fraction": 0.1}),
-        ({"dataset_mixture": {"datasets": [{"id": "g/h"}], "test_split_size": 100}},
-         {"data.train.0.path": "g/h", "data.eval.fraction": 0.02}),
+        ({"dataset_mixture": {"datasets": [{"id": "g/h", "config": "k"}], "test_split_size": 100}},
+         {"data.train.0.path": "g/h", "data.train.0.config": "k", "data.eval.fraction": 0.02}),
         ({"dataset_mixer": {"i/j": 1.0, "k/l": 0.5}, "dataset_splits": ["train_a", "test_b"]},
          {"data.train.1.weight": 0.5, "data.train.0.split": "train_a", "data.eval.1.split": "test_b"}),
         ({"loss_type": ["kto_pair"]}, {"loss.type": "bco_pair"}),

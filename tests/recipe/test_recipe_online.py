@@ -26,67 +26,68 @@ def test_one_judge_is_all_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "override, fragments",
+    ("override", "key", "besides"),
     [
-        ("train.max_steps=null", ["train.max_steps: an online run needs it, because"]),
-        ("train.epochs=2", ["train.epochs: train.max_steps alone sets the length"]),
-        ("packing={scope: epoch, rows_per_step: 2}", ["packing.scope: epoch needs pairs"]),
-        ("data.truncation=completion_right", ["data.truncation: the data of an online run has no comp"]),
-        ("online.max_new_tokens=2048", ["online.max_new_tokens: must be below data.max_length (2048)"]),
-        ("online.completions_per_prompt=1", ["online.completions_per_prompt: must be a whole number >= 2"]),
-        ("online.temperature=0", ["online.temperature: must be a number > 0, not 0"]),
-        ("online.top_p=1.5", ["online.top_p: must be a number > 0 and <= 1"]),
-        ("online.stop=END", ["online.stop: must be a list of texts"]),
-        ("online.judges=[]", ["online.judges: must be a list as"]),
-        ("online.judges=[{type: function}]", ["online.judges.0.function: type function needs it"]),
-        ("online.judges=[{type: reward_model}]", ["online.judges.0.path: type reward_model needs it"]),
-        ("online.judges=[{type: llm}]", ["online.judges.0.endpoint: type llm needs it"]),
-        ("online.judges.0.function=score", ["online.judges.0.function: must be module:function"]),
-        ("online.judges.0.path=org/rm", ["online.judges.0.path: not used by type function"]),
-        ("online.judges.0.instructions=Be nice.", ["online.judges.0.instructions: not used"]),
-        ("online.judges.0.kind=llm", ["online.judges.0.kind: unknown key"]),
-        ("online.generator.type=http", ["online.generator.endpoint: type http needs it"]),
-        (f"online.generator.endpoint={SERVER}", ["online.generator.endpoint: not used by type transformers"]),
-        ("online.generator={type: http, endpoint: {url: 'localhost', model: m}}", [".url: must begin"]),
+        ("train.max_steps=null", "train.max_steps", "online"),
+        ("train.epochs=2", "train.epochs", "train.max_steps"),
+        ("packing={scope: epoch, rows_per_step: 2}", "packing.scope", "step"),
+        ("data.truncation=completion_right", "data.truncation", "prompt_left"),
+        ("checkpoint={metric: loss, keep_best: 1}", "checkpoint.keep_best", "data.eval"),
+        ("online.max_new_tokens=2048", "online.max_new_tokens", "data.max_length (2048)"),
+        ("online.completions_per_prompt=1", "online.completions_per_prompt", ">= 2"),
+        ("online.temperature=0", "online.temperature", "> 0, not 0"),
+        ("online.top_p=1.5", "online.top_p", "<= 1"),
+        ("online.stop=END", "online.stop", "a list of texts"),
+        ("online.judges=[]", "online.judges", "a list as"),
+        ("online.judges=[{type: function}]", "online.judges.0.function", "function needs it"),
+        ("online.judges=[{type: reward_model}]", "online.judges.0.path", "reward_model needs it"),
+        ("online.judges=[{type: llm}]", "online.judges.0.endpoint", "llm needs it"),
+        ("online.judges.0.function=score", "online.judges.0.function", "module:function or null, not 'score'"),
+        ("online.judges.0.path=org/rm", "online.judges.0.path", "only by reward_model"),
+        ("online.judges.0.instructions=Be nice.", "online.judges.0.instructions", "only by llm"),
+        ("online.judges.0.kind=llm", "online.judges.0.kind", "unknown key"),
+        ("online.generator.type=http", "online.generator.endpoint", "http needs it"),
+        (f"online.generator.endpoint={SERVER}", "online.generator.endpoint", "only by http"),
+        (
+            "online.generator={type: http, endpoint: {url: 'localhost', model: m}}",
+            "online.generator.endpoint.url", "http://",
+        ),
         (
             f"online.generator={{type: http, token_budget: 9, endpoint: {SERVER}}}",
-            ["online.generator.token_budget: not used by type http"],
+            "online.generator.token_budget", "transformers",
         ),
         (
             "online.generator.gpu_memory_utilization=0.5",
-            ["online.generator.gpu_memory_utilization: not used by type transformers, only by vllm"],
+            "online.generator.gpu_memory_utilization", "only by vllm",
         ),
         (
             "online={generator: {type: vllm}, temperature: 2.5, judges: [{type: reward_model, path: a/b}]}",
-            ["online.temperature: online.generator.type vllm takes at most 2, not 2.5"],
+            "online.temperature", "at most 2, not 2.5",
         ),
         (
             "online.generator={type: vllm, gpu_memory_utilization: 1.0}",
-            ["online.generator.gpu_memory_utilization: must be a number > 0 and < 1"],
+            "online.generator.gpu_memory_utilization", "> 0 and < 1",
         ),
-        ("online.pairing.type=best", ["online.pairing.type: must be one of best_vs_worst, all_pairs"]),
+        ("online.pairing.type=best", "online.pairing.type", "best_vs_worst"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(override: str, fragments: list[str]) -> None:
+def test_what_cannot_be_is_refused_in_one_line(override: str, key: str, besides: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load(override, text=ONLINE)
     message = str(caught.value)
-    assert "\n" not in message
-    for fragment in fragments:
-        assert fragment in message
+    assert message.startswith(f"{key}: ") and besides in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
-    "distributed, fragment",
+    ("distributed", "key"),
     [
-        ("{num_processes: 2}", "distributed.num_processes: online.generator.type vllm answers"),
-        ("{strategy: fsdp2}", "distributed.strategy: online.generator.type vllm takes a whole"),
+        ("{num_processes: 2}", "distributed.num_processes"),
+        ("{strategy: fsdp2}", "distributed.strategy"),
     ],
 )
-def test_vllm_in_several_processes_is_refused(distributed: str, fragment: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+def test_vllm_in_several_processes_is_refused(distributed: str, key: str) -> None:
+    with pytest.raises(RecipeError, match=f"{key}: .*use http with a vLLM server"):
         load("online.generator.type=vllm", f"distributed={distributed}", text=ONLINE)
-    assert fragment in str(caught.value) and "use http with a vLLM server" in str(caught.value)
     load("online.generator.type=vllm", "distributed.num_processes=1", text=ONLINE)
 
 

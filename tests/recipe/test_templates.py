@@ -40,7 +40,7 @@ def test_a_template_is_a_recipe_that_says_what_it_is_for(name: str, tmp_path: Pa
     text = recipe_template(name)
     recipe = load(text, tmp_path)
     model, setup = TEMPLATES[name]
-    assert recipe.model.path == model.path and text.startswith(f"# {model.title}: {setup.title}")
+    assert recipe.model.path == model.path and text.startswith(f"# {model.path}: {setup.title}")
     assert (recipe.model.lora is not None, recipe.model.quantize) == (
         setup.is_lora,
         "nf4" if setup.is_quantised else None,

@@ -10,7 +10,7 @@ from support.tiny_recipe import SMALLEST, load, message_of
 
 from dpo_pack.recipe.data import SourceRecipe
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe, parse_recipe
-from dpo_pack.recipe.text import read_yaml, to_yaml
+from dpo_pack.recipe.text import read_yaml
 
 # ----------------------------------------------------------------------------------------------- scalars
 
@@ -80,30 +80,27 @@ def test_parse_recipe_leaves_its_argument_alone() -> None:
     assert tree == yaml.safe_load(SMALLEST)
 
 
-MALFORMED_OVERRIDES: list[tuple[str, list[str]]] = [
-    ("optim.lr", ["override 'optim.lr'", "optim.lr=1e-6"]),
-    ("=3", ["override '=3'", "key=value"]),
-    ("logging.run_name=\udcff", ["override 'logging.run_name=\\udcff', line 1: invalid YAML: a character"]),
-    ("optim..lr=3", ["override 'optim..lr=3'", "key=value"]),
-    ("data.train=[a", ["override 'data.train=[a', line 1, column 3: invalid YAML"]),
-    ("data.train=@x", ["override 'data.train=@x', line 1, column 1: invalid YAML"]),
-    ("data.train.1.path=x", ["data.train.1: data.train is a list of 1", "data.train.0"]),
-    (
-        "data.eval.path=x",
-        ["data.eval.path: data.eval is a list of 2", "the first is data.eval.0.path"],
-    ),
-    ("logging.trackers.wandb=x", ["logging.trackers is a list of 1", "the first is logging.trackers.0"]),
-    ("output_dir.x=1", ["output_dir.x: output_dir is 'runs/x'", "no keys"]),
+MALFORMED_OVERRIDES = [
+    ("optim.lr", "override 'optim.lr'", "optim.lr=1e-6"),
+    ("=3", "override '=3'", "key=value"),
+    ("logging.run_name=\udcff", "override 'logging.run_name=\\udcff', line 1", "character"),
+    ("optim..lr=3", "override 'optim..lr=3'", "key=value"),
+    ("data.train=[a", "override 'data.train=[a', line 1, column 3", "YAML"),
+    ("data.train=@x", "override 'data.train=@x', line 1, column 1", "YAML"),
+    ("data.train.1.path=x", "data.train.1: ", "data.train.0"),
+    ("data.eval.path=x", "data.eval.path: ", "data.eval.0.path"),
+    ("logging.trackers.wandb=x", "logging.trackers.wandb: ", "logging.trackers.0"),
+    ("output_dir.x=1", "output_dir.x: ", "'runs/x'"),
 ]
 
 
-@pytest.mark.parametrize(("override", "fragments"), MALFORMED_OVERRIDES)
-def test_a_malformed_override_is_refused_with_how_to_write_it(override: str, fragments: list[str]) -> None:
-    message = message_of(
-        lambda: load("data.eval=[a.jsonl, b.jsonl]", "logging.trackers=[tensorboard]", override)
-    )
-    for fragment in fragments:
-        assert fragment in message
+@pytest.mark.parametrize(("override", "beginning", "remedy"), MALFORMED_OVERRIDES)
+def test_a_malformed_override_is_refused_with_how_to_write_it(
+    override: str, beginning: str, remedy: str
+) -> None:
+    lists = ("data.eval=[a.jsonl, b.jsonl]", "logging.trackers=[tensorboard]")
+    message = message_of(lambda: load(*lists, override))
+    assert message.startswith(beginning) and remedy in message
 
 
 # --------------------------------------------------------------------------------------- refused as a file
@@ -116,38 +113,39 @@ ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(
 
 
 @pytest.mark.parametrize(
-    ("text", "fragments"),
+    ("text", "place", "problem"),
     [
-        ("", ["recipe.yaml: the recipe is empty", "--defaults"]),
-        ("# only a comment\n", ["recipe.yaml: the recipe is empty"]),
-        ("- a\n- b\n", ["recipe.yaml: a recipe is a mapping", "not ['a', 'b']"]),
-        ("just text", ["recipe.yaml: a recipe is a mapping", "'just text'"]),
-        ("seed: 1\nmodel: [1\n", ["recipe.yaml, line 3, column 1: invalid YAML"]),
-        ("seed: 1\n\tmodel: 2\n", ["recipe.yaml, line 2, column 1: invalid YAML"]),
-        ("seed: 1\nmodel: {}\nseed: 2\n", ["line 3, column 1", "key 'seed' is given twice, first on line 1"]),
+        ("", "recipe.yaml: ", "--defaults"),
+        ("# only a comment\n", "recipe.yaml: ", "mapping"),
+        ("- a\n- b\n", "recipe.yaml: ", "['a', 'b']"),
+        ("just text", "recipe.yaml: ", "'just text'"),
+        ("seed: 1\nmodel: [1\n", "recipe.yaml, line 3, column 1: ", "YAML"),
+        ("seed: 1\n\tmodel: 2\n", "recipe.yaml, line 2, column 1: ", "YAML"),
+        ("seed: 1\nmodel: {}\nseed: 2\n", "line 3, column 1: ", "'seed' is given twice, first on line 1"),
         (
             "optim:\n  lr: 1\n  eps: 2\n  lr: 3\n",
-            ["line 4, column 3", "key 'lr' is given twice, first on line 2"],
+            "line 4, column 3: ",
+            "'lr' is given twice, first on line 2",
         ),
-        ("seed: 1\n---\nseed: 2\n", ["line 2, column 1", "another document"]),
-        ("1: 2\n", ["line 1, column 1", "a key must be text"]),
-        ("? [a]\n: 1\n", ["line 1, column 3", "a key must be text"]),
-        ("seed: !!python/object:os.system x\n", ["line 1, column 7", "is not supported"]),
-        ("seed: !!int x\n", ["line 1, column 7", "cannot be read as int"]),
-        (f"seed: {'9' * 5000}\n", ["line 1, column 7", "cannot be read as int"]),
-        ("seed: 1\nmodel: \x07\n", ["recipe.yaml, line 2: invalid YAML", "character"]),
-        ("seed: *nowhere\n", ["line 1, column 7", "nowhere"]),
-        ("seed: &a [*a]\n", ["recipe.yaml: invalid YAML: nested too deeply"]),
-        ("seed: " + "[" * 2000, ["recipe.yaml: invalid YAML: nested too deeply"]),
-        (ALIAS_BOMB, ["recipe.yaml, line 1, column", "more than 65,536 values, with those that aliases"]),
-        ("seed: 1 #" + "x" * (1 << 17), ["recipe.yaml: larger than 131,072 bytes"]),
-        ("optim.lr: 1e-6\n", ["optim.lr: unknown key", "in YAML write optim: {lr: ...}"]),
+        ("seed: 1\n---\nseed: 2\n", "line 2, column 1: ", "another document"),
+        ("1: 2\n", "line 1, column 1: ", "must be text"),
+        ("? [a]\n: 1\n", "line 1, column 3: ", "must be text"),
+        ("seed: !!python/object:os.system x\n", "line 1, column 7: ", "not supported"),
+        ("seed: !!int x\n", "line 1, column 7: ", "int"),
+        ("seed: !!bool 3\n", "line 1, column 7: ", "bool"),
+        (f"seed: {'9' * 5000}\n", "line 1, column 7: ", "int"),
+        ("seed: 1\nmodel: \x07\n", "recipe.yaml, line 2: ", "character"),
+        ("seed: *nowhere\n", "line 1, column 7: ", "nowhere"),
+        ("seed: &a [*a]\n", "recipe.yaml: ", "nested too deeply"),
+        ("seed: " + "[" * 2000, "recipe.yaml: ", "nested too deeply"),
+        (ALIAS_BOMB, "recipe.yaml, line 1, column ", "65,536"),
+        ("seed: 1 #" + "x" * (1 << 17), "recipe.yaml: ", "131,072"),
+        ("optim.lr: 1e-6\n", "optim.lr: ", "optim: {lr: ...}"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused_with_its_name_and_place(text: str, fragments: list[str]) -> None:
+def test_a_file_that_is_no_recipe_is_refused_with_its_place(text: str, place: str, problem: str) -> None:
     message = message_of(lambda: load(text=text))
-    for fragment in fragments:
-        assert fragment in message
+    assert place in message and problem in message
 
 
 def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path) -> None:
@@ -207,8 +205,3 @@ def test_a_dump_holds_every_key_in_the_order_of_the_schema() -> None:
     assert list(tree) == list(Recipe.model_fields)
     assert list(tree["optim"]) == list(type(load().optim).model_fields)
     assert tree["optim"]["warmup_ratio"] == 0.0 and tree["loss"]["type"] == [{"type": "ipo", "weight": 1.0}]
-
-
-def test_a_default_with_line_breaks_is_one_line() -> None:
-    text = to_yaml("a\n\n", one_line=True)
-    assert text == '"a\\n\\n"' and read_yaml(f"key: {text}", where="a recipe") == {"key": "a\n\n"}
