@@ -94,7 +94,7 @@ _NODES = """\
 #     torchrun --nnodes {nodes} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
 #         -m dpo_pack train RECIPE        # on each machine; see docs/distributed.md"""
 _TEMPLATE = """\
-# {path}: {setup}, of 80 GB each.
+# {path}: {setup} (80 GB).
 #
 #     dpopack recipe --check RECIPE       # would it start?
 {command}

@@ -10,7 +10,7 @@ import yaml
 
 from dpo_pack.recipe.load import Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.templates import BEGINNING, MODELS, SETUPS, TEMPLATES, recipe_template
-from dpo_pack.run.memory.estimate import training_bytes
+from dpo_pack.run.strategy import training_bytes
 from dpo_pack.system.errors import RecipeError
 
 
@@ -71,6 +71,6 @@ def test_a_template_tells_the_model_s_size_and_the_memory_of_its_weights() -> No
 def test_a_template_of_full_training_tells_the_memory_that_is_estimated(
     model: str, weight_bytes: int
 ) -> None:
-    state = training_bytes(num_trained=MODELS[model].parameters, trained_bytes=weight_bytes).total / 1e9
+    state = sum(training_bytes(num_trained=MODELS[model].parameters, trained_bytes=weight_bytes)) / 1e9
     text = recipe_template(f"{model}-full-2nodes")
     assert f" take {state:.0f} GB,\n# {state / 16:.0f} GB on each GPU" in text
