@@ -1,8 +1,8 @@
 """Preference losses: pure functions of policy and reference log-probs, and the objective of a run.
 
-To add a loss: declare it in LOSS_DECLARATIONS of recipe/loss.py, write its function, and add the function to
-the dict at the end of the function's file. Write -F.logsigmoid(x), not F.softplus(-x): torch rounds softplus
-to a straight line above 20. A new option is a key of `LossRecipe` in recipe/loss.py, and a field of
+To add a loss: declare it in LOSS_DECLARATIONS of recipe/training.py, write its function, and add this to the
+dict at the end of the function's file. Write -F.logsigmoid(x), not F.softplus(-x): torch rounds softplus to a
+straight line above 20. A new option is a key of `LossRecipe` in recipe/training.py, and a field of
 `LossOptions`. It is named `<loss>_<option>`, as `simpo_gamma`, unless several losses share it, as
 `label_smoothing`.
 
@@ -45,8 +45,8 @@ _FILES = "contrastive.py, reference_free.py or transport.py"
 # Where a loss or an option must be -> the names that are not there.
 _MISSING = {
     f"the table at the end of {_FILES} in losses/": LOSS_DECLARATIONS.keys() - _FUNCTIONS.keys(),
-    "LOSS_DECLARATIONS in recipe/loss.py": _FUNCTIONS.keys() - LOSS_DECLARATIONS.keys(),
-    "LossRecipe in recipe/loss.py": _OPTIONS - LossRecipe().options.keys(),
+    "LOSS_DECLARATIONS in recipe/training.py": _FUNCTIONS.keys() - LOSS_DECLARATIONS.keys(),
+    "LossRecipe in recipe/training.py": _OPTIONS - LossRecipe().options.keys(),
     "LossOptions in losses/interface.py": _OPTIONS - {field.name for field in fields(LossOptions)},
 }
 for _place, _names in _MISSING.items():

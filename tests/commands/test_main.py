@@ -27,7 +27,7 @@ from support.tiny_models import tiny_model
 from support.tiny_run import NUM_PAIRS, tiny_run, write_rows
 
 import dpo_pack
-import dpo_pack.recipe.machine as machine
+import dpo_pack.recipe.load as machine
 import dpo_pack.train as training
 from dpo_pack.commands.main import let_segments_grow, main
 from dpo_pack.recipe.load import load_recipe
