@@ -1,8 +1,8 @@
 """Preference losses: pure functions of policy and reference log-probs, and the objective of a run.
 
-To add a loss: declare it in LOSS_DECLARATIONS of recipe/loss.py, write its function, and add the function to
-LOSSES below. Write -F.logsigmoid(x), not F.softplus(-x): torch rounds softplus to a straight line above 20. A
-new option is a key of `LossRecipe` in recipe/loss.py, and a field of `LossOptions`. It is named
+To add a loss: declare it in LOSS_DECLARATIONS of recipe/training.py, write its function, and add the function
+to LOSSES below. Write -F.logsigmoid(x), not F.softplus(-x): torch rounds softplus to a straight line above
+20. A new option is a key of `LossRecipe` in recipe/training.py, and a field of `LossOptions`. It is named
 `<loss>_<option>`, as `simpo_gamma`, unless several losses share it, as `label_smoothing`.
 
 `contrastive.py` has the losses that compare a pair with the reference, `reference_free.py` the losses without

@@ -140,8 +140,10 @@ def test_the_commented_defaults_are_a_recipe_of_defaults() -> None:
 def test_the_commented_defaults_hold_every_key_below_a_comment() -> None:
     lines = recipe_defaults().splitlines()
     for key in KEYS:
-        inside = ("data.eval.", "export.push_to_hub.", "logging.samples.", "loss.type.", "model.lora.")
-        inside += ("online.", "reference.sync.", "train.early_stopping.")
+        inside = (
+            "data.eval.", "export.push_to_hub.", "logging.samples.", "loss.type.", "model.lora.", "online.",
+            "reference.sync.", "train.early_stopping.",
+        )  # fmt: skip
         if key.startswith(inside) or key.endswith(".0"):  # what a value can hold
             continue
         name = key.rsplit(".", 1)[-1]

@@ -42,7 +42,7 @@ def test_one_judge_is_all_it_takes() -> None:
         ("online.judges=[{type: function}]", "online.judges.0.function", "function needs it"),
         ("online.judges=[{type: reward_model}]", "online.judges.0.path", "reward_model needs it"),
         ("online.judges=[{type: llm}]", "online.judges.0.endpoint", "llm needs it"),
-        ("online.judges.0.function=score", "online.judges.0.function", "module:function or null, not 'score'"),
+        ("online.judges.0.function=score", "online.judges.0.function", "module:function or null"),
         ("online.judges.0.path=org/rm", "online.judges.0.path", "only by reward_model"),
         ("online.judges.0.instructions=Be nice.", "online.judges.0.instructions", "only by llm"),
         ("online.judges.0.kind=llm", "online.judges.0.kind", "unknown key"),

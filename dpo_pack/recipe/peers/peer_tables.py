@@ -91,7 +91,7 @@ def our_words() -> dict[str, str]:
     texts: dict[str, str] = {}
     for peer in PEERS:
         for name, row in rows_of(peer).items():
-            here = f"is {' and '.join(row.ours)} here" if row.ours else f"here: {row.kind}"
+            here = f"is {' and '.join(row.ours or [row.kind])} here".replace("is no c", "has no c")
             remark = f": {row.remark}" if row.remark else ""
             texts.setdefault(name, f"{read_table(peer)['name']}'s {name} {here}{remark}")
     return texts
