@@ -147,7 +147,8 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
         if path is not None:
             yield from _model_problems(key, path, needed)
     if model.lora is not None and _is_adapter(model.path):
-        yield "model.lora", "model.path is an adapter, which is trained further; leave it out, or merge first"
+        remedy = "leave it out, or merge it first (dpopack merge)"
+        yield "model.lora", f"model.path is an adapter, which is trained further; {remedy}"
     if model.quantize is not None and model.lora is None and not _is_adapter(model.path):
         yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
     if model.revision and os.path.isdir(model.path):

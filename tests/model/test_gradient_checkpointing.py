@@ -154,7 +154,5 @@ def test_selective_checkpointing_gives_the_bits_of_the_full_kind_and_computes_no
 
 def test_selective_checkpointing_goes_with_uncompiled_layers_alone() -> None:
     assert load_overrides("model.gradient_checkpointing=selective").model.compile == "auto"
-    with pytest.raises(
-        RecipeError, match=r"model\.compile: torch does not see the matrix products of compiled layers"
-    ):
+    with pytest.raises(RecipeError, match=r"^model\.compile: .*selective"):
         load_overrides("model.gradient_checkpointing=selective", "model.compile=true")

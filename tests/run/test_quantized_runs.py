@@ -228,7 +228,7 @@ def test_what_cannot_be_quantised_is_refused_in_one_line(
     message = refusal(lambda: recipe_in(assets, LORA, NF4, "distributed.strategy=fsdp2"), RecipeError)
     assert message.startswith("distributed.strategy: fsdp2 cannot shard quantised weights")
     message = refusal(lambda: recipe_in(assets, LORA, NF4, "reference.sync={}"), RecipeError)
-    assert message.startswith("reference.sync: a quantised reference")
+    assert message.startswith("reference.sync: a model with model.quantize")
     with pytest.raises(ModelError, match="model.compile: layers with quantised weights are not compiled"):
         prepare(recipe_in(assets, LORA, NF4, "model.compile=true"), Console(quiet=True))
     experts = AutoConfig.for_model("gpt_oss", num_hidden_layers=1, num_local_experts=8, vocab_size=64)

@@ -100,7 +100,7 @@ def test_the_recipe_says_what_is_compared() -> None:
         ([*JUDGES, "checkpoint.metric=loss"], "checkpoint.metric: nothing compares evaluations"),
         (
             [*JUDGES, "checkpoint.keep_best=1", "checkpoint.metric=online/scores"],
-            "evaluations of an offline run have no online/scores; they have loss, rewards/accuracies",
+            "checkpoint.metric: an offline run has no online/scores; it has loss, rewards/accuracies",
         ),
         ([*JUDGES, "checkpoint.metric=kl/chosen"], "checkpoint.metric: must be one of loss"),
     ],

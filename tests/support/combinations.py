@@ -124,34 +124,34 @@ _FREE = ("free", "likelihood")
 RULES: list[tuple[Forbidden, str]] = [
     (
         {"loss": ("each side", "coupled", *_FREE), "divergence": _DIVERGENCES},
-        r"^loss\.f_divergence: loss\.type \w+ is defined for reverse_kl only",
+        r"^loss\.f_divergence: .*loss\.type \w+",
     ),
-    ({"loss": ("coupled",), "weighting": ("wpo",)}, r"^loss\.weighting: loss\.type aot sorts over pairs"),
+    ({"loss": ("coupled",), "weighting": ("wpo",)}, r"^loss\.weighting: .*aot"),
     (
         {"loss": ("sum", "likelihood"), "weighting": ("wpo",)},
-        r"^loss\.weighting: wpo weights preferences; it is not defined for loss\.type (sft|cpo)",
+        r"^loss\.weighting: .*loss\.type (sft|cpo)",
     ),
     (
         {"loss": ("sum", *_FREE), "ld_alpha": ("0.25",)},
-        r"^loss\.ld_alpha: changes log-ratios to the reference, and loss\.type (sft|simpo|cpo) uses no",
+        r"^loss\.ld_alpha: .*loss\.type (sft|simpo|cpo)",
     ),
     (
         {"loss": _FREE, "reference": _OTHER_REFERENCES},
-        r"^reference\.(path|sync): loss\.type (simpo|cpo) uses no reference",
+        r"^reference\.(path|sync): .*(simpo|cpo)",
     ),
     (
         {"adapter": ("none",), "precision": ("bf16 parameters",), "optimizer": ("adafactor",)},
-        r"^optim\.name: adafactor keeps no fp32 master weights",
+        r"^optim\.name: adafactor .*fp32 master weights",
     ),
     (
         {"precision": ("bf16 parameters",), "reference": ("mixed",)},
-        r"^reference\.sync: model\.dtype bfloat16 rounds most of an update away",
+        r"^reference\.sync: .*bfloat16",
     ),
     (
         {"precision": ("bf16 parameters",), "reference": ("copied",), "adapter": ("new", "saved")},
-        r"^reference\.sync: model\.dtype bfloat16 rounds most of an update away",
+        r"^reference\.sync: .*bfloat16",
     ),
-    ({"layout": ("padded",), "steps": ("of rows",)}, r"^packing\.scope: epoch needs packing\.mode: packed"),
+    ({"layout": ("padded",), "steps": ("of rows",)}, r"^packing\.scope: .*packing\.mode: packed"),
 ]
 # What the files or the ranks show later, still before the first step.
 LATER: list[tuple[Forbidden, str]] = [
