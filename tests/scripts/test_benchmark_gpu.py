@@ -186,14 +186,15 @@ def test_the_search_part_searches_and_computes_the_reference(
 
     def fits(*arguments: int) -> bool:
         tried.append(arguments[-1])
-        return arguments[-1] <= 20_000
+        return arguments[-1] <= 30_000
 
     monkeypatch.setattr(search, "row_fits", fits)
     search.main(tmp_path, "cpu", "tiny")
-    assert tried == [4096, 8192, 16384, 32768]
+    longest, half = tried  # from all tokens, halved until a row fits
+    assert longest > 30_000 and half == longest // 2
     told = capsys.readouterr().out
-    assert "a row of 16,384 tokens fits\na row of 32,768 tokens ran out of memory" in told
-    assert "rows of up to 16,384 tokens" in told and "128 sequences in" in told
+    assert f"a row of {longest:,} tokens ran out of memory\na row of {half:,} tokens fits" in told
+    assert f"rows of up to {half:,} tokens" in told and "128 sequences in" in told
     monkeypatch.setattr(search, "row_fits", lambda *_: True)
     with pytest.raises(SystemExit, match="no row ran out of memory"):
         search.main(tmp_path, "cpu", "tiny")
