@@ -94,7 +94,7 @@ def precompute_ref(
     """Computes the reference log-probs that the cache lacks. Returns the numbers of sequences, under the
     names that run.json has for them."""
     with _on_every_rank(recipe, overrides, command, verbose=verbose) as (loaded, console):
-        from dpo_pack.run.reference_pass import prepare_reference
+        from dpo_pack.run.pairs import prepare_reference
         from dpo_pack.run.setup import prepare, recipe_objective
 
         if loaded.reference.sync is not None:
@@ -154,7 +154,7 @@ def inspect_packing(
     loaded = load(recipe, overrides)
     with many_imports():
         from dpo_pack.reports.packing_tables import render_packing
-        from dpo_pack.run.plans import inspect_recipe
+        from dpo_pack.run.pairs import inspect_recipe
         from dpo_pack.system.console import make_console
 
     console = make_console(quiet=quiet)

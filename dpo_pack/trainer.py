@@ -61,8 +61,13 @@ from dpo_pack.run.memory_estimate import (
     print_memory_estimate,
     stays_gathered,
 )
-from dpo_pack.run.plans import packing_report, plan_pairs, trained_pair_sizes
-from dpo_pack.run.reference_pass import prepare_reference, resume_reference
+from dpo_pack.run.pairs import (
+    offline_source,
+    packing_report,
+    prepare_reference,
+    resume_reference,
+    trained_pair_sizes,
+)
 from dpo_pack.run.rollouts import build_online, check_generator, live_reference
 from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint, find_run, only_run, push
 from dpo_pack.run.samples import Sampler
@@ -82,7 +87,7 @@ from dpo_pack.system.files import write_json_atomically, write_text_atomically
 from dpo_pack.system.hub import push_command, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.memory import release_memory
-from dpo_pack.system.progress import waiting_line
+from dpo_pack.system.progress import TrainingLines, waiting_line
 from dpo_pack.system.seeding import seed_everything, seed_step
 from dpo_pack.training.batches import BatchSource, GlobalBatch, score_pairs
 from dpo_pack.training.first_step import check_start
@@ -169,7 +174,7 @@ class Trainer:
     recipe: Recipe
     setup: Setup  # all that is known before weights are loaded
     run: RunDir  # the files of `output_dir`; only rank 0 writes them
-    pairs: OfflineSource | None  # the planned pairs; None: an online run makes its pairs while it trains
+    pairs: OfflineSource | None = None  # the planned pairs; an online run has none, it makes its pairs
     loaded: LoadedModel  # the model that is trained, in its scorer
     source: BatchSource  # the pairs, or online rollouts
     reference: Reference
@@ -196,36 +201,32 @@ class Trainer:
         self.recipe, self.run, self.console, self.interruption = recipe, run, console, interruption
         self.objective = recipe_objective(recipe)
         # Data: pairs as token ids, and all that is known of models and machine without weights.
-        self.setup = prepare(recipe, console, takes_prompts=True)
-        print_columns_not_read(self.setup.data, console)
-        self.selection = find_selection(recipe, self.setup.eval_names)
+        self.setup = setup = prepare(recipe, console, takes_prompts=True)
+        print_columns_not_read(setup.data, console)
+        self.selection = find_selection(recipe, setup.eval_names)
         choose_checkpoint(run, recipe.checkpoint.resume, console.print)
         # Plan: which pairs share a step, a rank and a row.
-        self.pairs = None if recipe.online is not None else plan_pairs(self.setup)
+        shards = setup.strategy.shards
+        if recipe.online is None:
+            self.pairs = offline_source(
+                recipe, setup.data, setup.policy_facts, device=setup.device, equal_rows=shards
+            )
         first_plan = None if self.pairs is None else self.pairs.first_plan
         if is_dry:
-            print_memory_estimate(self.setup, self.objective, first_plan)
-        gathers_once = stays_gathered(self.setup, self.objective, first_plan)
+            print_memory_estimate(setup, self.objective, first_plan)
+        gathers_once = shards and stays_gathered(setup, self.objective, first_plan)
         # Model, proof that its packed rows are exact, and the reference's log-probs.
         seconds = self.load_online() if self.pairs is None else self.load_offline(self.pairs)
         # Optimizer and schedule, then the state of an earlier run.
         self.state = self.new_state()
         self.policy = distribute_policy(
-            self.loaded.scorer, self.setup.strategy, self.setup.accelerator, stays_gathered=gathers_once
+            self.loaded.scorer, setup.strategy, setup.accelerator, stays_gathered=gathers_once
         )
-        self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=self.setup.device)
-        self.clock = PhaseClock(device=self.setup.device)
-        self.identity = run_identity(
-            self.setup,
-            self.loaded,
-            self.source,
-            self.selection,
-            moves=self.reference.moving is not None,
-            frozen=self.frozen,
-        )
-        self.sampler = Sampler(self.setup, self.loaded.scorer, run.samples)
+        self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device)
+        self.clock = PhaseClock(device=setup.device)
+        self.sampler = Sampler(setup, self.loaded.scorer, run.samples)
         self.log = self.open_log(begun, self.load_checkpoint())
-        describe_run(self.setup, self.loaded, first_plan, num_steps=self.source.num_steps)
+        describe_run(setup, self.loaded, first_plan, num_steps=self.source.num_steps)
         self.measure_memory() if is_dry else self.write_first_files()
         self.make_evaluator_and_saver()
         self.log.reference_seconds = seconds
@@ -263,7 +264,7 @@ class Trainer:
             pairs.use_reference(self.frozen.of(setup.data.train))
             if starts_as_reference:
                 first_row = next(row for rows in pairs.first_plan.pack_step(0) for row in rows)
-                dtype = setup.precision.activations
+                dtype = setup.policy_facts.precision.activations
                 check_start(loaded.scorer, pairs.builder, first_row, dtype=dtype)
         return seconds
 
@@ -315,6 +316,10 @@ class Trainer:
     def load_checkpoint(self) -> int:
         """Loads the run's checkpoint, if any, into `state`; returns the bytes of metrics.jsonl to keep."""
         run, state = self.run, self.state
+        moves = self.reference.moving is not None
+        self.identity = run_identity(
+            self.setup, self.loaded, self.source, self.selection, moves=moves, frozen=self.frozen
+        )
         if run.checkpoint is None:
             return 0
         metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=self.identity)
@@ -355,6 +360,7 @@ class Trainer:
                 router_aux_coef=0.0 if balance is None else balance.coefficient,
             ),
             guard=self.guard,
+            lines=TrainingLines(self.console, num_steps=self.source.num_steps),
             pairs=pair_log if recipe.logging.pairs else None,
             offset=offset,
             begun=begun,
@@ -459,7 +465,7 @@ class Trainer:
         batches = iter(self.source)
         log.begin_step()
         while (batch := self.next_batch(batches)) is not None:
-            is_logged = log.is_logged(state.step + 1)
+            is_logged = is_multiple(state.step + 1, self.recipe.logging.every_steps)
             with state.scorer.measuring(is_logged):
                 outcome = self.train_step(batch)
             if after_step is not None:
@@ -508,7 +514,8 @@ class Trainer:
         state, optimizer = self.state, self.state.optimizer
         with self.policy.gathered():
             batch = self.reference.score_batch(batch)
-            loss = self.begin_loss(batch)
+            balance, device = self.setup.policy_facts.balance, self.setup.device
+            loss = begin_step_loss(self.objective, batch, state.scorer, balance, device=device)
             values = self.accumulate_gradients(batch, loss)
         grad_norm = clip_gradients(state.scorer, self.recipe.optim.max_grad_norm)
         learning_rate = float(state.scheduler.get_last_lr()[0])
@@ -546,11 +553,6 @@ class Trainer:
                 self.policy.idle(idle_row, loss.of_idle_row(number))
                 self.clock.lap("backward")
         return PairValues.join(values)
-
-    def begin_loss(self, batch: GlobalBatch) -> StepLoss:
-        """Returns the loss of the step; a rare objective first needs a pass over the step's rows."""
-        balance, device = self.setup.policy_facts.balance, self.setup.device
-        return begin_step_loss(self.objective, batch, self.state.scorer, balance, device=device)
 
     def poll_before_pass(self, batch: GlobalBatch, number: int) -> None:
         """Raises Interrupted before pass `number` (the first is 1) if a stop signal has come to any rank.

@@ -178,7 +178,7 @@ def run_dpo_pack(contender: Contender, setting: Setting, scratch: Path) -> tuple
     """(seconds, log-probs [pairs, 2])."""
     from benchmarking.run_dpo_pack import make_recipe
 
-    from dpo_pack.run.reference_pass import prepare_reference
+    from dpo_pack.run.pairs import prepare_reference
     from dpo_pack.run.setup import load_policy, prepare
     from dpo_pack.system.console import make_console
 

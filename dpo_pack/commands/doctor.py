@@ -15,10 +15,9 @@ from rich.text import Text
 import dpo_pack
 from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.attention.select import AttentionNeeds, backend_obstacle
-from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.proofs.rows import ProofOutcome
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.run.models import check_model, load_and_prove, resolve_policy
+from dpo_pack.run.models import check_model, load_and_prove, resolve_model
 from dpo_pack.system import ranks
 from dpo_pack.system.machine import bfloat16_instructions, cpu_name, package_versions
 from dpo_pack.system.memory import machine_memory_bytes
@@ -67,8 +66,7 @@ def prove_recipe(recipe: Recipe) -> ProofOutcome:
     Raises ModelError if the policy cannot be loaded, UnsupportedModelError if it cannot be packed.
     """
     device = Accelerator(cpu=not ranks.uses_cuda()).device
-    precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, device)
-    policy = resolve_policy(recipe, precision)
+    policy = resolve_model(recipe, device, gathers=False)
     check_model(policy, device)
     _, outcome = load_and_prove(policy, device=device, adapter=policy.new_adapter, again=True)
     return outcome

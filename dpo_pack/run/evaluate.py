@@ -18,8 +18,7 @@ from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.models import check_model, resolve_model
-from dpo_pack.run.plans import row_builder
-from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.pairs import prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, load_proved, prepare, recipe_objective
 from dpo_pack.run.state import Selection, TrainState, judge
@@ -128,7 +127,8 @@ class Evaluator:
 
     def ends_run(self, state: TrainState) -> bool:
         """Returns whether early stopping ends the run now."""
-        return self.selection is not None and self.selection.stops(state.standing)
+        patience = None if self.selection is None else self.selection.patience
+        return patience is not None and state.standing.num_since_improvement >= patience
 
     def stop_sentence(self, state: TrainState) -> str:
         """Returns a sentence with the reason why early stopping ends the run."""
@@ -182,7 +182,7 @@ def evaluate_models(
     results = []
     for path in paths:
         release_memory()
-        facts = resolve_model(recipe, setup.precision, str(path), recipe_key="--model")
+        facts = resolve_model(recipe, setup.device, str(path), recipe_key="--model")
         check_model(facts, setup.device)
         check_data(setup, facts)
         policy = load_proved(setup, facts).scorer

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import source_names
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.setup import Setup
-from dpo_pack.run.state import TrainState, is_multiple
+from dpo_pack.run.state import TrainState
 from dpo_pack.system.console import format_count, print_detail
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.machine import bfloat16_instructions
@@ -44,6 +44,7 @@ class RunLog:
     meter: Meter
     facts: RunFacts
     guard: NonfiniteGuard
+    lines: TrainingLines
     pairs: PairLog | None  # writes pairs.parquet
     offset: int  # bytes of metrics.jsonl that an earlier process wrote and that stay
     begun: float  # time.monotonic() at the start of the run
@@ -51,18 +52,10 @@ class RunLog:
     reference_seconds: float = 0.0
     eval_seconds: float = 0.0
     file: MetricsLog | None = None
-    lines: TrainingLines = field(init=False)
     step_begun: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.lines = TrainingLines(self.setup.console, num_steps=self.facts.num_steps)
 
     def print(self, line: str) -> None:
         self.setup.console.print(line)
-
-    def is_logged(self, step: int) -> bool:
-        """Whether the step gets a line in metrics.jsonl."""
-        return is_multiple(step, self.setup.recipe.logging.every_steps)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -170,38 +163,32 @@ def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[st
 
 
 def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *, num_steps: int) -> None:
-    """Prints the policy, the steps, and notes on settings whose effect the user may not expect.
-
-    `plan` is the plan of the first epoch; None if the run is online.
-    """
-    recipe, console = setup.recipe, setup.console
+    """Prints the policy, the steps, and notes on surprising settings. `plan`: of the first epoch, if any."""
+    recipe, console, facts = setup.recipe, setup.console, setup.policy_facts
+    optim, packing, precision, attention = recipe.optim, recipe.packing, facts.precision, policy.attention
     parameters = list(policy.scorer.parameters())
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     num_parameters = sum(p.numel() for p in parameters)
-    if setup.policy_facts.quantize is not None:  # two weights of 4 bits count as one element
-        num_parameters = setup.policy_facts.num_parameters + num_trained
+    if facts.quantize is not None:  # two weights of 4 bits count as one element
+        num_parameters = facts.num_parameters + num_trained
     size = f"{format_count(num_parameters)} parameters"
     if policy.adapter is not None:
         size += f", of which the adapter's {format_count(num_trained)} are trained"
         if policy.adapter.left_out:
             size += f"; all-linear leaves out {', '.join(policy.adapter.left_out)}, which peft refuses here"
-    precision = str(setup.precision.parameters).removeprefix("torch.")
-    if setup.policy_facts.quantize is not None:
-        precision += f" with linear layers in {setup.policy_facts.quantize}"
-    if setup.precision.autocast is not None:
-        precision += f" with {str(setup.precision.autocast).removeprefix('torch.')} autocast"
-    if setup.precision.gathered is not None:
-        precision += f" gathered in {str(setup.precision.gathered).removeprefix('torch.')}"
-    attention = policy.attention
+    numbers = str(precision.parameters)
+    if facts.quantize is not None:
+        numbers += f" with linear layers in {facts.quantize}"
+    if precision.autocast is not None:
+        numbers += f" with {precision.autocast} autocast"
+    if precision.gathered is not None:
+        numbers += f" gathered in {precision.gathered}"
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
-    warmup_steps = num_warmup_steps(
-        num_steps, warmup_ratio=recipe.optim.warmup_ratio, warmup_steps=recipe.optim.warmup_steps
-    )
-    warm_up = f", {warmup_steps:,} steps of warm-up" if warmup_steps else ", no warm-up"
-    layers = "; layers: compiled" if policy.scorer.is_compiled else ""
+    warmup = num_warmup_steps(num_steps, warmup_ratio=optim.warmup_ratio, warmup_steps=optim.warmup_steps)
+    warm_up = f", {warmup:,} steps of warm-up" if warmup else ", no warm-up"
     console.print(
-        f"Policy: {recipe.model.path}, {size}, {precision} on {setup.device}; attention: {attention.name}"
-        f"{layers}"
+        f"Policy: {recipe.model.path}, {size}, {numbers.replace('torch.', '')} on {setup.device}; "
+        f"attention: {attention.name}{'; layers: compiled' if policy.scorer.is_compiled else ''}"
     )
     # On a GPU a slower attention backend costs money, so the reason is always printed there.
     say_why = console.print if setup.device.type == "cuda" else functools.partial(print_detail, console)
@@ -210,27 +197,23 @@ def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *,
         say_why(f"  torch.compile failed, so the model runs uncompiled: {policy.not_compiled}")
     for kernel in policy.kernels:
         say_why(f"  recurrent layers: {kernel}")
-    packing = recipe.packing
     rows, pairs = f"{packing.rows_per_step} rows", f"{packing.pairs_per_step} pairs"
-    step_size = rows if packing.scope == "epoch" else pairs
     console.print(
-        f"Training: {num_steps:,} steps of {step_size}, "
+        f"Training: {num_steps:,} steps of {rows if packing.scope == 'epoch' else pairs}, "
         f"{packing.mode} rows of up to {packing.token_budget:,} tokens; "
-        f"loss {loss}, beta {recipe.loss.beta:g}, lr {recipe.optim.lr:g} {recipe.optim.schedule}{warm_up}"
+        f"loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} {optim.schedule}{warm_up}"
     )
-    router = router_sentence(policy.model, recipe.loss.router_aux_coef, setup.policy_facts.balance)
-    if router is not None:
+    if router := router_sentence(policy.model, recipe.loss.router_aux_coef, facts.balance):
         console.print(router)
-    is_bfloat16 = setup.precision.activations == torch.bfloat16
-    if is_bfloat16 and setup.device.type == "cpu" and bfloat16_instructions() == ():
+    is_slow = precision.activations == torch.bfloat16 and setup.device.type == "cpu"
+    if is_slow and bfloat16_instructions() == ():
         console.print(
             "Note: this CPU has no instructions for bfloat16 and converts to float32 and back, which takes "
             "longer than model.dtype: float32 with model.autocast: none"
         )
-    if recipe.packing.share_prompt and not recipe.shares_prompts:
+    if packing.share_prompt and not recipe.shares_prompts:
         console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
-    oversize = () if plan is None else plan.oversize_pairs
-    if plan is not None and len(oversize):
+    if plan is not None and len(oversize := plan.oversize_pairs):
         longest = int(plan.row_tokens[oversize].max())
         console.print(
             f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,10 +32,8 @@ from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.lengths import IntArray
 from dpo_pack.packing.plan import PackingPlan
-from dpo_pack.recipe.load import Recipe
-from dpo_pack.run.models import recipe_precision
+from dpo_pack.run.models import StateBytes, num_gradients, num_local_ranks, training_bytes
 from dpo_pack.run.setup import Setup, longest_sequence
-from dpo_pack.run.strategy import StateBytes, num_gradients, num_local_ranks, training_bytes
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
 from dpo_pack.system.memory import AvailableMemory, host_memory, release_memory
@@ -97,13 +96,18 @@ def memory_shape(config: PretrainedConfig, shape: ModelShape, num_parameters: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """The facts about a run that the estimate needs besides the recipe."""
+    """The facts about a run and the settings of its recipe that the estimate needs."""
 
     shape: MemoryShape  # of the policy
     row_tokens: int  # of the largest row; padding counts as tokens
     row_keys: int  # keys that attention reads; a shared prompt counts once for each of its completions
     row_scored: int  # completion tokens
     device: torch.device
+    precision: Precision
+    optimizer: str = "adamw"
+    gradient_checkpointing: bool | Literal["selective"] = False
+    cpu_offload: bool = False
+    accumulate_unsharded: bool = False
     lora_rank: int | None = None  # rank of the policy's adapter; None if the whole model is trained
     bits: float | None = None  # bits of a parameter in the layers of a quantised base, with its scale
     has_second_model: bool = False  # whether a reference that follows the policy is loaded too
@@ -112,24 +116,24 @@ class MemoryFacts:
     num_gradients: int = 1  # copies of the gradient: 2 if rows add up outside DDP's buffers
 
 
-def estimate_memory(recipe: Recipe, facts: MemoryFacts) -> dict[str, float]:
+def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
     """Returns the bytes of each part on one device at the peak of a step; the peak is their sum."""
-    shape, precision = facts.shape, recipe_precision(recipe, facts.device)
-    state, gathered = state_bytes(recipe, facts), 0.0
+    shape, precision = facts.shape, facts.precision
+    state, gathered = state_bytes(facts), 0.0
     if facts.num_shards > 1:
         whole_gradients = state.gradients * facts.num_shards
-        if recipe.distributed.cpu_offload:
+        if facts.cpu_offload:
             state = StateBytes(parameters=0.0, gradients=0.0, optimizer=0.0)
-        if recipe.distributed.accumulate_unsharded:
+        if facts.accumulate_unsharded:
             state = state._replace(gradients=whole_gradients)
-        gathered = _gathered_bytes(facts, precision)
-    layer = layer_bytes(recipe, facts)
+        gathered = _gathered_bytes(facts)
+    layer = layer_bytes(facts)
     activations = shape.num_layers * layer  # `selective` counts as if layers kept everything: an upper limit
-    if recipe.model.gradient_checkpointing is True:  # layers keep their input; the last norm input and result
+    if facts.gradient_checkpointing is True:  # layers keep their input; the last norm input and result
         number = 4 if precision.casts_weights else precision.activations.itemsize
         activations = layer + (shape.num_layers + 2.0) * facts.row_tokens * shape.hidden * number
     # A quantised layer is restored for one product at a time; autocast keeps no copies of all layers.
-    num_cast = 1 if recipe.model.gradient_checkpointing or facts.bits is not None else shape.num_layers
+    num_cast = 1 if facts.gradient_checkpointing or facts.bits is not None else shape.num_layers
     return {
         "parameters": state.parameters,
         "gradients": state.gradients,
@@ -138,15 +142,15 @@ def estimate_memory(recipe: Recipe, facts: MemoryFacts) -> dict[str, float]:
         "weights cast": num_cast * shape.layer_parameters * 2.0 if precision.casts_weights else 0.0,
         "activations": activations,
         # The gradients of a layer's activations are about as large as the activations.
-        "working memory": max(_head_bytes(facts, precision), layer),
+        "working memory": max(_head_bytes(facts), layer),
         "overhead": float(OVERHEAD_BYTES[facts.device.type]),
     }
 
 
-def state_bytes(recipe: Recipe, facts: MemoryFacts) -> StateBytes:
+def state_bytes(facts: MemoryFacts) -> StateBytes:
     """Returns the bytes that a run holds all the time: on the device, or in host RAM with cpu_offload."""
     shape, rank = facts.shape, facts.lora_rank
-    trained_bytes = recipe_precision(recipe, facts.device).parameters.itemsize
+    trained_bytes = facts.precision.parameters.itemsize
     frozen_bytes = float(trained_bytes)
     if facts.bits is not None:  # bitsandbytes quantises layers only
         part = shape.num_layers * shape.layer_parameters / shape.num_parameters
@@ -156,16 +160,17 @@ def state_bytes(recipe: Recipe, facts: MemoryFacts) -> StateBytes:
         num_frozen=shape.num_parameters * ((rank is not None) + facts.has_second_model),
         trained_bytes=trained_bytes if rank is None else 4,
         frozen_bytes=frozen_bytes,
-        optimizer=recipe.optim.name,
+        optimizer=facts.optimizer,
         num_shards=facts.num_shards,
     )
     num_gradients = facts.num_gradients if facts.num_shards == 1 else 1
     return state._replace(gradients=num_gradients * state.gradients)
 
 
-def _gathered_bytes(facts: MemoryFacts, precision: Precision) -> float:
+def _gathered_bytes(facts: MemoryFacts) -> float:
     """Returns the bytes of gathered weights: those outside of layers and those of two layers, or all."""
-    shape, wide = facts.shape, (precision.gathered or precision.parameters).itemsize
+    shape, precision = facts.shape, facts.precision
+    wide = (precision.gathered or precision.parameters).itemsize
     num_layers = shape.num_layers if facts.stays_gathered else 2
     num_outside = shape.num_parameters - shape.num_layers * shape.layer_parameters
     # torch's buffers: the weights sent of two layers, or in the backward pass of a whole model the gradient
@@ -176,9 +181,9 @@ def _gathered_bytes(facts: MemoryFacts, precision: Precision) -> float:
     return gathered + shape.layer_parameters * max(sent, reduced)
 
 
-def layer_bytes(recipe: Recipe, facts: MemoryFacts) -> float:
+def layer_bytes(facts: MemoryFacts) -> float:
     """Returns the bytes that one layer keeps of the largest row without checkpointing; see docs/memory.md."""
-    shape, precision = facts.shape, recipe_precision(recipe, facts.device)
+    shape, precision = facts.shape, facts.precision
     product = precision.activations.itemsize
     residual = 4 if precision.casts_weights else product  # autocast leaves the residual stream in fp32
     trains_model = facts.lora_rank is None
@@ -197,9 +202,10 @@ def layer_bytes(recipe: Recipe, facts: MemoryFacts) -> float:
     return facts.row_tokens * (norms + inputs + feed_forward + 4 * shape.recurrent) + attention
 
 
-def _head_bytes(facts: MemoryFacts, precision: Precision) -> float:
+def _head_bytes(facts: MemoryFacts) -> float:
     """Returns the bytes of the output head: one chunk of logits, and sums over all chunks of a row."""
-    bounds, is_low = HEAD_BOUNDS[facts.device.type], precision.activations.itemsize == 2
+    precision, bounds = facts.precision, HEAD_BOUNDS[facts.device.type]
+    is_low = precision.activations.itemsize == 2
     logits = 4.0 * facts.row_scored * facts.shape.head_parameters / facts.shape.hidden
     # Two fp32 buffers of logits; with 16-bit products also the product itself.
     chunk = min(float(bounds.chunk_bytes), 2 * logits) * (1.25 if is_low else 1.0)
@@ -229,7 +235,7 @@ def memory_facts(setup: Setup, objective: Objective, plan: PackingPlan | None) -
         pairs = largest_row(plan, rank=ranks.rank())
         lengths = pair_lengths(setup.data.train).select(pairs)
         tokens = keys = plan.tokens_in(pairs)
-        if setup.is_packed and recipe.shares_prompts:
+        if policy.is_packed and recipe.shares_prompts:
             keys = int(lengths.row_tokens(share_prompt=False).sum())
         scored = int(lengths.completion_tokens().sum())
     lora_rank = None if recipe.model.lora is None else recipe.model.lora.r
@@ -242,6 +248,11 @@ def memory_facts(setup: Setup, objective: Objective, plan: PackingPlan | None) -
         row_keys=keys,
         row_scored=scored,
         device=setup.device,
+        precision=policy.precision,
+        optimizer=recipe.optim.name,
+        gradient_checkpointing=policy.gradient_checkpointing,
+        cpu_offload=recipe.distributed.cpu_offload,
+        accumulate_unsharded=recipe.distributed.accumulate_unsharded,
         lora_rank=lora_rank,
         # Experts are not linear layers of torch, so bitsandbytes leaves them as they are: an upper limit.
         bits=None if quantised is None or routes_tokens(policy.config) else bits_per_weight(quantised),
@@ -249,7 +260,7 @@ def memory_facts(setup: Setup, objective: Objective, plan: PackingPlan | None) -
         num_shards=1 if mesh is None else mesh.size(mesh.ndim - 1),
         num_gradients=num_gradients(policy.config) if setup.strategy.name == "ddp" else 1,
     )
-    return replace(facts, stays_gathered=_can_stay_gathered(recipe, facts)), longest_pair
+    return replace(facts, stays_gathered=_can_stay_gathered(facts)), longest_pair
 
 
 def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:
@@ -261,20 +272,18 @@ def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:
     return max(rows, key=plan.tokens_in, default=plan.pairs(0)[:1])
 
 
-def _can_stay_gathered(recipe: Recipe, facts: MemoryFacts) -> bool:
+def _can_stay_gathered(facts: MemoryFacts) -> bool:
     """Whether every device has memory for all gathered weights during a step. All ranks must call it."""
     if facts.num_shards == 1:
         return False
     available = available_memory(facts.device)
-    needed = sum(estimate_memory(recipe, replace(facts, stays_gathered=True)).values())
+    needed = sum(estimate_memory(replace(facts, stays_gathered=True)).values())
     lacking = float("inf") if available is None else needed - _GATHERED_SHARE * available.free
     return ranks.largest_numbers(lacking)[0] <= 0
 
 
 def stays_gathered(setup: Setup, objective: Objective, plan: PackingPlan | None) -> bool:
-    """Returns whether a run gathers its shards once a step, and prints it. All ranks must call it."""
-    if not setup.strategy.shards:
-        return False
+    """Returns whether a run with shards gathers them once a step, and prints it. All ranks must call it."""
     facts, _ = memory_facts(setup, objective, plan)
     how = _GATHERING[facts.stays_gathered]
     setup.console.print(f"Shards: gathered {how} (the devices' free memory decides)")
@@ -297,11 +306,11 @@ def available_memory(device: torch.device) -> AvailableMemory | None:
 
 def print_memory_estimate(setup: Setup, objective: Objective, plan: PackingPlan | None) -> None:
     """Prints the memory that the run needs on one device, the free memory, and what would fit."""
-    recipe, console, available = setup.recipe, setup.console, available_memory(setup.device)
+    console, available = setup.console, available_memory(setup.device)
     facts, longest_pair = memory_facts(setup, objective, plan)
-    estimate = estimate_memory(recipe, facts)
-    needed, offloads = sum(estimate.values()), facts.num_shards > 1 and recipe.distributed.cpu_offload
-    in_host = sum(state_bytes(recipe, facts)) if offloads else 0.0
+    estimate = estimate_memory(facts)
+    needed = sum(estimate.values())
+    in_host = sum(state_bytes(facts)) if facts.num_shards > 1 and facts.cpu_offload else 0.0
     texts = {
         "parameters": f"the model has {format_count(facts.shape.num_parameters)}",
         "gathered weights": f"of {facts.num_shards} shards, {_GATHERING[facts.stays_gathered]}",
@@ -312,7 +321,7 @@ def print_memory_estimate(setup: Setup, objective: Objective, plan: PackingPlan 
     for name, num_bytes in (estimate | {"a step": needed, "in host memory": in_host}).items():
         if num_bytes:
             console.print(f"  {name:<17}{format_bytes(num_bytes):>11}  {texts.get(name, '')}".rstrip())
-    if recipe.online is not None:
+    if setup.recipe.online is not None:
         console.print("  not counted: the completions' keys and values, judges, and models of a server")
     needs = attention_needs(setup.policy_facts.config)
     if needs.has_softcap or needs.has_sinks:
@@ -323,7 +332,9 @@ def print_memory_estimate(setup: Setup, objective: Objective, plan: PackingPlan 
         console.print(f"It fits: {_what_is_free(available)}")
     else:
         console.print(f"It does not fit: {_what_is_free(available)}. What would fit:")
-        for overrides, num_bytes in fitting_rows(recipe, facts, longest_pair, available.free):
+        for overrides, num_bytes in fitting_rows(
+            facts, longest_pair, available.free, rows_per_step=setup.recipe.packing.rows_per_step
+        ):
             console.print(f"  {overrides}: {format_bytes(num_bytes)}")
         console.print("  less state: model.dtype=bfloat16, model.lora, or fsdp2 on more devices")
     host = available_memory(torch.device("cpu"))
@@ -332,24 +343,23 @@ def print_memory_estimate(setup: Setup, objective: Objective, plan: PackingPlan 
 
 
 def fitting_rows(
-    recipe: Recipe, facts: MemoryFacts, longest_pair: int, available_bytes: float
+    facts: MemoryFacts, longest_pair: int, available_bytes: float, *, rows_per_step: int | None
 ) -> Iterator[tuple[str, float]]:
     """Yields recipe overrides with which the run fits, and the bytes that it then needs.
 
     They are the largest `packing.token_budget` that fits, and gradient checkpointing, with the largest budget
     if it is not enough alone. A budget below the longest pair saves nothing, because a pair is never cut.
     """
-    whole, rows_per_step = facts.row_tokens, recipe.packing.rows_per_step
+    whole = facts.row_tokens
     budgets = range(min(longest_pair, whole), whole + 1)
-    tried = {"": recipe}
-    if recipe.model.gradient_checkpointing is not True:
-        model = recipe.model.model_copy(update={"gradient_checkpointing": True})
-        tried["model.gradient_checkpointing=true"] = recipe.model_copy(update={"model": model})
+    tried = {"": facts}
+    if facts.gradient_checkpointing is not True:
+        tried["model.gradient_checkpointing=true"] = replace(facts, gradient_checkpointing=True)
 
-    def needed(changed: Recipe, tokens: int) -> float:
+    def needed(changed: MemoryFacts, tokens: int) -> float:
         keys, scored = (round(tokens / whole * size) for size in (facts.row_keys, facts.row_scored))
-        shorter = replace(facts, row_tokens=tokens, row_keys=keys, row_scored=scored)
-        return sum(estimate_memory(changed, shorter).values())
+        shorter = replace(changed, row_tokens=tokens, row_keys=keys, row_scored=scored)
+        return sum(estimate_memory(shorter).values())
 
     for overrides, changed in tried.items():
         if num_fitting := bisect_right(budgets, available_bytes, key=partial(needed, changed)):

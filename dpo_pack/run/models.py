@@ -1,4 +1,7 @@
-"""The models of a recipe: finds the facts of each model, loads a model and proves that its rows are exact."""
+"""The models of a recipe: finds the facts of each model, loads a model and proves that its rows are exact.
+
+Also chooses how the ranks hold the model: each rank a copy (ddp) or a shard (fsdp2).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import functools
 import gc
 import hashlib
 import importlib.util
+import os
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 import dpo_pack
 from dpo_pack.model.compiling import check_compiler, compile_layers, compiles
-from dpo_pack.model.config import check_packs
+from dpo_pack.model.config import check_packs, routes_tokens
 from dpo_pack.model.fingerprint import reference_namespace, weight_files
 from dpo_pack.model.liger import check_kernels
 from dpo_pack.model.loading import load_config, load_errors, load_model
@@ -33,11 +38,15 @@ from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.rows import Proof, ProofOutcome
 from dpo_pack.proofs.start_up import compiling_obstacle, prove
 from dpo_pack.recipe.load import Recipe
+from dpo_pack.recipe.schema import why_not_sharded
 from dpo_pack.reference.cache import default_cache_directory, namespace_digest
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.console import format_count
+from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.machine import cpu_name, install_command, package_versions
+from dpo_pack.system.memory import machine_memory_bytes
+from dpo_pack.system.placement import is_set
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,31 +133,29 @@ class ModelFacts:
             )
 
 
-def recipe_precision(recipe: Recipe, device: torch.device) -> Precision:
-    """Returns the types of numbers in which a run of the recipe computes on the device."""
-    model, gather_dtype = recipe.model, recipe.distributed.gather_dtype
-    return resolve_precision(model.dtype, model.autocast, device, gather_dtype=gather_dtype)
+def resolve_model(
+    recipe: Recipe,
+    device: torch.device,
+    path: str | None = None,
+    *,
+    recipe_key: str = "model.path",
+    gathers: bool = True,
+) -> ModelFacts:
+    """Returns the facts of a model: the starting policy, if no `path` is given. Raises ModelError.
 
-
-def resolve_policy(recipe: Recipe, precision: Precision) -> ModelFacts:
-    """Returns the facts of the starting policy. Raises ModelError."""
-    return resolve_model(recipe, precision, recipe.model.path, recipe_key="model.path")
-
-
-def resolve_model(recipe: Recipe, precision: Precision, path: str, *, recipe_key: str) -> ModelFacts:
-    """Returns the facts of a model. `path` is a hub id, or the directory of a model or a saved LoRA adapter.
-
-    Only the policy (`recipe_key` "model.path") has the revision, the new adapter and the load-balancing loss
-    of the recipe. Raises ModelError.
+    `path` is a hub id, or the directory of a model or a saved LoRA adapter. Only the policy has the revision,
+    the new adapter and the load-balancing loss of the recipe. `gathers` is false for a command that never has
+    shards, so `distributed.gather_dtype` means nothing to it.
     """
-    adapter, is_policy = None, recipe_key == "model.path"
-    revision = recipe.model.revision if is_policy else None
+    settings, adapter, is_policy = recipe.model, None, recipe_key == "model.path"
+    path = path or settings.path
+    revision = settings.revision if is_policy else None
     if is_adapter(path):
         saved = read_adapter(Path(path), recipe_key)
         recipe_key = f"{recipe_key} (the base of {path})"
         path, revision, adapter = saved.base, saved.base_revision, saved.directory
-    settings, lora = recipe.model, recipe.model.lora if is_policy else None
-    trusts = settings.trust_remote_code
+    lora, trusts = settings.lora if is_policy else None, settings.trust_remote_code
+    gather_dtype = recipe.distributed.gather_dtype if gathers else None
     return ModelFacts(
         path=path,
         revision=revision,
@@ -156,7 +163,7 @@ def resolve_model(recipe: Recipe, precision: Precision, path: str, *, recipe_key
         adapter=adapter,
         config=load_config(path, revision=revision, trust_remote_code=trusts, recipe_key=recipe_key),
         trust_remote_code=trusts,
-        precision=precision,
+        precision=resolve_precision(settings.dtype, settings.autocast, device, gather_dtype=gather_dtype),
         is_packed=recipe.packing.mode == "packed",
         cache_dir=recipe.reference.cache_dir or default_cache_directory(),
         router_aux_coef=recipe.loss.router_aux_coef if is_policy else 0.0,
@@ -182,8 +189,18 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
             weight_files(Path(model.path))
         except ModelError as error:
             raise ModelError(f"{model.recipe_key}: {error}") from error
-    is_whole = model.adapter is None and model.new_adapter is None
-    _check_quantised(model, is_trained=is_trained and is_whole)
+    stored = model.config.to_dict().get("quantization_config")  # None: not quantised in the files
+    if stored is not None:
+        method = stored.get("quant_method", "an unknown method")
+        what = f"{model.recipe_key}: the weights of {model.path} are quantised ({method})"
+        if model.quantize is not None:
+            raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
+        if method != "bitsandbytes":
+            raise ModelError(f"{what}, and only bitsandbytes is supported; use the unquantised model")
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ModelError(f"{what}, but bitsandbytes is not installed; {install_command('bitsandbytes')}")
+        if is_trained and model.adapter is None and model.new_adapter is None:
+            raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
     if is_trained and model.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
     check_kernels(model.kernels, model.config, device)
@@ -197,23 +214,6 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
         check_compiler(device)
     if model.is_packed:
         check_packs(model.config)
-
-
-def _check_quantised(model: ModelFacts, *, is_trained: bool) -> None:
-    """Raises ModelError if the weights are quantised in the files and cannot be used here, or be trained."""
-    settings = model.config.to_dict().get("quantization_config")
-    if settings is None:
-        return
-    method = settings.get("quant_method", "an unknown method")
-    what = f"{model.recipe_key}: the weights of {model.path} are quantised ({method})"
-    if model.quantize is not None:
-        raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
-    if method != "bitsandbytes":
-        raise ModelError(f"{what}, and only bitsandbytes is supported; use the unquantised model")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(f"{what}, but bitsandbytes is not installed; {install_command('bitsandbytes')}")
-    if is_trained:
-        raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
 
 
 def load_weights(
@@ -283,20 +283,19 @@ def load_and_prove(
     With `model.compile: auto` a model that torch cannot compile is loaded once more, uncompiled.
     """
 
-    def load(model: ModelFacts) -> LoadedModel:
-        loaded = load_weights(model, device=device, strategy=strategy, adapter=adapter)
-        if device.type == "cuda":
-            loaded.kernels.extend(take_kernels(loaded.scorer, device))
-        return loaded
-
-    loaded = load(model)
+    loaded = load_weights(model, device=device, strategy=strategy, adapter=adapter)
+    if device.type == "cuda":
+        loaded.kernels.extend(take_kernels(loaded.scorer, device))
     if model.compile == "auto":
         obstacles = ranks.every_rank_says(compiling_obstacle(loaded.scorer, device))
         if any(obstacles):
             del loaded
             gc.collect()  # compiled layers are in reference cycles, so only this frees their memory
-            loaded = load(replace(model, compile=False))
-            loaded = replace(loaded, not_compiled=next(filter(None, obstacles)))
+            plain = replace(model, compile=False)
+            loaded, outcome = load_and_prove(
+                plain, device=device, strategy=strategy, adapter=adapter, again=again
+            )
+            return replace(loaded, not_compiled=next(filter(None, obstacles))), outcome
     begun = time.monotonic()
     setting: dict[str, Any] = {
         "model": model.namespace,
@@ -331,3 +330,200 @@ def own_code() -> str:
     files = sorted(Path(dpo_pack.__file__).parent.rglob("*.py"))
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+# ------------------------------------------------------------- how the ranks hold the model
+
+# `auto` chooses ddp only if weights, gradients and optimizer state take at most this part of the memory.
+STATE_SHARE = 0.6
+# Bytes of an optimizer's moments for each trained parameter. bitsandbytes keeps 8-bit moments and a scale for
+# each 256 moments. Adafactor keeps only sums of rows and columns.
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.03, "adafactor": 0.02}
+LOW_BITS_BYTES = 2.0  # the low halves of AdamW's fp32 master weights, if parameters are bfloat16
+
+
+def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) -> Strategy:
+    """Returns the recipe's strategy for the ranks of this run. Every rank must call it. Raises RecipeError.
+
+    `auto` shards a model if a whole copy, its gradients and its optimizer state would leave too little memory
+    on a device for activations.
+    """
+    settings = recipe.distributed
+    if ranks.num_ranks() == 1:
+        for key, is_asked in (
+            ("gather_dtype", settings.gather_dtype is not None),
+            ("cpu_offload", settings.cpu_offload),
+        ):
+            if is_asked:
+                raise RecipeError(
+                    f"distributed.{key}: only a run of several processes has shards, and this run has one; "
+                    "leave the key out"
+                )
+        return ALONE
+    name, reason, needs_copies = settings.strategy, "distributed.strategy", why_not_sharded(recipe)
+    if is_set("ACCELERATE_USE_FSDP"):
+        if name == "ddp" or needs_copies is not None or policy.quantization is not None:
+            raise RecipeError(
+                "distributed.strategy: accelerate's configuration asks for FSDP2, but this run needs a whole "
+                "model in each process; set distributed_type: MULTI_GPU in accelerate's configuration"
+            )
+        name, reason = "fsdp2", "accelerate's configuration"
+    if name == "auto":
+        has_second = recipe.reference.sync is not None
+        name, reason = (
+            _by_size(policy, device, optimizer=recipe.optim.name, has_second=has_second)
+            if needs_copies is None
+            else ("ddp", needs_copies)
+        )
+    if name == "ddp":
+        return Strategy(name="ddp", reason=reason)
+    if recipe.optim.name != "adamw":
+        raise RecipeError(
+            f"optim.name: {recipe.optim.name} updates whole weights only, but with fsdp2 ({reason}) each "
+            "process has a part of the weights; set optim.name: adamw or distributed.strategy: ddp"
+        )
+    if settings.cpu_offload and device.type != "cuda":
+        raise RecipeError(
+            f"distributed.cpu_offload: the device is a {device.type}, so there is nothing to offload; leave "
+            "the key out"
+        )
+    return Strategy(
+        name="fsdp2",
+        reason=reason,
+        mesh=_mesh(device, is_hybrid=settings.hybrid),
+        cpu_offload=settings.cpu_offload,
+        accumulate_unsharded=settings.accumulate_unsharded,
+    )
+
+
+def check_accelerate_config(policy: ModelFacts, *, cpu_offload: bool) -> None:
+    """Raises RecipeError if the file of `accelerate config` asks for what the recipe does not.
+
+    `accelerate launch` writes its configuration into environment variables. dpo-pack takes devices, processes
+    and FSDP2 from it; the recipe sets everything else.
+    """
+    mixed, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), policy.precision.activations
+    if mixed != "no" and (mixed != "bf16" or computed != torch.bfloat16):
+        remedy = "set model.autocast: bfloat16" if mixed == "bf16" else "dpo-pack has no such type"
+        raise RecipeError(
+            f"model.autocast: accelerate's configuration asks for mixed_precision: {mixed}, but this run "
+            f"computes in {str(computed).removeprefix('torch.')}; {remedy}, or set "
+            "mixed_precision: 'no' in accelerate's configuration"
+        )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    for key, name, is_asked, is_done in (
+        ("model.compile", f"dynamo_backend: {backend}", backend != "no", policy.compile is True),
+        (
+            "distributed.cpu_offload",
+            "fsdp_offload_params: true",
+            is_set("FSDP_OFFLOAD_PARAMS"),
+            cpu_offload,
+        ),
+        (
+            "model.gradient_checkpointing",
+            "fsdp_activation_checkpointing: true",
+            is_set("FSDP_ACTIVATION_CHECKPOINTING"),
+            policy.gradient_checkpointing is not False,
+        ),
+    ):
+        if is_asked and not is_done:
+            raise RecipeError(
+                f"{key}: accelerate's configuration asks for {name}, but the recipe does not; set "
+                f"{key}: true, or remove the setting from accelerate's configuration"
+            )
+
+
+def _by_size(
+    policy: ModelFacts, device: torch.device, *, optimizer: str, has_second: bool
+) -> tuple[Literal["ddp", "fsdp2"], str]:
+    """Returns ddp, or fsdp2 if weights, gradients and optimizer state are too large, and the reason.
+
+    `has_second`: a reference that follows the policy lies beside it, with frozen weights.
+    """
+    if policy.quantization is not None:
+        return "ddp", "quantised weights are not sharded"
+    count = policy.num_parameters
+    is_adapted = policy.new_adapter is not None or policy.adapter is not None
+    precision = policy.precision
+    state = training_bytes(
+        num_trained=0 if is_adapted else count,  # an adapter is too small to matter
+        num_frozen=count * (is_adapted + has_second),
+        trained_bytes=precision.parameters.itemsize,
+        frozen_bytes=precision.parameters.itemsize,
+        optimizer=optimizer,
+    )
+    needed = sum(state) + state.gradients * (num_gradients(policy.config) - 1)
+    if precision.casts_weights and not policy.gradient_checkpointing:
+        needed += 2.0 * count
+    memory = -ranks.largest_number(-device_memory(device))  # the memory of the smallest device
+    what = (
+        f"{format_count(count)} parameters with gradients and optimizer state take {needed / 1e9:.3g} GB, "
+        f"a device has {memory / 1e9:.3g} GB"
+    )
+    return ("ddp" if needed <= STATE_SHARE * memory else "fsdp2"), what
+
+
+class StateBytes(NamedTuple):
+    """Bytes on one device of what a run holds all the time; their sum is the whole."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+def training_bytes(
+    *,
+    num_trained: int,
+    num_frozen: int = 0,
+    trained_bytes: float = 4,
+    frozen_bytes: float = 4,
+    optimizer: str = "adamw",
+    num_shards: int = 1,
+) -> StateBytes:
+    """Returns the bytes of weights, gradients and optimizer state on a device with 1/`num_shards` of each.
+
+    `num_trained`, `num_frozen`: numbers of parameters. `trained_bytes`, `frozen_bytes`: the bytes of one.
+    """
+    moments = OPTIMIZER_BYTES[optimizer]
+    if optimizer == "adamw" and trained_bytes == 2:
+        moments += LOW_BITS_BYTES
+    return StateBytes(
+        parameters=(num_trained * trained_bytes + num_frozen * frozen_bytes) / num_shards,
+        gradients=num_trained * trained_bytes / num_shards,
+        optimizer=num_trained * moments / num_shards,
+    )
+
+
+def num_gradients(config: PretrainedConfig) -> int:
+    """Returns how many copies of the gradient a rank holds with ddp: one, or two for a mixture of experts.
+
+    With experts, rows' gradients are added up outside the buffers ("buckets") of DDP.
+    """
+    return 2 if routes_tokens(config) else 1
+
+
+def device_memory(device: torch.device) -> int:
+    """Returns the bytes of memory for one rank. Ranks on CPUs divide the machine's memory equally."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_memory_bytes() // num_local_ranks()
+
+
+def num_local_ranks() -> int:
+    """Returns the number of ranks on this machine. If the launcher does not say, all ranks are here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
+
+
+def _mesh(device: torch.device, *, is_hybrid: bool) -> DeviceMesh:
+    num_ranks = ranks.num_ranks()
+    if not is_hybrid:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+    num_here = num_local_ranks()
+    if num_here in (1, num_ranks) or num_ranks % num_here:
+        raise RecipeError(
+            "distributed.hybrid: each node holds one copy of the model in shards, so the run needs several "
+            "nodes, each with the same number of processes (two or more); this node has "
+            f"{num_here} of the run's {num_ranks}; leave the key out"
+        )
+    shape = (num_ranks // num_here, num_here)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

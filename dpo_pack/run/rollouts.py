@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.scorer import LoadedModel
@@ -21,8 +22,8 @@ from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, prove_agreement, start_engine
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.online.win_rate import WinRate
-from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
-from dpo_pack.run.plans import plan_settings, row_builder
+from dpo_pack.recipe.online import OnlineRecipe
+from dpo_pack.run.pairs import plan_settings, row_builder
 from dpo_pack.run.setup import Setup, load_moving_reference, load_second_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import ModelError, RecipeError
@@ -62,7 +63,7 @@ def build_online(
         rows=RowSettings(
             plan=plan_settings(recipe),
             builder=partial(row_builder, setup, is_trained=True),
-            shape=setup.policy_facts.shape if setup.is_packed else None,
+            shape=setup.policy_facts.shape if setup.policy_facts.is_packed else None,
             equal_rows=setup.strategy.shards,
         ),
         log=ranks.of_first(RolloutLog(directory=directory)),
@@ -95,7 +96,7 @@ def _generator(setup: Setup, policy: LoadedModel) -> Generator:
         return _vllm_generator(setup, policy)
     if online.generator.endpoint is not None:
         return HttpGenerator(
-            endpoint=_endpoint(online.generator.endpoint, "online.generator.endpoint"),
+            endpoint=_endpoint(online.generator.endpoint.model_dump(), "online.generator.endpoint"),
             tokenizer=setup.tokenizer,
             sampling=_sampling(setup),
             seed=setup.recipe.seed,
@@ -108,7 +109,7 @@ def _vllm_generator(setup: Setup, policy: LoadedModel) -> VllmGenerator:
     """Starts vLLM with the policy's weights; proves that vLLM and the policy compute the same log-probs."""
     recipe, online = setup.recipe, _section(setup)
     prompts = setup.data.prompts
-    dtype = setup.precision.activations
+    dtype = setup.policy_facts.precision.activations
     engine = start_engine(
         policy.model,
         setup.tokenizer,
@@ -174,7 +175,7 @@ def build_judge(setup: Setup) -> Judge:
                 judge = _reward_model(setup, settings.path, f"{key}.path")
             else:
                 assert settings.endpoint is not None
-                endpoint = _endpoint(settings.endpoint, f"{key}.endpoint")
+                endpoint = _endpoint(settings.endpoint.model_dump(), f"{key}.endpoint")
                 judge = LlmJudge(endpoint=endpoint, instructions=settings.instructions or INSTRUCTIONS)
             judges.append((judge, settings.weight))
     return WeightedJudges(judges=tuple(judges))
@@ -190,9 +191,9 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
         path,
         tokenizer,
         trust_remote_code=trusts,
-        precision=setup.precision,
+        precision=setup.policy_facts.precision,
         attention=recipe.model.attention,
-        packed=setup.is_packed,
+        packed=setup.policy_facts.is_packed,
         token_budget=setup.reference_token_budget,
         device=setup.device,
         recipe_key=key,
@@ -201,9 +202,10 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
     return judge
 
 
-def _endpoint(endpoint: EndpointRecipe, key: str) -> Endpoint:
-    key_of_api = api_key(endpoint.api_key_env, f"{key}.api_key_env")
-    return Endpoint(**endpoint.model_dump(exclude={"api_key_env"}), api_key=key_of_api, recipe_key=key)
+def _endpoint(settings: dict[str, Any], key: str) -> Endpoint:
+    """Returns the endpoint of the recipe section `key`, whose keys and values are `settings`."""
+    key_of_api = api_key(settings.pop("api_key_env"), f"{key}.api_key_env")
+    return Endpoint(**settings, api_key=key_of_api, recipe_key=key)
 
 
 def live_reference(setup: Setup, policy: LoadedModel) -> LiveReference:

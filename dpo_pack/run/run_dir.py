@@ -15,7 +15,6 @@ import torch
 
 import dpo_pack
 from dpo_pack.model.routing import router_balance
-from dpo_pack.model.scorer import Precision
 from dpo_pack.recipe.changes import changed_values
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
 from dpo_pack.recipe.text import show
@@ -28,7 +27,7 @@ from dpo_pack.run.checkpoint_files import (
     saved_counters,
     step_of,
 )
-from dpo_pack.run.models import resolve_policy
+from dpo_pack.run.models import resolve_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.files import (
@@ -325,7 +324,7 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: b
     if is_finished and not changed and then != now:
         # 0 and null differ for some mixtures of experts only, so `changed_values` does not compare these two.
         # A run that is not finished finds the difference in its checkpoint.
-        model = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
+        model = resolve_model(recipe, torch.device("cpu"))
         if router_balance(model.architecture, None) is not None:
             changed = {"loss.router_aux_coef": (then, now)}
     differences = []

@@ -27,7 +27,7 @@ from dpo_pack.data.truncation import TokenIds
 from dpo_pack.model.config import known_positions
 from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.parallel import is_sharded
-from dpo_pack.model.scorer import CompletionLogps, resolve_precision
+from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.interface import Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
@@ -60,18 +60,19 @@ def complete(
     policy: CompletionLogps,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[SourcedPrompt],
-    recipe: Recipe,
     device: torch.device,
     console: Console,
+    *,
+    max_new_tokens: int,
+    token_budget: int,
 ) -> list[str]:
     """Returns the completion of each prompt as text, with special tokens but without the one that ends it."""
-    most = (recipe.logging.samples or SamplesRecipe()).max_new_tokens
     generator = TransformersGenerator(
         policy=policy,
         tokenizer=tokenizer,
-        sampling=SamplingSettings(completions_per_prompt=1, max_new_tokens=most, temperature=0.0),
+        sampling=SamplingSettings(completions_per_prompt=1, max_new_tokens=max_new_tokens, temperature=0.0),
         seed=0,
-        token_budget=recipe.packing.token_budget,
+        token_budget=token_budget,
         device=device,
         console=console,
     )
@@ -120,6 +121,7 @@ class Sampler:
         An error of generation or of the disk is printed and ends the samples, but not the run.
         """
         setup, in_shards = self.setup, is_sharded(self.policy.model)
+        settings = setup.recipe.logging.samples or SamplesRecipe()
         written = read_samples(self.path)
         is_due = bool(self.prompts) and all(sample.step != step for sample in written)
         # An error of the disk is known to rank 0 alone, which says whether all generate.
@@ -127,7 +129,13 @@ class Sampler:
             return
         try:
             completions = complete(
-                self.policy, setup.tokenizer, self.prompts, setup.recipe, setup.device, setup.console
+                self.policy,
+                setup.tokenizer,
+                self.prompts,
+                setup.device,
+                setup.console,
+                max_new_tokens=settings.max_new_tokens,
+                token_budget=setup.recipe.packing.token_budget,
             )
             model: Literal["start", "policy"] = "policy" if step else "start"
             samples = [
@@ -224,9 +232,8 @@ def sample_models(
     tokenizer = prepare_tokenizer(recipe)
     facts = {}
     for name, (own, path) in models.items():
-        precision = resolve_precision(own.model.dtype, own.model.autocast, device)
         key = "model.path" if path is None else "sample"
-        facts[name] = resolve_model(own, precision, path or own.model.path, recipe_key=key)
+        facts[name] = resolve_model(own, device, path, recipe_key=key, gathers=False)
         check_model(facts[name], device)
         if path is not None and _has_another_tokenizer(path, tokenizer, own.model.trust_remote_code):
             expected = recipe.tokenizer.path or recipe.model.path
@@ -248,7 +255,15 @@ def sample_models(
         release_memory()
         loaded = load_weights(facts[name], device=device)
         try:
-            completions[name] = complete(loaded.scorer, tokenizer, prompts, recipe, device, console)
+            completions[name] = complete(
+                loaded.scorer,
+                tokenizer,
+                prompts,
+                device,
+                console,
+                max_new_tokens=settings.max_new_tokens,
+                token_budget=recipe.packing.token_budget,
+            )
         except DpoPackError:
             raise
         except Exception as error:  # the model's code may raise any error

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from accelerate.utils import patch_environment
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.data.ingest import columns_sentence, load_source
+from dpo_pack.data.ingest import LoadedSource, columns_sentence, load_source
 from dpo_pack.data.sources import HELD_OUT, Data, load_data
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
@@ -29,22 +30,21 @@ from dpo_pack.model.config import check_positions, check_rows, known_positions
 from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter
 from dpo_pack.model.parallel import ALONE, Strategy
-from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, source_names
-from dpo_pack.recipe.schema import EvalFraction, SourceRecipe
+from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.reference.cache import default_cache_directory, find_leftovers
 from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
     ModelFacts,
+    check_accelerate_config,
     check_model,
+    choose_strategy,
     load_and_prove,
-    recipe_precision,
     resolve_model,
-    resolve_policy,
 )
 from dpo_pack.run.run_dir import find_run
 from dpo_pack.run.state import find_selection
-from dpo_pack.run.strategy import check_accelerate_config, choose_strategy
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, print_detail
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
@@ -70,29 +70,18 @@ class Setup:
     strategy: Strategy
 
     @property
-    def precision(self) -> Precision:
-        return self.policy_facts.precision
-
-    @property
-    def is_packed(self) -> bool:
-        return self.policy_facts.is_packed
-
-    @property
     def tables(self) -> list[PairTable]:
         """The table of training pairs, then the table of each held-out set."""
         return [self.data.train, *self.data.eval.values()]
 
     @property
     def eval_names(self) -> list[str]:
-        """The names of the held-out sets, in the recipe's order."""
         return list(self.data.eval_prompts or self.data.eval)
 
     @property
     def reference_token_budget(self) -> int:
-        """The most tokens of a row when reference log-probs are computed (`reference.token_budget`).
-
-        If the key is `auto`, a search replaces this value on CUDA, unless the model is sharded.
-        """
+        """The most tokens of a row without gradients (`reference.token_budget`); if the key is `auto`, the
+        value from which the reference pass searches on CUDA."""
         budget = self.recipe.reference.token_budget
         if isinstance(budget, int):
             return budget
@@ -120,9 +109,9 @@ def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     )
 
 
-def require_pairs(recipe: Recipe) -> None:
+def require_pairs(*, is_online: bool) -> None:
     """Raises RecipeError if the recipe is that of an online run."""
-    if recipe.online is not None:
+    if is_online:
         raise RecipeError(
             "online: this command needs pairs, and an online run makes its pairs while it trains"
         )
@@ -136,7 +125,7 @@ def prepare_data(
     With `takes_prompts`, an online recipe is accepted, and the result has its prompts.
     """
     if not takes_prompts:
-        require_pairs(recipe)
+        require_pairs(is_online=recipe.online is not None)
     begun = time.monotonic()
     cache_dir = recipe.reference.cache_dir or default_cache_directory()
     settings: dict[str, Any] = {"seed": recipe.seed, "cache_dir": cache_dir}
@@ -216,12 +205,11 @@ def prepare(
     device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
     if device.type == "cpu":
         keep_freed_memory()
-    precision = recipe_precision(recipe, device)
-    check_accelerate_config(recipe, precision)
     check_optimizer(recipe.optim.name, device)
-    policy = reference = resolve_policy(recipe, precision)
+    policy = reference = resolve_model(recipe, device)
     if recipe.reference.path is not None:
-        reference = resolve_model(recipe, precision, recipe.reference.path, recipe_key="reference.path")
+        reference = resolve_model(recipe, device, recipe.reference.path, recipe_key="reference.path")
+    check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
     check_model(policy, device, is_trained=True)
     if reference is not policy:
         check_model(reference, device)
@@ -278,7 +266,7 @@ def check_data(setup: Setup, model: ModelFacts) -> None:
     recipe, online = setup.recipe, setup.recipe.online
     longest = longest_sequence(setup.tables) + (0 if online is None else online.max_new_tokens)
     check_positions(model.config, longest)
-    if setup.is_packed:
+    if setup.policy_facts.is_packed:
         # A prompt with its completions that exceeds the budget gets its own row. Without a shared prompt, the
         # row repeats the prompt for each completion.
         most_sequences = 2 if online is None else online.completions_per_prompt
@@ -380,13 +368,12 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
             wrong.append(str(error))
 
     device = torch.device("cuda" if ranks.uses_cuda() else "cpu")
+    evals, online = recipe.data.eval, recipe.online
     with step():
         recipe_objective(recipe)
     with step():
-        check_accelerate_config(recipe, recipe_precision(recipe, device))
         check_optimizer(recipe.optim.name, device)
     with step():
-        evals = recipe.data.eval
         find_selection(recipe, [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals)))
     with step():
         run = find_run(recipe, overwrite=False)
@@ -396,22 +383,30 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     for key, path in (("model.path", recipe.model.path), ("reference.path", recipe.reference.path)):
         with step():
             if path is not None:
-                model = resolve_model(recipe, recipe_precision(recipe, device), path, recipe_key=key)
+                model = resolve_model(recipe, device, path, recipe_key=key)
                 found += _check_facts(model, device, key, recipe.data.max_length)
                 policy = policy or model
-    for number, judge in enumerate(() if recipe.online is None else recipe.online.judges):
+    with step():
+        if policy is not None:
+            check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
+    for number, judge in enumerate(() if online is None else online.judges):
         if judge.path is not None:
             key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code
             with step():
                 config = load_config(judge.path, revision=None, trust_remote_code=trusts, recipe_key=key)
                 found.append(f"{key}: {judge.path}, {config.model_type}")
+    most = None if online is None else online.max_new_tokens
     with step():
         tokenizer = prepare_tokenizer(recipe)
         found.append(f"tokenizer: {len(tokenizer):,} tokens")
+        cache_dir = recipe.reference.cache_dir or default_cache_directory()
+        load = partial(load_source, data=recipe.data, tokenizer_key="", cache_dir=cache_dir)
         for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
             for number, source in enumerate(sources):
                 with step():
-                    _check_source(recipe, source, f"data.{part}.{number}", tokenizer, policy, found)
+                    key = f"data.{part}.{number}"
+                    rows = load(source, key, tokenizer=tokenizer, max_new_tokens=most, max_rows=CHECKED_ROWS)
+                    _check_source(f"{key}: {source.path}", rows, most, policy, tokenizer, found)
     return found, wrong
 
 
@@ -429,28 +424,17 @@ def _check_facts(model: ModelFacts, device: torch.device, key: str, max_length: 
 
 
 def _check_source(
-    recipe: Recipe,
-    source: SourceRecipe,
-    key: str,
-    tokenizer: Tokenizer,
+    label: str,
+    loaded: LoadedSource,
+    max_new_tokens: int | None,
     policy: ModelFacts | None,
+    tokenizer: Tokenizer,
     found: list[str],
 ) -> None:
-    max_new_tokens = None if recipe.online is None else recipe.online.max_new_tokens
-    loaded = load_source(
-        source,
-        key,
-        data=recipe.data,
-        tokenizer=tokenizer,
-        tokenizer_key="",
-        cache_dir=recipe.reference.cache_dir or default_cache_directory(),
-        max_new_tokens=max_new_tokens,
-        max_rows=CHECKED_ROWS,
-    )
     counts, kept = loaded.store.summary, "pairs" if max_new_tokens is None else "prompts"
     dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in counts["dropped"].items())
     found.append(
-        f"{key}: {source.path}, format {counts['format']}, the first {counts['rows_read']:,} rows have "
+        f"{label}, format {counts['format']}, the first {counts['rows_read']:,} rows have "
         f"{counts[f'{kept}_kept']:,} {kept}{f', left out: {dropped}' if dropped else ''}"
     )
     columns = f"  {columns_sentence(loaded.columns_read, counts['columns_not_read'])}"

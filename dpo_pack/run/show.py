@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from dpo_pack.data.faults import Origin
@@ -22,10 +21,12 @@ from dpo_pack.data.tokenization import EndTokens, TokenizedPair
 from dpo_pack.data.view import Fault, LeftOutRow, PackedRow, ShownRecipe, SourceView, find_faults, shown_pair
 from dpo_pack.data.workers import tokenize_rows
 from dpo_pack.model.config import known_positions
+from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.flops import ModelShape
+from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import Recipe, source_names
-from dpo_pack.run.models import recipe_precision, resolve_policy
-from dpo_pack.run.plans import plan_settings
+from dpo_pack.run.models import resolve_model
+from dpo_pack.run.pairs import CPU, plan_settings
 from dpo_pack.run.setup import prepare_tokenizer, require_pairs
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 from dpo_pack.system.output import printable
@@ -45,11 +46,10 @@ def show_recipe(
     source has one of the rows; DataError if a source cannot be read or has no rows; ModelError if the
     tokenizer lacks a feature.
     """
-    require_pairs(recipe)
+    require_pairs(is_online=recipe.online is not None)
     data, tokenizer = recipe.data, prepare_tokenizer(recipe)
     try:  # any device: only the config is used
-        policy = resolve_policy(recipe, recipe_precision(recipe, torch.device("cpu")))
-        num_positions = known_positions(policy.config)
+        num_positions = known_positions(resolve_model(recipe, CPU).config)
     except ModelError:  # with `tokenizer.path`, pairs can be shown where the model is not there
         num_positions = None
     views: list[SourceView] = []
@@ -90,7 +90,12 @@ def show_recipe(
         ),
         sources=views,
         asked=bool(asked_rows),
-        packed_row=_packed_row(recipe, trained) if trained else None,
+        packed_row=_packed_row(
+            trained,
+            plan_settings(recipe),
+            share_prompt=recipe.shares_prompts,
+            merges_prompts=recipe.packing.merge_prompts,
+        ),
     )
 
 
@@ -196,18 +201,21 @@ def _reason(name: str, ingestion: Ingestion) -> Fault:
     )
 
 
-def _packed_row(recipe: Recipe, pairs: Mapping[str, TokenizedPair]) -> PackedRow:
-    """Plans the pairs in their order; returns the row of the first step with most pairs."""
+def _packed_row(
+    pairs: Mapping[str, TokenizedPair], settings: PlanSettings, *, share_prompt: bool, merges_prompts: bool
+) -> PackedRow | None:
+    """Plans the pairs, if any, in their order; returns the row of the first step with most pairs."""
+    if not pairs:
+        return None
     places, order = list(pairs), np.arange(len(pairs))
     fitted = [pair.fitted for pair in pairs.values()]
     table = PairTable.of([join_pairs(fitted, [1.0] * len(pairs), order.tolist())])
-    lengths, packing = pair_lengths(table), recipe.packing
-    is_padded = packing.mode == "padded"
-    share_prompt = recipe.shares_prompts and not is_padded
-    plan = plan_settings(recipe).plan(
+    lengths, is_padded = pair_lengths(table), settings.algorithm == PADDED
+    share_prompt = share_prompt and not is_padded
+    plan = settings.plan(
         lengths.padded_tokens() if is_padded else lengths.row_tokens(share_prompt=share_prompt),
         order=order,
-        merging=prompt_merging(table, _TOKENS_ONLY) if packing.merge_prompts else None,
+        merging=prompt_merging(table, _TOKENS_ONLY) if merges_prompts else None,
     )
     row = max(plan.pack_step(0)[0], key=len)
     # Of what both completions begin with, a row that shares prompts has one copy.
@@ -220,5 +228,5 @@ def _packed_row(recipe: Recipe, pairs: Mapping[str, TokenizedPair]) -> PackedRow
     return PackedRow(
         pairs={places[pair]: {part: int(tokens[pair]) for part, tokens in parts.items()} for pair in row},
         tokens=plan.tokens_in(row),
-        token_budget=packing.token_budget,
+        token_budget=settings.token_budget,
     )

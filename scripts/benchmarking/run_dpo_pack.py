@@ -24,7 +24,7 @@ from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.proofs.rows import proof_groups, proof_row
 from dpo_pack.recipe.load import Recipe, parse_recipe
-from dpo_pack.run.reference_pass import ReferencePass, prepare_reference
+from dpo_pack.run.pairs import ReferencePass, prepare_reference
 from dpo_pack.run.setup import Setup
 from dpo_pack.system.console import make_console
 from dpo_pack.trainer import Trainer

@@ -23,7 +23,7 @@ from benchmarking.shapes import SHAPES
 from benchmarking.workloads import make_workload
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.reference import compute
-from dpo_pack.run import reference_pass
+from dpo_pack.run import pairs
 from dpo_pack.run.setup import prepare
 from dpo_pack.system.console import make_console
 
@@ -63,7 +63,7 @@ def main(directory: Path, device: str, shape: str) -> None:
     probe = compute.probe_row if on_cuda else row_fits
     with _little_memory() if on_cuda else _stand_in(cache), _noted_probes(probe) as probes:
         begun = time.monotonic()
-        filled = reference_pass.prepare_reference(prepare(recipe, make_console()), None)
+        filled = pairs.prepare_reference(prepare(recipe, make_console()), None)
     print(f"{filled.num_computed} sequences in {time.monotonic() - begun:.1f} s")
     if all(probes):
         sys.exit("no row ran out of memory: this does not show what happens then")
@@ -99,7 +99,7 @@ def row_fits(*arguments: Any) -> bool:
 def _stand_in(cache: Path) -> Iterator[None]:
     """A search also on a CPU, where there is none."""
     search = compute.BudgetSearch(memo_path=cache / "memo.json", key="cpu", is_exact=lambda _: True)
-    with patch.object(reference_pass, "_budget_search", lambda *_: search):
+    with patch.object(pairs, "_budget_search", lambda *_: search):
         yield
 
 

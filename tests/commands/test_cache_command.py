@@ -24,7 +24,7 @@ from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference import maintenance
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.parts import KEY, NUM_TOKENS, SUM, TokenLogps, part_paths, sequence_table
-from dpo_pack.run.reference_pass import ReferencePass, prepare_reference
+from dpo_pack.run.pairs import ReferencePass, prepare_reference
 from dpo_pack.run.setup import Setup, prepare
 from dpo_pack.system import files
 from dpo_pack.system.console import make_console

@@ -30,7 +30,7 @@ from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
 from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.run.plans import offline_source, trained_pair_sizes
+from dpo_pack.run.pairs import offline_source, trained_pair_sizes
 from dpo_pack.run.setup import prepare, prepare_data, prepare_tokenizer
 from dpo_pack.trainer import train
 from dpo_pack.training.batches import RowBuilder
@@ -241,7 +241,7 @@ def test_under_an_adapter_merged_groups_cost_two_passes_as_single_pairs_do(
 ) -> None:
     recipe = ranking_recipe(assets, tmp_path / "run", "packing.merge_prompts=true")
     prepared = prepare(recipe, Console(quiet=True))
-    source = offline_source(recipe, prepared.data, prepared.policy_facts.shape)
+    source = offline_source(recipe, prepared.data, prepared.policy_facts)
     rows = [np.arange(6), np.array([6, 12])]  # a whole ranking, and pairs of different prompts
     flops = []
     for adapter in (False, True):

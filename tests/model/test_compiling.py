@@ -27,17 +27,17 @@ from torch._dynamo.utils import counters
 import dpo_pack.model.compiling as compiling
 import dpo_pack.model.loading as loading
 import dpo_pack.run.models as recipe_models
-import dpo_pack.run.reference_pass as prepare_reference
+import dpo_pack.run.pairs as prepare_reference
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.attention import register_attention
 from dpo_pack.model.compiling import check_compiler, compile_layers, compiles
 from dpo_pack.model.layout import Group, Row, packed_row, padded_row
 from dpo_pack.model.logps import HeadPasses, compile_head
-from dpo_pack.model.scorer import CompletionLogps, Precision
+from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.compute import fill_cache
-from dpo_pack.run.models import load_and_prove, resolve_policy
+from dpo_pack.run.models import load_and_prove, resolve_model
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.trainer import train
 
@@ -286,7 +286,7 @@ def test_a_model_that_cannot_be_compiled_is_found_at_the_start_and_loaded_uncomp
     monkeypatch.setattr(recipe_models, "compile_head", lambda **_: HeadPasses())
     monkeypatch.setattr(recipe_models, "compiles", lambda setting, model, device: setting == "auto")
     recipe = load_recipe(tiny_run(tmp_path))
-    policy = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
+    policy = resolve_model(recipe, CPU)
     loaded, outcome = load_and_prove(policy, device=CPU)
     assert loaded.not_compiled is not None and "no such kernel" in loaded.not_compiled
     assert not loaded.scorer.is_compiled and all(proof.passed for proof in outcome.proofs)
@@ -301,7 +301,7 @@ def test_a_model_that_can_be_compiled_stays_compiled_and_has_no_gradients_at_the
     monkeypatch.setattr(recipe_models, "compile_head", functools.partial(compile_head, backend="aot_eager"))
     monkeypatch.setattr(recipe_models, "compiles", lambda setting, model, device: setting == "auto")
     recipe = load_recipe(tiny_run(tmp_path))
-    policy = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
+    policy = resolve_model(recipe, CPU)
     state = torch.get_rng_state()
     loaded, _ = load_and_prove(policy, device=CPU)
     assert loaded.scorer.is_compiled and loaded.not_compiled is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.parallel import distribute_policy
 from dpo_pack.model.scorer import Precision
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.models import load_weights, resolve_policy
-from dpo_pack.run.strategy import choose_strategy
+from dpo_pack.run.models import choose_strategy, load_weights, resolve_model
 from dpo_pack.system import ranks
 
 CPU = torch.device("cpu")
@@ -56,7 +56,9 @@ def a_row() -> Row:
 def _shard(recipe_path: Path, autocast: torch.dtype | None, *overrides: str) -> dict[str, Any]:
     with many_ranks():
         recipe = load_recipe(recipe_path, ["distributed.strategy=fsdp2", *overrides])
-        facts = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=autocast))
+        facts = replace(
+            resolve_model(recipe, CPU), precision=Precision(parameters=torch.float32, autocast=autocast)
+        )
         strategy = choose_strategy(recipe, facts, CPU)
         loaded = load_weights(facts, device=CPU, strategy=strategy)
         policy = distribute_policy(loaded.scorer, strategy)

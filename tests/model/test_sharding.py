@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy, full_sta
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.proofs.start_up import compiling_obstacle, prove
 from dpo_pack.recipe.load import Recipe, parse_recipe
-from dpo_pack.run.models import load_weights, resolve_policy
+from dpo_pack.run.models import load_weights, resolve_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.training.metrics import PairValues
@@ -149,7 +149,7 @@ def gradients(loaded: LoadedModel) -> dict[str, Tensor]:
 
 
 def loaded_policy(recipe: Recipe, precision: Precision, strategy: Strategy = ALONE) -> LoadedModel:
-    facts = resolve_policy(recipe, precision)
+    facts = replace(resolve_model(recipe, CPU), precision=precision)
     return load_weights(facts, device=CPU, strategy=strategy, adapter=facts.new_adapter)
 
 

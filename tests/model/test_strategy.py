@@ -11,16 +11,15 @@ from rich.console import Console
 from support.tiny_recipe import load, message_of
 from support.tiny_run import tiny_run
 
-import dpo_pack.run.strategy as strategies
+import dpo_pack.run.models as strategies
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.parallel import Strategy
 from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.packing.flops import pair_flops
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.models import resolve_policy
-from dpo_pack.run.plans import plan_settings, row_builder
+from dpo_pack.run.models import choose_strategy, resolve_model
+from dpo_pack.run.pairs import plan_settings, row_builder
 from dpo_pack.run.setup import prepare
-from dpo_pack.run.strategy import choose_strategy
 from dpo_pack.system import ranks
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.offline import OfflineSource
@@ -38,8 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chosen(directory: Path, *overrides: str) -> Strategy:
     recipe = load_recipe(directory / "recipe.yaml", overrides)
-    precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, CPU)
-    return choose_strategy(recipe, resolve_policy(recipe, precision), CPU)
+    return choose_strategy(recipe, resolve_model(recipe, CPU), CPU)
 
 
 @pytest.fixture

@@ -18,12 +18,11 @@ from support.tiny_online import online_recipe
 from support.tiny_recipe import message_of
 from support.two_ranks import run_on_ranks
 
-import dpo_pack.run.strategy as strategies
+import dpo_pack.run.models as strategies
 import dpo_pack.trainer as train_module
 from dpo_pack.model.parallel import Strategy
-from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.run.models import resolve_policy
+from dpo_pack.run.models import resolve_model
 from dpo_pack.system import ranks
 from dpo_pack.trainer import train
 
@@ -179,5 +178,4 @@ def test_a_policy_that_writes_itself_is_not_sharded(directory: Path, monkeypatch
 
 def _chosen(recipe: Recipe) -> Strategy:
     device = torch.device("cpu")
-    precision = resolve_precision(recipe.model.dtype, recipe.model.autocast, device)
-    return strategies.choose_strategy(recipe, resolve_policy(recipe, precision), device)
+    return strategies.choose_strategy(recipe, resolve_model(recipe, device), device)

@@ -345,7 +345,7 @@ def test_runs_that_cannot_be_are_refused_before_the_policy_is_loaded(
         assert "is built for cuda" in refusal(recipe, console)
     with monkeypatch.context() as patch:
         quantised = {"quant_method": "bitsandbytes"}
-        patch.setattr("dpo_pack.run.models._check_quantised", lambda *_, **__: None)
+        patch.setattr("dpo_pack.run.setup.check_model", lambda *_, **__: None)
         patch.setattr("dpo_pack.run.models.ModelFacts.quantization", quantised)
         assert "vllm cannot take quantised weights" in refusal(recipe, console)
     with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ import yaml
 
 from dpo_pack.recipe.load import Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.templates import BEGINNING, MODELS, SETUPS, TEMPLATES, recipe_template
-from dpo_pack.run.strategy import training_bytes
+from dpo_pack.run.models import training_bytes
 from dpo_pack.system.errors import RecipeError
 
 

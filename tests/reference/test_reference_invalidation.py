@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from dpo_pack.model import fingerprint
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.run.setup import prepare
 from dpo_pack.system.console import make_console
 

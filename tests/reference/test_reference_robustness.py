@@ -32,7 +32,7 @@ from dpo_pack.reference.parts import (
     read_part,
     sequence_table,
 )
-from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.run.setup import prepare
 from dpo_pack.system.console import make_console
 
@@ -139,7 +139,7 @@ accelerator = Accelerator(cpu=True)
 assert accelerator.num_processes == 2 and dist.get_backend() == "gloo"
 from dpo_pack.system.console import make_console
 from dpo_pack.run.setup import prepare
-from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.recipe.load import load_recipe
 from pathlib import Path
 prepared = prepare(load_recipe(Path(sys.argv[1]), ["reference.token_budget=100"]), make_console(quiet=True))
@@ -185,7 +185,7 @@ from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
 from dpo_pack.system.console import make_console
 from dpo_pack.run.setup import prepare
-from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.system.memory import release_memory
 from dpo_pack.recipe.load import load_recipe
 

@@ -19,8 +19,7 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.checkpoint import run_identity
 from dpo_pack.run.log import describe_run
-from dpo_pack.run.plans import offline_source
-from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.pairs import offline_source, prepare_reference
 from dpo_pack.run.setup import Setup, check_data, load_policy, longest_sequence, prepare
 from dpo_pack.system.console import format_count, keep_log, make_console
 from dpo_pack.system.errors import CacheError, UnsupportedModelError
@@ -65,7 +64,7 @@ def test_checkpoints_of_an_adapter_belong_to_its_base_and_those_of_a_whole_model
 ) -> None:
     adapted = prepare(load_recipe(assets / "recipe.yaml", ["model.lora={r: 2}"]), Console(quiet=True))
     for prepared, policy in (begun, (adapted, load_policy(adapted))):
-        source = offline_source(prepared.recipe, prepared.data, prepared.policy_facts.shape)
+        source = offline_source(prepared.recipe, prepared.data, prepared.policy_facts)
         identity = run_identity(prepared, policy, source, None, moves=False, frozen=None)
         weights = identity.fingerprints.get("base model")
         assert weights == (prepared.policy_facts.namespace["weights"] if prepared is adapted else None)

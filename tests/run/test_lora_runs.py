@@ -28,7 +28,7 @@ import dpo_pack.trainer as train_module
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, check_environment, load_recipe
 from dpo_pack.run.evaluate import evaluate_models
-from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.run.setup import load_policy, prepare
 from dpo_pack.system.errors import ModelError, RecipeError, RunError
 from dpo_pack.system.files import read_json

@@ -18,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.plans import make_plan
-from support.row_memory import SETTINGS, build_row, load, recipe_of
+from support.row_memory import AUTOCAST, BFLOAT16, SETTINGS, build_row, load
 from support.row_memory import memory_facts as facts_of
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_online import online_recipe
@@ -26,9 +26,9 @@ from support.tiny_run import tiny_run
 from torch import Tensor, nn
 
 import dpo_pack.run.memory_estimate as memory
-from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.model.scorer import LoadedModel, resolve_precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
-from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.memory_estimate import (
     GIB,
     MemoryFacts,
@@ -42,9 +42,9 @@ from dpo_pack.run.memory_estimate import (
     memory_shape,
     state_bytes,
 )
-from dpo_pack.run.plans import offline_source
+from dpo_pack.run.models import training_bytes
+from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.setup import prepare, recipe_objective
-from dpo_pack.run.strategy import training_bytes
 from dpo_pack.system import ranks
 from dpo_pack.system.memory import AvailableMemory
 from dpo_pack.trainer import train
@@ -123,17 +123,17 @@ WORST = {"llama": 0.12, "qwen3": 0.2, "gpt2": 0.38, "phi3": 0.37, "qwen3_moe": 0
 def test_the_estimate_of_activations_is_near_what_autograd_keeps(
     family: str, kind: str, models: Callable[[str], Path], record_property: Any
 ) -> None:
-    loaded, recipe = load(kind, models(family)), recipe_of(kind)
+    loaded = load(kind, models(family))
     row = build_row(96, num_pairs=5, length=40)
     facts = facts_of(kind, loaded, row)
-    estimate = estimate_memory(recipe, facts)["activations"]
-    if recipe.model.gradient_checkpointing:
-        estimate -= layer_bytes(recipe, facts)  # of the layer that is recomputed, in the backward pass
-    estimate += estimate_memory(recipe, facts)["weights cast"]
+    estimate = estimate_memory(facts)["activations"]
+    if facts.gradient_checkpointing:
+        estimate -= layer_bytes(facts)  # of the layer that is recomputed, in the backward pass
+    estimate += estimate_memory(facts)["weights cast"]
     measured = saved_bytes(loaded, row)
     record_property("memory", (family, kind, measured, estimate))
     # Of checkpointed layers next to nothing is kept, so that the final norm's part shows: gpt2 19 %.
-    tolerance = 0.22 if recipe.model.gradient_checkpointing else WORST[family]
+    tolerance = 0.22 if facts.gradient_checkpointing else WORST[family]
     assert estimate == pytest.approx(measured, rel=tolerance)
 
 
@@ -154,7 +154,7 @@ def test_other_families_have_a_shape_as_well(family: str) -> None:
     shape = shape_of(family)
     model = tiny_model(family)
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert layer_bytes(recipe_of("fp32"), plain(shape)) > 0
+    assert layer_bytes(plain(shape)) > 0
 
 
 # -------------------------------------------------------------------------------------------------- estimates
@@ -163,22 +163,19 @@ def test_other_families_have_a_shape_as_well(family: str) -> None:
 def plain(shape: MemoryShape, **changes: Any) -> MemoryFacts:
     """Training on CUDA with rows of 8,192 tokens."""
     facts = MemoryFacts(
-        shape=shape, row_tokens=8192, row_keys=11_000, row_scored=5_000, device=torch.device("cuda")
+        shape=shape,
+        row_tokens=8192,
+        row_keys=11_000,
+        row_scored=5_000,
+        device=torch.device("cuda"),
+        precision=AUTOCAST,
     )
     return replace(facts, **changes)
-
-
-Overridden = Callable[..., Recipe]
 
 
 @pytest.fixture(scope="module")
 def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture
-def recipe_with(recipe_path: Path) -> Overridden:
-    return lambda *overrides: load_recipe(recipe_path, overrides)
 
 
 @pytest.fixture(scope="module")
@@ -229,153 +226,135 @@ def test_the_optimizer_s_bytes_are_what_it_allocates(name: str, dtype: torch.dty
 
 
 def test_eight_billion_parameters_fit_one_device_of_140_gib_in_bfloat16_only(
-    eight_billion: MemoryShape, recipe_with: Overridden
+    eight_billion: MemoryShape,
 ) -> None:
-    def needed(*overrides: str, **changes: Any) -> float:
-        return sum(estimate_memory(recipe_with(*overrides), plain(eight_billion, **changes)).values()) / GIB
+    def needed(**changes: Any) -> float:
+        return sum(estimate_memory(plain(eight_billion, **changes)).values()) / GIB
 
-    recompute, bfloat16 = "model.gradient_checkpointing=true", "model.dtype=bfloat16"
+    bfloat16: dict[str, Any] = {"precision": BFLOAT16}
+    recompute: dict[str, Any] = {"gradient_checkpointing": True}
     assert needed() > 140
-    assert 100 < needed(bfloat16, recompute) < 125
-    assert needed(bfloat16, lora_rank=16) < 110 and needed(bfloat16, recompute, lora_rank=16) < 30
-    assert needed(recompute, num_shards=8) < 40
+    assert 100 < needed(**bfloat16, **recompute) < 125
+    assert needed(**bfloat16, lora_rank=16) < 110
+    assert needed(**bfloat16, **recompute, lora_rank=16) < 30
+    assert needed(**recompute, num_shards=8) < 40
 
 
-def test_offloaded_state_is_in_the_host_s_memory(eight_billion: MemoryShape, recipe_with: Overridden) -> None:
-    sharded, facts = "distributed.strategy=fsdp2", plain(eight_billion, num_shards=8)
-    offload, whole = "distributed.cpu_offload=true", "distributed.accumulate_unsharded=true"
-    shards = estimate_memory(recipe_with(sharded), facts)
-    offloaded = estimate_memory(recipe_with(sharded, offload), facts)
-    in_host = sum(state_bytes(recipe_with(sharded, offload), facts))
+def test_offloaded_state_is_in_the_host_s_memory(eight_billion: MemoryShape) -> None:
+    facts = plain(eight_billion, num_shards=8)
+    offloads = replace(facts, cpu_offload=True)
+    shards, offloaded = estimate_memory(facts), estimate_memory(offloads)
+    in_host = sum(state_bytes(offloads))
     assert in_host == pytest.approx(2 * eight_billion.num_parameters)
     assert sum(shards.values()) - sum(offloaded.values()) == pytest.approx(in_host)
-    kept_whole = estimate_memory(recipe_with(sharded, offload, whole), facts)
+    kept_whole = estimate_memory(replace(offloads, accumulate_unsharded=True))
     gradients = 4 * eight_billion.num_parameters
     assert (kept_whole["parameters"], kept_whole["gradients"], kept_whole["optimizer"]) == (0, gradients, 0)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "changes", "wide", "buffers"),
+    ("changes", "wide", "buffers"),
     [
-        ((), {}, 4, 8),  # a gradient of one layer, and the copy from which another is reduced
-        (("distributed.gather_dtype=bfloat16",), {}, 2, 6),
-        ((), {"lora_rank": 16}, 4, 4),  # what is sent of two layers, in bf16
-        (("model.dtype=bfloat16",), {"lora_rank": 16}, 2, 4),
+        ({}, 4, 8),  # a gradient of one layer, and the copy from which another is reduced
+        ({"precision": resolve_precision("auto", "auto", CPU, gather_dtype="bfloat16")}, 2, 6),
+        ({"lora_rank": 16}, 4, 4),  # what is sent of two layers, in bf16
+        ({"precision": BFLOAT16, "lora_rank": 16}, 2, 4),
     ],
 )
 def test_gathered_weights_are_those_of_two_layers_or_of_all(
-    overrides: tuple[str, ...],
-    changes: dict[str, Any],
-    wide: int,
-    buffers: int,
-    eight_billion: MemoryShape,
-    recipe_with: Overridden,
+    changes: dict[str, Any], wide: int, buffers: int, eight_billion: MemoryShape
 ) -> None:
-    recipe = recipe_with("distributed.strategy=fsdp2", *overrides)
     facts = plain(eight_billion, num_shards=8, **changes)
     layerwise, once = (
-        estimate_memory(recipe, replace(facts, stays_gathered=stays))["gathered weights"]
-        for stays in (False, True)
+        estimate_memory(replace(facts, stays_gathered=stays))["gathered weights"] for stays in (False, True)
     )
     layer = eight_billion.layer_parameters
     assert once == pytest.approx(wide * eight_billion.num_parameters + buffers * layer)
     assert once - layerwise == pytest.approx(wide * 30 * layer)
-    assert estimate_memory(recipe, plain(eight_billion, **changes))["gathered weights"] == 0
+    assert estimate_memory(plain(eight_billion, **changes))["gathered weights"] == 0
 
 
 def test_shards_stay_gathered_if_every_device_has_the_memory(
-    eight_billion: MemoryShape, recipe_with: Overridden, monkeypatch: pytest.MonkeyPatch
+    eight_billion: MemoryShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, facts = recipe_with("distributed.strategy=fsdp2"), plain(eight_billion, num_shards=8)
-    needed = sum(estimate_memory(recipe, replace(facts, stays_gathered=True)).values())
+    facts = plain(eight_billion, num_shards=8)
+    needed = sum(estimate_memory(replace(facts, stays_gathered=True)).values())
     for free, stays in ((1.34 * needed, True), (1.33 * needed, False)):
         found = AvailableMemory(free=int(free), total=1000 * GIB)
         monkeypatch.setattr(memory, "available_memory", lambda device: found)  # noqa: B023
-        assert memory._can_stay_gathered(recipe, facts) == stays
-        assert not memory._can_stay_gathered(recipe, replace(facts, num_shards=1))
+        assert memory._can_stay_gathered(facts) == stays
+        assert not memory._can_stay_gathered(replace(facts, num_shards=1))
     monkeypatch.setattr(ranks, "largest_numbers", lambda *lacking: [1.0])  # on another rank
     monkeypatch.setattr(memory, "available_memory", lambda device: replace(found, free=1000 * GIB))
-    assert not memory._can_stay_gathered(recipe, facts)
+    assert not memory._can_stay_gathered(facts)
     monkeypatch.setattr(memory, "available_memory", lambda device: None)
     monkeypatch.setattr(ranks, "largest_numbers", lambda *lacking: list(lacking))
-    assert not memory._can_stay_gathered(recipe, facts)
+    assert not memory._can_stay_gathered(facts)
 
 
 def test_a_gradient_beside_ddp_s_buckets_counts_twice(eight_billion: MemoryShape) -> None:
     def needed(**changes: Any) -> float:
-        return sum(estimate_memory(recipe_of("fp32"), plain(eight_billion, **changes)).values())
+        return sum(estimate_memory(plain(eight_billion, **changes)).values())
 
-    assert needed(num_gradients=2) - needed(num_gradients=1) == pytest.approx(
-        4 * eight_billion.num_parameters
-    )
+    gradient = 4 * eight_billion.num_parameters
+    assert needed(num_gradients=2) - needed(num_gradients=1) == pytest.approx(gradient)
     assert needed(num_gradients=2, num_shards=2) < needed()
 
 
-def test_a_second_model_and_a_base_count_without_gradients(
-    eight_billion: MemoryShape, recipe_with: Overridden
-) -> None:
-    number, recipe = eight_billion.num_parameters, recipe_with("model.dtype=bfloat16")
-    assert sum(state_bytes(recipe, plain(eight_billion))) == 14 * number
-    assert sum(state_bytes(recipe, plain(eight_billion, has_second_model=True))) == 16 * number
-    adapter = state_bytes(recipe, plain(eight_billion, lora_rank=16))
+def test_a_second_model_and_a_base_count_without_gradients(eight_billion: MemoryShape) -> None:
+    number, facts = eight_billion.num_parameters, plain(eight_billion, precision=BFLOAT16)
+    assert sum(state_bytes(facts)) == 14 * number
+    assert sum(state_bytes(replace(facts, has_second_model=True))) == 16 * number
+    adapter = state_bytes(replace(facts, lora_rank=16))
     assert sum(adapter) == 2 * number + 16 * eight_billion.num_adapter_parameters(16)
 
 
 # --------------------------------------------------------------------------------------------- what would fit
 
 
-def needed_by(recipe: Recipe, facts: MemoryFacts, tokens: int) -> float:
+def needed_by(facts: MemoryFacts, tokens: int) -> float:
     keys, scored = (round(tokens / facts.row_tokens * size) for size in (facts.row_keys, facts.row_scored))
-    return sum(
-        estimate_memory(recipe, replace(facts, row_tokens=tokens, row_keys=keys, row_scored=scored)).values()
-    )
+    return sum(estimate_memory(replace(facts, row_tokens=tokens, row_keys=keys, row_scored=scored)).values())
 
 
 def test_the_largest_budget_that_fits_is_told_and_that_checkpointing_is_enough(
-    eight_billion: MemoryShape, recipe_with: Overridden
+    eight_billion: MemoryShape,
 ) -> None:
-    recipe, facts = recipe_with(), plain(eight_billion)
-    rows, checkpointing = fitting_rows(recipe, facts, 1000, 150 * GIB)
+    facts = plain(eight_billion)
+    rows, checkpointing = fitting_rows(facts, 1000, 150 * GIB, rows_per_step=None)
     key, _, tokens = rows[0].partition("=")
     assert key == "packing.token_budget" and 1000 < int(tokens) < 8192
-    assert needed_by(recipe, facts, int(tokens)) == rows[1] <= 150 * GIB
-    assert needed_by(recipe, facts, int(tokens) + 1) > 150 * GIB
-    checkpointed = recipe_with("model.gradient_checkpointing=true")
-    assert checkpointing == ("model.gradient_checkpointing=true", needed_by(checkpointed, facts, 8192))
+    assert needed_by(facts, int(tokens)) == rows[1] <= 150 * GIB
+    assert needed_by(facts, int(tokens) + 1) > 150 * GIB
+    checkpointed = replace(facts, gradient_checkpointing=True)
+    assert checkpointing == ("model.gradient_checkpointing=true", needed_by(checkpointed, 8192))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "longest_pair", "gib", "expected"),
+    ("checkpoints", "longest_pair", "gib", "expected"),
     [
         # A budget below the longest pair saves nothing.
-        ((), 8192, 140, ["model.gradient_checkpointing=true"]),
+        (False, 8192, 140, ["model.gradient_checkpointing=true"]),
         # Checkpointing alone is not enough: with the largest rows beside it.
-        ((), 1000, 131, ["model.gradient_checkpointing=true packing.token_budget=\\d+"]),
-        (("model.gradient_checkpointing=true",), 1000, 131, ["packing.token_budget=\\d+"]),
-        (("model.gradient_checkpointing=true",), 8192, 131, []),
+        (False, 1000, 131, ["model.gradient_checkpointing=true packing.token_budget=\\d+"]),
+        (True, 1000, 131, ["packing.token_budget=\\d+"]),
+        (True, 8192, 131, []),
         # A longer pair of another rank.
-        ((), 10_000, 140, ["model.gradient_checkpointing=true"]),
-        ((), 1000, 80, []),
+        (False, 10_000, 140, ["model.gradient_checkpointing=true"]),
+        (False, 1000, 80, []),
     ],
 )
 def test_of_shorter_rows_and_checkpointing_only_what_fits_is_told(
-    overrides: tuple[str, ...],
-    longest_pair: int,
-    gib: int,
-    expected: list[str],
-    eight_billion: MemoryShape,
-    recipe_with: Overridden,
+    checkpoints: bool, longest_pair: int, gib: int, expected: list[str], eight_billion: MemoryShape
 ) -> None:
-    found = list(fitting_rows(recipe_with(*overrides), plain(eight_billion), longest_pair, gib * GIB))
+    facts = plain(eight_billion, gradient_checkpointing=checkpoints)
+    found = list(fitting_rows(facts, longest_pair, gib * GIB, rows_per_step=None))
     assert len(found) == len(expected) and all(num_bytes <= gib * GIB for _, num_bytes in found)
     assert all(re.fullmatch(form, told) for form, (told, _) in zip(expected, found, strict=True)), found
 
 
-def test_in_scope_epoch_shorter_rows_come_with_more_of_them(
-    eight_billion: MemoryShape, recipe_with: Overridden
-) -> None:
-    epoch = ("packing.scope=epoch", "packing.rows_per_step=6", "packing.pairs_per_step=64")
-    (told, _), _ = fitting_rows(recipe_with(*epoch), plain(eight_billion), 1000, 150 * GIB)
+def test_in_scope_epoch_shorter_rows_come_with_more_of_them(eight_billion: MemoryShape) -> None:
+    (told, _), _ = fitting_rows(plain(eight_billion), 1000, 150 * GIB, rows_per_step=6)
     budget, rows = (int(part.partition("=")[2]) for part in told.split())
     assert told.split()[1].startswith("packing.rows_per_step=") and rows == round(6 * 8192 / budget) > 6
 
@@ -448,7 +427,7 @@ def test_facts_of_a_run_are_read_off_its_recipe_and_models(
     model = prepared.policy_facts
     if model.path == str(quantised):  # a config that says so from the start is refused on the CPU
         model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    plan = offline_source(recipe, prepared.data, prepared.policy_facts.shape).first_plan
+    plan = offline_source(recipe, prepared.data, prepared.policy_facts).first_plan
     facts, longest_pair = memory.memory_facts(prepared, recipe_objective(recipe), plan)
     assert (facts.lora_rank, facts.bits, facts.has_second_model) == expected
     assert 0 < longest_pair <= facts.row_tokens <= 128 and 0 < facts.row_scored < facts.row_tokens
@@ -491,7 +470,7 @@ def test_quantised_layers_count_with_their_scales(bits: float | None, in_layers:
     part = facts.shape.num_layers * facts.shape.layer_parameters / facts.shape.num_parameters
     base = facts.shape.num_parameters * (part * in_layers + 4 * (1 - part))
     adapter = 4 * facts.shape.num_adapter_parameters(4)
-    assert state_bytes(recipe_of("fp32"), facts).parameters == pytest.approx(base + adapter)
+    assert state_bytes(facts).parameters == pytest.approx(base + adapter)
 
 
 def test_sizes_are_told_in_units_that_fit() -> None:

@@ -22,8 +22,7 @@ from dpo_pack.model import loading
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.evaluate import evaluate_models
-from dpo_pack.run.plans import inspect_recipe
-from dpo_pack.run.reference_pass import prepare_reference
+from dpo_pack.run.pairs import inspect_recipe, prepare_reference
 from dpo_pack.run.setup import prepare
 from dpo_pack.trainer import train
 

@@ -11,6 +11,7 @@ import yaml
 from transformers import AutoConfig
 
 from dpo_pack.model.quantize import bits_per_weight, quantization_settings
+from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.templates import MODELS, TEMPLATES, recipe_template
@@ -71,7 +72,7 @@ def test_models_of_five_families_have_templates() -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_run_of_a_template_fits_on_its_devices(name: str) -> None:
     recipe = parse_recipe(yaml.safe_load(recipe_template(name)))
-    setup = TEMPLATES[name][1]
+    setup, device = TEMPLATES[name][1], torch.device("cuda")
     shape = shape_of(next(key for key in MODELS if name.startswith(f"{key}-")))
     tokens = recipe.packing.token_budget
     facts = MemoryFacts(
@@ -79,10 +80,20 @@ def test_the_run_of_a_template_fits_on_its_devices(name: str) -> None:
         row_tokens=tokens,
         row_keys=2 * tokens,
         row_scored=tokens,  # the worst: everything is scored
-        device=torch.device("cuda"),
+        device=device,
+        precision=resolve_precision(
+            recipe.model.dtype,
+            recipe.model.autocast,
+            device,
+            gather_dtype=recipe.distributed.gather_dtype,
+        ),
+        optimizer=recipe.optim.name,
+        gradient_checkpointing=recipe.model.gradient_checkpointing,
+        cpu_offload=recipe.distributed.cpu_offload,
+        accumulate_unsharded=recipe.distributed.accumulate_unsharded,
         lora_rank=None if recipe.model.lora is None else recipe.model.lora.r,
         bits=bits_per_weight(quantization_settings("nf4").to_dict()) if setup.is_quantised else None,
         num_shards=setup.gpus if recipe.distributed.strategy == "fsdp2" else 1,
         num_gradients=2 if setup.gpus > 1 else 1,
     )
-    assert sum(estimate_memory(recipe, facts).values()) < FREE_BYTES
+    assert sum(estimate_memory(facts).values()) < FREE_BYTES

@@ -30,7 +30,7 @@ from rich.console import Console
 import dpo_pack.online.source as online_source
 import dpo_pack.run.checkpoint as checkpoint
 import dpo_pack.run.checkpoint_files as checkpoint_writer
-import dpo_pack.run.reference_pass as prepare_reference
+import dpo_pack.run.pairs as prepare_reference
 import dpo_pack.trainer as train_module
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.checkpoint_files import find_damage

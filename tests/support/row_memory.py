@@ -17,9 +17,8 @@ import torch
 from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
-from dpo_pack.model.scorer import LoadedModel, resolve_precision
+from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
-from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.memory_estimate import MemoryFacts, estimate_memory, memory_shape
 from dpo_pack.training.optim import build_optimizer
 from support.logps_memory import peak_resident_bytes
@@ -28,33 +27,30 @@ CPU = torch.device("cpu")
 RANK = 8
 
 
-# Overrides of the recipe that each kind stands for; LoRA's are in `load`.
+FLOAT32 = Precision(parameters=torch.float32, autocast=None)
+AUTOCAST = Precision(parameters=torch.float32, autocast=torch.bfloat16)
+BFLOAT16 = Precision(parameters=torch.bfloat16, autocast=None)
+# By the names of kinds.
 SETTINGS = {
-    "fp32": ("model.autocast=none",),
-    "autocast": ("model.autocast=bfloat16",),
-    "bfloat16": ("model.dtype=bfloat16",),
-    "checkpointed": ("model.autocast=none", "model.gradient_checkpointing=true"),
-    "lora fp32": ("model.autocast=none",),
-    "lora bfloat16": ("model.dtype=bfloat16",),
+    "fp32": FLOAT32,
+    "autocast": AUTOCAST,
+    "bfloat16": BFLOAT16,
+    "checkpointed": FLOAT32,
+    "lora fp32": FLOAT32,
+    "lora bfloat16": BFLOAT16,
 }
 
 
-def recipe_of(kind: str) -> Recipe:
-    tree = {"output_dir": "run", "model": {"path": "org/model"}, "data": {"train": "pairs.jsonl"}}
-    return parse_recipe(tree, SETTINGS[kind])
-
-
 def load(kind: str, directory: Path) -> LoadedModel:
-    model = recipe_of(kind).model
     adapter = LoraSettings(r=RANK, alpha=16.0, dropout=0.0, target_modules="all-linear", seed=0)
     return load_model(
         str(directory),
         revision=None,
         trust_remote_code=False,
-        precision=resolve_precision(model.dtype, model.autocast, CPU),
+        precision=SETTINGS[kind],
         attention="auto",
         packed=True,
-        gradient_checkpointing=model.gradient_checkpointing,
+        gradient_checkpointing=kind == "checkpointed",
         device=CPU,
         recipe_key="model.path",
         adapter=adapter if kind.startswith("lora") else None,
@@ -82,6 +78,8 @@ def memory_facts(kind: str, loaded: LoadedModel, row: Row) -> MemoryFacts:
         row_keys=sum(row.segments.key_lengths),
         row_scored=len(row.targets),
         device=CPU,
+        precision=SETTINGS[kind],
+        gradient_checkpointing=kind == "checkpointed",
         lora_rank=RANK if kind.startswith("lora") else None,
     )
 
@@ -111,7 +109,7 @@ def main(kind: str, directory: Path) -> None:
     loaded = load(kind, directory / "large")
     row = build_row(loaded.model.config.vocab_size, num_pairs=5, length=120)
     take_steps(loaded, row)
-    estimate = estimate_memory(recipe_of(kind), memory_facts(kind, loaded, row))
+    estimate = estimate_memory(memory_facts(kind, loaded, row))
     print(peak_resident_bytes() - begun, round(sum(estimate.values()) - estimate["overhead"]))
 
 

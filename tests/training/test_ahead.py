@@ -30,12 +30,11 @@ import dpo_pack.reference.compute as reference_pass
 import dpo_pack.trainer as train_module
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.layout import Group, packed_row
-from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.work import find_work
-from dpo_pack.run.models import load_weights, resolve_policy
+from dpo_pack.run.models import load_weights, resolve_model
 from dpo_pack.system.errors import ModelError
 from dpo_pack.system.memory import HostCopies
 from dpo_pack.trainer import train
@@ -255,7 +254,7 @@ def test_on_cuda_a_step_of_packed_rows_and_the_next_batch_wait_for_nothing(
 def test_on_cuda_a_row_of_more_than_3072_tokens_waits_for_nothing(tmp_path: Path) -> None:
     """From there on the gradient of the embeddings is computed by other code."""
     recipe = load_recipe(tiny_run(tmp_path), ["model.autocast=bfloat16", "model.compile=false"])
-    facts = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=torch.bfloat16))
+    facts = resolve_model(recipe, CUDA)
     scorer = load_weights(facts, device=CUDA).scorer
     random = np.random.default_rng(0)
     vocabulary = scorer.model.config.vocab_size

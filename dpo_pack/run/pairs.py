@@ -1,0 +1,300 @@
+"""What a command makes of a recipe's pairs: rows, global batches, the packing report, reference log-probs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+import dpo_pack
+from dpo_pack.data.merging import prompt_merging
+from dpo_pack.data.sources import Data
+from dpo_pack.data.store import PairTable, pair_lengths
+from dpo_pack.model.config import check_rows
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.packing.bin_packing import PADDED
+from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
+from dpo_pack.packing.lengths import PairSizes
+from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.packing.report import PackingReport, inspect_packing
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.reference.cache import ReferenceCache, namespace_digest
+from dpo_pack.reference.compute import BudgetSearch, fill_cache
+from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.work import PassSettings, ReferenceWork, find_work
+from dpo_pack.run.models import ModelFacts, resolve_model
+from dpo_pack.run.setup import (
+    Setup,
+    check_data,
+    load_proved,
+    longest_sequence,
+    prepare_data,
+    prepare_tokenizer,
+)
+from dpo_pack.system import ranks
+from dpo_pack.system.console import format_seconds
+from dpo_pack.system.errors import UnsupportedModelError
+from dpo_pack.training.batches import RowBuilder
+from dpo_pack.training.offline import OfflineSource
+from dpo_pack.training.references import Reference
+
+# The counts of shortened pairs in the summary of a source.
+TRUNCATION_COUNTS = ("prompt_truncated", "completions_truncated", "eos_lost")
+CPU = torch.device("cpu")
+
+
+def row_builder(
+    setup: Setup, table: PairTable, reference: Reference | None = None, *, is_trained: bool = False
+) -> RowBuilder:
+    """Returns a builder of rows from the table's pairs, with the log-probs that `reference` has for them."""
+    return RowBuilder(
+        table=table,
+        reference=None if reference is None else reference.known(table),
+        is_packed=setup.policy_facts.is_packed,
+        share_prompt=setup.recipe.shares_prompts,
+        device=setup.device,
+        counts_copies=is_trained and setup.policy_facts.balance is not None,
+    )
+
+
+def offline_source(
+    recipe: Recipe, data: Data, policy: ModelFacts, *, device: torch.device = CPU, equal_rows: bool = False
+) -> OfflineSource:
+    """Returns the source of global batches. Its first epoch is planned; it has no reference log-probs yet.
+
+    With `equal_rows` all ranks compute the same number of rows.
+    """
+    table, lengths = data.train, pair_lengths(data.train)
+    if not policy.is_packed:
+        row_costs = lengths.padded_tokens().astype(np.float64)
+    else:
+        row_costs = pair_flops(policy.shape, lengths, share_prompt=recipe.shares_prompts)
+    builder = RowBuilder(
+        table=table,
+        reference=None,
+        is_packed=policy.is_packed,
+        share_prompt=recipe.shares_prompts,
+        device=device,
+        merging=prompt_merging(table, policy.shape) if recipe.packing.merge_prompts else None,
+        counts_copies=policy.balance is not None,
+    )
+    return OfflineSource(
+        builder=builder,
+        settings=plan_settings(recipe),
+        row_costs=row_costs,
+        source_weights=data.source_weights,
+        epochs=recipe.train.epochs,
+        max_steps=recipe.train.max_steps,
+        shuffle=recipe.data.shuffle,
+        seed=recipe.seed,
+        rank=ranks.rank(),
+        num_ranks=ranks.num_ranks(),
+        equal_rows=equal_rows,
+    )
+
+
+def plan_settings(recipe: Recipe) -> PlanSettings:
+    """Returns the recipe's settings for dividing an epoch into steps and rows."""
+    packing = recipe.packing
+    return PlanSettings(
+        token_budget=packing.token_budget,
+        pairs_per_step=packing.pairs_per_step,
+        rows_per_step=packing.rows_per_step,
+        window_pairs=packing.window_pairs,
+        algorithm=packing.algorithm if packing.mode == "packed" else PADDED,
+    )
+
+
+def inspect_recipe(
+    recipe: Recipe, console: Console, *, num_ranks: Sequence[int], budgets: Sequence[int]
+) -> PackingReport:
+    """Reads the data and reports how it packs. Needs the model's config and tokenizer, but no weights."""
+    data = prepare_data(recipe, prepare_tokenizer(recipe), console)
+    policy = resolve_model(recipe, CPU)
+    source = offline_source(recipe, data, policy)
+    return packing_report(
+        source, data, policy.shape, model=recipe.model.path, num_ranks=num_ranks, budgets=budgets
+    )
+
+
+def packing_report(
+    source: OfflineSource,
+    data: Data,
+    shape: ModelShape,
+    *,
+    model: str,
+    num_ranks: Sequence[int] = (1, 8, 64),
+    budgets: Sequence[int] = (4096, 8192, 16384),
+) -> PackingReport:
+    """Reports how the first epoch of `source` fills rows, for each number of ranks and each token budget."""
+    table, sources = data.train, data.report["train"]["sources"]
+    names = [entry["name"] for entry in sources]
+    removed, truncated = Counter[str](), Counter[str]()
+    for entry in sources:
+        removed.update({reason: dropped["rows"] for reason, dropped in entry["dropped"].items()})
+        truncated.update({what: entry[what] for what in TRUNCATION_COUNTS if entry.get(what)})
+    return inspect_packing(
+        source.first_plan,
+        pair_lengths(table),
+        shape,
+        order=source.order(0),
+        share_prompt=source.builder.share_prompt,
+        ranks=num_ranks,
+        budgets=budgets,
+        model=model,
+        removed_pairs=removed,
+        truncated=truncated,
+        describe_pair=lambda pair: f"{names[table.source_indices[pair]]} row {table.row_numbers[pair]}",
+    )
+
+
+def trained_pair_sizes(setup: Setup, source: OfflineSource, *, trains_adapter: bool) -> PairSizes:
+    """Returns the tokens and the training FLOPs of each pair, without padding."""
+    table, shape = setup.data.train, setup.policy_facts.shape
+    passes = ADAPTER_PASSES if trains_adapter else TRAINING_PASSES
+    share_prompt = setup.policy_facts.is_packed and setup.recipe.shares_prompts
+    flops = pair_flops(shape, pair_lengths(table), share_prompt=share_prompt, passes=passes)
+    merging = source.builder.merging
+    if merging is not None and trains_adapter:  # `merging` counts the FLOPs of full training
+        merging = prompt_merging(table, shape, passes=passes)
+    return PairSizes(tokens=source.real_tokens, costs=flops, merging=merging)
+
+
+# ------------------------------------------------------------------------ reference log-probs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferencePass:
+    """The result of a pass that computes reference log-probs."""
+
+    cache: ReferenceCache
+    tables: Sequence[PairTable]  # the pairs whose log-probs the cache now has
+    per_token: bool  # whether the loss needs a log-prob for each token
+    num_computed: int  # sequences that the pass computed
+    num_cached: int  # sequences that the cache had before
+    seconds: float
+
+    def values(self) -> FrozenReference:
+        """Returns the log-probs of all sequences of `tables`. Raises CacheError if the cache has lost one."""
+        return FrozenReference.take(self.cache, self.tables, per_token=self.per_token)
+
+
+def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float]:
+    """Returns the reference log-probs of a resumed run, and the seconds of the reference pass.
+
+    `frozen` is the file of reference log-probs that the run wrote when it began. Only held-out pairs that the
+    file lacks need a reference pass. Raises CacheError if the file is missing or damaged.
+    """
+    per_token = setup.recipe.loss.ld_alpha is not None
+    reference = FrozenReference.load(frozen, per_token=per_token)
+    lacking = [pairs for pairs in setup.data.eval.values() if not reference.covers(pairs)]
+    if not ranks.any_rank(bool(lacking)):
+        return reference, 0.0
+    filled = prepare_reference(setup, tables=lacking)
+    return reference.joined(filled.values()), filled.seconds
+
+
+def prepare_reference(
+    setup: Setup, policy: LoadedModel | None = None, *, tables: Sequence[PairTable] | None = None
+) -> ReferencePass:
+    """Computes every reference log-prob that the cache lacks for the recipe's pairs (or for `tables`).
+
+    If the starting policy is the reference and the caller has loaded it, the caller passes it as `policy`.
+    Otherwise this function loads the reference if something is missing, and frees it before it returns.
+    """
+    facts, console = setup.reference_facts, setup.console
+    if facts is not setup.policy_facts:
+        check_data(setup, facts)
+    tables = setup.tables if tables is None else tables
+    cache = ReferenceCache(facts.cache_dir, facts.namespace)
+    cache.note_use(facts.label)
+    per_token = setup.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
+    work = find_work(cache, tables, per_token=per_token)
+    # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
+    work = replace(work, missing=ranks.first_says(work.missing))
+    todo = work.num_missing
+    console.print(
+        f"Reference log-probs of {sum(table.num_pairs for table in tables):,} pairs: "
+        f"{work.num_cached:,} of {work.num_unique:,} different sequences cached"
+        f"{f', {todo:,} to compute' if todo else ''}"
+        f"{f' (cache: {facts.cache_dir})' if work.num_cached else ''}"
+    )
+    seconds = 0.0
+    if todo:
+        tokens = per_token or any(table.has_token_weights.any() for table in tables)
+        begun = time.monotonic()
+        _compute_missing(setup, cache, work, policy, per_token=tokens)
+        seconds = time.monotonic() - begun
+        rate = todo / max(seconds, 1e-9)
+        console.print(f"Reference pass: {todo:,} sequences in {format_seconds(seconds)}, {rate:,.0f}/s")
+    return ReferencePass(
+        cache=cache,
+        tables=tables,
+        per_token=per_token,
+        num_computed=todo,
+        num_cached=work.num_cached,
+        seconds=seconds,
+    )
+
+
+def _compute_missing(
+    setup: Setup, cache: ReferenceCache, work: ReferenceWork, policy: LoadedModel | None, *, per_token: bool
+) -> None:
+    facts, token_budget = setup.reference_facts, setup.reference_token_budget
+    cache.check_writable()
+    loaded = policy or load_proved(setup, facts)
+    settings = PassSettings(
+        token_budget=token_budget,
+        share_prompt=setup.recipe.packing.share_prompt,
+        device=setup.device,
+        per_token=per_token,
+        rank=ranks.rank(),
+        num_ranks=ranks.num_ranks(),
+        in_lockstep=setup.strategy.shards,
+        metadata={
+            "origin": f"dpo-pack {dpo_pack.__version__}",
+            "attention": loaded.attention.name,
+            "device": setup.device.type,
+            "token_budget": str(token_budget),
+        },
+    )
+    search = _budget_search(setup, facts)
+    with loaded.as_reference():
+        fill_cache(cache, work, loaded.scorer, facts.shape, settings, search=search, console=setup.console)
+    for names in ranks.every_rank_says(cache.named_parts):  # all ranks' files are read next
+        cache.named_parts |= names
+
+
+def _budget_search(setup: Setup, model: ModelFacts) -> BudgetSearch | None:
+    """Returns the search for the largest token budget that fits into memory; None if nothing is searched."""
+    recipe, device = setup.recipe, setup.device
+    if recipe.reference.token_budget != "auto" or device.type != "cuda" or setup.strategy.shards:
+        return None  # a sharded model computes only on all ranks together
+    properties = torch.cuda.get_device_properties(device)
+    setting = {
+        "model": model.namespace,
+        "device": [properties.name, properties.total_memory],
+        "rows": [recipe.model.attention, recipe.packing.mode, recipe.packing.share_prompt],
+    }
+    longest = longest_sequence(setup.tables)
+
+    def is_exact(token_budget: int) -> bool:
+        if not model.is_packed:
+            return True
+        try:
+            check_rows(model.config, longest_sequence=longest, longest_row=token_budget)
+        except UnsupportedModelError:
+            return False
+        return True
+
+    return BudgetSearch(
+        memo_path=model.cache_dir / "reference_budgets.json",
+        key=namespace_digest(setting),
+        is_exact=is_exact,
+    )
