@@ -95,13 +95,14 @@ def precompute_ref(
     names that run.json has for them."""
     with _on_every_rank(recipe, overrides, command, verbose=verbose) as (loaded, console):
         from dpo_pack.run.pairs import prepare_reference
-        from dpo_pack.run.setup import prepare, recipe_objective
+        from dpo_pack.run.setup import prepare
 
         if loaded.reference.sync is not None:
             raise RecipeError("reference.sync: a reference that follows the policy cannot be precomputed")
-        if not recipe_objective(loaded).needs_reference:
+        setup = prepare(loaded, console)
+        if not setup.objective.needs_reference:
             raise RecipeError("loss.type: this loss needs no reference, so there is nothing to precompute")
-        done = prepare_reference(prepare(loaded, console))
+        done = prepare_reference(setup)
         console.print(
             f"Cache: {done.cache.directory}; {done.num_cached:,} sequences reused, "
             f"{done.num_computed:,} computed"
@@ -154,11 +155,18 @@ def inspect_packing(
     loaded = load(recipe, overrides)
     with many_imports():
         from dpo_pack.reports.packing_tables import render_packing
-        from dpo_pack.run.pairs import inspect_recipe
+        from dpo_pack.run.models import CPU, resolve_model
+        from dpo_pack.run.pairs import offline_source, packing_report
+        from dpo_pack.run.setup import prepare_data, prepare_tokenizer
         from dpo_pack.system.console import make_console
 
     console = make_console(quiet=quiet)
-    report = inspect_recipe(loaded, console, num_ranks=ranks, budgets=budgets)
+    data = prepare_data(loaded, prepare_tokenizer(loaded), console)
+    policy = resolve_model(loaded, CPU)
+    source = offline_source(loaded, data, policy)
+    report = packing_report(
+        source, data, policy.shape, model=loaded.model.path, num_ranks=ranks, budgets=budgets
+    )
     render_packing(report, console)
     return report
 

@@ -77,7 +77,6 @@ from dpo_pack.run.setup import (
     load_policy,
     prepare,
     print_columns_not_read,
-    recipe_objective,
 )
 from dpo_pack.run.state import TrainState, find_selection, is_multiple
 from dpo_pack.system import ranks
@@ -199,9 +198,9 @@ class Trainer:
         begun = time.monotonic()
         seed_everything(recipe.seed)
         self.recipe, self.run, self.console, self.interruption = recipe, run, console, interruption
-        self.objective = recipe_objective(recipe)
         # Data: pairs as token ids, and all that is known of models and machine without weights.
         self.setup = setup = prepare(recipe, console, takes_prompts=True)
+        self.objective = setup.objective
         print_columns_not_read(setup.data, console)
         self.selection = find_selection(recipe, setup.eval_names)
         choose_checkpoint(run, recipe.checkpoint.resume, console.print)
@@ -213,8 +212,8 @@ class Trainer:
             )
         first_plan = None if self.pairs is None else self.pairs.first_plan
         if is_dry:
-            print_memory_estimate(setup, self.objective, first_plan)
-        gathers_once = shards and stays_gathered(setup, self.objective, first_plan)
+            print_memory_estimate(setup, first_plan)
+        gathers_once = shards and stays_gathered(setup, first_plan)
         # Model, proof that its packed rows are exact, and the reference's log-probs.
         seconds = self.load_online() if self.pairs is None else self.load_offline(self.pairs)
         # Optimizer and schedule, then the state of an earlier run.
@@ -397,7 +396,7 @@ class Trainer:
             run.update(mlflow_run=mlflow_run)
 
     def _describe_in_files(self) -> None:
-        run, setup, step = self.run, self.setup, self.state.step
+        run, setup = self.run, self.setup
         fingerprints, packing = dict(self.identity.fingerprints), None
         if self.pairs is not None:
             fingerprints["packing"] = self.pairs.first_plan.fingerprint
@@ -406,16 +405,17 @@ class Trainer:
             )
         begin_run(run, dump_recipe(setup.recipe), str(setup.device))
         keep_log(self.console, run.console_log)
-        drop_later_checkpoints(run.checkpoints, step)
         write_json_atomically(run.data_report, setup.data.report)
         if packing is not None:
             write_text_atomically(run.packing_report, to_json(packing))
         if self.frozen is not None:
             self.frozen.save(run.reference)
         run.update(fingerprints=fingerprints)
-        if self.log.pairs is not None:
-            self.log.pairs.cut_after(step)
-        self.sampler.cut_after(step)
+        if run.checkpoint is not None:  # else nothing is left of an earlier process
+            drop_later_checkpoints(run.checkpoints, self.state.step)
+            self.sampler.cut_after(self.state.step)
+            if self.log.pairs is not None:
+                self.log.pairs.cut_after(self.state.step)
 
     def make_evaluator_and_saver(self) -> None:
         self.saver = Saver(
@@ -431,7 +431,6 @@ class Trainer:
         self.evaluator = Evaluator(
             setup=self.setup,
             reference=self.reference,
-            objective=self.objective,
             win_rate=self.win_rate,
             selection=self.selection,
             interruption=self.interruption,

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from dpo_pack.losses import Objective
 from dpo_pack.model.lora import is_adapter
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.win_rate import WinRate, win_rate_sentence
@@ -20,7 +19,7 @@ from dpo_pack.run.log import RunLog
 from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.pairs import prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
-from dpo_pack.run.setup import Setup, check_data, load_proved, prepare, recipe_objective
+from dpo_pack.run.setup import Setup, check_data, load_proved, prepare
 from dpo_pack.run.state import Selection, TrainState, judge
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.hub import HUB_ID
@@ -42,7 +41,6 @@ def evaluate_sets(
     setup: Setup,
     policy: CompletionLogps,
     reference: Reference,
-    objective: Objective,
     *,
     between_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[HeldOutResult]:
@@ -59,7 +57,7 @@ def evaluate_sets(
             values = evaluate_pairs(
                 policy,
                 builder,
-                objective,
+                setup.objective,
                 token_budget=setup.reference_token_budget,
                 score=reference.score,
                 progress=bar,
@@ -69,7 +67,7 @@ def evaluate_sets(
             name,
             values,
             builder,
-            objective,
+            setup.objective,
             source_names=sources or (name,),
             dtype=policy.compute_dtype,
             seed=recipe.seed,
@@ -82,7 +80,6 @@ class Evaluator:
 
     setup: Setup
     reference: Reference
-    objective: Objective
     win_rate: WinRate | None  # only for an online run with held-out prompts, else None
     selection: Selection | None  # None if nothing is held out
     interruption: Interruption
@@ -100,7 +97,6 @@ class Evaluator:
             self.setup,
             state.scorer,
             self.reference,
-            self.objective,
             between_rows=self.interruption.poll,
         ):
             results.append(held_out)
@@ -127,8 +123,7 @@ class Evaluator:
 
     def ends_run(self, state: TrainState) -> bool:
         """Returns whether early stopping ends the run now."""
-        patience = None if self.selection is None else self.selection.patience
-        return patience is not None and state.standing.num_since_improvement >= patience
+        return self.selection is not None and self.selection.stops(state.standing)
 
     def stop_sentence(self, state: TrainState) -> str:
         """Returns a sentence with the reason why early stopping ends the run."""
@@ -175,9 +170,8 @@ def evaluate_models(
             raise ModelError(
                 f"{path}: there is no trained model; finish the run first, or give another one with --model"
             )
-    objective = recipe_objective(recipe)
     setup = prepare(recipe, console)
-    lookup = prepare_reference(setup).values().of if objective.needs_reference else None
+    lookup = prepare_reference(setup).values().of if setup.objective.needs_reference else None
     reference = CachedReference(lookup=lookup)
     results = []
     for path in paths:
@@ -186,7 +180,7 @@ def evaluate_models(
         check_model(facts, setup.device)
         check_data(setup, facts)
         policy = load_proved(setup, facts).scorer
-        results.append({r.name: r for r in evaluate_sets(setup, policy, reference, objective)})
+        results.append({r.name: r for r in evaluate_sets(setup, policy, reference)})
         del policy
     return results
 

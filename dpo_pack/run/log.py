@@ -13,6 +13,7 @@ import torch
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
+from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.routing import router_sentence
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.plan import PackingPlan
@@ -103,9 +104,10 @@ class RunLog:
     def _write(self, record: dict[str, Any]) -> None:
         assert self.file is not None
         self.file.write(record)
-        prefix = tracked_prefix(record, self.setup.eval_names)
-        breakdowns = self.setup.recipe.logging.breakdowns
-        track(self.setup.accelerator, record, prefix=prefix, breakdowns=breakdowns)
+        logging = self.setup.recipe.logging
+        if logging.trackers:
+            prefix = tracked_prefix(record, self.setup.eval_names)
+            track(self.setup.accelerator, record, prefix=prefix, breakdowns=logging.breakdowns)
 
     def report_nonfinite(self) -> None:
         """Prints each step that made no update because of a non-finite value; writes its pairs to a file.
@@ -203,8 +205,8 @@ def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *,
         f"{packing.mode} rows of up to {packing.token_budget:,} tokens; "
         f"loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} {optim.schedule}{warm_up}"
     )
-    if router := router_sentence(policy.model, recipe.loss.router_aux_coef, facts.balance):
-        console.print(router)
+    if routes_tokens(policy.model.config):
+        console.print(router_sentence(policy.model, recipe.loss.router_aux_coef, facts.balance))
     is_slow = precision.activations == torch.bfloat16 and setup.device.type == "cpu"
     if is_slow and bfloat16_instructions() == ():
         console.print(

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from dpo_pack.data.store import pair_lengths
-from dpo_pack.losses import Objective
 from dpo_pack.model.config import attention_needs, count_experts, routes_tokens
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS
@@ -220,7 +219,7 @@ def _head_bytes(facts: MemoryFacts) -> float:
 # ---- The facts of a run
 
 
-def memory_facts(setup: Setup, objective: Objective, plan: PackingPlan | None) -> tuple[MemoryFacts, int]:
+def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, int]:
     """Returns the facts of a run for the estimate, and the tokens of its longest pair. Reads no weights.
 
     `plan` is the plan of the first epoch; None if the run is online. All ranks must call it.
@@ -256,7 +255,7 @@ def memory_facts(setup: Setup, objective: Objective, plan: PackingPlan | None) -
         lora_rank=lora_rank,
         # Experts are not linear layers of torch, so bitsandbytes leaves them as they are: an upper limit.
         bits=None if quantised is None or routes_tokens(policy.config) else bits_per_weight(quantised),
-        has_second_model=objective.needs_reference and recipe.reference.sync is not None,
+        has_second_model=setup.objective.needs_reference and recipe.reference.sync is not None,
         num_shards=1 if mesh is None else mesh.size(mesh.ndim - 1),
         num_gradients=num_gradients(policy.config) if setup.strategy.name == "ddp" else 1,
     )
@@ -282,9 +281,9 @@ def _can_stay_gathered(facts: MemoryFacts) -> bool:
     return ranks.largest_numbers(lacking)[0] <= 0
 
 
-def stays_gathered(setup: Setup, objective: Objective, plan: PackingPlan | None) -> bool:
+def stays_gathered(setup: Setup, plan: PackingPlan | None) -> bool:
     """Returns whether a run with shards gathers them once a step, and prints it. All ranks must call it."""
-    facts, _ = memory_facts(setup, objective, plan)
+    facts, _ = memory_facts(setup, plan)
     how = _GATHERING[facts.stays_gathered]
     setup.console.print(f"Shards: gathered {how} (the devices' free memory decides)")
     return facts.stays_gathered
@@ -304,10 +303,10 @@ def available_memory(device: torch.device) -> AvailableMemory | None:
 # ---- What is printed
 
 
-def print_memory_estimate(setup: Setup, objective: Objective, plan: PackingPlan | None) -> None:
+def print_memory_estimate(setup: Setup, plan: PackingPlan | None) -> None:
     """Prints the memory that the run needs on one device, the free memory, and what would fit."""
     console, available = setup.console, available_memory(setup.device)
-    facts, longest_pair = memory_facts(setup, objective, plan)
+    facts, longest_pair = memory_facts(setup, plan)
     estimate = estimate_memory(facts)
     needed = sum(estimate.values())
     in_host = sum(state_bytes(facts)) if facts.num_shards > 1 and facts.cpu_offload else 0.0

@@ -48,6 +48,8 @@ from dpo_pack.system.machine import cpu_name, install_command, package_versions
 from dpo_pack.system.memory import machine_memory_bytes
 from dpo_pack.system.placement import is_set
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelFacts:
@@ -109,9 +111,10 @@ class ModelFacts:
     @functools.cached_property
     def balance(self) -> RouterBalance | None:
         """The load-balancing loss of the policy's training; None: there is none. Raises RecipeError."""
-        if self.router_aux_coef == 0:
+        coefficient = self.router_aux_coef
+        if coefficient == 0 or (coefficient is None and not routes_tokens(self.config)):
             return None
-        return router_balance(self.architecture, self.router_aux_coef)
+        return router_balance(self.architecture, coefficient)
 
     @functools.cached_property
     def namespace(self) -> dict[str, Any]:
@@ -203,7 +206,8 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
             raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
     if is_trained and model.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
-    check_kernels(model.kernels, model.config, device)
+    if model.kernels != "none":
+        check_kernels(model.kernels, model.config, device)
     if model.quantize is not None:
         check_quantizable(model.architecture)
     if model.compile is True:
@@ -286,7 +290,7 @@ def load_and_prove(
     loaded = load_weights(model, device=device, strategy=strategy, adapter=adapter)
     if device.type == "cuda":
         loaded.kernels.extend(take_kernels(loaded.scorer, device))
-    if model.compile == "auto":
+    if model.compile == "auto" and loaded.scorer.is_compiled:
         obstacles = ranks.every_rank_says(compiling_obstacle(loaded.scorer, device))
         if any(obstacles):
             del loaded

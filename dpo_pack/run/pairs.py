@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 
 import dpo_pack
 from dpo_pack.data.merging import prompt_merging
@@ -28,14 +27,12 @@ from dpo_pack.reference.cache import ReferenceCache, namespace_digest
 from dpo_pack.reference.compute import BudgetSearch, fill_cache
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reference.work import PassSettings, ReferenceWork, find_work
-from dpo_pack.run.models import ModelFacts, resolve_model
+from dpo_pack.run.models import CPU, ModelFacts
 from dpo_pack.run.setup import (
     Setup,
     check_data,
     load_proved,
     longest_sequence,
-    prepare_data,
-    prepare_tokenizer,
 )
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
@@ -46,7 +43,6 @@ from dpo_pack.training.references import Reference
 
 # The counts of shortened pairs in the summary of a source.
 TRUNCATION_COUNTS = ("prompt_truncated", "completions_truncated", "eos_lost")
-CPU = torch.device("cpu")
 
 
 def row_builder(
@@ -108,18 +104,6 @@ def plan_settings(recipe: Recipe) -> PlanSettings:
         rows_per_step=packing.rows_per_step,
         window_pairs=packing.window_pairs,
         algorithm=packing.algorithm if packing.mode == "packed" else PADDED,
-    )
-
-
-def inspect_recipe(
-    recipe: Recipe, console: Console, *, num_ranks: Sequence[int], budgets: Sequence[int]
-) -> PackingReport:
-    """Reads the data and reports how it packs. Needs the model's config and tokenizer, but no weights."""
-    data = prepare_data(recipe, prepare_tokenizer(recipe), console)
-    policy = resolve_model(recipe, CPU)
-    source = offline_source(recipe, data, policy)
-    return packing_report(
-        source, data, policy.shape, model=recipe.model.path, num_ranks=num_ranks, budgets=budgets
     )
 
 

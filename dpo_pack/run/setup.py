@@ -61,6 +61,7 @@ class Setup:
 
     recipe: Recipe
     console: Console
+    objective: Objective
     accelerator: Accelerator
     device: torch.device
     policy_facts: ModelFacts  # facts of the starting policy
@@ -194,6 +195,8 @@ def prepare(
     It writes only into caches. If `runs_models` is false, the command loads no model: it runs in one process
     and ignores `distributed.num_processes`. `takes_prompts`: see `prepare_data`.
     """
+    loss = recipe.loss
+    objective = make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
     wanted, num_ranks = recipe.distributed.num_processes, ranks.num_ranks()
     if runs_models and wanted not in ("auto", num_ranks):
         raise RecipeError(
@@ -229,6 +232,7 @@ def prepare(
     setup = Setup(
         recipe=recipe,
         console=console,
+        objective=objective,
         accelerator=accelerator,
         device=device,
         policy_facts=policy,
@@ -340,12 +344,6 @@ def load_proved(setup: Setup, model: ModelFacts, adapter: LoraSettings | None = 
     return loaded
 
 
-def recipe_objective(recipe: Recipe) -> Objective:
-    """Returns the recipe's loss. Raises RecipeError if a loss function of the user cannot be used."""
-    loss = recipe.loss
-    return make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
-
-
 # --------------------------------------------------------------------------------- the check of a recipe
 
 CHECKED_ROWS = 100  # of each source
@@ -368,9 +366,9 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
             wrong.append(str(error))
 
     device = torch.device("cuda" if ranks.uses_cuda() else "cpu")
-    evals, online = recipe.data.eval, recipe.online
+    evals, online, loss = recipe.data.eval, recipe.online, recipe.loss
     with step():
-        recipe_objective(recipe)
+        make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
     with step():
         check_optimizer(recipe.optim.name, device)
     with step():

@@ -25,8 +25,8 @@ from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import Recipe, source_names
-from dpo_pack.run.models import resolve_model
-from dpo_pack.run.pairs import CPU, plan_settings
+from dpo_pack.run.models import CPU, resolve_model
+from dpo_pack.run.pairs import plan_settings
 from dpo_pack.run.setup import prepare_tokenizer, require_pairs
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 from dpo_pack.system.output import printable

@@ -41,6 +41,10 @@ class Selection:
         """Whether `value` is better than `other`, and by more than `by`."""
         return value < other - by if self.lower_is_better else value > other + by
 
+    def stops(self, standing: Standing) -> bool:
+        """Whether `patience` evaluations in `standing` had no improvement, so the run must end."""
+        return self.patience is not None and standing.num_since_improvement >= self.patience
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:

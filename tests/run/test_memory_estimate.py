@@ -44,7 +44,7 @@ from dpo_pack.run.memory_estimate import (
 )
 from dpo_pack.run.models import training_bytes
 from dpo_pack.run.pairs import offline_source
-from dpo_pack.run.setup import prepare, recipe_objective
+from dpo_pack.run.setup import prepare
 from dpo_pack.system import ranks
 from dpo_pack.system.memory import AvailableMemory
 from dpo_pack.trainer import train
@@ -428,7 +428,7 @@ def test_facts_of_a_run_are_read_off_its_recipe_and_models(
     if model.path == str(quantised):  # a config that says so from the start is refused on the CPU
         model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     plan = offline_source(recipe, prepared.data, prepared.policy_facts).first_plan
-    facts, longest_pair = memory.memory_facts(prepared, recipe_objective(recipe), plan)
+    facts, longest_pair = memory.memory_facts(prepared, plan)
     assert (facts.lora_rank, facts.bits, facts.has_second_model) == expected
     assert 0 < longest_pair <= facts.row_tokens <= 128 and 0 < facts.row_scored < facts.row_tokens
 
@@ -436,7 +436,7 @@ def test_facts_of_a_run_are_read_off_its_recipe_and_models(
 def test_the_largest_row_of_an_online_run_is_the_largest_possible(tmp_path: Path) -> None:
     recipe = online_recipe(tmp_path / "assets", tmp_path / "run")
     prepared = prepare(recipe, Console(quiet=True), takes_prompts=True)
-    facts, longest_pair = memory.memory_facts(prepared, recipe_objective(recipe), None)
+    facts, longest_pair = memory.memory_facts(prepared, None)
     assert facts.row_scored == facts.row_tokens >= max(longest_pair, recipe.packing.token_budget)
 
 

@@ -18,11 +18,12 @@ from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dpo_pack.trainer as train_module
+from dpo_pack.api import inspect_packing
 from dpo_pack.model import loading
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.evaluate import evaluate_models
-from dpo_pack.run.pairs import inspect_recipe, prepare_reference
+from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.run.setup import prepare
 from dpo_pack.trainer import train
 
@@ -150,7 +151,7 @@ QUIET = Console(quiet=True)
 COMMANDS: dict[str, tuple[Callable[[Recipe], object], dict[str, int], int]] = {  # with configs and plans
     "precompute-ref": (lambda recipe: prepare_reference(prepare(recipe, QUIET)), {"model": 1}, 0),
     "inspect-packing": (
-        lambda recipe: inspect_recipe(recipe, QUIET, num_ranks=[1, 8], budgets=[128, 256]),
+        lambda recipe: inspect_packing(recipe, ranks=[1, 8], budgets=[128, 256], quiet=True),
         {"model": 1},
         1,
     ),
