@@ -202,7 +202,7 @@ class Trainer:
         self.setup = setup = prepare(recipe, console, takes_prompts=True)
         self.objective = setup.objective
         print_columns_not_read(setup.data, console)
-        self.selection = find_selection(recipe, setup.eval_names)
+        self.selection = find_selection(recipe, list(setup.data.eval_prompts or setup.data.eval))
         choose_checkpoint(run, recipe.checkpoint.resume, console.print)
         # Plan: which pairs share a step, a rank and a row.
         shards = setup.strategy.shards

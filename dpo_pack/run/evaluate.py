@@ -122,16 +122,12 @@ class Evaluator:
         log.eval_seconds += time.monotonic() - begun
 
     def ends_run(self, state: TrainState) -> bool:
-        """Returns whether early stopping ends the run now."""
         return self.selection is not None and self.selection.stops(state.standing)
 
     def stop_sentence(self, state: TrainState) -> str:
-        """Returns a sentence with the reason why early stopping ends the run."""
         assert self.selection is not None
         standing, selection = state.standing, self.selection
-        best = (
-            f"; best is {standing.best[0][1]:.4g} after step {standing.best[0][0]}" if standing.best else ""
-        )
+        best = "; best is {1:.4g} after step {0}".format(*standing.best[0]) if standing.best else ""
         return (
             f"Stopped early after step {state.step}: {selection.metric} of {selection.eval_set} has not "
             f"improved in {standing.num_since_improvement} evaluations{best}"

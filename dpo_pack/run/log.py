@@ -106,7 +106,7 @@ class RunLog:
         self.file.write(record)
         logging = self.setup.recipe.logging
         if logging.trackers:
-            prefix = tracked_prefix(record, self.setup.eval_names)
+            prefix = tracked_prefix(record, list(self.setup.data.eval_prompts or self.setup.data.eval))
             track(self.setup.accelerator, record, prefix=prefix, breakdowns=logging.breakdowns)
 
     def report_nonfinite(self) -> None:

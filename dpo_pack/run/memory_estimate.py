@@ -167,7 +167,6 @@ def state_bytes(facts: MemoryFacts) -> StateBytes:
 
 
 def _gathered_bytes(facts: MemoryFacts) -> float:
-    """Returns the bytes of gathered weights: those outside of layers and those of two layers, or all."""
     shape, precision = facts.shape, facts.precision
     wide = (precision.gathered or precision.parameters).itemsize
     num_layers = shape.num_layers if facts.stays_gathered else 2
@@ -202,7 +201,6 @@ def layer_bytes(facts: MemoryFacts) -> float:
 
 
 def _head_bytes(facts: MemoryFacts) -> float:
-    """Returns the bytes of the output head: one chunk of logits, and sums over all chunks of a row."""
     precision, bounds = facts.precision, HEAD_BOUNDS[facts.device.type]
     is_low = precision.activations.itemsize == 2
     logits = 4.0 * facts.row_scored * facts.shape.head_parameters / facts.shape.hidden
@@ -344,11 +342,8 @@ def print_memory_estimate(setup: Setup, plan: PackingPlan | None) -> None:
 def fitting_rows(
     facts: MemoryFacts, longest_pair: int, available_bytes: float, *, rows_per_step: int | None
 ) -> Iterator[tuple[str, float]]:
-    """Yields recipe overrides with which the run fits, and the bytes that it then needs.
-
-    They are the largest `packing.token_budget` that fits, and gradient checkpointing, with the largest budget
-    if it is not enough alone. A budget below the longest pair saves nothing, because a pair is never cut.
-    """
+    """Yields recipe overrides with which the run fits, and the bytes that it then needs: the largest token
+    budget, and gradient checkpointing. A budget below the longest pair saves nothing: a pair is never cut."""
     whole = facts.row_tokens
     budgets = range(min(longest_pair, whole), whole + 1)
     tried = {"": facts}
@@ -377,10 +372,8 @@ def _what_is_free(memory: AvailableMemory) -> str:
 def print_measured_memory(
     policy: DistributedPolicy, optimizer: Optimizer, row: Row, device: torch.device, console: Console
 ) -> None:
-    """Runs the largest row forward and backward on CUDA, beside optimizer state; prints the peak.
-
-    Weights do not change, because the gradient and the learning rate are zero. Every rank must call it.
-    """
+    """Runs the largest row forward and backward on CUDA, beside optimizer state; prints the peak. Changes no
+    weights, because the gradient and the learning rate are zero. Every rank must call it."""
     release_memory()
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

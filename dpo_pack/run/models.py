@@ -440,10 +440,7 @@ def check_accelerate_config(policy: ModelFacts, *, cpu_offload: bool) -> None:
 def _by_size(
     policy: ModelFacts, device: torch.device, *, optimizer: str, has_second: bool
 ) -> tuple[Literal["ddp", "fsdp2"], str]:
-    """Returns ddp, or fsdp2 if weights, gradients and optimizer state are too large, and the reason.
-
-    `has_second`: a reference that follows the policy lies beside it, with frozen weights.
-    """
+    """`has_second`: a reference that follows the policy lies beside it, with frozen weights."""
     if policy.quantization is not None:
         return "ddp", "quantised weights are not sharded"
     count = policy.num_parameters
@@ -484,10 +481,8 @@ def training_bytes(
     optimizer: str = "adamw",
     num_shards: int = 1,
 ) -> StateBytes:
-    """Returns the bytes of weights, gradients and optimizer state on a device with 1/`num_shards` of each.
-
-    `num_trained`, `num_frozen`: numbers of parameters. `trained_bytes`, `frozen_bytes`: the bytes of one.
-    """
+    """Returns the bytes of a run's state on a device with 1/`num_shards` of it. `trained_bytes`,
+    `frozen_bytes`: of one parameter."""
     moments = OPTIMIZER_BYTES[optimizer]
     if optimizer == "adamw" and trained_bytes == 2:
         moments += LOW_BITS_BYTES
@@ -499,10 +494,7 @@ def training_bytes(
 
 
 def num_gradients(config: PretrainedConfig) -> int:
-    """Returns how many copies of the gradient a rank holds with ddp: one, or two for a mixture of experts.
-
-    With experts, rows' gradients are added up outside the buffers ("buckets") of DDP.
-    """
+    """Returns how many copies of the gradient a rank has with ddp: experts' add up outside its buckets."""
     return 2 if routes_tokens(config) else 1
 
 

@@ -90,7 +90,6 @@ def check_generator(setup: Setup) -> None:
 
 
 def _generator(setup: Setup, policy: LoadedModel) -> Generator:
-    """Returns the generator that answers the training prompts."""
     online = _section(setup)
     if online.generator.type == "vllm":
         return _vllm_generator(setup, policy)
@@ -142,7 +141,6 @@ def _vllm_generator(setup: Setup, policy: LoadedModel) -> VllmGenerator:
 def _policy_generator(
     setup: Setup, policy: LoadedModel, completions_per_prompt: int
 ) -> TransformersGenerator:
-    """Returns the object that samples answers from the policy itself, with transformers' own engine."""
     online = _section(setup)
     return TransformersGenerator(
         policy=policy.scorer,
@@ -156,7 +154,6 @@ def _policy_generator(
 
 
 def _sampling(setup: Setup) -> SamplingSettings:
-    """Returns SamplingSettings with the values of the keys of the same names in the `online` section."""
     online = _section(setup)
     return SamplingSettings(**online.model_dump(include={field.name for field in fields(SamplingSettings)}))
 
@@ -203,7 +200,6 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
 
 
 def _endpoint(settings: dict[str, Any], key: str) -> Endpoint:
-    """Returns the endpoint of the recipe section `key`, whose keys and values are `settings`."""
     key_of_api = api_key(settings.pop("api_key_env"), f"{key}.api_key_env")
     return Endpoint(**settings, api_key=key_of_api, recipe_key=key)
 

@@ -76,10 +76,6 @@ class Setup:
         return [self.data.train, *self.data.eval.values()]
 
     @property
-    def eval_names(self) -> list[str]:
-        return list(self.data.eval_prompts or self.data.eval)
-
-    @property
     def reference_token_budget(self) -> int:
         """The most tokens of a row without gradients (`reference.token_budget`); if the key is `auto`, the
         value from which the reference pass searches on CUDA."""
@@ -91,10 +87,7 @@ class Setup:
 
 
 def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Loads the recipe's tokenizer; for an adapter without a tokenizer, that of its base model.
-
-    Raises ModelError.
-    """
+    """Loads the recipe's tokenizer; for an adapter without one, that of its base model. Raises ModelError."""
     path, revision, key = recipe.model.path, recipe.model.revision, "model.path"
     if recipe.tokenizer.path is not None:
         path, revision, key = recipe.tokenizer.path, None, "tokenizer.path"
@@ -111,7 +104,6 @@ def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def require_pairs(*, is_online: bool) -> None:
-    """Raises RecipeError if the recipe is that of an online run."""
     if is_online:
         raise RecipeError(
             "online: this command needs pairs, and an online run makes its pairs while it trains"
@@ -152,7 +144,6 @@ def prepare_data(
 
 
 def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
-    """Prints whether the split is not by prompt, which rows are left out, where `scored_turns` matters."""
     shared = data.report["held_out_by"]
     if shared not in (None, "prompt"):
         console.print(
@@ -246,7 +237,6 @@ def prepare(
 
 
 def _accelerator(trackers: Sequence[str], directory: Path) -> Accelerator:
-    """Creates accelerate's Accelerator; asserts that it counts ranks as this package does."""
     # The recipe sets precision and compilation, and shards are torch's (docs/distributed.md). Without these
     # settings accelerate would take all three from its own configuration.
     with patch_environment(ACCELERATE_USE_FSDP="false"):

@@ -109,7 +109,6 @@ def _view_source(
     reads_all: bool,
     num_positions: int | None,
 ) -> tuple[SourceView, list[TokenizedPair]]:
-    """Returns what is shown of a source, and the first pairs and those of `asked_rows`."""
     key, tokenizer, max_pairs = ingestion.located.key, ingestion.tokenizer, ingestion.source.max_pairs
     opened = ingestion.open()
     pairs: list[TokenizedPair] = []
@@ -167,7 +166,6 @@ def _view_source(
 def _selected(
     rows: Iterator[NumberedRow], taken: dict[int, Any], asked_rows: Collection[int], *, reads_all: bool
 ) -> Iterator[NumberedRow]:
-    """Yields the first rows and `asked_rows`, or all rows, and puts them into `taken`."""
     last_asked = max(asked_rows, default=0)
     for position, (number, row) in enumerate(rows, 1):
         if position <= FIRST_ROWS or reads_all or number in asked_rows:
@@ -184,7 +182,6 @@ def _content(row: Any, fields: Collection[str]) -> Any:
 
 
 def _reason(name: str, ingestion: Ingestion) -> Fault:
-    """Returns the fault of the rows that are left out for a reason."""
     number, bad = ingestion.first_dropped[name]
     remedy = ingestion.advice(bad)
     if name in ("empty_completion", "identical_completions"):
@@ -204,7 +201,6 @@ def _reason(name: str, ingestion: Ingestion) -> Fault:
 def _packed_row(
     pairs: Mapping[str, TokenizedPair], settings: PlanSettings, *, share_prompt: bool, merges_prompts: bool
 ) -> PackedRow | None:
-    """Plans the pairs, if any, in their order; returns the row of the first step with most pairs."""
     if not pairs:
         return None
     places, order = list(pairs), np.arange(len(pairs))

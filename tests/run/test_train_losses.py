@@ -156,7 +156,7 @@ def test_one_s_own_loss_trains_as_the_built_in_one(
 def test_a_loss_that_cannot_be_imported_is_refused_before_anything_loads(
     make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpo_pack.trainer.prepare", lambda *_: pytest.fail("data was read first"))
+    monkeypatch.setattr("dpo_pack.run.setup.resolve_model", lambda *_: pytest.fail("a model came first"))
     with pytest.raises(RecipeError, match=r"^loss\.type: cannot import no_such_losses"):
         train(make("run", "loss.type=no_such_losses:mine"), console)
 
