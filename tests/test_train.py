@@ -454,7 +454,9 @@ def test_a_stop_names_the_step_and_leaves_the_parameters_before_it(
 
     monkeypatch.setattr(train_module.Trainer, "accumulate_gradients", poisoned)
     log = (f"logging.every_steps={every_steps}", "data.eval=[]", "train.eval_every_steps=null")
-    with pytest.raises(RunError, match=r"step 3: .*listed in .*nonfinite-step-000003\.json"):
+    with pytest.raises(
+        RunError, match=r"step 3: .*rows of data\.train \(.*listed in .*nonfinite-step-000003\.json"
+    ):
         train(make_recipe(assets, tmp_path / "run", *log), console)
     assert read_json(tmp_path / "run" / "run.json")["status"] == "failed"
     assert len(before) == 3 and len(after) == (0 if every_steps == 1 else 2)

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from dpo_pack.recipe.load import Recipe, parse_recipe
-from dpo_pack.system.errors import DataError
 from dpo_pack.trainer import train
 
 
@@ -48,12 +47,3 @@ def test_an_epoch_of_hh_trains_and_counts_its_bad_rows_by_reason(
     assert sum(step["loss"] for step in last) / len(last) < 0.69
     packing = json.loads((tmp_path / "run" / "packing_report.json").read_text())["statistics"]
     assert packing["saved_by_sharing_tokens"] > 0.3 * packing["unshared_tokens"]
-
-
-@pytest.mark.slow
-def test_the_first_bad_row_of_hh_stops_the_run_and_is_named(
-    shared_dir: Path, tmp_path: Path, console: Console
-) -> None:
-    with pytest.raises(DataError, match=r"hh_harmless_base_test\.jsonl\.gz line 87: .*on_bad_row: skip"):
-        train(make_recipe(shared_dir, tmp_path / "run"), console)
-    assert not (tmp_path / "run").exists()
