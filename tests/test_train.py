@@ -203,34 +203,6 @@ def test_a_checkpoint_of_another_directory_can_be_gone_on_from(
         train(make_recipe(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
 
 
-@pytest.mark.slow
-def test_going_on_from_an_earlier_checkpoint_forgets_the_later_ones_and_leftovers(
-    straight: Path, assets: Path, tmp_path: Path, console: Console
-) -> None:
-    overrides = ("checkpoint.every_steps=5",)
-    run = tmp_path / "run"
-    train(make_recipe(assets, run, *overrides), console)
-    (run / "checkpoints" / ".step-000011.0.tmp").mkdir()
-    earlier = run / "checkpoints" / "step-000005"
-    train(make_recipe(assets, run, *overrides, f"checkpoint.resume={earlier}"), console)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000005", "step-000010"]
-    assert_same_run(straight, run)
-
-
-@pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(
-    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = make_recipe(assets, tmp_path / "run")
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module.Trainer, "finish", lambda session: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(recipe, console)
-    assert read_json(tmp_path / "run" / "run.json")["status"] == "failed"
-    train(recipe, console)
-    assert_same_run(straight, tmp_path / "run")
-
-
 def test_another_learning_rate_loss_and_seed_computes_no_reference_and_tokenises_nothing(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:

@@ -127,14 +127,9 @@ def test_offloading_needs_another_device_than_the_cpu(two: None, directory: Path
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("distributed.hybrid=true",), "needs distributed.strategy: fsdp2"),
         (("distributed.strategy=ddp", "distributed.cpu_offload=true"), "needs distributed.strategy: fsdp2"),
         (("distributed.gather_dtype=bfloat16",), "needs distributed.strategy: fsdp2"),
         ((FSDP2, "distributed.gather_dtype=float16"), "distributed.gather_dtype"),
-        (
-            (FSDP2, "distributed.gather_dtype=bfloat16", "model.autocast=bfloat16"),
-            "takes the place of model.autocast",
-        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(overrides: tuple[str, ...], words: str) -> None:
