@@ -340,13 +340,6 @@ class Trainer:
             unknown = np.zeros(train.num_pairs, dtype=np.int64)
             sizes = PairSizes(tokens=unknown, costs=unknown.astype(np.float64), merging=None)
             peak_flops = None
-        pair_log = PairLog(
-            directory=self.run.pairs,
-            table=train,
-            source_names=source_names(recipe.data.train),
-            beta=recipe.loss.beta,
-            has_reference=self.objective.needs_reference,
-        )
         return RunLog(
             setup=setup,
             run=self.run,
@@ -360,7 +353,15 @@ class Trainer:
             ),
             guard=self.guard,
             lines=TrainingLines(self.console, num_steps=self.source.num_steps),
-            pairs=pair_log if recipe.logging.pairs else None,
+            pairs=PairLog(
+                directory=self.run.pairs,
+                table=train,
+                source_names=source_names(recipe.data.train),
+                beta=recipe.loss.beta,
+                has_reference=self.objective.needs_reference,
+            )
+            if recipe.logging.pairs
+            else None,
             offset=offset,
             begun=begun,
         )
