@@ -23,11 +23,11 @@ from dpo_pack.packing.lengths import IntArray
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.parts import TokenLogps, sequence_table
 from dpo_pack.reference.work import PassPlan, PassSettings, ReferenceWork, plan_pass
+from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
-from dpo_pack.system.memory import HostCopies, release_memory
-from dpo_pack.system.progress import progress_bar
-from dpo_pack.system.ranks import largest_number
+from dpo_pack.system.machine import HostCopies, release_memory
+from dpo_pack.system.ranks import largest_numbers
 
 # Longer rows are not faster on CPU: the allocator does not keep blocks as large as their activations, so each
 # operation maps new memory. A token takes 1.25 times as long in a row of 32,768 tokens as in one of 4,096.
@@ -65,7 +65,7 @@ def fill_cache(
     if search is not None:
         found = _largest_budget(work, scorer, shape, settings, search)
         # All ranks use the same plan, so the smallest budget decides.
-        settings = replace(settings, token_budget=-largest_number(-found))
+        settings = replace(settings, token_budget=-int(largest_numbers(-found)[0]))
         console.print(f"  rows of up to {settings.token_budget:,} tokens")
     plan = plan_pass(work, shape, settings, is_packed=scorer.backend is not None)
     tokens = plan.row_tokens

@@ -18,8 +18,8 @@ from dpo_pack.run.models import ModelFacts
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.system.memory import machine_memory_bytes
-from dpo_pack.system.placement import is_set
+from dpo_pack.system.machine import host_memory
+from dpo_pack.system.process import is_set
 
 # `auto` chooses ddp only if weights, gradients and optimizer state take at most this part of the memory.
 STATE_SHARE = 0.6
@@ -141,7 +141,7 @@ def _by_size(
     needed = sum(state) + state.gradients * (num_gradients(policy.config) - 1)
     if precision.casts_weights and not policy.gradient_checkpointing:
         needed += 2.0 * count
-    memory = -ranks.largest_number(-device_memory(device))  # the memory of the smallest device
+    memory = -ranks.largest_numbers(-device_memory(device))[0]  # the memory of the smallest device
     what = (
         f"{format_count(count)} parameters with gradients and optimizer state take {needed / 1e9:.3g} GB, "
         f"a device has {memory / 1e9:.3g} GB"
@@ -192,7 +192,7 @@ def device_memory(device: torch.device) -> int:
     """Returns the bytes of memory for one rank. Ranks on CPUs divide the machine's memory equally."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return machine_memory_bytes() // num_local_ranks()
+    return host_memory().total // num_local_ranks()
 
 
 def num_local_ranks() -> int:

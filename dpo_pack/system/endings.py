@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dpo_pack.system.errors import DpoPackError, is_out_of_memory
 from dpo_pack.system.interrupts import Interrupted, taken_signals
-from dpo_pack.system.output import complain
+from dpo_pack.system.process import complain
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

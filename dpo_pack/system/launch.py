@@ -1,7 +1,7 @@
 """Runs a block on every rank: starts the ranks if no launcher has, connects them, checks that they agree.
 
 On several devices `dpopack` starts one process for each device (process_starter.py). If torchrun, accelerate
-launch or srun has started the processes (placement.py), each only joins the others.
+launch or srun has started the processes (process.py), each only joins the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpo_pack.system.console import log_only, make_console
 from dpo_pack.system.endings import end_soon, ending_of, settle_failure
 from dpo_pack.system.errors import RecipeError, RunError, first_line
 from dpo_pack.system.machine import package_versions
-from dpo_pack.system.placement import Placement, is_set, placement
+from dpo_pack.system.process import Placement, is_set, placement
 from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
 
 # The longest waits of a rank: until all ranks have started (nodes of a job start at different times), and in

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore  # as in torch.distributed, but 
 
 from dpo_pack.system.endings import OUR_BUG, say_of_rank
 from dpo_pack.system.interrupts import Interrupted, held_back, recorded
-from dpo_pack.system.placement import ALONE
+from dpo_pack.system.process import ALONE
 
 PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; a read from it returns when the parent has ended
 # After a rank has ended, the others get this time: after an interruption they may still write large files.

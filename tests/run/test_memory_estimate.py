@@ -46,7 +46,7 @@ from dpo_pack.run.plans import offline_source
 from dpo_pack.run.setup import prepare, recipe_objective
 from dpo_pack.run.strategy import training_bytes
 from dpo_pack.system import ranks
-from dpo_pack.system.memory import AvailableMemory
+from dpo_pack.system.machine import AvailableMemory
 from dpo_pack.trainer import train
 from dpo_pack.training.optim import build_optimizer
 

@@ -8,9 +8,15 @@ import pytest
 from rich.table import Table
 from support.full_disk import no_file_beyond
 
-from dpo_pack.system.console import format_seconds, keep_log, log_only, make_console, print_detail
+from dpo_pack.system.console import (
+    format_seconds,
+    keep_log,
+    log_only,
+    make_console,
+    print_detail,
+    progress_bar,
+)
 from dpo_pack.system.errors import CacheError
-from dpo_pack.system.progress import progress_bar
 
 
 def test_brackets_in_names_and_paths_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dpo_pack.system.memory import AvailableMemory, free_memory_bytes, host_memory, machine_memory_bytes
+from dpo_pack.system.machine import AvailableMemory, host_memory
 
 GIB = 2**30
 NO_LIMIT = 9223372036854771712
@@ -78,4 +78,4 @@ def test_a_container_that_is_told_the_host_s_path_has_the_limit_at_the_mount_poi
 
 
 def test_free_memory_is_a_part_of_all_memory() -> None:
-    assert 0 < free_memory_bytes() <= machine_memory_bytes()
+    assert 0 < host_memory().free <= host_memory().total

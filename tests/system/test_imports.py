@@ -16,7 +16,7 @@ from support.processor import slowness
 from support.tiny_run import tiny_run
 
 import dpo_pack
-from dpo_pack.system.imports import many_imports
+from dpo_pack.system.process import many_imports
 
 # What the libraries we use import where they can, and a run on a file of JSON lines does not need.
 HEAVY = {"datasets", "IPython", "matplotlib", "pandas", "scipy", "sklearn", "tensorboard", "trl", "wandb"}

@@ -12,11 +12,10 @@ import pytest
 from rich.table import Table
 
 import dpo_pack
-from dpo_pack.system.console import make_console
+from dpo_pack.system.console import make_console, progress_bar
 from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import DataError
-from dpo_pack.system.output import complain, guard_output, printable, say
-from dpo_pack.system.progress import progress_bar
+from dpo_pack.system.process import complain, guard_output, printable, say
 
 EVIL = "a\x1b[2Jb\rc\x07d\x9be\u202ef\udce9g\nh"
 SHOWN = r"a\x1b[2Jb\rc\x07d\x9be\u202ef\udce9g\nh"
@@ -93,7 +92,7 @@ def test_what_other_code_prints_is_guarded_and_bars_of_libraries_still_move(
 def test_the_package_prints_in_one_place_and_elsewhere_only_json_and_recipes() -> None:
     for file in Path(dpo_pack.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and file.name != "output.py":
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and file.name != "process.py":
                 made_by = ast.unparse(node.args[0]).partition("(")[0]
                 assert made_by in (
                     "json.dumps",

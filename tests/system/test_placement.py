@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.system.placement import ALONE, first_host, placement, tasks_on_node
+from dpo_pack.system.process import ALONE, first_host, placement, tasks_on_node
 
 TORCHRUN = {
     "RANK": "5",

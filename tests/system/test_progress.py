@@ -11,8 +11,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-import dpo_pack.system.progress as progress_module
-from dpo_pack.system.progress import TrainingLines, progress_bar, reading_progress, waiting_line
+import dpo_pack.system.console as progress_module
+from dpo_pack.system.console import TrainingLines, progress_bar, shown
 
 
 class Clock:
@@ -66,18 +66,18 @@ def test_with_a_terminal_progress_is_a_bar_that_is_gone_at_the_end() -> None:
         advance(1)
         advance(3)
     text = text_of(console)
-    for shown in ("Reference pass", "━", "100%", "4 of 4 sequences", "/s"):
-        assert shown in text
+    for part in ("Reference pass", "━", "100%", "4 of 4 sequences", "/s"):
+        assert part in text
     erase_line = "\x1b[2K"
     assert text.rstrip().endswith(erase_line)
 
 
 def test_work_of_unknown_length_shows_its_seconds_in_a_terminal_only(console: Console) -> None:
-    shown = terminal()
-    for each in (shown, console):
-        with waiting_line(each, "Writing the model"):
+    seen = terminal()
+    for each in (seen, console):
+        with shown(each, "Writing the model"):
             pass
-    assert "Writing the model" in text_of(shown) and "0:00:00" in text_of(shown)
+    assert "Writing the model" in text_of(seen) and "0:00:00" in text_of(seen)
     assert text_of(console) == ""
 
 
@@ -165,7 +165,7 @@ def test_an_evaluation_has_a_line_below_that_of_training_until_it_is_done() -> N
 
 
 def test_reading_tells_each_source_s_rows_and_rate(console: Console, clock: Clock) -> None:
-    with reading_progress(console) as progress:
+    with shown(console, "Reading data", "rows") as progress:
         for what, done, total in (("Tokenizing a", 500, 4000), ("Tokenizing b", 70, None)):
             clock.now += 1
             progress(what, 0, total)

@@ -37,7 +37,7 @@ from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.work import find_work
 from dpo_pack.run.models import load_weights, resolve_policy
 from dpo_pack.system.errors import ModelError
-from dpo_pack.system.memory import HostCopies
+from dpo_pack.system.machine import HostCopies
 from dpo_pack.trainer import train
 from dpo_pack.training import offline
 from dpo_pack.training.batches import GlobalBatch, RowBuilder

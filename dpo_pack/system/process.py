@@ -1,14 +1,29 @@
-"""Reads the rank of this process and the number of ranks from variables of torchrun, accelerate or SLURM."""
+"""This process: its place among the ranks, output that is safe to print, and quick imports.
 
+Variables of torchrun, accelerate or SLURM give the place. Control characters in names of files or in models'
+answers never reach a terminal or a log: `say` (stdout), `complain` (stderr) and console.py print our lines,
+`guard_output` guards what others print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import logging
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
+from typing import Any
 
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.errors import RecipeError, one_line
 
 _KEY = "distributed.num_processes"
 _LAUNCHERS = "start the processes with dpopack itself, torchrun, accelerate launch or srun"
+_OF_PROGRESS_BARS = re.compile(r"(\x1b\[A|[\n\r\t])")  # what progress bars of libraries need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +122,85 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     if not value.isdecimal():
         raise RecipeError(f"{_KEY}: {name} must be a whole number, not '{value}'")
     return int(value)
+
+
+def printable(text: str) -> str:
+    r"""Returns the text with an escape, such as \x1b or \n, for each character that cannot be printed."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def say(line: str) -> None:
+    print(printable(line))
+
+
+def complain(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def guard_output() -> None:
+    """From now on, escapes in stdout and stderr control characters and characters that the encoding lacks."""
+    # transformers imports bitsandbytes if it is installed; it warns of kernels that dpo-pack does not call.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    stdout = unguarded(sys.stdout)
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = _Guarded(stdout), _Guarded(unguarded(sys.stderr))
+
+
+def unguarded(stream: Any) -> Any:
+    """Returns the stream that takes control characters, such as those of colours."""
+    return stream.stream if isinstance(stream, _Guarded) else stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """A text stream that writes control characters as escapes."""
+
+    stream: Any
+
+    def write(self, text: str) -> int:
+        pieces = _OF_PROGRESS_BARS.split(text)  # every second piece is what the pattern matched
+        pieces[::2] = map(printable, pieces[::2])
+        self.stream.write("".join(pieces))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def many_imports() -> Iterator[None]:
+    """Collects no garbage while torch and transformers are imported, which would take a sixth of the time."""
+    if "transformers" in sys.modules or not gc.isenabled():  # a freeze would keep garbage
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def load_function(name: str, recipe_key: str) -> Callable[..., Any]:
+    """Returns the function that `name` gives as module:function. Raises RecipeError."""
+    module_name, _, function_name = name.partition(":")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+    except AttributeError:
+        raise RecipeError(f"{recipe_key}: module {module_name} has no function {function_name}") from None
+    except (Exception, SystemExit) as error:
+        why = f"{one_line(error)} (looked in {here} and among installed modules)"
+        raise RecipeError(f"{recipe_key}: cannot import {module_name}: {why}") from error
+    finally:
+        sys.path.remove(here)
+    if not callable(function):
+        raise RecipeError(f"{recipe_key}: {name} is {type(function).__name__}, not a function")
+    return function
