@@ -271,7 +271,3 @@ class CheckpointRecipe(types.Section):
     most half of the free CPU memory."""
     resume: Annotated[str, *types.IsPath, types.Allowed("auto, never or a path")] = "auto"
     """What a run goes on from. auto: output_dir's newest valid checkpoint, if it has one; never: nothing."""
-
-    def broken_rules(self) -> Iterator[types.Problem]:
-        if self.load_best and not self.keep_best:
-            yield "load_best", "needs checkpoint.keep_best: 1 or more; with 0, the best weights are deleted"
