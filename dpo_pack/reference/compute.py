@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,7 @@ from dpo_pack.reference.work import PassPlan, PassSettings, ReferenceWork, plan_
 from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
-from dpo_pack.system.machine import HostCopies, release_memory
+from dpo_pack.system.machine import host_copies, release_memory
 from dpo_pack.system.ranks import largest_numbers
 
 # Longer rows are not faster on CPU: the allocator does not keep blocks as large as their activations, so each
@@ -132,7 +133,9 @@ def compute_missing(
     """
     budget = settings.token_budget
     rows = deque(plan.rows)
-    computed: deque[tuple[IntArray, HostCopies]] = deque()  # the groups of a row, and their results
+    computed: deque[tuple[IntArray, Callable[[], Sequence[Any]]]] = (
+        deque()
+    )  # groups, results
     finished: list[pa.Table] = []
     written = time.monotonic()
 
@@ -157,7 +160,7 @@ def compute_missing(
                 continue
             tensors = [result.sums, result.num_tokens]
             tensors += [result.token_logps.float()] if settings.per_token else []
-            computed.append((members, HostCopies.begin(tensors)))
+            computed.append((members, host_copies(tensors)))
             if len(computed) > _num_rows_behind(settings.device):
                 finish_row()
         while computed:
@@ -214,9 +217,9 @@ def _num_rows_behind(device: torch.device) -> int:
     return 1 if device.type == "cuda" else 0
 
 
-def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -> pa.Table:
+def _finished_row(work: ReferenceWork, members: IntArray, results: Callable[[], Sequence[Any]]) -> pa.Table:
     """Returns the `sequence_table` of a row's groups. Raises ModelError if a log-prob is not finite."""
-    sums, num_tokens, *token_logps = results.read()
+    sums, num_tokens, *token_logps = results()
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):
         group = members[np.nonzero(work.missing[members])[0][wrong[0]]]

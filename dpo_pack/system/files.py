@@ -74,7 +74,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory. If the process is killed meanwhile, `path` is the whole directory or is absent."""
+    """Removes a directory. If the process is killed meanwhile, `path` is whole or absent."""
     aside = path_aside(path)
     path.rename(aside)
     discard(aside)
@@ -109,7 +109,7 @@ def text_of(path: Path) -> str:
 def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
     """Returns the content of a JSON file; None if it does not exist, is damaged or has another `shape`.
 
-    `shape` is a type for pydantic. If it is a dataclass, keys of the file that are no fields are ignored.
+    `shape` is a type for pydantic; of a dataclass, keys that are no fields are ignored.
     """
     try:
         return parse_json(path.read_bytes(), shape)

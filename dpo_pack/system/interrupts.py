@@ -1,7 +1,7 @@
-"""Handles stop signals: Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, by which schedulers announce preemption.
+"""Stop signals: Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, by which schedulers announce preemption.
 
 The first signal stops the command at once, except in a `deferred` block, where work could be lost: there it
-does so when every rank has called `poll`. A second signal stops the command at once everywhere.
+does so when every rank has called `poll`. A second signal stops it at once everywhere.
 """
 
 import contextlib

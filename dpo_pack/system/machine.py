@@ -10,7 +10,7 @@ import importlib.metadata
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from dpo_pack.system.files import text_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import torch
     from torch import Tensor
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # mallopt's parameters in glibc's malloc.h
@@ -143,26 +142,18 @@ def release_memory() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCopies:
-    """Copies of tensors on the host, which the host can read while the device continues to compute."""
+def host_copies(tensors: Sequence[Tensor]) -> Callable[[], tuple[npt.NDArray[Any], ...]]:
+    """Starts copies on the host, and does not wait. The returned function waits for them and returns them."""
+    import torch
 
-    tensors: tuple[Tensor, ...]  # on the host
-    arrival: torch.cuda.Event | None  # when all copies are complete; None: they are complete at once
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # from CUDA into pinned memory
+    arrival = torch.cuda.Event() if tensors[0].is_cuda else None
+    if arrival is not None:
+        arrival.record()
 
-    @staticmethod
-    def begin(tensors: Sequence[Tensor]) -> HostCopies:
-        """Starts the copies and does not wait for them. Copies of tensors on CUDA are in pinned memory."""
-        import torch
-
-        copies = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
-        arrival = torch.cuda.Event() if tensors[0].is_cuda else None
+    def read() -> tuple[npt.NDArray[Any], ...]:
         if arrival is not None:
-            arrival.record()
-        return HostCopies(tensors=copies, arrival=arrival)
+            arrival.synchronize()  # later work of the device is not waited for
+        return tuple(copy.numpy() for copy in copies)
 
-    def read(self) -> tuple[npt.NDArray[Any], ...]:
-        """Returns the values. Waits for the copies only, and not for later work of the device."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        return tuple(tensor.numpy() for tensor in self.tensors)
+    return read

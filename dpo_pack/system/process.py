@@ -21,7 +21,7 @@ from typing import Any
 
 from dpo_pack.system.errors import RecipeError, one_line
 
-_KEY = "distributed.num_processes"
+KEY = "distributed.num_processes"
 _LAUNCHERS = "start the processes with dpopack itself, torchrun, accelerate launch or srun"
 _OF_PROGRESS_BARS = re.compile(r"(\x1b\[A|[\n\r\t])")  # what progress bars of libraries need
 
@@ -77,7 +77,7 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if _number(environ, name, 1) > 1:
             what = f"{name} is set, but dpo-pack does not read MPI's variables"
-            raise RecipeError(f"{_KEY}: {what}; {_LAUNCHERS}")
+            raise RecipeError(f"{KEY}: {what}; {_LAUNCHERS}")
     return None
 
 
@@ -86,7 +86,7 @@ def first_host(node_list: str) -> str:
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", node_list)
     if first is None:
         what = f"cannot read SLURM's list of nodes, '{node_list}'"
-        raise RecipeError(f"{_KEY}: {what}; set MASTER_ADDR to the host of rank 0")
+        raise RecipeError(f"{KEY}: {what}; set MASTER_ADDR to the host of rank 0")
     return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", first[0])
 
 
@@ -100,7 +100,7 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
         tasks += [int(match[1])] * int(match[2] or 1)
     if node >= len(tasks):
         what = f"SLURM_STEP_TASKS_PER_NODE, '{tasks_per_node}', does not say how many tasks this node has"
-        raise RecipeError(f"{_KEY}: {what}; start the ranks with torchrun instead")
+        raise RecipeError(f"{KEY}: {what}; start the ranks with torchrun instead")
     return tasks[node]
 
 
@@ -113,14 +113,14 @@ def _value(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name)
     if not value:
         what = f"the environment says that this is one of several processes, but {name} is not set"
-        raise RecipeError(f"{_KEY}: {what}; {_LAUNCHERS}")
+        raise RecipeError(f"{KEY}: {what}; {_LAUNCHERS}")
     return value
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = _value(environ, name) if default is None else environ.get(name) or str(default)
     if not value.isdecimal():
-        raise RecipeError(f"{_KEY}: {name} must be a whole number, not '{value}'")
+        raise RecipeError(f"{KEY}: {name} must be a whole number, not '{value}'")
     return int(value)
 
 

@@ -111,6 +111,5 @@ def end_with_parent() -> None:
         os.read(pipe, 1)  # nothing is written: this returns when the only writer, the parent, has ended
         os.killpg(0, signal.SIGKILL)
 
-    if PARENT_PIPE in os.environ:
-        pipe = int(os.environ.pop(PARENT_PIPE))
-        threading.Thread(target=wait_for_the_end, args=(pipe,), daemon=True, name="parent").start()
+    if (pipe := os.environ.pop(PARENT_PIPE, None)) is not None:
+        threading.Thread(target=wait_for_the_end, args=(int(pipe),), daemon=True, name="parent").start()

@@ -20,8 +20,6 @@ from dpo_pack.system.errors import DpoPackError, RunError
 from dpo_pack.system.files import path_aside, writing
 from dpo_pack.system.process import is_set
 
-_MOST_SHOWN = 40  # characters of a value in an error message
-
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 
@@ -62,27 +60,24 @@ def leave() -> None:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on at least one rank."""
     return largest_numbers(flag)[0] > 0
 
 
 def largest_numbers(*numbers: float) -> list[float]:
     """Returns for each of the numbers the largest of all ranks, in one exchange."""
-    if num_ranks() == 1:
-        return list(numbers)
     largest = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=host_group())
-    return list(largest.tolist())
+    if num_ranks() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=host_group())
+    found: list[float] = largest.tolist()
+    return found
 
 
 def first_says(value: Value) -> Value:
     """Returns rank 0's value on every rank. The value is an object that can be pickled."""
-    if num_ranks() == 1:
-        return value
-    values: list[Any] = [value]
-    dist.broadcast_object_list(values, src=0, group=host_group())
-    received: Value = values[0]
-    return received
+    values = [value]
+    if num_ranks() > 1:
+        dist.broadcast_object_list(values, src=0, group=host_group())
+    return values[0]
 
 
 def every_rank_says(value: Value, group: Any = None) -> list[Value]:
@@ -99,8 +94,6 @@ def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]
     try:
         outcome: tuple[Any, DpoPackError | None] = work(), None
     except DpoPackError as error:
-        if num_ranks() == 1:
-            raise
         outcome = None, error
     outcomes = every_rank_says(outcome, group)
     for _, failure in outcomes:
@@ -115,7 +108,6 @@ def first_does(work: Callable[[], Value]) -> Value:
 
 
 def of_first(value: Value) -> Value | None:
-    """Returns the value on rank 0, None on the other ranks."""
     return value if is_first() else None
 
 
@@ -145,20 +137,17 @@ def wait_for_all() -> None:
 @contextlib.contextmanager
 def first_goes_first() -> Iterator[None]:
     """Rank 0 runs the `with` block first; then the other ranks run it, or raise rank 0's DpoPackError."""
-    failure: DpoPackError | None = None
-    if not is_first():
-        failure = first_says(None)
-        if failure is not None:
-            raise failure
-        yield
-        return
+    failure: DpoPackError | None = None if is_first() else first_says(None)
+    if failure is not None:
+        raise failure
     try:
         yield
     except DpoPackError as error:
         failure = error
         raise
     finally:
-        first_says(failure)
+        if is_first():
+            first_says(failure)
 
 
 def require_same(facts: Mapping[str, Any], remedy: str) -> None:
@@ -169,7 +158,7 @@ def require_same(facts: Mapping[str, Any], remedy: str) -> None:
         names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            theirs, ours = (repr(each.get(names[0]))[:_MOST_SHOWN] for each in (found, expected))
+            theirs, ours = (repr(each.get(names[0]))[:40] for each in (found, expected))
             raise RunError(
                 f"rank {other} (on {other_host}) and rank 0 (on {host}) differ in {names[0]}{more}: "
                 f"{theirs} and {ours}; {remedy}"
