@@ -133,9 +133,7 @@ def compute_missing(
     """
     budget = settings.token_budget
     rows = deque(plan.rows)
-    computed: deque[tuple[IntArray, Callable[[], Sequence[Any]]]] = (
-        deque()
-    )  # groups, results
+    computed: deque[tuple[IntArray, Callable[[], Sequence[Any]]]] = deque()  # groups, results
     finished: list[pa.Table] = []
     written = time.monotonic()
 

@@ -133,14 +133,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     for directory in ("model", "tokenizer", "empty", "dataset", "step-000001"):
         (root / directory).mkdir(parents=True)
     for name in (
-        "model/config.json",
-        "tokenizer/tokenizer.json",
-        "pairs.jsonl",
-        "pairs.csv.gz",
-        "pairs.parquet.gz",
-        "pairs.txt",
-        "t.jinja",
-    ):
+        "model/config.json", "tokenizer/tokenizer.json", "pairs.jsonl", "pairs.csv.gz", "pairs.parquet.gz",
+        "pairs.txt", "t.jinja",
+    ):  # fmt: skip
         (root / name).touch()
     monkeypatch.chdir(root)
     yield root
@@ -150,25 +145,13 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 @pytest.mark.parametrize(
     "override",
     [
-        "model.path=model",
-        "model.path=./model",
-        "model.path=gpt2",
-        "model.path=Qwen/Qwen3-0.6B",
-        "tokenizer.path=tokenizer",
-        "tokenizer.chat_template=t.jinja",
-        "reference.path=model",
-        "data.train=pairs.csv.gz",
-        "data.train=dataset",
-        "data.train=trl-lib/ultrafeedback_binarized",
-        "data.eval=pairs.jsonl",
-        "data.eval={fraction: 0.1}",
-        "output_dir=a/b/c",
-        "output_dir=dataset",
-        "reference.cache_dir=new/cache",
-        "checkpoint.resume=never",
-        "checkpoint.resume=step-000001",
+        "model.path=model", "model.path=./model", "model.path=gpt2", "model.path=Qwen/Qwen3-0.6B",
+        "tokenizer.path=tokenizer", "tokenizer.chat_template=t.jinja", "reference.path=model",
+        "data.train=pairs.csv.gz", "data.train=dataset", "data.train=trl-lib/ultrafeedback_binarized",
+        "data.eval=pairs.jsonl", "data.eval={fraction: 0.1}", "output_dir=a/b/c", "output_dir=dataset",
+        "reference.cache_dir=new/cache", "checkpoint.resume=never", "checkpoint.resume=step-000001",
     ],
-)
+)  # fmt: skip
 def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None:
     check_environment(load(override))
 
