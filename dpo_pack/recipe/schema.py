@@ -1,8 +1,7 @@
 """The schema of a recipe: `Recipe`, and the sections of the models, of logging and of several devices.
 
-data.py, training.py and online.py have the other sections. The JSON schema, the commented defaults
-and docs/recipe.md are generated from these classes. Rules between keys of one section are in the section's
-class, rules between sections in `Recipe`; load.py checks what the machine must have.
+data.py, training.py and online.py have the other sections. The JSON schema, the commented defaults and
+docs/recipe.md are generated from these classes, which also have the rules between keys.
 """
 
 from collections.abc import Iterator

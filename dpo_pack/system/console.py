@@ -204,10 +204,7 @@ class TrainingLines:
             self._tell(self._label(step), step, self.num_steps, self._left + self._facts)
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Prints a train line of metrics.jsonl: the first, the last, and of others at most one a second.
-
-        `record` is of the newest step that `advance` was told of.
-        """
+        """Prints a line of metrics.jsonl: the first, the last, and of others at most one a second."""
         self._facts = [
             f"loss {record['loss']:.4f}",
             f"margin {record['rewards/margins']:+.4f}",

@@ -64,8 +64,7 @@ def ending_of(error: BaseException) -> Ending:
 def settle_failure(error: BaseException, *, rank: int, store: Store) -> int:
     """Prints the error that ended this rank, unless another rank failed before; returns the exit status.
 
-    If a rank fails, other ranks fail too: their connections break, or they find the same mistake. They print
-    nothing and end with the exit status of the rank that is the first in `store`.
+    Ranks that fail after the first in `store`, often because of it, print nothing and end with its status.
     """
     from torch._C._distributed_c10d import PrefixStore  # imports torch; as in torch.distributed, with types
 

@@ -1,8 +1,5 @@
-"""Runs a block on every rank: starts the ranks if no launcher has, connects them, checks that they agree.
-
-On several devices `dpopack` starts one process for each device (process_starter.py). If torchrun, accelerate
-launch or srun has started the processes (process.py), each only joins the others.
-"""
+"""Runs a block on every rank: starts the ranks if no launcher has (process_starter.py), connects them, checks
+that they agree."""
 
 from __future__ import annotations
 

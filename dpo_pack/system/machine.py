@@ -95,10 +95,10 @@ class AvailableMemory:
 
 
 def host_memory(root: Path = Path("/")) -> AvailableMemory:
-    """Returns the memory of the machine that this process may use.
+    """Returns the memory of the machine that this process may use; cached files count as free.
 
-    The smallest limit of its control groups counts (of a container or a batch job), without cached files. In
-    a container, groups may have paths of the host: then only the last path, the mount point, has a limit.
+    The smallest limit of its control groups (of a container, a batch job) counts. In a container, groups may
+    have paths of the host: then only the last path, the mount point, has a limit.
     """
     machine = psutil.virtual_memory()
     free, total = machine.available, machine.total

@@ -140,7 +140,7 @@ def complain(line: str) -> None:
 
 
 def guard_output() -> None:
-    """From now on, escapes in stdout and stderr control characters and characters that the encoding lacks."""
+    """From now on, escapes control characters, and those that the encoding lacks, in stdout and stderr."""
     # transformers imports bitsandbytes if it is installed; it warns of kernels that dpo-pack does not call.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     stdout = unguarded(sys.stdout)
