@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.system.imports import many_imports
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.system.output import say
+from dpo_pack.system.process import many_imports, say
 
 if TYPE_CHECKING:
     from datasets import Dataset

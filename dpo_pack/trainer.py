@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from accelerate.utils import set_seed
 from rich.console import Console
 from torch import Tensor
 
@@ -80,14 +81,12 @@ from dpo_pack.run.setup import (
 )
 from dpo_pack.run.state import TrainState, find_selection, is_multiple
 from dpo_pack.system import ranks
-from dpo_pack.system.console import format_seconds, keep_log
+from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
 from dpo_pack.system.errors import CacheError, RunError, first_line
 from dpo_pack.system.files import write_json_atomically, write_text_atomically
 from dpo_pack.system.hub import push_command, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
-from dpo_pack.system.memory import release_memory
-from dpo_pack.system.progress import TrainingLines, waiting_line
-from dpo_pack.system.seeding import seed_everything, seed_step
+from dpo_pack.system.machine import release_memory
 from dpo_pack.training.batches import BatchSource, GlobalBatch, score_pairs
 from dpo_pack.training.first_step import check_start
 from dpo_pack.training.health import RunFacts
@@ -196,7 +195,7 @@ class Trainer:
     ) -> None:
         """A dry run prints the memory that the run needs, and writes nothing into `output_dir`."""
         begun = time.monotonic()
-        seed_everything(recipe.seed)
+        set_seed(recipe.seed)
         self.recipe, self.run, self.console, self.interruption = recipe, run, console, interruption
         # Data: pairs as token ids, and all that is known of models and machine without weights.
         self.setup = setup = prepare(recipe, console, takes_prompts=True)
@@ -493,7 +492,7 @@ class Trainer:
         self.interruption.poll()
         with self.interruption.lifted():  # no step has begun, so a signal ends the run at once
             batch = next(batches, None)
-        seed_step(self.recipe.seed, step=self.state.step, rank=ranks.rank())
+        ranks.seed_step(self.recipe.seed, step=self.state.step, rank=ranks.rank())
         self.clock.lap("data")
         return batch
 
@@ -561,7 +560,7 @@ class Trainer:
         other ranks can be waiting in a backward pass already, and a poll would wait for them forever.
         """
         if batch.common_passes is None or number <= batch.common_passes:
-            self.interruption.poll_in_time()
+            self.interruption.poll(at_once=False)
 
     def step_record(self, batch: GlobalBatch, outcome: StepOutcome) -> dict[str, Any]:
         """Returns the step's line of metrics.jsonl without rates. Waits for the device."""
@@ -598,7 +597,7 @@ class Trainer:
         if failure is not None:
             log.print(failure)
         self.sampler.write(saver.load_exported())
-        with waiting_line(self.console, "Writing the model"):
+        with shown(self.console, "Writing the model"):
             saver.export(run.model)
         log.close()
         run.update(

@@ -34,7 +34,7 @@ from dpo_pack.model.logps import (
 from dpo_pack.run.checkpoint import checkpoint_content
 from dpo_pack.run.checkpoint_files import CheckpointWriter
 from dpo_pack.run.state import Identity, Place, TrainState
-from dpo_pack.system.memory import keep_freed_memory
+from dpo_pack.system.machine import keep_freed_memory
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.system.output import say
+from dpo_pack.system.process import say
 
 cache_app = typer.Typer(help="Look after reference log-probs.", no_args_is_help=True, rich_markup_mode=None)
 CacheDir = Annotated[

@@ -19,8 +19,7 @@ from dpo_pack.proofs.rows import ProofOutcome
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import check_model, load_and_prove, resolve_model
 from dpo_pack.system import ranks
-from dpo_pack.system.machine import bfloat16_instructions, cpu_name, package_versions
-from dpo_pack.system.memory import machine_memory_bytes
+from dpo_pack.system.machine import bfloat16_instructions, cpu_name, host_memory, package_versions
 
 
 def describe_environment() -> dict[str, Any]:
@@ -94,4 +93,4 @@ def _devices() -> list[dict[str, Any]]:
     instructions = bfloat16_instructions()
     if instructions is not None:
         name += f", bf16 by {' and '.join(instructions)}" if instructions else ", no bf16 instructions"
-    return [{"device": "cpu", "name": name, "memory_bytes": machine_memory_bytes()}]
+    return [{"device": "cpu", "name": name, "memory_bytes": host_memory().total}]

@@ -22,10 +22,8 @@ from dpo_pack.commands.cache_commands import cache_app
 from dpo_pack.system import interrupts
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.system.imports import many_imports
 from dpo_pack.system.interrupts import interruptible
-from dpo_pack.system.output import complain, guard_output, say
-from dpo_pack.system.placement import Placement, placement
+from dpo_pack.system.process import Placement, complain, guard_output, many_imports, placement, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,7 +30,7 @@ from dpo_pack.losses.objective import (
     wpo_weights,
 )
 from dpo_pack.system.errors import RecipeError, first_line
-from dpo_pack.system.imports import load_function
+from dpo_pack.system.process import load_function
 
 __all__ = [
     "LOSSES", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs", "length_desensitized_sums",

@@ -5,7 +5,6 @@ does so if an answer takes too long, is too large or is unusable. A process that
 threads of a ThreadPool, so a run that a signal interrupts does not wait for open requests.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -17,7 +16,6 @@ from typing import Any, TypeVar
 
 from dpo_pack.online.interface import Failure
 from dpo_pack.system.errors import RunError
-from dpo_pack.system.machine import install_command
 
 Answer = TypeVar("Answer")
 
@@ -37,10 +35,6 @@ class Endpoint:
     concurrency: int
     recipe_key: str  # error messages name this key of the recipe
     refused: set[str] = field(default_factory=set)  # refused fields, which are no longer sent
-
-    def __post_init__(self) -> None:
-        if importlib.util.find_spec("openai") is None:
-            raise RunError(f"{self.recipe_key}: needs dpo-pack[openai]: {install_command('openai')}")
 
     def ask_all(
         self,

@@ -33,7 +33,7 @@ from dpo_pack.online.sampling import (
     draw_tokens,
     end_tokens,
 )
-from dpo_pack.system.progress import progress_bar
+from dpo_pack.system.console import progress_bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

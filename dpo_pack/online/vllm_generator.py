@@ -31,8 +31,7 @@ from dpo_pack.online.sampling import SamplingSettings, completion_of, completion
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.proofs.rows import proof_row
 from dpo_pack.system.errors import ModelError
-from dpo_pack.system.machine import install_command
-from dpo_pack.system.memory import release_memory
+from dpo_pack.system.machine import install_command, release_memory
 
 KEY = "online.generator.type"
 OTHERS = "use transformers, or http with a vLLM server"

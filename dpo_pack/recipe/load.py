@@ -1,14 +1,14 @@
 """Loads, checks and writes recipes (YAML), with overrides. Imports no torch, so commands start at once.
 
-text.py turns a recipe's text into a tree of plain values. schema.py checks each key and the rules between
-keys, and mistakes.py makes one error of one line. `check_environment` finds what this machine lacks.
+text.py makes a tree of plain values from a recipe's text, schema.py has the rules for keys, and mistakes.py
+the words for broken ones. `check_environment` finds what this machine lacks.
 """
 
 import importlib.util
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, SourceRecipe, as_eval, as_sources, source_names
-from dpo_pack.recipe.mistakes import fail_if_any, nested_sections, recipe_problems
+from dpo_pack.recipe.mistakes import nested_sections, recipe_problems
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
 from dpo_pack.recipe.types import Problem, allowed_values
@@ -28,9 +28,6 @@ __all__ = ["Recipe", "source_names"]  # besides what is defined here
 MAX_RECIPE_BYTES = 1 << 17  # PyYAML takes some seconds for so many bytes
 MODEL_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-NO_MASTER_WEIGHTS = (
-    "keeps no fp32 master weights for bfloat16 parameters; set optim.name: adamw or model.dtype: float32"
-)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -67,8 +64,19 @@ def parse_recipe(
     try:
         return Recipe.model_validate(tree, context={"recipe_dir": os.path.abspath(recipe_dir)})
     except ValidationError as invalid:
-        fail_if_any(recipe_problems(invalid.errors(include_url=False), tree))
+        _fail_if_any(recipe_problems(invalid.errors(include_url=False), tree))
         raise
+
+
+def _fail_if_any(problems: Iterable[Problem]) -> None:
+    """Raises RecipeError if there are problems; it has the first problem and the keys of the others."""
+    by_key: dict[str, str] = {}
+    for key, message in problems:
+        by_key.setdefault(key, message)
+    if by_key:
+        (key, message), *others = by_key.items()
+        more = f" (and {len(others)} more: {', '.join(other for other, _ in others)})" if others else ""
+        fail(f"{key}: {message}{more}")
 
 
 def _without_shorthands(tree: Mapping[str, Any]) -> Tree:
@@ -132,8 +140,8 @@ def _is_section(field: FieldInfo) -> bool:
 
 def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
     """Raises RecipeError if this machine lacks a path or package; trackers only where the recipe `trains`."""
-    checks = [_path_problems, _bfloat16_problems, _package_problems, *([_tracker_problems] if trains else [])]
-    fail_if_any(problem for check in checks for problem in check(recipe))
+    packages = _package_problems(recipe, trains=trains)
+    _fail_if_any([*_path_problems(recipe), *_bfloat16_problems(recipe), *packages])
 
 
 def _path_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -207,31 +215,33 @@ def _bfloat16_problems(recipe: Recipe) -> Iterator[Problem]:
     trains_adapter = recipe.model.lora is not None or _is_adapter(recipe.model.path)
     # The weights of an adapter are always fp32, whatever the type of its base model.
     if recipe.optim.name != "adamw" and not trains_adapter:
-        yield "optim.name", f"{recipe.optim.name} {NO_MASTER_WEIGHTS}"
+        remedy = "set optim.name: adamw or model.dtype: float32"
+        what = f"{recipe.optim.name} keeps no fp32 master weights for bfloat16 parameters"
+        yield "optim.name", f"{what}; {remedy}"
     # In bfloat16, a mix of two models, or base plus adapter, may round to the old reference. A copy is exact.
     if recipe.reference.sync is not None and (recipe.reference.sync.mixup < 1.0 or trains_adapter):
         remedy = "set model.dtype: float32, or mixup: 1 without an adapter"
         yield "reference.sync", f"model.dtype bfloat16 rounds most of an update away; {remedy}"
 
 
-def _package_problems(recipe: Recipe) -> Iterator[Problem]:
+def _package_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
+    """Yields packages that keys need. What only a model's files need is refused when they are read."""
+    online = recipe.online
+    generator, judges = ("", ()) if online is None else (online.generator.type, online.judges)
     for key, module, is_needed in (
         ("model.lora", "peft", recipe.model.lora is not None),
-        ("model.path", "peft", _is_adapter(recipe.model.path)),
-        ("reference.path", "peft", _is_adapter(recipe.reference.path or "")),
         ("model.kernels", "liger_kernel", recipe.model.kernels == "liger"),
         ("model.quantize", "bitsandbytes", recipe.model.quantize is not None),
         ("optim.name", "bitsandbytes", recipe.optim.name == "adamw_8bit"),
-        ("online.generator.type", "vllm", recipe.online and recipe.online.generator.type == "vllm"),
+        ("online.generator.type", "vllm", generator == "vllm"),
+        ("online.generator.endpoint", "openai", generator == "http"),
+        *((f"online.judges.{n}.endpoint", "openai", judge.type == "llm") for n, judge in enumerate(judges)),
     ):
         if is_needed and importlib.util.find_spec(module) is None:
             install = install_command(module.removesuffix("_kernel"))
             yield key, f"needs the package {module.replace('_', '-')}, which is not installed; {install}"
-
-
-def _tracker_problems(recipe: Recipe) -> Iterator[Problem]:
-    for tracker in recipe.logging.trackers:
+    for tracker in recipe.logging.trackers if trains else ():
         modules = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]
         if not any(importlib.util.find_spec(module) for module in modules):
-            package = modules[0].replace("_", "-")
+            package = tracker.replace("_", "-")
             yield "logging.trackers", f"'{tracker}' is not installed; pip install {package}"

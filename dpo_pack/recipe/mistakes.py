@@ -1,8 +1,8 @@
-"""Turns the mistakes in a recipe into an error of one line: the key, what is wrong, and how to mend it."""
+"""Says what is wrong in a recipe: the key, the mistake, and how to mend it."""
 
 import difflib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -12,19 +12,8 @@ from pydantic_core import ErrorDetails
 from dpo_pack.recipe.data import RowField
 from dpo_pack.recipe.peers.peer_tables import our_values, our_words
 from dpo_pack.recipe.schema import Recipe
-from dpo_pack.recipe.text import Tree, fail, show
+from dpo_pack.recipe.text import Tree, show
 from dpo_pack.recipe.types import BROKEN_RULE, Problem, allowed_values
-
-
-def fail_if_any(problems: Iterable[Problem]) -> None:
-    """Raises RecipeError if there are problems; it has the first problem and the keys of the others."""
-    by_key: dict[str, str] = {}
-    for key, message in problems:
-        by_key.setdefault(key, message)
-    if by_key:
-        (key, message), *others = by_key.items()
-        more = f" (and {len(others)} more: {', '.join(other for other, _ in others)})" if others else ""
-        fail(f"{key}: {message}{more}")
 
 
 def nested_sections(annotation: Any, *, is_item: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:

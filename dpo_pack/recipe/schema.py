@@ -1,8 +1,7 @@
 """The schema of a recipe: `Recipe`, and the sections of the models, of logging and of several devices.
 
-data.py, training.py and online.py have the other sections. The JSON schema, the commented defaults
-and docs/recipe.md are generated from these classes. Rules between keys of one section are in the section's
-class, rules between sections in `Recipe`; load.py checks what the machine must have.
+data.py, training.py and online.py have the other sections. The JSON schema, the commented defaults and
+docs/recipe.md are generated from these classes, which also have the rules between keys.
 """
 
 from collections.abc import Iterator
@@ -213,12 +212,6 @@ class Recipe(types.Section):
 
     def broken_rules(self) -> Iterator[types.Problem]:
         """Yields problems between sections, each of which is valid alone."""
-        yield from self._broken_model_rules()
-        yield from self._broken_evaluation_rules()
-        if self.online is not None:
-            yield from self._broken_online_rules(self.online)
-
-    def _broken_model_rules(self) -> Iterator[types.Problem]:
         model, reference = self.model, self.reference
         if model.compile is True and model.gradient_checkpointing == "selective":
             remedy = "set model.gradient_checkpointing: true, because selective cannot see compiled products"
@@ -238,11 +231,16 @@ class Recipe(types.Section):
             yield "reference.sync", "a model with model.quantize cannot follow the policy; leave it out"
         if self.distributed.gather_dtype and model.autocast not in ("auto", "none"):
             yield "distributed.gather_dtype", "takes the place of model.autocast; leave one of the two out"
+        yield from self._broken_evaluation_rules()
+        if self.online is not None:
+            yield from self._broken_online_rules(self.online)
 
     def _broken_evaluation_rules(self) -> Iterator[types.Problem]:
         checkpoint, every_steps = self.checkpoint, self.train.eval_every_steps
         if every_steps and not self.data.eval:
             yield "train.eval_every_steps", "there is nothing to evaluate: data.eval is empty"
+        if checkpoint.load_best and not checkpoint.keep_best:
+            yield "checkpoint.load_best", "needs checkpoint.keep_best: 1 or more; else the best are deleted"
         samples = self.logging.samples
         if samples is not None and samples.every_evals is not None and every_steps is None:
             yield "logging.samples.every_evals", "needs evaluations in training: train.eval_every_steps"

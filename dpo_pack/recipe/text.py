@@ -129,9 +129,8 @@ def apply_override(tree: Tree, override: str) -> Tree:
 def put(old: Any, parts: list[str], value: Any, where: str = "") -> Any:
     """Returns a copy of `old`, the value at key `where`, in which the key `parts` below it is `value`.
 
-    Everything on the way is copied, because the given tree must not change, and a mapping may be the value of
-    several keys. A list of one mapping needs no number: data.train.path is data.train.0.path, because a file
-    may give one source without a list. Raises RecipeError if a value on the way has no keys.
+    All on the way is copied: a mapping may be the value of several keys. A list of one mapping needs no
+    number: data.train.path is data.train.0.path. Raises RecipeError if a value on the way has no keys.
     """
     if not parts:
         return value

@@ -14,8 +14,7 @@ from pydantic_core import PydanticCustomError
 from dpo_pack.recipe import types
 
 POLYNOMIAL_LR_END = 1e-7  # transformers' default lr_end
-# Metrics that can decide which evaluation is the best: that with the lowest value for a metric in
-# LOWER_IS_BETTER, that with the highest value for any other metric.
+# Metrics that can decide which evaluation is the best: the lowest of LOWER_IS_BETTER, the highest of others.
 EvalMetric = Literal[
     "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/chosen",
     "logps/chosen_per_token", "mean_token_accuracy", "online/win_rate", "online/scores", "online/score_gain",
@@ -271,7 +270,3 @@ class CheckpointRecipe(types.Section):
     most half of the free CPU memory."""
     resume: Annotated[str, *types.IsPath, types.Allowed("auto, never or a path")] = "auto"
     """What a run goes on from. auto: output_dir's newest valid checkpoint, if it has one; never: nothing."""
-
-    def broken_rules(self) -> Iterator[types.Problem]:
-        if self.load_best and not self.keep_best:
-            yield "load_best", "needs checkpoint.keep_best: 1 or more; with 0, the best weights are deleted"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,11 +24,11 @@ from dpo_pack.packing.lengths import IntArray
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.parts import TokenLogps, sequence_table
 from dpo_pack.reference.work import PassPlan, PassSettings, ReferenceWork, plan_pass
+from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
-from dpo_pack.system.memory import HostCopies, release_memory
-from dpo_pack.system.progress import progress_bar
-from dpo_pack.system.ranks import largest_number
+from dpo_pack.system.machine import host_copies, release_memory
+from dpo_pack.system.ranks import largest_numbers
 
 # Longer rows are not faster on CPU: the allocator does not keep blocks as large as their activations, so each
 # operation maps new memory. A token takes 1.25 times as long in a row of 32,768 tokens as in one of 4,096.
@@ -65,7 +66,7 @@ def fill_cache(
     if search is not None:
         found = _largest_budget(work, scorer, shape, settings, search)
         # All ranks use the same plan, so the smallest budget decides.
-        settings = replace(settings, token_budget=-largest_number(-found))
+        settings = replace(settings, token_budget=-int(largest_numbers(-found)[0]))
         console.print(f"  rows of up to {settings.token_budget:,} tokens")
     plan = plan_pass(work, shape, settings, is_packed=scorer.backend is not None)
     tokens = plan.row_tokens
@@ -132,7 +133,7 @@ def compute_missing(
     """
     budget = settings.token_budget
     rows = deque(plan.rows)
-    computed: deque[tuple[IntArray, HostCopies]] = deque()  # the groups of a row, and their results
+    computed: deque[tuple[IntArray, Callable[[], Sequence[Any]]]] = deque()  # groups, results
     finished: list[pa.Table] = []
     written = time.monotonic()
 
@@ -157,7 +158,7 @@ def compute_missing(
                 continue
             tensors = [result.sums, result.num_tokens]
             tensors += [result.token_logps.float()] if settings.per_token else []
-            computed.append((members, HostCopies.begin(tensors)))
+            computed.append((members, host_copies(tensors)))
             if len(computed) > _num_rows_behind(settings.device):
                 finish_row()
         while computed:
@@ -214,9 +215,9 @@ def _num_rows_behind(device: torch.device) -> int:
     return 1 if device.type == "cuda" else 0
 
 
-def _finished_row(work: ReferenceWork, members: IntArray, results: HostCopies) -> pa.Table:
+def _finished_row(work: ReferenceWork, members: IntArray, results: Callable[[], Sequence[Any]]) -> pa.Table:
     """Returns the `sequence_table` of a row's groups. Raises ModelError if a log-prob is not finite."""
-    sums, num_tokens, *token_logps = results.read()
+    sums, num_tokens, *token_logps = results()
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):
         group = members[np.nonzero(work.missing[members])[0][wrong[0]]]

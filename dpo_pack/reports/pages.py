@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from dpo_pack.packing.report import PackingReport
 from dpo_pack.reports import evaluation_tables, packing_tables, pair_views, run_files, run_views
 from dpo_pack.system.files import write_text_atomically
-from dpo_pack.system.output import printable
+from dpo_pack.system.process import printable
 
 if TYPE_CHECKING:  # the page of a run is written without torch
     from dpo_pack.data.view import ShownRecipe

@@ -13,7 +13,7 @@ from rich.text import Text
 from dpo_pack.data.ingest import columns_sentence
 from dpo_pack.data.view import Fault, PackedRow, ShownPair, ShownRecipe, SourceView, Token
 from dpo_pack.reports.tables import counted
-from dpo_pack.system.output import printable
+from dpo_pack.system.process import printable
 
 # The terminal shows only so much at the beginning and at the end of a long text; the page shows all.
 _SHOWN_TOKENS, _SHOWN_CHARACTERS = (120, 40), (240, 60)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.system.output import printable
+from dpo_pack.system.process import printable
 
 _NARROWEST = 24  # columns of a completion; in less room, completions stand below each other
 _MOST_OF_PROMPT = 300  # characters; the end is kept, because it says what is asked

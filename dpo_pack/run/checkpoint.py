@@ -8,7 +8,7 @@
 A run can resume from it on any number of ranks and with any strategy: torch.distributed.checkpoint stores
 each tensor under a name that is the same on any number of ranks, and the position of each shard in the whole
 tensor. A checkpoint has no state of random generators: a step's random numbers depend on (seed, step, rank),
-see system/seeding.py.
+see `seed_step` in system/ranks.py.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from dpo_pack.system.files import (
     writing,
 )
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.system.memory import free_memory_bytes
+from dpo_pack.system.machine import host_memory
 
 COUNTERS, TENSORS, HOST_STATE, MODEL = "checkpoint.json", "tensors", "host.pt", "model"
 Value = TypeVar("Value")
@@ -290,7 +290,7 @@ def _local_tensors(tree: Mapping[str, Any]) -> Iterator[Tensor]:
 def _has_room_for_copy(tensors: Sequence[Tensor]) -> bool:
     """Whether a tensor is on a GPU, and copies of all ranks of this machine fit into half the free RAM."""
     num_bytes = sum(tensor.nbytes for tensor in tensors) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return any(tensor.is_cuda for tensor in tensors) and 2 * num_bytes <= free_memory_bytes()
+    return any(tensor.is_cuda for tensor in tensors) and 2 * num_bytes <= host_memory().free
 
 
 def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) -> None:

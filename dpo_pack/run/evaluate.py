@@ -21,11 +21,11 @@ from dpo_pack.run.pairs import prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, load_proved, prepare
 from dpo_pack.run.state import Selection, TrainState, judge
+from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.interrupts import Interruption
-from dpo_pack.system.memory import release_memory
-from dpo_pack.system.progress import progress_bar
+from dpo_pack.system.machine import release_memory
 from dpo_pack.training.held_out import (
     Comparison,
     HeldOutResult,

@@ -33,7 +33,7 @@ from dpo_pack.system.console import format_seconds
 from dpo_pack.system.errors import ModelError, RunError
 from dpo_pack.system.files import text_of, written_aside
 from dpo_pack.system.hub import is_on_hub, name_for_others
-from dpo_pack.system.output import printable
+from dpo_pack.system.process import printable
 
 
 def export_model(

@@ -21,10 +21,9 @@ from dpo_pack.recipe.load import source_names
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.setup import Setup
 from dpo_pack.run.state import TrainState
-from dpo_pack.system.console import format_count, print_detail
+from dpo_pack.system.console import TrainingLines, format_count, print_detail
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.machine import bfloat16_instructions
-from dpo_pack.system.progress import TrainingLines
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.health import RunFacts, examine
 from dpo_pack.training.metrics import PairValues

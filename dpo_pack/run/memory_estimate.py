@@ -35,7 +35,7 @@ from dpo_pack.run.models import StateBytes, num_gradients, num_local_ranks, trai
 from dpo_pack.run.setup import Setup, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
-from dpo_pack.system.memory import AvailableMemory, host_memory, release_memory
+from dpo_pack.system.machine import AvailableMemory, host_memory, release_memory
 
 GIB = 2**30
 # Memory that the allocator holds but cannot use; on CUDA also the device's context and cuBLAS workspaces.

@@ -44,9 +44,8 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import add_to_json, read_json
-from dpo_pack.system.machine import cpu_name, install_command, package_versions
-from dpo_pack.system.memory import machine_memory_bytes
-from dpo_pack.system.placement import is_set
+from dpo_pack.system.machine import cpu_name, host_memory, install_command, package_versions
+from dpo_pack.system.process import is_set
 
 CPU = torch.device("cpu")
 
@@ -456,7 +455,7 @@ def _by_size(
     needed = sum(state) + state.gradients * (num_gradients(policy.config) - 1)
     if precision.casts_weights and not policy.gradient_checkpointing:
         needed += 2.0 * count
-    memory = -ranks.largest_number(-device_memory(device))  # the memory of the smallest device
+    memory = -ranks.largest_numbers(-device_memory(device))[0]  # the memory of the smallest device
     what = (
         f"{format_count(count)} parameters with gradients and optimizer state take {needed / 1e9:.3g} GB, "
         f"a device has {memory / 1e9:.3g} GB"
@@ -502,7 +501,7 @@ def device_memory(device: torch.device) -> int:
     """Returns the bytes of memory for one rank. Ranks on CPUs divide the machine's memory equally."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return machine_memory_bytes() // num_local_ranks()
+    return host_memory().total // num_local_ranks()
 
 
 def num_local_ranks() -> int:

@@ -27,7 +27,7 @@ from dpo_pack.run.pairs import plan_settings, row_builder
 from dpo_pack.run.setup import Setup, load_moving_reference, load_second_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import ModelError, RecipeError
-from dpo_pack.system.imports import load_function
+from dpo_pack.system.process import load_function
 from dpo_pack.training.references import LiveReference
 
 

@@ -40,7 +40,7 @@ from dpo_pack.run.setup import Setup, prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, first_line
 from dpo_pack.system.files import parse_json, text_of, write_text_atomically
-from dpo_pack.system.memory import release_memory
+from dpo_pack.system.machine import release_memory
 
 SourcedPrompt = tuple[str, Prompt]  # its held-out set; where nothing is held out, its training source
 

@@ -46,11 +46,10 @@ from dpo_pack.run.models import (
 from dpo_pack.run.run_dir import find_run
 from dpo_pack.run.state import find_selection
 from dpo_pack.system import ranks
-from dpo_pack.system.console import format_seconds, print_detail
+from dpo_pack.system.console import format_seconds, print_detail, shown
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.system.files import discard
-from dpo_pack.system.memory import keep_freed_memory
-from dpo_pack.system.progress import reading_progress
+from dpo_pack.system.machine import keep_freed_memory
 from dpo_pack.training.optim import check_optimizer
 from dpo_pack.training.references import LiveReference, Sync
 
@@ -128,7 +127,7 @@ def prepare_data(
         sizes = {name: f"{len(prompts):,}" for name, prompts in data.eval_prompts.items()}
         what = f"{len(data.prompts):,} prompts to answer"
     else:
-        with reading_progress(console) as progress:
+        with shown(console, "Reading data", "rows") as progress:
             data = load_data(recipe.data, tokenizer=tokenizer, progress=progress, **settings)
         sizes = {}
         for name, table in data.eval.items():

@@ -29,7 +29,7 @@ from dpo_pack.run.models import CPU, resolve_model
 from dpo_pack.run.pairs import plan_settings
 from dpo_pack.run.setup import prepare_tokenizer, require_pairs
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
-from dpo_pack.system.output import printable
+from dpo_pack.system.process import printable
 
 FIRST_ROWS = 200  # of each source that are read, besides the rows that the user asks for
 _FEW = 0.1  # of a source's rows: if fewer are left out for a reason, that may be right

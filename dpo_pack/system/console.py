@@ -1,24 +1,34 @@
-"""The console of a command. It prints, and copies what it prints into a run's console.log."""
+"""The console of a command: it prints, shows progress, and copies what it prints into a run's console.log.
+
+In a terminal, progress is a moving line by rich.progress; in a log, a plain line every ten seconds.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import io
 import sys
 import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console, NewLine
 from rich.control import Control
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import writing
-from dpo_pack.system.output import printable, unguarded
+from dpo_pack.system.process import printable, unguarded
 
 
 def make_console(*, quiet: bool = False, verbose: bool = False) -> Console:
     """Returns the console of a command. Only rank 0 prints; all other ranks are `quiet`."""
-    return _Console(file=unguarded(sys.stdout), quiet=quiet, verbose=verbose)
+    copy = _Console(file=io.StringIO(), width=120, color_system=None, force_terminal=False)
+    return _Console(file=unguarded(sys.stdout), quiet=quiet, verbose=verbose, copy=copy)
 
 
 def print_detail(console: Console, text: str) -> None:
@@ -42,24 +52,19 @@ def log_only(console: Console, text: str) -> None:
             console.keep(text)
 
 
-class _Plain(Console):
-    """Prints names and paths as they are: no markup, and escapes for control characters."""
+class _Console(Console):
+    """Prints names and paths as they are: no markup, and escapes for control characters.
 
-    def __init__(self, **options: Any) -> None:
+    Also prints into `copy`, which has no colours and no progress lines.
+    """
+
+    def __init__(self, *, verbose: bool = False, copy: Console | None = None, **options: Any) -> None:
         super().__init__(highlight=False, soft_wrap=True, markup=False, **options)
+        self.verbose, self._copy = verbose, copy
+        self.log_path: Path | None = None
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
-
-
-class _Console(_Plain):
-    """Prints, and keeps a copy without colours and progress lines."""
-
-    def __init__(self, *, verbose: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self.verbose = verbose
-        self.log_path: Path | None = None
-        self._copy = _Plain(file=io.StringIO(), width=120, color_system=None, force_terminal=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
         wraps = self.is_terminal
@@ -76,7 +81,7 @@ class _Console(_Plain):
 
     def keep(self, *objects: Any, **options: Any) -> None:
         """Prints only into the copy, and appends the copy to the log file, if any. Raises CacheError."""
-        if self.quiet:
+        if self.quiet or self._copy is None:
             return
         self._copy.print(*objects, **options)
         if self.log_path is not None:
@@ -98,3 +103,122 @@ def format_seconds(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+class Tell(Protocol):
+    """Takes the name of the work, the units done, all units (None: unknown), and facts to show, the most
+    important first (None: units, rate and time left)."""
+
+    def __call__(
+        self, what: str, done: int, total: int | None, facts: Sequence[str] | None = None
+    ) -> None: ...
+
+
+def _fitting(facts: Sequence[str], width: int) -> str:
+    """Returns the facts before the first that does not fit into `width` columns."""
+    texts = ["  ".join(facts[:number]) for number in range(len(facts) + 1)]
+    return [text for text in texts if len(text) <= width][-1]
+
+
+@contextlib.contextmanager
+def shown(console: Console, work: str, unit: str = "") -> Iterator[Tell]:
+    """Shows work, its seconds and what the yielded function is told, while the `with` block runs."""
+    bar_width = 20 if console.width >= 72 else 0
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        *([BarColumn(bar_width)] if bar_width else []),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[facts]}", markup=False),
+        console=console,
+        transient=True,
+        refresh_per_second=2,
+        disable=not console.is_terminal,
+    )
+    task, begun = bar.add_task(printable(work), total=None, facts=""), time.monotonic()
+    printed = begun
+
+    def tell(what: str, done: int, total: int | None, facts: Sequence[str] | None = None) -> None:
+        nonlocal begun, printed, work
+        now = time.monotonic()
+        if what != work and facts is None:
+            begun, work = now, what
+        if facts is None:
+            seconds = now - begun
+            rate = f"{done / max(seconds, 1e-9):,.0f}/s"
+            left = [f"{format_seconds(seconds * (total - done) / done)} left"] if total and done else []
+            facts = [*left, f"{done:,}{f' of {total:,}' if total else ''} {unit}", rate]
+        what = printable(what)
+        width = max(0, console.width - bar_width - len(f"{what}  0:00:00  "))
+        fitting = _fitting([*([f"{done / total:.0%}"] if total else []), *facts], width)
+        bar.update(task, description=what, completed=done, total=total or None, facts=fitting)
+        if bar.disable and now - printed >= 10.0 and done != total:
+            console.print(f"{what}: {', '.join(facts)}")
+            printed = now
+
+    with bar:
+        yield tell
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, work: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Yields a function that takes the number of units done since its last call. Shows rate and time left."""
+    done = 0
+    with shown(console, work, unit) as tell:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            tell(work, done, total)
+
+        yield advance
+
+
+@dataclass(slots=True)
+class TrainingLines:
+    """Shows training: a line for logged steps, and below them, in a terminal, a progress line."""
+
+    console: Console
+    num_steps: int
+    _facts: list[str] = field(default_factory=list)  # of the newest line
+    _left: list[str] = field(default_factory=list)
+    _printed: float = 0.0
+    _has_left_out: bool = False
+    _tell: Tell | None = None
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """In a terminal, shows the progress line while the `with` block runs."""
+        if not self.console.is_terminal:  # the lines of logged steps suffice
+            yield
+            return
+        with shown(self.console, self._label(0)) as self._tell:
+            yield
+
+    def _label(self, step: int) -> str:
+        return f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"
+
+    def advance(self, step: int, seconds: float) -> None:
+        """Sets the progress line's number of steps done, and the seconds that all of them took."""
+        self._left = [f"{format_seconds(seconds / step * (self.num_steps - step))} left"]
+        if self._tell is not None:
+            self._tell(self._label(step), step, self.num_steps, self._left + self._facts)
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        """Prints a line of metrics.jsonl: the first, the last, and of others at most one a second."""
+        self._facts = [
+            f"loss {record['loss']:.4f}",
+            f"margin {record['rewards/margins']:+.4f}",
+            f"accuracy {record['rewards/accuracies']:.3f}",
+            f"{record['pairs_per_second']:,.1f} pairs/s",
+            f"grad norm {record['grad_norm']:.3g}",
+            f"lr {record['learning_rate']:.2e}",
+        ]
+        now = time.monotonic()
+        if now - self._printed >= 1.0 or record["step"] in (1, self.num_steps):
+            self._printed = now
+            line = [f"  {self._label(record['step'])}", *self._facts[:3], *self._left, *self._facts[3:]]
+            width = self.console.width if self.console.is_terminal else 1000
+            self.console.print(_fitting(line, width))
+        elif not self._has_left_out:
+            self._has_left_out = True
+            self.console.print("  At most one step a second is printed; metrics.jsonl has all of them.")

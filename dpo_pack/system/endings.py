@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from dpo_pack.system.errors import DpoPackError, is_out_of_memory
 from dpo_pack.system.interrupts import Interrupted, taken_signals
-from dpo_pack.system.output import complain
+from dpo_pack.system.process import complain
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 OUR_BUG, USER_CAN_MEND = 1, 2  # exit statuses
-# A file of a cache, of output_dir or of a library may raise these errors of the disk, and so may stdout.
+# Errors of the disk: a file of a cache, of output_dir or of a library may raise them, and so may stdout.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 # A bug may be that the connection to a killed rank broke. In this time the launcher ends all other ranks.
 _SECONDS_BEFORE_A_TRACEBACK = 1.0
@@ -64,8 +64,7 @@ def ending_of(error: BaseException) -> Ending:
 def settle_failure(error: BaseException, *, rank: int, store: Store) -> int:
     """Prints the error that ended this rank, unless another rank failed before; returns the exit status.
 
-    If a rank fails, other ranks fail too: their connections break, or they find the same mistake. They print
-    nothing and end with the exit status of the rank that is the first in `store`.
+    Ranks that fail after the first in `store`, often because of it, print nothing and end with its status.
     """
     from torch._C._distributed_c10d import PrefixStore  # imports torch; as in torch.distributed, with types
 

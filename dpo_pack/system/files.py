@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
@@ -74,7 +74,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory. If the process is killed meanwhile, `path` is the whole directory or is absent."""
+    """Removes a directory. If the process is killed meanwhile, `path` is whole or absent."""
     aside = path_aside(path)
     path.rename(aside)
     discard(aside)
@@ -109,7 +109,7 @@ def text_of(path: Path) -> str:
 def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
     """Returns the content of a JSON file; None if it does not exist, is damaged or has another `shape`.
 
-    `shape` is a type for pydantic. If it is a dataclass, keys of the file that are no fields are ignored.
+    `shape` is a type for pydantic; of a dataclass, keys that are no fields are ignored.
     """
     try:
         return parse_json(path.read_bytes(), shape)
@@ -159,7 +159,19 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", encoding="utf-8")
-        _lock(file, path, what, say)
+        holder = None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                holder = "which is ending"  # it removed this file, and a third run may have made a new one
+        except BlockingIOError:
+            holder = text_of(path)
+        except OSError as error:
+            reason = f"its file system has no locks ({error.strerror})"
+            say(f"Warning: {what}: {reason}: start no second run there")
+    if holder is not None:
+        file.close()
+        raise RunError(f"{what} is in use by another run, {holder}; wait until that run ends, or stop it")
     try:
         with writing(path):
             file.truncate(0)
@@ -174,19 +186,3 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
                 path.parent.rmdir()  # only if empty: rmdir refuses a directory with files
         with contextlib.suppress(OSError):
             file.close()
-
-
-def _lock(file: TextIO, path: Path, what: str, say: Callable[[str], None]) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return
-        holder = "which is ending"  # it has removed this file, and a third run may have made a new one
-    except BlockingIOError:
-        holder = text_of(path)
-    except OSError as error:
-        reason = f"its file system has no locks ({error.strerror})"
-        say(f"Warning: {what}: {reason}: start no second run there")
-        return
-    file.close()
-    raise RunError(f"{what} is in use by another run, {holder}; wait until that run ends, or stop it")

@@ -1,7 +1,7 @@
-"""Handles stop signals: Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, by which schedulers announce preemption.
+"""Stop signals: Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, by which schedulers announce preemption.
 
 The first signal stops the command at once, except in a `deferred` block, where work could be lost: there it
-does so when every rank has called `poll`. A second signal stops the command at once everywhere.
+does so when every rank has called `poll`. A second signal stops it at once everywhere.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -28,21 +29,24 @@ class Interrupted(BaseException):
         self.next_step = "run the same command again; it uses what was saved"  # how the user continues
 
 
+@dataclass(slots=True, kw_only=True)
 class Interruption:
     """The stop signal that has arrived, if any. While `is_deferred`, the first signal only sets `signum`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.signum: int | None = None
-        self.is_deferred = False
-        self._clock, self._arrived, self._polled = clock, 0.0, clock()
-        self._calls, self._next_exchange = 0, 1  # of `poll_in_time` since the last `poll`; the last of them
+    signum: int | None = None
+    is_deferred: bool = False
+    clock: Callable[[], float] = time.monotonic
+    _arrived: float = 0.0
+    polled: float = field(default_factory=time.monotonic)  # when ranks exchanged their signals
+    _calls: int = 0  # of `poll` since then, those that could wait
+    _next_exchange: int = 1  # the number of the call at which they exchange signals again
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None:
-            if self._clock() - self._arrived >= SAME_REQUEST_SECONDS:
+            if self.clock() - self._arrived >= SAME_REQUEST_SECONDS:
                 raise Interrupted(signum, is_urgent=True)
             return
-        self.signum, self._arrived = signum, self._clock()
+        self.signum, self._arrived = signum, self.clock()
         if not self.is_deferred:
             raise Interrupted(signum)
 
@@ -63,25 +67,23 @@ class Interruption:
         finally:
             self.is_deferred = before
 
-    def poll(self) -> None:
-        """Raises Interrupted on all ranks if one got a signal. Each call must be made on every rank."""
-        from dpo_pack.system.ranks import largest_numbers  # imports torch
+    def poll(self, *, at_once: bool = True) -> None:
+        """Raises Interrupted on all ranks if one got a signal. Each call must be made on every rank.
 
-        seconds_a_call = (self._clock() - self._polled) / max(1, self._calls)
+        If not `at_once`, several ranks exchange signals only about once in POLL_SECONDS.
+        """
+        from dpo_pack.system.ranks import largest_numbers, num_ranks  # imports torch
+
+        self._calls += not at_once
+        if not at_once and num_ranks() > 1 and self._calls < self._next_exchange:
+            return
+        seconds_a_call = (self.clock() - self.polled) / max(1, self._calls)
         signum, slowest = largest_numbers(float(self.signum or 0), seconds_a_call)
         if signum:
             raise Interrupted(int(signum))
         # The number is the same on all ranks, so all exchange at the same call.
         self._next_exchange = max(1, int(POLL_SECONDS / max(slowest, 1e-6)))
-        self._calls, self._polled = 0, self._clock()
-
-    def poll_in_time(self) -> None:
-        """Does the same as `poll`, but several ranks exchange signals only about once in POLL_SECONDS."""
-        from dpo_pack.system.ranks import num_ranks  # imports torch
-
-        self._calls += 1
-        if num_ranks() == 1 or self._calls >= self._next_exchange:
-            self.poll()
+        self._calls, self.polled = 0, self.clock()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,5 @@
-"""Runs a block on every rank: starts the ranks if no launcher has, connects them, checks that they agree.
-
-On several devices `dpopack` starts one process for each device (process_starter.py). If torchrun, accelerate
-launch or srun has started the processes (placement.py), each only joins the others.
-"""
+"""Runs a block on every rank: starts the ranks if no launcher has (process_starter.py), connects them, checks
+that they agree."""
 
 from __future__ import annotations
 
@@ -30,13 +27,12 @@ from dpo_pack.system.console import log_only, make_console
 from dpo_pack.system.endings import end_soon, ending_of, settle_failure
 from dpo_pack.system.errors import RecipeError, RunError, first_line
 from dpo_pack.system.machine import package_versions
-from dpo_pack.system.placement import Placement, is_set, placement
+from dpo_pack.system.process import KEY, Placement, is_set, placement
 from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
 
 # The longest waits of a rank: until all ranks have started (nodes of a job start at different times), and in
 # a collective (rank 0 may be writing a large checkpoint).
 _MEETING_TIME, _COLLECTIVE_TIME = timedelta(minutes=15), timedelta(minutes=60)
-_KEY = "distributed.num_processes"
 _GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 _stores: dict[Placement, Store] = {}  # at most one, because a process meets the other ranks once
@@ -89,9 +85,9 @@ def on_every_rank(
 
 
 def report_failure(error: BaseException, place: Placement) -> int:
-    """Prints why this rank ended, unless another rank failed before.
+    """Prints why this rank ended, unless another rank failed before; returns the exit status.
 
-    Returns the exit status. The process must exit after this; `end_soon` makes sure that it does.
+    The process must exit after this; `end_soon` makes sure that it does.
     """
     end_soon(error)
     try:
@@ -109,24 +105,24 @@ def wanted_processes(wanted: int | Literal["auto"], place: Placement | None) -> 
         # how many were asked for, but only then sets the address at which they would meet.
         if wanted == "auto" and is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ:
             raise RecipeError(
-                f"{_KEY}: accelerate's configuration asks for several processes on CPUs, "
+                f"{KEY}: accelerate's configuration asks for several processes on CPUs, "
                 "but accelerate launch starts only one; set their number here, and dpo-pack starts them"
             )
         number = max(1, num_devices) if wanted == "auto" else wanted
         if num_devices and number > num_devices:
             raise RecipeError(
-                f"{_KEY}: {number} processes need as many GPUs, and {num_devices} are visible; lower the "
+                f"{KEY}: {number} processes need as many GPUs, and {num_devices} are visible; lower the "
                 "number, or correct CUDA_VISIBLE_DEVICES"
             )
         return number
     if wanted not in ("auto", place.num_ranks):
         raise RecipeError(
-            f"{_KEY}: the recipe asks for {wanted}, but the launcher has started {place.num_ranks} "
+            f"{KEY}: the recipe asks for {wanted}, but the launcher has started {place.num_ranks} "
             f"(WORLD_SIZE, or SLURM_STEP_NUM_TASKS); set it to auto, or start {wanted}"
         )
     if 1 < num_devices < place.num_local_ranks:  # if one GPU is visible, each rank may see a different GPU
         raise RecipeError(
-            f"{_KEY}: {place.num_local_ranks} processes are on a node with {num_devices} visible GPUs; start "
+            f"{KEY}: {place.num_local_ranks} processes are on a node with {num_devices} visible GPUs; start "
             "one process for each GPU"
         )
     return place.num_ranks
@@ -144,7 +140,7 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
             store, _, _ = next(rendezvous("env://", timeout=timeout))
         except dist.DistError as error:
             raise RunError(
-                f"{_KEY}: the {place.num_ranks} ranks did not meet at {place.address}:"
+                f"{KEY}: the {place.num_ranks} ranks did not meet at {place.address}:"
                 f"{place.port} ({first_line(error)}); check that all were started and can reach it"
             ) from error
         # When torchrun restarts ranks, its store still holds the addresses of the ranks that failed.
@@ -191,7 +187,7 @@ def _join(place: Placement, store: Store) -> None:
     except RuntimeError as error:
         used = os.environ.get(_GLOO_VARIABLE, "none given")
         raise RunError(
-            f"{_KEY}: the {place.num_ranks} ranks cannot connect to each other "
+            f"{KEY}: the {place.num_ranks} ranks cannot connect to each other "
             f"({first_line(error)}; network interface: {used}); on each node set {_GLOO_VARIABLE} to the "
             "interface that reaches the other nodes"
         ) from error
@@ -200,9 +196,8 @@ def _join(place: Placement, store: Store) -> None:
 def _interface_to_other_nodes(place: Placement, store: Store) -> str:
     """Returns GLOO_SOCKET_IFNAME, or the network interface that leads to other nodes. All ranks must call it.
 
-    Gloo would take the interface to which the host's name resolves. On many clusters that is loopback. We
-    take the one whose address is this end of the route to rank 0. On rank 0's own node that is loopback, too:
-    there we take the route to a rank of another node. Raises RunError if there is none.
+    Gloo would take the interface of the host's name, on many clusters loopback. We take that of the route to
+    rank 0, and on rank 0's own node that of the route to a rank of another node. Raises RunError.
     """
     store = PrefixStore("dpo_pack/addresses", store)
     own = _end_of_route(place.address)
@@ -216,7 +211,7 @@ def _interface_to_other_nodes(place: Placement, store: Store) -> str:
         if own in [one.address.partition("%")[0] for one in found]:
             return name
     raise RunError(
-        f"{_KEY}: on {socket.gethostname()} no network interface leads to the other nodes (rank 0 is at "
+        f"{KEY}: on {socket.gethostname()} no network interface leads to the other nodes (rank 0 is at "
         f"{place.address}); on each node set {_GLOO_VARIABLE} to the one that does"
     )
 
@@ -241,12 +236,12 @@ def _require_own_device(device: torch.device, place: Placement, store: Store) ->
     sharing = [rank for rank, identity in enumerate(identities) if identity == identities[place.rank]]
     if len(sharing) > 1:
         raise RecipeError(
-            f"{_KEY}: ranks {', '.join(map(str, sharing))} have the same GPU; start one process for each GPU"
+            f"{KEY}: ranks {', '.join(map(str, sharing))} have the same GPU; start one process for each GPU"
         )
 
 
 def _hush() -> None:
-    """Turns off progress bars and warnings of libraries on this rank, because rank 0 shows them."""
+    """Turns off what libraries print on this rank, because rank 0 shows it."""
     from datasets import disable_progress_bars as hush_datasets
     from huggingface_hub.utils.tqdm import disable_progress_bars as hush_hub
     from transformers.utils.logging import disable_progress_bar as hush_transformers

@@ -1,15 +1,29 @@
-"""Facts of the machine and the software of a run: the CPU, versions of packages, the commit."""
+"""The machine and the software of a run: the CPU, memory, versions of packages, the commit."""
+
+from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import gc
 import importlib.metadata
 import platform
 import re
 import subprocess
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from dpo_pack.system.files import text_of
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # mallopt's parameters in glibc's malloc.h
 _CPUINFO = Path("/proc/cpuinfo")
 # CPU instructions that multiply bfloat16, on x86 and Arm: name in /proc/cpuinfo -> name for people.
 _BFLOAT16_FLAGS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
@@ -70,3 +84,76 @@ def git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AvailableMemory:
+    """Bytes of memory of one device or machine: all of them, and those not in use."""
+
+    free: int
+    total: int
+
+
+def host_memory(root: Path = Path("/")) -> AvailableMemory:
+    """Returns the memory of the machine that this process may use; cached files count as free.
+
+    The smallest limit of its control groups (of a container, a batch job) counts. In a container, groups may
+    have paths of the host: then only the last path, the mount point, has a limit.
+    """
+    machine = psutil.virtual_memory()
+    free, total = machine.available, machine.total
+    for line in text_of(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        mount, limit_file, used_file, prefix = "sys/fs/cgroup", "memory.max", "memory.current", ""
+        if "memory" in controllers.split(","):  # version 1 of control groups
+            mount, prefix = "sys/fs/cgroup/memory", "total_"
+            limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        elif controllers:
+            continue
+        own = PurePosixPath(path.lstrip("/"))
+        for group in (root / mount / part for part in (own, *own.parents)):
+            limit, used = text_of(group / limit_file).strip(), text_of(group / used_file).strip()
+            if limit.isdecimal() and used.isdecimal():
+                cached = re.findall(
+                    rf"^{prefix}(?:in)?active_file (\d+)", text_of(group / "memory.stat"), re.M
+                )
+                free = min(free, int(limit) - int(used) + sum(map(int, cached)))
+                total = min(total, int(limit))
+    return AvailableMemory(free=max(0, free), total=total)
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep freed blocks until `release_memory`: each page of a new block costs a page fault."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library: its settings are not changed
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(_MMAP_THRESHOLD, 32 * 2**20)  # the largest: glibc unmaps a larger block when it is freed
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_TOP_PAD, 64 * 2**20)
+
+
+def release_memory() -> None:
+    """Returns the memory of deleted models and tensors to the device and to the operating system."""
+    import torch  # not above, because commands that need no torch import this file
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError):  # another C library, which needs no such call
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def host_copies(tensors: Sequence[Tensor]) -> Callable[[], tuple[npt.NDArray[Any], ...]]:
+    """Starts copies on the host, and does not wait. The returned function waits for them and returns them."""
+    import torch
+
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # from CUDA into pinned memory
+    arrival = torch.cuda.Event() if tensors[0].is_cuda else None
+    if arrival is not None:
+        arrival.record()
+
+    def read() -> tuple[npt.NDArray[Any], ...]:
+        if arrival is not None:
+            arrival.synchronize()  # later work of the device is not waited for
+        return tuple(copy.numpy() for copy in copies)
+
+    return read

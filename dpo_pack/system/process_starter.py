@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore  # as in torch.distributed, but 
 
 from dpo_pack.system.endings import OUR_BUG, say_of_rank
 from dpo_pack.system.interrupts import Interrupted, held_back, recorded
-from dpo_pack.system.placement import ALONE
+from dpo_pack.system.process import ALONE
 
 PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; a read from it returns when the parent has ended
 # After a rank has ended, the others get this time: after an interruption they may still write large files.
@@ -111,6 +111,5 @@ def end_with_parent() -> None:
         os.read(pipe, 1)  # nothing is written: this returns when the only writer, the parent, has ended
         os.killpg(0, signal.SIGKILL)
 
-    if PARENT_PIPE in os.environ:
-        pipe = int(os.environ.pop(PARENT_PIPE))
-        threading.Thread(target=wait_for_the_end, args=(pipe,), daemon=True, name="parent").start()
+    if (pipe := os.environ.pop(PARENT_PIPE, None)) is not None:
+        threading.Thread(target=wait_for_the_end, args=(int(pipe),), daemon=True, name="parent").start()

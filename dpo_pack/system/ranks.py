@@ -1,4 +1,4 @@
-"""Communication between ranks. Every rank makes the same calls in the same order.
+"""Communication between ranks, and their random numbers. Every rank makes the same calls in the same order.
 
 If there is only one process, these functions return at once. Objects go from host to host by gloo, so they
 wait for no device. Tensors go from device to device.
@@ -11,15 +11,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dpo_pack.system.errors import DpoPackError, RunError
 from dpo_pack.system.files import path_aside, writing
-from dpo_pack.system.placement import is_set
-
-_MOST_SHOWN = 40  # characters of a value in an error message
+from dpo_pack.system.process import is_set
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
@@ -61,31 +60,24 @@ def leave() -> None:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on at least one rank."""
-    return bool(largest_number(int(flag)))
-
-
-def largest_number(number: int) -> int:
-    return int(largest_numbers(number)[0])
+    return largest_numbers(flag)[0] > 0
 
 
 def largest_numbers(*numbers: float) -> list[float]:
     """Returns for each of the numbers the largest of all ranks, in one exchange."""
-    if num_ranks() == 1:
-        return list(numbers)
     largest = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=host_group())
-    return list(largest.tolist())
+    if num_ranks() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=host_group())
+    found: list[float] = largest.tolist()
+    return found
 
 
 def first_says(value: Value) -> Value:
     """Returns rank 0's value on every rank. The value is an object that can be pickled."""
-    if num_ranks() == 1:
-        return value
-    values: list[Any] = [value]
-    dist.broadcast_object_list(values, src=0, group=host_group())
-    received: Value = values[0]
-    return received
+    values = [value]
+    if num_ranks() > 1:
+        dist.broadcast_object_list(values, src=0, group=host_group())
+    return values[0]
 
 
 def every_rank_says(value: Value, group: Any = None) -> list[Value]:
@@ -102,8 +94,6 @@ def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]
     try:
         outcome: tuple[Any, DpoPackError | None] = work(), None
     except DpoPackError as error:
-        if num_ranks() == 1:
-            raise
         outcome = None, error
     outcomes = every_rank_says(outcome, group)
     for _, failure in outcomes:
@@ -118,7 +108,6 @@ def first_does(work: Callable[[], Value]) -> Value:
 
 
 def of_first(value: Value) -> Value | None:
-    """Returns the value on rank 0, None on the other ranks."""
     return value if is_first() else None
 
 
@@ -148,20 +137,17 @@ def wait_for_all() -> None:
 @contextlib.contextmanager
 def first_goes_first() -> Iterator[None]:
     """Rank 0 runs the `with` block first; then the other ranks run it, or raise rank 0's DpoPackError."""
-    failure: DpoPackError | None = None
-    if not is_first():
-        failure = first_says(None)
-        if failure is not None:
-            raise failure
-        yield
-        return
+    failure: DpoPackError | None = None if is_first() else first_says(None)
+    if failure is not None:
+        raise failure
     try:
         yield
     except DpoPackError as error:
         failure = error
         raise
     finally:
-        first_says(failure)
+        if is_first():
+            first_says(failure)
 
 
 def require_same(facts: Mapping[str, Any], remedy: str) -> None:
@@ -172,7 +158,7 @@ def require_same(facts: Mapping[str, Any], remedy: str) -> None:
         names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            theirs, ours = (repr(each.get(names[0]))[:_MOST_SHOWN] for each in (found, expected))
+            theirs, ours = (repr(each.get(names[0]))[:40] for each in (found, expected))
             raise RunError(
                 f"rank {other} (on {other_host}) and rank 0 (on {host}) differ in {names[0]}{more}: "
                 f"{theirs} and {ours}; {remedy}"
@@ -208,13 +194,8 @@ def require_shared(directory: Path, recipe_key: str) -> None:
 
 def gather_over_ranks(rows: Tensor) -> Tensor:
     """Returns the rows of all ranks, [sum of n over ranks, ...]; rows: [n, ...]. Waits for the device."""
-    return gather_and_place(rows)[0]
-
-
-def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
-    """Returns `gather_over_ranks(rows)`, and the slice that selects this rank's own rows in it."""
     if num_ranks() == 1:
-        return rows, slice(0, len(rows))
+        return rows
     counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(num_ranks())]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
     sizes: list[int] = torch.cat(counts).tolist()  # ranks may have different numbers of rows
@@ -222,19 +203,26 @@ def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded)
-    first = sum(sizes[: rank()])
-    together = torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
-    return together, slice(first, first + len(rows))
+    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
 
-def sum_over_ranks(values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
+    """Returns `gather_over_ranks(rows)`, and the slice that selects this rank's own rows in it."""
+    first = sum(every_rank_says(len(rows))[: rank()])
+    return gather_over_ranks(rows), slice(first, first + len(rows))
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
     """Returns the elementwise sum. The host does not wait for the device."""
     if num_ranks() == 1:
         return values
     result = values.clone()
-    dist.all_reduce(result, op=operation)
+    dist.all_reduce(result)
     return result
 
 
-def largest_over_ranks(values: Tensor) -> Tensor:
-    return sum_over_ranks(values, dist.ReduceOp.MAX)
+def seed_step(seed: int, *, step: int, rank: int) -> None:
+    """Seeds the random numbers of a step: the dropout in adapters. Checkpoints need no state of them."""
+    # In the key, 3 stands for dropout; completions have 2 (online/sampling.py), so no numbers are the same.
+    state = np.random.SeedSequence(seed, spawn_key=(3, step, rank)).generate_state(1, np.uint64)
+    torch.manual_seed(int(state[0] >> np.uint64(1)))

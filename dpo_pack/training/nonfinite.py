@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from dpo_pack.data.store import PairTable
 from dpo_pack.system import ranks
 from dpo_pack.system.files import write_json_atomically
-from dpo_pack.system.ranks import gather_over_ranks, largest_over_ranks
+from dpo_pack.system.ranks import gather_over_ranks, sum_over_ranks
 from dpo_pack.training.metrics import PairValues
 
 
@@ -59,7 +59,7 @@ class NonfiniteGuard:
         """
         # Gradients may be offloaded to the CPU; their norm is then on the CPU too.
         is_finite = torch.isfinite(values.losses.sum()) & torch.isfinite(grad_norm).to(values.losses.device)
-        is_nonfinite = largest_over_ranks((~is_finite).float())  # all ranks must update, or all must skip
+        is_nonfinite = sum_over_ranks((~is_finite).float()).clamp(max=1)  # all ranks update, or all skip
         self._unread.append(
             CheckedStep(
                 step=step,

@@ -44,7 +44,7 @@ def chosen(directory: Path, *overrides: str) -> Strategy:
 def two(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said to several ranks is said to this one, of two."""
     monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
-    monkeypatch.setattr(ranks, "largest_number", lambda number: number)
+    monkeypatch.setattr(ranks, "largest_numbers", lambda *numbers: list(numbers))
     monkeypatch.setattr(strategies, "init_device_mesh", lambda device, shape, **_: (device, shape))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -273,13 +272,6 @@ def test_nothing_of_a_request_comes_from_the_variables_of_the_package(
 def test_a_url_that_is_none_is_named() -> None:
     with pytest.raises(RunError, match=r"online\.generator\.endpoint\.url: .*http://host:port/v1"):
         generator(Stub(completions(words), url="http://host:port/v1")).generate(DRAWS)
-
-
-def test_without_the_package_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("dpo_pack.online.endpoint.install_command", lambda extra: f"install {extra}")
-    with pytest.raises(RunError, match=r"online\.generator\.endpoint: .*dpo-pack\[openai\].*install openai"):
-        endpoint(Stub(completions(words)))
 
 
 # ------------------------------------------------------------------------------------------ interruptions

@@ -34,7 +34,7 @@ from dpo_pack.online.reward_model import (
 from dpo_pack.run.rollouts import build_judge
 from dpo_pack.run.setup import prepare
 from dpo_pack.system.errors import ModelError, RunError
-from dpo_pack.system.imports import load_function
+from dpo_pack.system.process import load_function
 
 
 def rollout(

@@ -20,20 +20,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # ------------------------------------------------------------------------------------ values and defaults
 
 
-def test_defaults_are_those_of_the_contract() -> None:
-    recipe = load()
-    assert recipe.output_dir == Path("runs/x") and recipe.seed == 0
-    assert recipe.model.path == "org/model" and recipe.model.attention == "auto"
-    assert recipe.data.train == (SourceRecipe(path="pairs.jsonl"),) and recipe.data.eval == ()
-    assert (recipe.data.max_length, recipe.data.truncation, recipe.data.on_bad_row) == (2048, "drop", "error")
-    assert (recipe.packing.token_budget, recipe.packing.pairs_per_step) == (8192, 64)
-    assert (recipe.packing.scope, recipe.packing.window_pairs) == ("step", 16384)
-    assert recipe.packing.algorithm == "best_fit_decreasing" and recipe.packing.share_prompt
-    assert recipe.loss.terms == (("sigmoid", 1.0),) and recipe.loss.beta == 0.1
-    assert (recipe.optim.lr, recipe.optim.warmup_ratio, recipe.optim.betas) == (5e-7, 0.1, (0.9, 0.999))
-    assert (recipe.checkpoint.keep, recipe.checkpoint.resume, recipe.logging.trackers) == (2, "auto", ())
-
-
 def test_an_empty_section_holds_defaults() -> None:
     assert load(text=SMALLEST + "optim:\nloss:\n  # beta: 0.2\n") == load()
     text = "output_dir: runs/x\nmodel: {path: org/model}\ndata:\n  train: pairs.jsonl\n  eval:\n"
@@ -59,10 +45,6 @@ def test_loss_terms_are_the_same_however_the_loss_is_written() -> None:
 def test_schedule_constant_has_no_warmup_unless_asked_for() -> None:
     assert load("optim.schedule=constant").optim.warmup_ratio == 0.0
     assert load("optim.schedule=constant_with_warmup").optim.warmup_ratio == 0.1
-
-
-def test_max_grad_norm_null_means_no_clipping() -> None:
-    assert load("optim.max_grad_norm=null").optim.max_grad_norm is None
 
 
 def test_source_names_are_derived_from_paths_and_all_different() -> None:
@@ -175,11 +157,8 @@ def test_the_json_schema_describes_every_key_and_allows_no_other() -> None:
             assert referred["description"] and ("title" in referred or "anyOf" in referred), name
 
 
-def test_the_json_schema_holds_choices_ranges_defaults_and_shorthands() -> None:
+def test_the_json_schema_allows_shorthands() -> None:
     definitions = recipe_schema()["$defs"]
-    optim = definitions["OptimRecipe"]["properties"]
-    assert optim["schedule"]["enum"][:2] == ["linear", "cosine"] and optim["schedule"]["default"] == "linear"
-    assert optim["lr"]["exclusiveMinimum"] == 0 and optim["lr"]["default"] == 5e-7
     train = definitions["DataRecipe"]["properties"]["train"]["anyOf"]
     assert [option.get("type", "source") for option in train] == ["string", "source", "array"]
     evaluation = definitions["DataRecipe"]["properties"]["eval"]["anyOf"]

@@ -26,35 +26,9 @@ ORCA_LIKE = {
     "path": "fozziethebeat/alpaca_messages_2k_dpo_test", "type": "chat_template.default",
     "field_messages": "conversation", "field_chosen": "chosen", "field_rejected": "rejected",
 }  # fmt: skip
-# (peer, what its file says, what the recipe must say). Sources: zephyr-7b-beta/dpo/config_qlora.yaml in
-# recipes/ of huggingface/alignment-handbook; llama-3/instruct-dpo-lora-8b.yml in examples/ of axolotl;
-# train_lora/qwen3_lora_dpo.yaml of LLaMA-Factory.
+# (peer, what its file says, what the recipe must say). Sources: llama-3/instruct-dpo-lora-8b.yml in
+# examples/ of axolotl; train_lora/qwen3_lora_dpo.yaml of LLaMA-Factory. A command line below is TRL's.
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "Zephyr's QLoRA": (
-        "trl",
-        {
-            "model_name_or_path": "alignment-handbook/zephyr-7b-sft-qlora", "torch_dtype": "float16",
-            "use_peft": True, "load_in_4bit": True, "lora_r": 16, "lora_alpha": 16, "lora_dropout": 0.05,
-            "lora_target_modules": ["q_proj", "k_proj"],
-            "dataset_mixer": {"HuggingFaceH4/ultrafeedback_binarized": 1.0},
-            "dataset_splits": ["train_prefs", "test_prefs"], "preprocessing_num_workers": 12, "bf16": True,
-            "beta": 0.01, "do_eval": True, "evaluation_strategy": "steps", "eval_strategy": "steps",
-            "eval_steps": 100, "gradient_accumulation_steps": 2, "gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": {"use_reentrant": False}, "hub_model_id": "zephyr-7b-dpo-qlora",
-            "learning_rate": 5e-6, "log_level": "info", "logging_steps": 10, "lr_scheduler_type": "cosine",
-            "max_length": 1024, "max_prompt_length": 512, "num_train_epochs": 1, "optim": "paged_adamw_32bit",
-            "output_dir": "data/zephyr-7b-dpo-qlora", "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 8, "push_to_hub": True, "save_strategy": "steps", "save_steps": 100,
-            "save_total_limit": 1, "seed": 42, "warmup_ratio": 0.1,
-        },
-        {
-            "model.lora.target_modules": ("q_proj", "k_proj"), "model.lora.alpha": 16.0,
-            "model.autocast": "bfloat16", "loss.beta": 0.01, "optim.lr": 5e-6, "optim.schedule": "cosine",
-            "optim.warmup_ratio": 0.1, "optim.warmup_steps": None, "packing.pairs_per_step": 8,
-            "data.max_prompt_length": 512, "train.eval_every_steps": 100, "checkpoint.keep": 1,
-            "data.train.0.split": "train_prefs", "data.eval.0.split": "test_prefs", "train.epochs": 1,
-        },
-    ),
     "axolotl's LoRA on Llama 3": (
         "axolotl",
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,56 +27,51 @@ def test_one_judge_is_all_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "besides"),
+    ("override", "key"),
     [
-        ("train.max_steps=null", "train.max_steps", "online"),
-        ("train.epochs=2", "train.epochs", "train.max_steps"),
-        ("packing={scope: epoch, rows_per_step: 2}", "packing.scope", "step"),
-        ("data.truncation=completion_right", "data.truncation", "prompt_left"),
-        ("checkpoint={metric: loss, keep_best: 1}", "checkpoint.keep_best", "data.eval"),
-        ("online.max_new_tokens=2048", "online.max_new_tokens", "data.max_length (2048)"),
-        ("online.completions_per_prompt=1", "online.completions_per_prompt", ">= 2"),
-        ("online.temperature=0", "online.temperature", "> 0, not 0"),
-        ("online.top_p=1.5", "online.top_p", "<= 1"),
-        ("online.stop=END", "online.stop", "a list of texts"),
-        ("online.judges=[]", "online.judges", "a list as"),
-        ("online.judges=[{type: function}]", "online.judges.0.function", "function needs it"),
-        ("online.judges=[{type: reward_model}]", "online.judges.0.path", "reward_model needs it"),
-        ("online.judges=[{type: llm}]", "online.judges.0.endpoint", "llm needs it"),
-        ("online.judges.0.function=score", "online.judges.0.function", "module:function or null"),
-        ("online.judges.0.path=org/rm", "online.judges.0.path", "only by reward_model"),
-        ("online.judges.0.instructions=Be nice.", "online.judges.0.instructions", "only by llm"),
-        ("online.judges.0.kind=llm", "online.judges.0.kind", "unknown key"),
-        ("online.generator.type=http", "online.generator.endpoint", "http needs it"),
-        (f"online.generator.endpoint={SERVER}", "online.generator.endpoint", "only by http"),
+        ("train.max_steps=null", "train.max_steps"),
+        ("train.epochs=2", "train.epochs"),
+        ("packing={scope: epoch, rows_per_step: 2}", "packing.scope"),
+        ("data.truncation=completion_right", "data.truncation"),
+        ("checkpoint={metric: loss, keep_best: 1}", "checkpoint.keep_best"),
+        ("online.max_new_tokens=2048", "online.max_new_tokens"),
+        ("online.completions_per_prompt=1", "online.completions_per_prompt"),
+        ("online.temperature=0", "online.temperature"),
+        ("online.top_p=1.5", "online.top_p"),
+        ("online.stop=END", "online.stop"),
+        ("online.judges=[]", "online.judges"),
+        ("online.judges=[{type: function}]", "online.judges.0.function"),
+        ("online.judges=[{type: reward_model}]", "online.judges.0.path"),
+        ("online.judges=[{type: llm}]", "online.judges.0.endpoint"),
+        ("online.judges.0.function=score", "online.judges.0.function"),
+        ("online.judges.0.path=org/rm", "online.judges.0.path"),
+        ("online.judges.0.instructions=Be nice.", "online.judges.0.instructions"),
+        ("online.judges.0.kind=llm", "online.judges.0.kind"),
+        ("online.generator.type=http", "online.generator.endpoint"),
+        (f"online.generator.endpoint={SERVER}", "online.generator.endpoint"),
         (
             "online.generator={type: http, endpoint: {url: 'localhost', model: m}}",
-            "online.generator.endpoint.url", "http://",
+            "online.generator.endpoint.url",
         ),
         (
             f"online.generator={{type: http, token_budget: 9, endpoint: {SERVER}}}",
-            "online.generator.token_budget", "transformers",
+            "online.generator.token_budget",
         ),
-        (
-            "online.generator.gpu_memory_utilization=0.5",
-            "online.generator.gpu_memory_utilization", "only by vllm",
-        ),
+        ("online.generator.gpu_memory_utilization=0.5", "online.generator.gpu_memory_utilization"),
         (
             "online={generator: {type: vllm}, temperature: 2.5, judges: [{type: reward_model, path: a/b}]}",
-            "online.temperature", "at most 2, not 2.5",
+            "online.temperature",
         ),
         (
             "online.generator={type: vllm, gpu_memory_utilization: 1.0}",
-            "online.generator.gpu_memory_utilization", "> 0 and < 1",
+            "online.generator.gpu_memory_utilization",
         ),
-        ("online.pairing.type=best", "online.pairing.type", "best_vs_worst"),
+        ("online.pairing.type=best", "online.pairing.type"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(override: str, key: str, besides: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+)
+def test_what_cannot_be_is_refused_in_one_line(override: str, key: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^{re.escape(key)}: .*\Z"):
         load(override, text=ONLINE)
-    message = str(caught.value)
-    assert message.startswith(f"{key}: ") and besides in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -99,11 +95,8 @@ def test_a_bound_that_a_server_s_weights_must_exceed_is_refused() -> None:
     served = f"online.generator={{type: http, endpoint: {SERVER}}}"
     load(served, "online.max_staleness_steps=8", text=ONLINE)  # 8 in the last of the 9 steps
     load("online.max_staleness_steps=0", text=ONLINE)
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=r"^online\.max_staleness_steps: "):
         load(served, "online.max_staleness_steps=7", text=ONLINE)
-    message = str(caught.value)
-    assert "online.max_staleness_steps: " in message and "from step 9 of 9 on" in message
-    assert "leave it out" in message and "\n" not in message
 
 
 def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge() -> None:

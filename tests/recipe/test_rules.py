@@ -133,14 +133,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     for directory in ("model", "tokenizer", "empty", "dataset", "step-000001"):
         (root / directory).mkdir(parents=True)
     for name in (
-        "model/config.json",
-        "tokenizer/tokenizer.json",
-        "pairs.jsonl",
-        "pairs.csv.gz",
-        "pairs.parquet.gz",
-        "pairs.txt",
-        "t.jinja",
-    ):
+        "model/config.json", "tokenizer/tokenizer.json", "pairs.jsonl", "pairs.csv.gz", "pairs.parquet.gz",
+        "pairs.txt", "t.jinja",
+    ):  # fmt: skip
         (root / name).touch()
     monkeypatch.chdir(root)
     yield root
@@ -150,25 +145,13 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 @pytest.mark.parametrize(
     "override",
     [
-        "model.path=model",
-        "model.path=./model",
-        "model.path=gpt2",
-        "model.path=Qwen/Qwen3-0.6B",
-        "tokenizer.path=tokenizer",
-        "tokenizer.chat_template=t.jinja",
-        "reference.path=model",
-        "data.train=pairs.csv.gz",
-        "data.train=dataset",
-        "data.train=trl-lib/ultrafeedback_binarized",
-        "data.eval=pairs.jsonl",
-        "data.eval={fraction: 0.1}",
-        "output_dir=a/b/c",
-        "output_dir=dataset",
-        "reference.cache_dir=new/cache",
-        "checkpoint.resume=never",
-        "checkpoint.resume=step-000001",
+        "model.path=model", "model.path=./model", "model.path=gpt2", "model.path=Qwen/Qwen3-0.6B",
+        "tokenizer.path=tokenizer", "tokenizer.chat_template=t.jinja", "reference.path=model",
+        "data.train=pairs.csv.gz", "data.train=dataset", "data.train=trl-lib/ultrafeedback_binarized",
+        "data.eval=pairs.jsonl", "data.eval={fraction: 0.1}", "output_dir=a/b/c", "output_dir=dataset",
+        "reference.cache_dir=new/cache", "checkpoint.resume=never", "checkpoint.resume=step-000001",
     ],
-)
+)  # fmt: skip
 def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None:
     check_environment(load(override))
 
@@ -231,14 +214,20 @@ def test_an_extra_that_is_not_installed_is_refused_with_the_command_that_install
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("dpo_pack.recipe.load.install_command", lambda extra: f"install {extra}")
+    server = "endpoint: {url: 'http://host:1/v1', model: m}"
+    judged = f"online={{judges: [{{type: function, function: 'a:b'}}, {{type: llm, {server}}}]}}"
+    served = f"online={{judges: [{{type: function, function: 'a:b'}}], generator: {{type: http, {server}}}}}"
     for override, key, extra in (
         ("model.lora={r: 8}", "model.lora", "peft"),
         ("optim.name=adamw_8bit", "optim.name", "bitsandbytes"),
+        (judged, "online.judges.1.endpoint", "openai"),
+        (served, "online.generator.endpoint", "openai"),
     ):
-        recipe = load(override, "output_dir=a/b")
+        recipe = load(override, "output_dir=a/b", "train.max_steps=1")
         message = message_of(functools.partial(check_environment, recipe))
         assert f"{key}: needs the package {extra}" in message
-        assert f"pip install '{extra}>=" in message
+        assert f"; install {extra}" in message
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(

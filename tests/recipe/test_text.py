@@ -21,11 +21,6 @@ def test_every_way_to_write_a_float_is_a_number(text: str) -> None:
     assert load(text=SMALLEST + f"optim: {{lr: {text}}}").optim.lr == 5e-7
 
 
-def test_a_whole_number_is_accepted_for_a_float_and_becomes_one() -> None:
-    beta = load("loss.beta=1").loss.beta
-    assert beta == 1.0 and isinstance(beta, float)
-
-
 def test_leading_zeros_are_decimal_and_words_such_as_no_are_text() -> None:
     assert load("seed=010").seed == 10
     assert load("logging.run_name=no").logging.run_name == "no"

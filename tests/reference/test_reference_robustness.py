@@ -186,7 +186,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dpo_pack.system.console import make_console
 from dpo_pack.run.setup import prepare
 from dpo_pack.run.pairs import prepare_reference
-from dpo_pack.system.memory import release_memory
+from dpo_pack.system.machine import release_memory
 from dpo_pack.recipe.load import load_recipe
 
 torch.set_num_threads(1)

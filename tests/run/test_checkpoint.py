@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import set_seed
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,7 +39,8 @@ from dpo_pack.run.run_dir import damage_of
 from dpo_pack.run.state import Identity, Place, Standing, TrainState
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.system.seeding import seed_everything, seed_step
+from dpo_pack.system.machine import AvailableMemory
+from dpo_pack.system.ranks import seed_step
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.health import Health
 from dpo_pack.training.optim import build_optimizer, learning_rate_schedule
@@ -328,7 +330,8 @@ def test_a_copy_may_take_half_of_what_is_free(free: int, fits: bool, monkeypatch
     """Of two processes on a node, 4 bytes each."""
     on_device: Any = SimpleNamespace(is_cuda=True, nbytes=4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(checkpoint_writer, "free_memory_bytes", lambda: free)
+    memory = AvailableMemory(free=free, total=free)
+    monkeypatch.setattr(checkpoint_writer, "host_memory", lambda: memory)
     assert checkpoint_writer._has_room_for_copy([on_device]) == fits
     assert not checkpoint_writer._has_room_for_copy([torch.zeros(1)])  # on the host anyway
 
@@ -674,6 +677,6 @@ def test_a_step_draws_the_same_whatever_was_drawn_before_and_ranks_draw_their_ow
 def test_a_seed_decides_all_that_torch_numpy_and_python_draw(draw: Callable[[], Any]) -> None:
     drawn = []
     for seed in (1, 1, 2, 2**32 - 1):
-        seed_everything(seed)
+        set_seed(seed)
         drawn.append(draw())
     assert drawn[0] == drawn[1] != drawn[2] != drawn[3]

@@ -23,7 +23,7 @@ from dpo_pack.run import memory_estimate as memory_report
 from dpo_pack.run.memory_estimate import GIB
 from dpo_pack.run.samples import Sampler, read_samples
 from dpo_pack.system import ranks
-from dpo_pack.system.memory import AvailableMemory
+from dpo_pack.system.machine import AvailableMemory
 from dpo_pack.trainer import train
 
 # 13 pairs in steps of 4: ranks have unequal rows, and in the last step there is a pair for one of them.

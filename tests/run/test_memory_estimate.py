@@ -46,7 +46,7 @@ from dpo_pack.run.models import training_bytes
 from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.setup import prepare
 from dpo_pack.system import ranks
-from dpo_pack.system.memory import AvailableMemory
+from dpo_pack.system.machine import AvailableMemory
 from dpo_pack.trainer import train
 from dpo_pack.training.optim import build_optimizer
 

@@ -115,7 +115,7 @@ SAVING = """
 import fcntl, pathlib, sys, termios, time
 from dpo_pack.system.console import make_console
 from dpo_pack.system.interrupts import interruptible
-from dpo_pack.system.output import complain
+from dpo_pack.system.process import complain
 with interruptible() as interruption, interruption.deferred():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the end of this terminal is a signal for this process
     print("ready", flush=True)
@@ -154,7 +154,7 @@ def test_ranks_exchange_signals_by_time_and_all_of_them_at_the_same_pass(
 ) -> None:
     """Between two ranks, one twice as slow: both take the number of passes from the slower one."""
     now = [100.0]
-    interruption = Interruption(clock=lambda: now[0])
+    interruption = Interruption(clock=lambda: now[0], polled=now[0])
     exchanges: list[float] = []
 
     def exchanged(signum: float, seconds_a_call: float) -> list[float]:
@@ -165,14 +165,14 @@ def test_ranks_exchange_signals_by_time_and_all_of_them_at_the_same_pass(
     monkeypatch.setattr(ranks, "largest_numbers", exchanged)
     for _ in range(22):
         now[0] += interrupts.POLL_SECONDS / 20
-        interruption.poll_in_time()
+        interruption.poll(at_once=False)
     assert exchanges == [1, 11, 21]
     with interruption.deferred():
         interruption.handle(TERM, None)
         for _ in range(8):
-            interruption.poll_in_time()
+            interruption.poll(at_once=False)
         with pytest.raises(Interrupted):
-            interruption.poll_in_time()
+            interruption.poll(at_once=False)
 
 
 def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +194,10 @@ def test_one_process_looks_for_a_signal_before_every_pass() -> None:
     interruption = Interruption(clock=lambda: 0.0)
     with interruption.deferred():
         for _ in range(3):
-            interruption.poll_in_time()
+            interruption.poll(at_once=False)
         interruption.handle(TERM, None)
         with pytest.raises(Interrupted):
-            interruption.poll_in_time()
+            interruption.poll(at_once=False)
 
 
 def test_a_second_signal_is_not_put_off_and_one_that_comes_with_the_first_is_none() -> None:

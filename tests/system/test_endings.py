@@ -43,12 +43,6 @@ def test_the_same_mistake_on_all_ranks_is_told_once(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == f"rank 2 ({HOST}): error: pairs.jsonl: no such file\n"
 
 
-def test_what_fails_because_of_it_is_silent_and_ends_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    errors = {1: DataError("no such file"), 0: RuntimeError("Connection closed by peer")}
-    assert settle_all(errors) == {0: 2, 1: 2}
-    assert capsys.readouterr().err == f"rank 1 ({HOST}): error: no such file\n"
-
-
 def test_a_bug_is_told_with_the_traceback_of_its_rank(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,15 +99,6 @@ def test_what_fails_half_way_leaves_the_earlier_content_alone(is_directory: bool
     assert names(tmp_path) == ["target"]
 
 
-def test_a_full_disk_is_a_one_line_cache_error_and_leaves_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(CacheError) as caught, written_aside(tmp_path / "file") as temporary:
-        temporary.write_text("half of it")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    message = str(caught.value)
-    assert str(tmp_path / "file") in message and "No space left" in message and message.isprintable()
-    assert names(tmp_path) == []
-
-
 def test_a_folder_that_cannot_be_made_is_a_cache_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CacheError, match="Not a directory.*choose a writable directory"):

@@ -32,7 +32,7 @@ from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system import launch
 from dpo_pack.system.console import make_console
 from dpo_pack.system.errors import RecipeError, RunError
-from dpo_pack.system.placement import ALONE, Placement
+from dpo_pack.system.process import ALONE, Placement
 from dpo_pack.trainer import train
 
 PROBE = [sys.executable, str(Path(__file__).parents[1] / "support" / "launched.py"), "probe"]

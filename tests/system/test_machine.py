@@ -1,8 +1,9 @@
-"""What the machine is: bfloat16 on a CPU, by its flags and as a person is told, and versions of packages."""
+"""What the machine is: its CPU, versions of packages, and the memory that a process may use."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ from support.tiny_run import tiny_run
 
 from dpo_pack.commands.doctor import describe_environment, render_environment
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.system.machine import bfloat16_instructions, is_intel, package_versions
+from dpo_pack.system.machine import (
+    AvailableMemory,
+    bfloat16_instructions,
+    host_memory,
+    is_intel,
+    package_versions,
+)
 from dpo_pack.trainer import train
 
 
@@ -80,3 +87,75 @@ def test_a_run_says_when_bfloat16_is_the_slower_choice(
     train(load_recipe(tiny_run(tmp_path), [f"model.autocast={autocast}"]), console, dry_run=True)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("no instructions for bfloat16" in told) == warns
+
+
+GIB = 2**30
+NO_LIMIT = 9223372036854771712
+
+
+def write(root: Path, files: dict[str, object]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of 64 GiB, 60 of which are free."""
+    machine = SimpleNamespace(total=64 * GIB, available=60 * GIB)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: machine)
+    return tmp_path
+
+
+def test_without_a_limit_it_is_the_machine_s(root: Path) -> None:
+    free = AvailableMemory(free=60 * GIB, total=64 * GIB)
+    assert host_memory(root) == free
+    write(root, {"proc/self/cgroup": "0::/user.slice", "sys/fs/cgroup/user.slice/memory.max": "max"})
+    assert host_memory(root) == free
+
+
+def test_a_container_s_limit_counts_and_its_file_cache_does_not(root: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/",
+        "sys/fs/cgroup/memory.max": 8 * GIB,
+        "sys/fs/cgroup/memory.current": 7 * GIB,
+        "sys/fs/cgroup/memory.stat": f"anon {3 * GIB}\ninactive_file {3 * GIB}\nactive_file {GIB}",
+    }
+    assert host_memory(write(root, files)) == AvailableMemory(free=5 * GIB, total=8 * GIB)
+
+
+def test_of_nested_limits_the_narrowest_counts(root: Path) -> None:
+    job = "sys/fs/cgroup/system.slice/job_7"
+    files: dict[str, object] = {"proc/self/cgroup": "0::/system.slice/job_7/step_0/task_1"}
+    for group, limit, used in (("", 20, 6), ("/step_0", 16, 1), ("/step_0/task_1", "max", 1)):
+        number = limit if isinstance(limit, str) else limit * GIB
+        files |= {f"{job}{group}/memory.max": number, f"{job}{group}/memory.current": used * GIB}
+    assert host_memory(write(root, files)) == AvailableMemory(free=14 * GIB, total=16 * GIB)
+
+
+def test_limits_of_version_1_count(root: Path) -> None:
+    own, mount = "sys/fs/cgroup/memory/slurm/job_7", "sys/fs/cgroup/memory"
+    files = {
+        "proc/self/cgroup": "11:cpu,cpuacct:/\n4:memory:/slurm/job_7\n1:name=systemd:/x\n0::/",
+        f"{own}/memory.limit_in_bytes": 32 * GIB,
+        f"{own}/memory.usage_in_bytes": 12 * GIB,
+        f"{own}/memory.stat": f"inactive_file 5\ntotal_inactive_file {2 * GIB}\ntotal_active_file 0",
+        f"{mount}/memory.limit_in_bytes": NO_LIMIT,
+        f"{mount}/memory.usage_in_bytes": 40 * GIB,
+    }
+    assert host_memory(write(root, files)) == AvailableMemory(free=22 * GIB, total=32 * GIB)
+
+
+def test_a_container_that_is_told_the_host_s_path_has_the_limit_at_the_mount_point(root: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/docker/0123",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": 8 * GIB,
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": 9 * GIB,
+    }
+    assert host_memory(write(root, files)) == AvailableMemory(free=0, total=8 * GIB)
+
+
+def test_free_memory_is_a_part_of_all_memory() -> None:
+    assert 0 < host_memory().free <= host_memory().total

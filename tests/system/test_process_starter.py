@@ -95,17 +95,6 @@ def test_cores_are_shared_out_unless_the_user_has_said_how(
     assert (tmp_path / "1").read_text() == "7\n"
 
 
-@pytest.mark.slow
-def test_the_failure_of_one_ends_the_others_soon_with_its_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_starter, "_SECONDS_AFTER_A_FAILURE", 1.5)
-    monkeypatch.chdir(tmp_path)
-    notices = "until [ -e failed ]; do sleep 0.01; done; touch noticed; sleep 20; touch left"
-    assert start_ranks(shell(f"[ $RANK = 1 ] && touch failed && exit 2; {notices}"), 2) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["failed", "noticed"]
-
-
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
 def test_of_several_failures_the_first_counts(first: int, second: int, tmp_path: Path) -> None:
     """The second rank to fail waits until the end of the first has been seen: then its pid is nobody's."""

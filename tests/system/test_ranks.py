@@ -15,13 +15,12 @@ from support.two_ranks import run_on_ranks
 
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DataError, RunError
-from dpo_pack.system.ranks import gather_and_place, gather_over_ranks, largest_over_ranks
+from dpo_pack.system.ranks import gather_and_place, gather_over_ranks, sum_over_ranks
 
 
 def test_one_process_says_nothing_and_agrees_with_itself(tmp_path: Path) -> None:
     assert (ranks.rank(), ranks.num_ranks(), ranks.is_first()) == (0, 1, True)
     assert ranks.any_rank(True) and not ranks.any_rank(False)
-    assert ranks.largest_number(3) == 3
     assert ranks.first_says("a") == ranks.first_does(lambda: "a") == "a"
     assert ranks.every_rank_says("a") == ["a"]
     assert ranks.share_out([1, 2, 3], _doubled) == [2, 4, 6] and ranks.share_out([], _doubled) == []
@@ -53,7 +52,6 @@ def _on_two(directory: Path) -> dict[str, Any]:
     rank = ranks.rank()
     told: dict[str, Any] = {
         "any": [ranks.any_rank(rank == 1), ranks.any_rank(False)],
-        "largest": ranks.largest_number(10 * rank),
         "first says": ranks.first_says(rank),
         "first does": ranks.first_does(lambda: _leave_a_file(directory)),
         "every": ranks.every_rank_says(rank),
@@ -101,7 +99,6 @@ def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
     assert first == second
     assert first == {
         "any": [True, False],
-        "largest": 10,
         "first says": 0,
         "first does": 0,
         "every": [0, 1],
@@ -124,7 +121,7 @@ def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
 
 def test_on_one_process_each_is_the_identity() -> None:
     values = torch.tensor([[1.0, 2.0]])
-    for function in (gather_over_ranks, largest_over_ranks):
+    for function in (gather_over_ranks, sum_over_ranks):
         assert torch.equal(function(values), values)
     assert gather_and_place(values) == (values, slice(0, 1))
 
@@ -137,7 +134,7 @@ def _gather() -> None:
     everything, place = gather_and_place(own)
     assert torch.equal(everything[place], own)
     one = torch.tensor(float(rank))
-    assert float(largest_over_ranks(one)) == 2.0
+    assert float(sum_over_ranks(one)) == 3.0
     assert one == rank  # what was given is left alone
 
 

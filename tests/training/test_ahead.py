@@ -36,7 +36,7 @@ from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.work import find_work
 from dpo_pack.run.models import load_weights, resolve_model
 from dpo_pack.system.errors import ModelError
-from dpo_pack.system.memory import HostCopies
+from dpo_pack.system.machine import host_copies
 from dpo_pack.trainer import train
 from dpo_pack.training import offline
 from dpo_pack.training.batches import GlobalBatch, RowBuilder
@@ -215,9 +215,9 @@ def test_behind_as_well_a_log_prob_that_is_not_finite_stops_the_pass(
 @pytest.mark.gpu
 def test_copies_are_read_without_waiting_for_what_was_queued_later() -> None:
     values = torch.arange(5, device=CUDA)
-    copies = HostCopies.begin([values])
+    copies = host_copies([values])
     values.add_(1)
-    assert copies.read()[0].tolist() == [0, 1, 2, 3, 4]
+    assert copies()[0].tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(on_device(np.arange(5), CUDA), torch.arange(5, device=CUDA))
 
 

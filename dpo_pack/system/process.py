@@ -1,14 +1,29 @@
-"""Reads the rank of this process and the number of ranks from variables of torchrun, accelerate or SLURM."""
+"""This process: its place among the ranks, output that is safe to print, and quick imports.
 
+Variables of torchrun, accelerate or SLURM give the place. Control characters in names of files or in models'
+answers never reach a terminal or a log: `say` (stdout), `complain` (stderr) and console.py print our lines,
+`guard_output` guards what others print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import logging
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
+from typing import Any
 
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.errors import RecipeError, one_line
 
-_KEY = "distributed.num_processes"
+KEY = "distributed.num_processes"
 _LAUNCHERS = "start the processes with dpopack itself, torchrun, accelerate launch or srun"
+_OF_PROGRESS_BARS = re.compile(r"(\x1b\[A|[\n\r\t])")  # what progress bars of libraries need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +77,7 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if _number(environ, name, 1) > 1:
             what = f"{name} is set, but dpo-pack does not read MPI's variables"
-            raise RecipeError(f"{_KEY}: {what}; {_LAUNCHERS}")
+            raise RecipeError(f"{KEY}: {what}; {_LAUNCHERS}")
     return None
 
 
@@ -71,7 +86,7 @@ def first_host(node_list: str) -> str:
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", node_list)
     if first is None:
         what = f"cannot read SLURM's list of nodes, '{node_list}'"
-        raise RecipeError(f"{_KEY}: {what}; set MASTER_ADDR to the host of rank 0")
+        raise RecipeError(f"{KEY}: {what}; set MASTER_ADDR to the host of rank 0")
     return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", first[0])
 
 
@@ -85,7 +100,7 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
         tasks += [int(match[1])] * int(match[2] or 1)
     if node >= len(tasks):
         what = f"SLURM_STEP_TASKS_PER_NODE, '{tasks_per_node}', does not say how many tasks this node has"
-        raise RecipeError(f"{_KEY}: {what}; start the ranks with torchrun instead")
+        raise RecipeError(f"{KEY}: {what}; start the ranks with torchrun instead")
     return tasks[node]
 
 
@@ -98,12 +113,94 @@ def _value(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name)
     if not value:
         what = f"the environment says that this is one of several processes, but {name} is not set"
-        raise RecipeError(f"{_KEY}: {what}; {_LAUNCHERS}")
+        raise RecipeError(f"{KEY}: {what}; {_LAUNCHERS}")
     return value
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = _value(environ, name) if default is None else environ.get(name) or str(default)
     if not value.isdecimal():
-        raise RecipeError(f"{_KEY}: {name} must be a whole number, not '{value}'")
+        raise RecipeError(f"{KEY}: {name} must be a whole number, not '{value}'")
     return int(value)
+
+
+def printable(text: str) -> str:
+    r"""Returns the text with an escape, such as \x1b or \n, for each character that cannot be printed."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def say(line: str) -> None:
+    print(printable(line))
+
+
+def complain(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def guard_output() -> None:
+    """From now on, escapes control characters, and those that the encoding lacks, in stdout and stderr."""
+    # transformers imports bitsandbytes if it is installed; it warns of kernels that dpo-pack does not call.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    stdout = unguarded(sys.stdout)
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = _Guarded(stdout), _Guarded(unguarded(sys.stderr))
+
+
+def unguarded(stream: Any) -> Any:
+    """Returns the stream that takes control characters, such as those of colours."""
+    return stream.stream if isinstance(stream, _Guarded) else stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """A text stream that writes control characters as escapes."""
+
+    stream: Any
+
+    def write(self, text: str) -> int:
+        pieces = _OF_PROGRESS_BARS.split(text)  # every second piece is what the pattern matched
+        pieces[::2] = map(printable, pieces[::2])
+        self.stream.write("".join(pieces))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def many_imports() -> Iterator[None]:
+    """Collects no garbage while torch and transformers are imported, which would take a sixth of the time."""
+    if "transformers" in sys.modules or not gc.isenabled():  # a freeze would keep garbage
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def load_function(name: str, recipe_key: str) -> Callable[..., Any]:
+    """Returns the function that `name` gives as module:function. Raises RecipeError."""
+    module_name, _, function_name = name.partition(":")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+    except AttributeError:
+        raise RecipeError(f"{recipe_key}: module {module_name} has no function {function_name}") from None
+    except (Exception, SystemExit) as error:
+        why = f"{one_line(error)} (looked in {here} and among installed modules)"
+        raise RecipeError(f"{recipe_key}: cannot import {module_name}: {why}") from error
+    finally:
+        sys.path.remove(here)
+    if not callable(function):
+        raise RecipeError(f"{recipe_key}: {name} is {type(function).__name__}, not a function")
+    return function
