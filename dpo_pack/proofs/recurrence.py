@@ -48,17 +48,15 @@ def prove_recurrence(
     device: torch.device,
     *,
     compute: Callable[[Row], object] | None = None,
-) -> list[Proof]:
-    """Proves output and gradients of each kind of recurrent call on the model's inputs; [] without calls.
+) -> Proof:
+    """Proves output and gradients of each kind of recurrent call on the model's inputs.
 
     `compute`, if given, runs a row instead of the scorer's own forward.
     """
-    if not scorer.num_recurrent_calls:
-        return []
     run = scorer.recurrence or RecurrentCall.run
     calls = _kinds_of_calls(scorer, groups, device, compute or scorer)
     measured = [recurrence_error(call, run, device) for call in calls]
-    return [error_proof("recurrence", measured, "of recurrent layers", PADDED_REMEDY)]
+    return error_proof("recurrence", measured, "of recurrent layers", PADDED_REMEDY)
 
 
 @torch.no_grad()

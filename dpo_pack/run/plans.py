@@ -22,8 +22,7 @@ from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import resolve_policy
 from dpo_pack.run.setup import Setup, prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
-from dpo_pack.training.batches import RowBuilder
-from dpo_pack.training.offline import OfflineSource
+from dpo_pack.training.batches import OfflineSource, RowBuilder
 from dpo_pack.training.references import Reference
 
 # The counts of shortened pairs in the summary of a source.

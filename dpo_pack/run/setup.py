@@ -347,8 +347,9 @@ def load_proved(setup: Setup, model: ModelFacts, adapter: LoraSettings | None = 
     """
     loaded, outcome = load_and_prove(model, device=setup.device, strategy=setup.strategy, adapter=adapter)
     outcome.raise_failure()
-    setup.console.print(f"Proof: {outcome.sentence()}")
-    print_detail(setup.console, f"  {outcome.details()}")
+    sentence, details = outcome.sentences()
+    setup.console.print(f"Proof: {sentence}")
+    print_detail(setup.console, f"  {details}")
     return loaded
 
 

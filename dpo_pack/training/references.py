@@ -1,4 +1,4 @@
-"""The sources of the reference log-probs of a step's pairs.
+"""The sources of the reference log-probs of a step's pairs, and the check that cached ones are the policy's.
 
 The training loop asks a `Reference` for a batch's log-probs and for its updates. There are two kinds:
 
@@ -10,6 +10,8 @@ The training loop asks a `Reference` for a batch's log-probs and for its updates
       reference <- mixup * policy + (1 - mixup) * reference,
 
   which is a soft update if mixup < 1, and a hard update if mixup = 1.
+
+Legend: P pairs of a row.
 """
 
 from __future__ import annotations
@@ -18,14 +20,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dpo_pack.data.store import PairTable
+from dpo_pack.model.layout import Row
 from dpo_pack.model.lora import plain_name
-from dpo_pack.model.scorer import CompletionLogps, LoadedModel
-from dpo_pack.system.errors import ModelError
-from dpo_pack.training.batches import GlobalBatch, PairReference, PairRow, with_reference
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel, RowLogps
+from dpo_pack.system.errors import ModelError, RunError
+from dpo_pack.system.ranks import any_rank
+from dpo_pack.training.batches import GlobalBatch, PairReference, PairRow, RowBuilder
+from dpo_pack.training.metrics import rounding
+from dpo_pack.training.step_loss import with_reference
 
 
 class Reference(Protocol):
@@ -54,10 +62,7 @@ class CachedReference:
 
     # The log-probs of a table's pairs; raises CacheError if one is missing. None: no loss needs them.
     lookup: Callable[[PairTable], PairReference] | None
-
-    @property
-    def moving(self) -> None:
-        return None
+    moving: None = None
 
     def known(self, table: PairTable) -> PairReference | None:
         return None if self.lookup is None else self.lookup(table)
@@ -179,3 +184,60 @@ def _check_adapter(policy: CompletionLogps) -> None:
                 f"reference.sync: a reference cannot follow {name}, only plain LoRA (no DoRA, no biases) and "
                 "modules_to_save; merge the adapter first (dpopack merge), or leave reference.sync out"
             )
+
+
+# ------------------------------------------------------------------------------------ before the first step
+
+ALLOWED_ROUNDING = 10.0  # two computations of a sum may differ by its rounding x this
+
+
+@torch.no_grad()
+def check_start(
+    policy: Callable[[Row], RowLogps],
+    builder: RowBuilder,
+    pairs: npt.NDArray[np.int64],
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference.
+
+    If they do not agree, the same row is computed again, so that dropout is reported and does not count as
+    noise. The allowed noise is ten times the larger of two numbers: the rounding of a sum in `dtype`, and the
+    change when the pairs stand in reverse order (routers can then choose other experts). Raises RunError.
+    """
+    row = builder.build(pairs)
+    sums = with_reference(row, policy(row.row)).reference  # [P, (chosen, rejected)]
+    table = builder.table
+    num_tokens = np.stack((table.chosen_scored[pairs], table.rejected_scored[pairs]), axis=1)
+    noise = ALLOWED_ROUNDING * rounding(sums, torch.from_numpy(num_tokens).to(sums.device), dtype)
+    # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
+    if not any_rank(not bool(((sums - row.reference).abs() <= noise).all())):
+        return
+
+    again = with_reference(row, policy(row.row)).reference
+    reverse_row = builder.build(pairs[::-1].copy())
+    in_reverse = with_reference(reverse_row, policy(reverse_row.row)).reference.flip(0)
+    if worst := _worst_excess((again - sums).nan_to_num(0.0), noise):  # NaN is not caused by dropout
+        raise RunError(
+            f"the policy is not repeatable: a log-prob of the first row differs by {worst[0]:.3g} nats when "
+            f"it is computed again, and rounding explains only {worst[1]:.2g}; dropout or router noise "
+            "is on: set it to zero in the model's config.json"
+        )
+    noise = torch.maximum(noise, ALLOWED_ROUNDING * (in_reverse - sums).abs().max())
+    if worst := _worst_excess(sums - row.reference, noise):
+        raise RunError(
+            f"the policy at step 0 is not its cached reference: a log-prob differs by {worst[0]:.3g} nats, "
+            f"and rounding explains only {worst[1]:.2g}; likely causes: the model or its adapter "
+            "changed on disk while it was read, policy and reference ran in different dtypes or autocast, "
+            "or another release filled the cache (set another reference.cache_dir to compute the "
+            "reference again)"
+        )
+
+
+def _worst_excess(differences: Tensor, noise: Tensor) -> tuple[float, float] | None:
+    """Returns the (difference, noise) with the largest difference - noise; None if no difference > noise."""
+    differences = differences.abs()
+    if bool((differences <= noise).all()):
+        return None
+    worst = int((differences - noise).nan_to_num(torch.inf).argmax())
+    return float(differences.flatten()[worst]), float(noise.flatten()[worst])

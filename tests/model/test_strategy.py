@@ -22,8 +22,7 @@ from dpo_pack.run.plans import plan_settings, row_builder
 from dpo_pack.run.setup import prepare
 from dpo_pack.run.strategy import choose_strategy
 from dpo_pack.system import ranks
-from dpo_pack.training.batches import GlobalBatch
-from dpo_pack.training.offline import OfflineSource
+from dpo_pack.training.batches import GlobalBatch, OfflineSource
 
 CPU = torch.device("cpu")
 FSDP2 = "distributed.strategy=fsdp2"

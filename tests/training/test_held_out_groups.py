@@ -7,13 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dpo_pack.training.held_out import (
-    LENGTH_BUCKETS,
-    PairTraits,
-    length_buckets,
-    length_preference,
-    means_by_group,
-)
+from dpo_pack.training.held_out import LENGTH_BUCKETS, PairTraits, length_preference, means_by_group
 
 
 def traits(chosen: list[int], rejected: list[int], sources: list[int] | None = None) -> PairTraits:
@@ -26,25 +20,14 @@ def traits(chosen: list[int], rejected: list[int], sources: list[int] | None = N
     )
 
 
-def test_every_pair_is_in_one_length_bucket() -> None:
-    random = np.random.default_rng(0)
-    some = traits(random.integers(1, 300, 500).tolist(), random.integers(1, 300, 500).tolist())
-    buckets = length_buckets(some)
-    assert list(buckets) == list(LENGTH_BUCKETS)
-    assert sorted(np.concatenate(list(buckets.values())).tolist()) == list(range(500))
-
-
 def test_edges_of_length_buckets() -> None:
     # chosen / rejected: under a half; a half; just shorter than a tenth; equal; a tenth longer; twice.
     some = traits([49, 50, 90, 100, 110, 200], [100, 100, 100, 100, 100, 100])
-    buckets = {name: pairs.tolist() for name, pairs in length_buckets(some).items()}
-    assert buckets == {
-        "chosen_under_half": [0],
-        "chosen_shorter": [1, 2],
-        "similar_length": [3],
-        "chosen_longer": [4],
-        "chosen_over_twice": [5],
-    }
+    described = means_by_group({"pair": np.arange(6.0)}, some, seed=0)
+    assert list(described["by_length"]) == list(LENGTH_BUCKETS)
+    assert [(part["pairs"], part["pair"]) for part in described["by_length"].values()] == [
+        (1, 0.0), (2, 1.5), (1, 3.0), (1, 4.0), (1, 5.0)
+    ]  # fmt: skip
 
 
 def test_a_description_has_means_and_intervals_of_the_whole_and_of_its_parts() -> None:

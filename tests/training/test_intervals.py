@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import dpo_pack.training.intervals as intervals
-from dpo_pack.training.intervals import mean_intervals
+import dpo_pack.training.held_out as held_out
+from dpo_pack.training.held_out import mean_intervals
 
 
 def test_an_interval_is_the_normal_one_where_there_are_many_pairs() -> None:
@@ -56,7 +56,7 @@ def test_one_pair_and_equal_pairs_have_an_interval_of_no_width() -> None:
 def test_how_much_is_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(6).normal(size=(40, 3))
     at_once = mean_intervals(values, seed=0)
-    monkeypatch.setattr(intervals, "_VALUES_AT_A_TIME", 1)
+    monkeypatch.setattr(held_out, "_VALUES_AT_A_TIME", 1)
     assert np.array_equal(mean_intervals(values, seed=0), at_once)
     assert not np.array_equal(mean_intervals(values, seed=1), at_once)
 
@@ -67,7 +67,7 @@ def test_many_pairs_take_fewer_resamples_but_at_least_200(
 ) -> None:
     values = np.random.default_rng(7).normal(size=(num_pairs, 1))
     with monkeypatch.context() as patch:
-        patch.setattr(intervals, "_MAX_DRAWS", 10**9)
+        patch.setattr(held_out, "_MAX_DRAWS", 10**9)
         expected = mean_intervals(values, seed=0, num_resamples=resamples)
-    monkeypatch.setattr(intervals, "_MAX_DRAWS", 30_000)
+    monkeypatch.setattr(held_out, "_MAX_DRAWS", 30_000)
     assert np.array_equal(mean_intervals(values, seed=0), expected)

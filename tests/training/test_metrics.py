@@ -11,9 +11,9 @@ from support.device_reads import no_reads
 from torch import Tensor
 
 from dpo_pack.losses import PairLogps, ScoredPairs
-from dpo_pack.training.metrics import SATURATED_MARGIN, PairValues, averages, pair_values
+from dpo_pack.training.metrics import SATURATED_MARGIN, averages, join_values, pair_values
 
-BETA = 0.5
+BETA, CPU = 0.5, torch.device("cpu")
 
 
 def values_of(
@@ -25,7 +25,7 @@ def values_of(
     entropy: tuple[list[float], list[float]],
     top1: tuple[list[float], list[float]],
     mean_logit: tuple[list[float], list[float]],
-) -> PairValues:
+) -> Tensor:
     """Of a row given as (chosen, rejected) lists; entropy, top1, mean_logit summed over tokens."""
     ours, theirs = (
         PairLogps(
@@ -46,7 +46,7 @@ def scored(ours: PairLogps, theirs: PairLogps, statistics: Tensor) -> ScoredPair
     )
 
 
-def margins_only(margins: list[float]) -> PairValues:
+def margins_only(margins: list[float]) -> Tensor:
     """Pairs of one token a side that have these reward margins and nothing else."""
     zeros = [0.0] * len(margins)
     return values_of(
@@ -103,7 +103,7 @@ def test_averages_of_two_pairs_by_hand() -> None:
 def test_a_tie_counts_half() -> None:
     values = margins_only([1.0, -1.0, 0.0, 0.0])  # right, wrong, and two ties
     assert averages(values, beta=BETA, dtype=torch.float32)["rewards/accuracies"] == 0.5
-    assert values.table.dtype == torch.float64
+    assert values.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_rows_of_unequal_size_make_the_mean_over_all_pairs_and_tokens() -> None:
         }
         tokens = (random.integers(1, 30, size).tolist(), random.integers(1, 30, size).tolist())
         rows.append({**draw, "tokens": tokens, "losses": random.normal(size=size).tolist()})
-    got = averages(PairValues.join([values_of(**row) for row in rows]), beta=BETA, dtype=torch.float32)
+    got = averages(join_values([values_of(**r) for r in rows], CPU), beta=BETA, dtype=torch.float32)
 
     def every(name: str, side: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return np.concatenate([np.asarray(row[name][side], dtype=np.float64) for row in rows])
@@ -169,7 +169,7 @@ def test_values_keep_no_graph() -> None:
     one = torch.ones(1, dtype=torch.int64)
     logps = PairLogps(chosen=chosen, rejected=chosen * 2, chosen_tokens=one, rejected_tokens=one)
     pairs = scored(logps, logps, torch.ones((1, 2, 3), dtype=torch.float64))
-    assert not pair_values(pairs, chosen * 3).table.requires_grad
+    assert not pair_values(pairs, chosen * 3).requires_grad
 
 
 def test_keeping_values_reads_nothing_from_the_device() -> None:

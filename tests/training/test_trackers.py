@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +20,7 @@ from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run import setup
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
-from dpo_pack.training.trackers import MetricsLog, end_trackers, start_trackers, track, tracked_prefix
+from dpo_pack.training.records import MetricsLog, end_trackers, start_trackers, track
 
 
 class RunLog:
@@ -32,9 +33,11 @@ class RunLog:
         self.logged.append((values, step))
 
 
-def tracked(record: dict[str, Any], prefix: str, *, breakdowns: bool = False) -> tuple[dict[str, Any], int]:
+def tracked(
+    record: dict[str, Any], held_out_names: Sequence[str] = ("hh",), *, breakdowns: bool = False
+) -> tuple[dict[str, Any], int]:
     recorder = RunLog()
-    track(cast(Accelerator, recorder), record, prefix=prefix, breakdowns=breakdowns)
+    track(cast(Accelerator, recorder), record, held_out_names=held_out_names, breakdowns=breakdowns)
     (only,) = recorder.logged
     return only
 
@@ -116,7 +119,7 @@ def test_a_tracker_that_fails_later_ends_no_training_and_is_told_once(
     accelerator = Accelerator(cpu=not ranks.uses_cuda(), log_with=[BrokenTracker(starts=True)])
     start_run_trackers(accelerator, tmp_path / "run-7")
     for step in range(3):
-        track(accelerator, {"split": "train", "step": step, "loss": 0.5}, prefix="train/")
+        track(accelerator, {"split": "train", "step": step, "loss": 0.5})
     end_trackers(accelerator)
     (record,) = caplog.records
     assert "no route to host" in record.getMessage() and "training continues" in record.getMessage()
@@ -208,7 +211,7 @@ def test_a_run_that_goes_on_is_the_same_run_of_the_same_project_in_each_tracker(
 def test_trackers_get_a_train_line_under_the_names_that_transformers_trainer_sends() -> None:
     record = {"split": "train", "step": 7, "loss": 0.5, "seconds/data": 0.1, "grad_norm": None}
     numbers = {"train/loss": 0.5, "train/seconds/data": 0.1, "train/global_step": 7}
-    assert tracked(record, tracked_prefix(record, ["hh"])) == (numbers, 7)
+    assert tracked(record) == (numbers, 7)
 
 
 @pytest.mark.parametrize("breakdowns", [False, True])
@@ -225,8 +228,8 @@ def test_trackers_get_breakdowns_of_an_evaluation_only_on_request(breakdowns: bo
     numbers: dict[str, float] = {"eval/loss": 0.6, "train/global_step": 3}
     if breakdowns:
         numbers |= {"eval/by_length/chosen_longer/pairs": 2, "eval/by_length/chosen_longer/loss": 0.4}
-    assert tracked(record, tracked_prefix(record, ["hh"]), breakdowns=breakdowns) == (numbers, 3)
-    assert tracked_prefix(record, ["hh", "code"]) == "eval/hh_"
+    assert tracked(record, breakdowns=breakdowns) == (numbers, 3)
+    assert "eval/hh_loss" in tracked(record, ["hh", "code"])[0]
 
 
 def test_one_tracker_needs_no_list(tmp_path: Path) -> None:
