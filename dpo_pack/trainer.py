@@ -527,9 +527,10 @@ class Trainer:
         Returns the values of this rank's pairs, of which metrics are averages (training/metrics.py).
         """
         values: list[Tensor] = []
+        num_passes = len(batch.rows) + len(batch.idle_rows)
         for number, pair_row in enumerate(batch.rows, start=1):
             self.poll_before_pass(batch, number)
-            with self.policy.accumulating(is_last=number == batch.num_passes):
+            with self.policy.accumulating(is_last=number == num_passes):
                 output = self.policy(pair_row.row)  # log-probs summed over each completion
                 pairs = score_pairs(self.objective, output, pair_row)  # [P] of policy and reference
                 losses, share = loss.of_row(number, output, pairs)  # [P] and []
@@ -539,7 +540,7 @@ class Trainer:
             values.append(pair_values(pairs, losses))
         for number, idle_row in enumerate(batch.idle_rows, start=len(batch.rows) + 1):
             self.poll_before_pass(batch, number)
-            with self.policy.accumulating(is_last=number == batch.num_passes):
+            with self.policy.accumulating(is_last=number == num_passes):
                 self.policy.idle(idle_row, loss.of_idle_row(number))
                 self.clock.lap("backward")
         return join_values(values, self.setup.device)

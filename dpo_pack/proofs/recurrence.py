@@ -63,9 +63,8 @@ def prove_recurrence(
 def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
     """Lets the scorer's recurrent layers use the kernels of `KERNELS` that are installed and right.
 
-    Each is compared with the family's own functions, as in `prove_recurrence`. Instead of a kernel that is
-    missing, raises an error or is not exact enough, the layers keep the torch functions. Returns a line for
-    each function that the layers call: the kernel, or the reason why it is not used.
+    Each is compared with the family's own functions, as in `prove_recurrence`. Returns a line for each
+    function that the layers call: the kernel, or the reason why the layers keep the torch function.
     """
     if scorer.backend is None or not scorer.num_recurrent_calls:
         return []

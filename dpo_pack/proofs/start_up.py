@@ -1,8 +1,7 @@
 """Proves on small random rows that packing several pairs in a row changes no log-prob on this machine.
 
 Without proofs nobody would see attention leak between pairs: in DPO the first loss is log 2 even with a leak,
-because policy and reference leak in the same way. Each proof runs the real model with the attention function
-that training uses. A proof returns its measured numbers, their bound, and advice for the user if it fails.
+because policy and reference leak in the same way. Each proof runs the real model with training's attention.
 
 Legend: S sequences, each a (context, completion) of token ids, N scored tokens, V vocabulary.
 """
@@ -44,8 +43,7 @@ _PARTS = {"chosen": [0], "rejected": [1], "context": [0, 1]}
 def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
     """Runs all proofs, in an order in which an early failure explains later failures.
 
-    Padded batches use the model's own attention, and a row holds one sequence. So only two proofs run: no
-    token sees a later token; a sequence in a batch gets the same log-probs as alone.
+    Padded batches use the model's own attention, one sequence in each row, so only two proofs run.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -65,8 +63,7 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
 def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | None:
     """Returns why torch cannot compile the layers or the head; None if it can, or if it is not to compile.
 
-    Computes a small row and gradients, so that torch compiles them now. Else it would compile gradients in
-    the first step, perhaps hours after the start, and a failure there would end the run.
+    Computes a small row and gradients, which else compile in the first step, perhaps hours after the start.
     """
     if not scorer.is_compiled:
         return None
@@ -95,17 +92,16 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
 
 # ------------------------------------------------------------------------------------------------ leaks
 # No token may depend on other pairs of its row or on later tokens. In dense models, log-probs that must not
-# change keep every bit. In a mixture of experts a changed token changes the last bits of all tokens: the bound
-# is a multiple of the noise, which is the change of log-probs that no leak can reach.
+# change keep every bit. In a mixture of experts a changed token changes the last bits of all tokens, so the
+# bound is a multiple of the noise, which is the change of log-probs that no leak can reach.
 
 
 @torch.no_grad()
 def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
     """Proves that a pair's log-probs depend only on the pair's own tokens.
 
-    In a causal row a leak reaches only tokens behind the changed token, so in a mixture of experts a change
-    before that token is noise. For such models the proof uses both orders of the pairs, so that the same
-    sequences stand before and behind the changed token.
+    In a causal row a leak reaches only tokens behind the changed token. So in a mixture of experts a change
+    before it is noise, and both orders of the pairs are used: the same sequences stand before and behind.
     """
     moved, before, behind = _changes_around(scorer, groups, device)
     if routes_tokens(scorer.model.config):
@@ -126,11 +122,8 @@ def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: to
 def _changes_around(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[float, Tensor, Tensor]:
-    """Changes one token of the row at a time and compares log-probs with those of the unchanged row.
-
-    Returns (the least change of sequences that have the token, the changes of all sequences that stand before
-    the token in the row, the changes of all that stand behind it), in nats.
-    """
+    """Changes one token of the row at a time. Returns (the least change of sequences that have the token, the
+    changes of all sequences before the token in the row, those of all behind it), in nats."""
     whole = pair_sums(scorer, groups, device)
     moves = {part: torch.zeros(2, device=device) for part in _PARTS}
     before, behind = [], []
@@ -149,8 +142,8 @@ def _changes_around(
 def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
     """Proves that no token sees a later one: a new last token must not change log-probs of earlier tokens.
 
-    First one half of the pairs gets new last tokens, then the other half. In a mixture of experts, the change
-    of the log-probs of the unchanged half is noise.
+    One half of the pairs gets new last tokens, then the other. In a mixture of experts, the change of the
+    unchanged half is noise.
     """
     lengths = [len(completion) for group in groups for completion in group.completions]
     whole = scorer(proof_row(scorer, groups, device)).token_logps
@@ -200,8 +193,7 @@ def _with_change(groups: Sequence[Group], pair: int, part: str) -> list[Group]:
 
     Lengths of sequences and common prefixes do not change, so the row has the same shape and bits compare.
     """
-    context, completions = groups[pair].context.copy(), groups[pair].completions
-    chosen, rejected = completions[0].copy(), completions[1].copy()
+    context, (chosen, rejected) = groups[pair].context.copy(), map(np.copy, groups[pair].completions)
     # The last token of a context is within the shortest sliding window.
     changed, other = {
         "context": (context, context), "chosen": (chosen, rejected), "rejected": (rejected, chosen)
@@ -274,7 +266,7 @@ def distance_from_stock(
 
     The mean error per token may be three times the error that rounding causes in the plain computation. In a
     mixture of experts the mean leaves out the worst sequence, because rounding can send it to another expert.
-    In fp32 it is enough that no error exceeds `FLOAT32_BOUND`. Only if one does, rounding is measured.
+    In fp32 rounding is measured only if an error exceeds `FLOAT32_BOUND`.
     """
     alone = compute_alone()
     errors = (ours - alone).abs()

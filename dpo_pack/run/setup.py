@@ -52,7 +52,7 @@ from dpo_pack.system.files import discard
 from dpo_pack.system.memory import keep_freed_memory
 from dpo_pack.system.progress import reading_progress
 from dpo_pack.training.optim import check_optimizer
-from dpo_pack.training.references import LiveReference, Sync
+from dpo_pack.training.references import LiveReference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +336,8 @@ def load_moving_reference(setup: Setup) -> LiveReference:
     return LiveReference(
         model=load_second_model(setup),
         device=setup.device,
-        sync=Sync(every_steps=sync.every_steps, mixup=sync.mixup),
+        follow_every=sync.every_steps,
+        mixup=sync.mixup,
     )
 
 

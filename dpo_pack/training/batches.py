@@ -28,8 +28,8 @@ from dpo_pack.packing.plan import PackingPlan, PlanSettings, epoch_order
 class PairRow:
     """The pairs of one row, ready for the policy.
 
-    A pair is two of the row's S sequences. Usually they lie pair by pair (chosen, rejected, chosen, ...). If
-    one sequence belongs to several pairs, `sequence_index` tells which sequences each pair has.
+    A pair is two of the row's S sequences. They lie pair by pair (chosen, rejected, chosen, ...), unless one
+    sequence belongs to several pairs.
     """
 
     row: Row
@@ -62,11 +62,6 @@ class GlobalBatch:
     def pair_indices(self) -> npt.NDArray[np.int64]:
         """The pair indices of this rank's rows, one row after another."""
         return np.concatenate([np.zeros(0, dtype=np.int64), *(row.pair_indices for row in self.rows)])
-
-    @property
-    def num_passes(self) -> int:
-        """The number of forward and backward passes of this rank."""
-        return len(self.rows) + len(self.idle_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +140,9 @@ class RowBuilder:
             row = replace(row, token_copies=on_device(copies, self.device))
         sums, tokens = np.zeros((len(pairs), 2)), None
         if self.reference is not None:
-            sums, tokens = self.reference.sums[pairs], self.reference.token_logps(pairs)
+            sums = self.reference.sums[pairs]
+            if self.reference.tokens is not None:
+                tokens = self.reference.token_logps(pairs)
         sequence_index = token_index = token_weights = None
         if not np.array_equal(sequences, in_order):
             lengths = np.array([len(completion) for group in groups for completion in group.completions])
@@ -189,8 +186,7 @@ def token_copies(
 ) -> npt.NDArray[np.float32]:
     """Returns for each token of a row in how many of the pairs' sequences it is; 0 for padding.
 
-    [T] of a packed row, in the order of `packed_row`; [B * L] of a padded batch. A completion that belongs to
-    several pairs counts for each of them, as if each pair was computed alone.
+    [T] of a packed row, in the order of `packed_row`; [B * L] of a padded batch.
     """
     copies = iter(np.bincount(sequences).tolist())
     whole = [[np.concatenate((group.context, c)) for c in group.completions] for group in groups]
@@ -243,10 +239,7 @@ def global_batch(
 
 @dataclass(kw_only=True, eq=False)
 class OfflineSource:
-    """Hands out global batches of a table, epoch after epoch. Its state: how many batches it has handed out.
-
-    `prepare_next` makes the next batch while the host would otherwise wait for the device.
-    """
+    """Hands out global batches of a table, epoch after epoch. Its state is the number of those handed out."""
 
     builder: RowBuilder
     settings: PlanSettings

@@ -46,8 +46,7 @@ LENGTH_BUCKETS: dict[str, float] = {
 }
 CONFIDENCE = 0.95  # of intervals
 NUM_RESAMPLES = 1000
-# With many prompts, a resample takes long, and fewer resamples are enough. So their number is reduced until
-# together they draw at most this many prompts, but never below _MIN_RESAMPLES.
+# With many prompts fewer resamples are enough: together they draw at most this many prompts.
 _MAX_DRAWS = 50_000_000
 _MIN_RESAMPLES = 200
 _VALUES_AT_A_TIME = 4_000_000  # 32 MB of float64
@@ -197,7 +196,7 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
 def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> dict[str, Any]:
     """Returns means, intervals and groups of `other` - `one`, pair by pair, for each metric.
 
-    Both results must have the same pairs. What makes a pair hard for any model cancels in the difference.
+    Both results must have the same pairs.
     """
     differences = {metric: other.metrics[metric] - one.metrics[metric] for metric in one.metrics}
     return means_by_group(differences, one.traits, seed=seed)
@@ -243,10 +242,9 @@ def mean_intervals(
 ) -> FloatArray:
     """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound.
 
-    This is the bootstrap's percentile interval (Efron & Tibshirani 1993, An Introduction to the Bootstrap,
-    chapter 13). A resample draws G prompts with replacement, each with all its pairs, because pairs of one
-    prompt resemble each other. All columns get the same draws. The interval holds the middle 95 % of the
-    resamples' means. The same values and seed give the same bounds.
+    The bootstrap's percentile interval (Efron & Tibshirani 1993, An Introduction to the Bootstrap, chapter
+    13). A resample draws prompts with replacement, each with all its pairs, because pairs of one prompt
+    resemble each other. All columns get the same draws.
 
     prompts: [P] pairs of the same prompt have the same number; None: each pair has a prompt of its own.
     """
@@ -270,13 +268,11 @@ def mean_intervals(
 
 
 def length_preference(accuracies: FloatArray, traits: PairTraits) -> dict[str, float]:
-    """Measures whether data and policy prefer the longer completion of a pair. Pairs whose completions have
-    the same length are left out.
+    """Measures whether data and policy prefer the longer completion of a pair that has a longer one.
 
-    `length/chosen_longer`: the part of pairs whose chosen completion is longer, by one token or more (the
-    bucket `chosen_longer` begins at a ratio of 1.1). `length/prefers_longer`: the part of pairs whose longer
-    completion has the larger reward; a tie counts half. accuracies: [P] 1 where the chosen completion has the
-    larger reward, 0.5 where there is a tie, 0 elsewhere. Returns {} if no pair is left.
+    `length/chosen_longer`: the part of pairs whose chosen completion is longer. `length/prefers_longer`: the
+    part of pairs whose longer completion has the larger reward; a tie counts half. accuracies: [P] those of
+    `pair_metrics`. Returns {} if no pair has a longer completion.
     """
     difference = traits.chosen_tokens - traits.rejected_tokens
     differs = difference != 0

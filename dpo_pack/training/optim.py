@@ -41,9 +41,8 @@ def build_optimizer(
 
     adamw (Loshchilov & Hutter 2017, arXiv 1711.05101) computes in fp32 for any dtype. adamw_8bit is AdamW
     whose moments have 8 bits each (Dettmers et al. 2021, arXiv 2110.02861). adafactor (Shazeer & Stern 2018,
-    arXiv 1804.04235) has no first moments, and only row and column means of second moments; its update is
-    `lr` times the tensor's root mean square, at least `lr` x 1e-3; it ignores `betas` and `eps`. Raises
-    RecipeError if adamw_8bit or adafactor would train bfloat16 parameters.
+    arXiv 1804.04235) has no first moments; its update is `lr` times the tensor's root mean square, at least
+    `lr` x 1e-3; it ignores `betas` and `eps`. Raises RecipeError if either would train bfloat16 parameters.
     """
     # As in transformers' Trainer, names and kinds of modules count too: gpt_oss's experts have matrices of
     # biases, and Cohere's query and key norms have a row for each head.
@@ -135,8 +134,7 @@ def num_warmup_steps(num_steps: int, *, warmup_ratio: float, warmup_steps: int |
 class NonfiniteGuard:
     """Decides for each step whether to skip its update, and later reports the steps that were not finite.
 
-    With `stops` (`train.stop_on_nonfinite`) the first non-finite step also blocks all later updates, until
-    the host reads about it and stops the run.
+    With `stops` the first such step also blocks all later updates, until the host reads about it.
     """
 
     def __init__(self, *, stops: bool, device: torch.device) -> None:

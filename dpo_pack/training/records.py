@@ -96,11 +96,10 @@ def start_trackers(
     goes_on: bool = False,
     mlflow_run: str | None = None,
 ) -> str | None:
-    """Starts accelerate's `trackers`; they must be the same as in `Accelerator(log_with=...)`.
+    """Starts accelerate's `trackers`, those of `Accelerator(log_with=...)`, which show `settings`.
 
-    `settings`: the recipe as plain values; trackers show these. The trackers' files go to `directory`. For
-    a resumed run (`goes_on`), pass the same `run_id` as before, and as `mlflow_run` the id that this function
-    returned before: MLflow makes the id of a run itself. Raises RunError if a tracker does not start.
+    For a resumed run (`goes_on`), pass the same `run_id` as before, and as `mlflow_run` the id that this
+    function returned before: MLflow makes the id of a run itself. Raises RunError if a tracker fails.
     """
     directory.mkdir(exist_ok=True)
     key = hashlib.sha256(run_id.encode()).hexdigest()  # comet_ml and swanlab get parts of it as id

@@ -2,9 +2,8 @@
 
     loss = sum over the step's pairs of weight * l(pair) / number of pairs
 
-Most objectives look at one pair at a time. Two kinds need a pass without gradients over the step's rows
-first: losses that couple the pairs of a step (coupling.py), and the load-balancing loss of a mixture of
-experts (balancing.py). Both use the same pass.
+Two kinds of losses need a pass without gradients over the step's rows first, and use the same one: those that
+couple the pairs of a step (coupling.py), and the load-balancing loss of a mixture of experts (balancing.py).
 
 Legend: P pairs of a row, S sequences, N scored tokens (tokens of completions).
 """
@@ -91,21 +90,18 @@ def begin_step_loss(
     """
     balance = None if router is None else StepBalance(settings=router)
     tangents = None
+    rows = [*(pair_row.row for pair_row in batch.rows), *batch.idle_rows]
     if objective.couples_pairs:
         with scorer.measuring(False):
-            outputs = [scorer(pair_row.row) for pair_row in batch.rows]
-            idle_outputs = [scorer(idle_row) for idle_row in batch.idle_rows]
+            outputs = [scorer(row) for row in rows]
         if balance is not None:
-            for output in [*outputs, *idle_outputs][1:]:
+            for output in outputs[1:]:
                 balance.add(output.expert_counts)
-        rows = [
-            score_pairs(objective, output, pair_row)
-            for output, pair_row in zip(outputs, batch.rows, strict=True)
-        ]
+        scored = [score_pairs(objective, *pair) for pair in zip(outputs, batch.rows, strict=False)]
         mean_chosen_tokens = batch.mean_chosen_tokens
-        tangents = row_tangents(objective, rows, mean_chosen_tokens=mean_chosen_tokens, device=device)
+        tangents = row_tangents(objective, scored, mean_chosen_tokens=mean_chosen_tokens, device=device)
     elif balance is not None:  # the forward pass of the rank's first row counts that row's experts
-        for row in [*(pair_row.row for pair_row in batch.rows), *batch.idle_rows][1:]:
+        for row in rows[1:]:
             balance.add(scorer.with_own_weights(partial(scorer.expert_counts, row)))
     return StepLoss(objective=objective, batch=batch, tangents=tangents, balance=balance)
 

@@ -48,20 +48,14 @@ def test_a_line_has_the_pair_s_row_and_its_own_numbers(tmp_path: Path) -> None:
     log.flush()
     first, second = read(log)
     assert (first["source"], first["row"], second["row"]) == ("hh", 3, 5)  # rows count from 1
-    names = list(NAMES)
-    value = {name: 100 + 20 + names.index(name) for name in names}
+    value = {name: 100 + 20 + number for number, name in enumerate(NAMES)}
+    logratios = [value[f"policy_{side}"] - value[f"reference_{side}"] for side in ("chosen", "rejected")]
     assert first == {
         "source": "hh",
         "row": 3,
         "step": 1,
         "epoch": 0.1,
-        "margin": 0.5
-        * (
-            value["policy_chosen"]
-            - value["policy_rejected"]
-            - value["reference_chosen"]
-            + value["reference_rejected"]
-        ),
+        "margin": 0.5 * (logratios[0] - logratios[1]),
         "chosen_logps": value["policy_chosen"],
         "rejected_logps": value["policy_rejected"],
         "reference_chosen_logps": value["reference_chosen"],

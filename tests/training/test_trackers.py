@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from support.full_disk import no_file_beyond
 
-from dpo_pack.recipe.load import Recipe, parse_recipe
+from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.run import setup
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
@@ -91,13 +91,6 @@ class BrokenTracker(GeneralTracker):  # type: ignore[misc]
 
     def finish(self) -> None:
         raise ConnectionError("no route to host")
-
-
-def tracked_recipe(tmp_path: Path) -> Recipe:
-    return parse_recipe(
-        {"output_dir": str(tmp_path / "run-7"), "model": {"path": "org/m"}, "data": {"train": "org/d"}},
-        ["logging.trackers=[wandb]"],
-    )
 
 
 def start_run_trackers(accelerator: Accelerator, run: Path) -> None:
@@ -233,10 +226,9 @@ def test_trackers_get_breakdowns_of_an_evaluation_only_on_request(breakdowns: bo
 
 
 def test_one_tracker_needs_no_list(tmp_path: Path) -> None:
-    recipe = tracked_recipe(tmp_path)
-    assert recipe.logging.trackers == ("wandb",)
-    alone = parse_recipe(recipe.model_dump(mode="json"), ["logging.trackers=wandb"])
-    assert alone.logging.trackers == ("wandb",)
+    keys = {"output_dir": str(tmp_path), "model": {"path": "org/m"}, "data": {"train": "org/d"}}
+    for written in ("wandb", "[wandb]"):
+        assert parse_recipe(keys, [f"logging.trackers={written}"]).logging.trackers == ("wandb",)
 
 
 def test_a_device_that_is_neither_cuda_nor_the_cpu_is_not_taken(
