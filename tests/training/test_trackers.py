@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from accelerate import Accelerator
@@ -118,43 +119,6 @@ def test_a_tracker_that_fails_later_ends_no_training_and_is_told_once(
     assert "no route to host" in record.getMessage() and "training continues" in record.getMessage()
 
 
-class StubbedTracker:
-    """Stands in for a tracker's package: records with what it begins, and takes whatever follows."""
-
-    def __init__(self) -> None:
-        self.begun: list[dict[str, Any]] = []
-        self.names: list[str] = []
-        self.params: list[dict[str, Any]] = []
-
-    def init(self, **options: Any) -> Any:
-        self.begun.append(options)
-        return SimpleNamespace(
-            info=SimpleNamespace(run_id="made-by-mlflow"),
-            set_name=self.names.append,
-            log_parameters=self.params.append,
-        )
-
-    def module(self) -> Any:
-        params = self.params
-
-        class Config(dict[str, Any]):
-            def update(self, values: Any, **options: Any) -> None:  # type: ignore[override]
-                params.append(values)
-
-        return SimpleNamespace(
-            init=self.init,
-            start=self.init,
-            start_run=self.init,
-            config=Config(),
-            __version__="3.58.0",
-            search_experiments=lambda filter_string: [SimpleNamespace(experiment_id=filter_string)],
-            log_params=self.params.append,
-            utils=SimpleNamespace(
-                validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
-            ),
-        )
-
-
 IDENTITIES = {  # tracker: what makes two processes the same run there; its project
     "wandb": (("id", "resume", "name"), "WANDB_PROJECT"),
     "trackio": (("name",), "TRACKIO_PROJECT"),
@@ -170,8 +134,12 @@ def test_a_run_that_goes_on_is_the_same_run_of_the_same_project_in_each_tracker(
 ) -> None:
     """accelerate alone would make a project of the run's name, and a new run each time."""
     identity, variable = IDENTITIES[kind]
-    stub = StubbedTracker()
-    monkeypatch.setitem(sys.modules, kind, stub.module())
+    begin = MagicMock()  # the tracker's package records with what a run begins, and takes whatever follows
+    begin.return_value.info.run_id = "made-by-mlflow"
+    package = MagicMock(init=begin, start=begin, start_run=begin, __version__="3.58.0")
+    package.search_experiments = lambda filter_string: [SimpleNamespace(experiment_id=filter_string)]
+    package.utils.validation = SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
+    monkeypatch.setitem(sys.modules, kind, package)
     monkeypatch.setenv(variable, "preferences")
     mlflow_run = None
     (tmp_path / "run-7").mkdir()
@@ -188,17 +156,20 @@ def test_a_run_that_goes_on_is_the_same_run_of_the_same_project_in_each_tracker(
             goes_on=goes_on,
             mlflow_run=mlflow_run,
         )
-    first, second = stub.begun
+    first, second = begun = [call.kwargs for call in begin.call_args_list]
+    names = [call.args[0] for call in begin.return_value.set_name.call_args_list]
     assert {key: first[key] for key in identity} == {key: second[key] for key in identity}
-    assert "run-7" in (first.get("name"), first.get("run_name"), *stub.names)
-    projects = [options.get("project") or options.get("project_name") for options in stub.begun]
+    assert "run-7" in (first.get("name"), first.get("run_name"), *names)
+    projects = [options.get("project") or options.get("project_name") for options in begun]
     if kind == "mlflow":  # it makes the id of a run itself
         assert (first["run_id"], second["run_id"]) == (None, "made-by-mlflow") == (None, mlflow_run)
-        projects = [options["experiment_id"].split("'")[1] for options in stub.begun]
+        projects = [options["experiment_id"].split("'")[1] for options in begun]
     assert projects == ["preferences"] * 2
     if kind == "trackio":  # where another run may have the same name
         assert (first["resume"], second["resume"]) == ("never", "allow")
-    assert stub.params == [{"seed": 0}], "settings are sent once: MLflow refuses a second value"
+    takers = (package.config.update, package.log_params, begin.return_value.log_parameters)
+    sent = [call.args[0] for taker in takers for call in taker.call_args_list]
+    assert sent == [{"seed": 0}], "settings are sent once: MLflow refuses a second value"
 
 
 def test_trackers_get_a_train_line_under_the_names_that_transformers_trainer_sends() -> None:
