@@ -81,12 +81,6 @@ def test_smoothed_labels_are_trl_s(name: str, logit: float, likelihood: float) -
     )
 
 
-def test_a_mean_over_pairs_of_sft_is_a_mean_over_chosen_tokens() -> None:
-    mean_tokens = sum(CHOSEN_TOKENS) / 3
-    values = function("sft")(POLICY, NOTHING, replace(OPTIONS, mean_chosen_tokens=mean_tokens))
-    assert float(values.mean()) == pytest.approx(-sum(CHOSEN) / sum(CHOSEN_TOKENS))
-
-
 def test_cpo_without_likelihood_asks_for_no_token_count() -> None:
     values = function("cpo")(POLICY, NOTHING, loss_options(beta=0.4, cpo_alpha=0.0))
     assert float(values[0]) == pytest.approx(-log(sigmoid(0.4 * -3)))
