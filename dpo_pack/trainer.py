@@ -87,30 +87,27 @@ from dpo_pack.system.files import write_json_atomically, write_text_atomically
 from dpo_pack.system.hub import push_command, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.machine import release_memory
-from dpo_pack.training.batches import BatchSource, GlobalBatch, score_pairs
-from dpo_pack.training.first_step import check_start
+from dpo_pack.training.batches import BatchSource, GlobalBatch, OfflineSource
 from dpo_pack.training.health import RunFacts
-from dpo_pack.training.metrics import PairValues, averages, pair_values
-from dpo_pack.training.nonfinite import NonfiniteGuard, skip_update_if
-from dpo_pack.training.offline import OfflineSource
+from dpo_pack.training.metrics import averages, column, join_values, pair_values
 from dpo_pack.training.optim import (
+    NonfiniteGuard,
     build_optimizer,
     clip_gradients,
     learning_rate_schedule,
     num_warmup_steps,
 )
-from dpo_pack.training.pair_log import PairLog
-from dpo_pack.training.references import CachedReference, Reference, check_followable
-from dpo_pack.training.step_loss import StepLoss, begin_step_loss
+from dpo_pack.training.records import PairLog, start_trackers
+from dpo_pack.training.references import CachedReference, Reference, check_followable, check_start
+from dpo_pack.training.step_loss import StepLoss, begin_step_loss, score_pairs
 from dpo_pack.training.throughput import Meter, PhaseClock, device_peak
-from dpo_pack.training.trackers import start_trackers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """The results of one step. The tensors are still on the device."""
 
-    values: PairValues  # the values of this rank's pairs
+    values: Tensor  # the `pair_values` of this rank's pairs
     grad_norm: Tensor  # [] norm of the gradient before clipping
     learning_rate: float
     loss: StepLoss
@@ -518,8 +515,8 @@ class Trainer:
             values = self.accumulate_gradients(batch, loss)
         grad_norm = clip_gradients(state.scorer, self.recipe.optim.max_grad_norm)
         learning_rate = float(state.scheduler.get_last_lr()[0])
-        must_skip = self.guard.check(state.step + 1, values, grad_norm, batch.pair_indices)
-        skip_update_if(must_skip, optimizer)  # the host does not read `must_skip`, so it does not wait
+        losses = column(values, "loss")
+        self.guard.check(state.step + 1, losses, grad_norm, batch.pair_indices, optimizer)  # may block `step`
         optimizer.step()
         state.scheduler.step()
         optimizer.zero_grad(set_to_none=not self.policy.keeps_gradients)
@@ -530,15 +527,16 @@ class Trainer:
         state.num_tokens += batch.num_tokens
         return StepOutcome(values=values, grad_norm=grad_norm, learning_rate=learning_rate, loss=loss)
 
-    def accumulate_gradients(self, batch: GlobalBatch, loss: StepLoss) -> PairValues:
+    def accumulate_gradients(self, batch: GlobalBatch, loss: StepLoss) -> Tensor:
         """Runs one forward and one backward pass for each row, which add the step's gradient to `.grad`.
 
         Returns the values of this rank's pairs, of which metrics are averages (training/metrics.py).
         """
-        values = [PairValues.none(self.setup.device)]
+        values: list[Tensor] = []
+        num_passes = len(batch.rows) + len(batch.idle_rows)
         for number, pair_row in enumerate(batch.rows, start=1):
             self.poll_before_pass(batch, number)
-            with self.policy.accumulating(is_last=number == batch.num_passes):
+            with self.policy.accumulating(is_last=number == num_passes):
                 output = self.policy(pair_row.row)  # log-probs summed over each completion
                 pairs = score_pairs(self.objective, output, pair_row)  # [P] of policy and reference
                 losses, share = loss.of_row(number, output, pairs)  # [P] and []
@@ -548,10 +546,10 @@ class Trainer:
             values.append(pair_values(pairs, losses))
         for number, idle_row in enumerate(batch.idle_rows, start=len(batch.rows) + 1):
             self.poll_before_pass(batch, number)
-            with self.policy.accumulating(is_last=number == batch.num_passes):
+            with self.policy.accumulating(is_last=number == num_passes):
                 self.policy.idle(idle_row, loss.of_idle_row(number))
                 self.clock.lap("backward")
-        return PairValues.join(values)
+        return join_values(values, self.setup.device)
 
     def poll_before_pass(self, batch: GlobalBatch, number: int) -> None:
         """Raises Interrupted before pass `number` (the first is 1) if a stop signal has come to any rank.
@@ -565,7 +563,7 @@ class Trainer:
     def step_record(self, batch: GlobalBatch, outcome: StepOutcome) -> dict[str, Any]:
         """Returns the step's line of metrics.jsonl without rates. Waits for the device."""
         means = averages(
-            outcome.values.over_ranks(),
+            ranks.gather_over_ranks(outcome.values),
             beta=self.objective.options.beta,
             dtype=self.state.scorer.compute_dtype,
             has_reference=self.objective.needs_reference,

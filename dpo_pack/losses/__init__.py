@@ -1,9 +1,9 @@
 """Preference losses: pure functions of policy and reference log-probs, and the objective of a run.
 
 To add a loss: declare it in LOSS_DECLARATIONS of recipe/training.py, write its function, and add the function
-to LOSSES below. Write -F.logsigmoid(x), not F.softplus(-x): torch rounds softplus to a straight line above
-20. A new option is a key of `LossRecipe` in recipe/training.py, and a field of `LossOptions`. It is named
-`<loss>_<option>`, as `simpo_gamma`, unless several losses share it, as `label_smoothing`.
+to LOSSES below. Write -F.logsigmoid(x), not F.softplus(-x), which torch rounds to a straight line above 20. A
+new option is a key of `LossRecipe` in recipe/training.py and a field of `LossOptions`, named
+`<loss>_<option>` unless several losses share it.
 
 `contrastive.py` has the losses that compare a pair with the reference, `reference_free.py` the losses without
 a reference, `transport.py` the losses in which the value of a pair depends on the other pairs of the step.
@@ -116,7 +116,5 @@ def _unmet_requirement(function: Callable[..., Any], options: LossOptions) -> st
 def _made_up(logps: Tensor, pairs: Sequence[int] = (0, 1, 2)) -> PairLogps:
     """Returns `pairs` of three. logps: [(chosen, rejected), 3] in nats."""
     tokens = torch.tensor([[7, 12, 3], [9, 14, 5]], dtype=torch.float64)
-    (chosen, rejected), (chosen_tokens, rejected_tokens) = logps[:, list(pairs)], tokens[:, list(pairs)]
-    return PairLogps(
-        chosen=chosen, rejected=rejected, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens
-    )
+    names = ("chosen", "rejected", "chosen_tokens", "rejected_tokens")
+    return PairLogps(**dict(zip(names, torch.cat((logps, tokens))[:, list(pairs)], strict=True)))

@@ -2,8 +2,7 @@
 
 Each loss takes the summed completion log-probs of P pairs and returns one value for each pair, [P]. In the
 formulas `logratio` is log pi(y|x) - log pi_ref(y|x), `reward` is beta * logratio, and `margin` is the chosen
-score minus the rejected score. `options.f_divergence` names the function in DIVERGENCES that computes a score
-from a logratio. Under reverse_kl, the default, the score is the logratio.
+score minus the rejected score. A score is the logratio, or what `options.f_divergence` makes of it.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ def robust(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Ten
     """Robust DPO, Chowdhury et al. 2024 (arXiv 2403.00409), sec. 3.1, for labels swapped with probability e:
 
     (-(1 - e) log sigmoid(beta * margin) + e log sigmoid(-beta * margin)) / (1 - 2 e).
-    Its mean over random swaps equals the loss without swaps. It has no lower bound, because the loss
-    of a pair in the right order falls without end as the margin of the pair grows.
+    Its mean over random swaps equals the loss without swaps. It has no lower bound.
     """
     swapped = options.label_smoothing
     return mixed_logistic(options.beta * _margin(policy, reference, options), -swapped / (1 - 2 * swapped))
@@ -52,7 +50,7 @@ def hinge(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tens
 def ipo(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
     """IPO, Azar et al. 2023 (arXiv 2310.12036), eq. 17: (margin - 1 / (2 beta))^2.
 
-    Each score is divided by the tokens of its completion. The paper's authors confirmed this form to TRL.
+    Each score is divided by the tokens of its completion, as the paper's authors confirmed to TRL.
     """
     return (_margin_per_token(policy, reference, options) - 1 / (2 * options.beta)).square()
 
@@ -60,8 +58,7 @@ def ipo(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor
 def exo_pair(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
     """EXO-pref, Ji et al. 2024 (arXiv 2402.00856), eq. 16 for two completions: KL(p || (1 - e, e)).
 
-    p is (sigmoid(beta * margin), sigmoid(-beta * margin)), and e > 0 is the label smoothing. The slope tends
-    to zero for large positive and negative margins, so a pair with such a margin hardly changes the policy.
+    p is (sigmoid(beta * margin), sigmoid(-beta * margin)), and e > 0 is the label smoothing.
     """
     assert options.label_smoothing > 0, "its logarithm is taken"
     logits = options.beta * _margin(policy, reference, options)
@@ -93,11 +90,11 @@ def sppo_hard(policy: PairLogps, reference: PairLogps, options: LossOptions) -> 
     """SPPO, Wu et al. 2024 (arXiv 2405.00675), eq. 4.7 with eta = 1 / beta:
 
     (chosen logratio - 1 / (2 beta))^2 + (rejected logratio + 1 / (2 beta))^2.
-    This is TRL's form. Its win probabilities are 1 and 0; the paper estimates them with a preference model.
-    Its reference is fixed; the paper's reference is the policy of the previous iteration.
+    This is TRL's form: win probabilities are 1 and 0, which the paper estimates with a preference model, and
+    the reference is fixed, where the paper's is the policy of the previous iteration.
     """
     target = 1 / (2 * options.beta)
-    chosen, rejected = _logratios(policy, reference)
+    chosen, rejected = policy.chosen - reference.chosen, policy.rejected - reference.rejected
     return (chosen - target).square() + (rejected + target).square()
 
 
@@ -115,8 +112,8 @@ def apo_down(policy: PairLogps, reference: PairLogps, options: LossOptions) -> T
     """APO-down, D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 8:
 
     sigmoid(chosen reward) - sigmoid(chosen reward - rejected reward) + 1, for chosen completions that
-    are worse than those of the model. The 1 is TRL's, as in `apo_zero`. The loss lowers the rejected reward;
-    it also lowers the chosen reward if |chosen reward| < |chosen reward - rejected reward|.
+    are worse than those of the model. The 1 is TRL's. The loss lowers the rejected reward; it also lowers
+    the chosen reward if |chosen reward| < |chosen reward - rejected reward|.
     """
     chosen, rejected = _rewards(policy, reference, options)
     return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
@@ -126,13 +123,13 @@ def discopop(policy: PairLogps, reference: PairLogps, options: LossOptions) -> T
     """DiscoPOP, Lu et al. 2024 (arXiv 2406.08414), eq. 5: with x = beta * margin, g = sigmoid(x / tau),
 
     -(1 - g) log sigmoid(x) + g exp(-x).
-    The loss is not monotone. A policy that equals the reference starts at x = 0; there the slope in x is
-    (1 - log 2) / (4 tau) - 3 / 4. For tau below about 0.1 this slope is positive and lowers margins. For
-    tau > 1, exp(-x) grows faster than g falls: g exp(-x) overflows below about x = -709 / (1 - 1 / tau).
+    The loss is not monotone. At x = 0, where the policy equals the reference, the slope in x is
+    (1 - log 2) / (4 tau) - 3 / 4: positive for tau below about 0.1, which lowers margins. For tau > 1,
+    g exp(-x) overflows below about x = -709 / (1 - 1 / tau).
     """
     logits = options.beta * _margin(policy, reference, options)
     modulation = logits / options.discopop_tau
-    # g exp(-x) is computed with one exp, because g * exp(-x) could be 0 * inf for a pair in the wrong order.
+    # With one exp, because g * exp(-x) could be 0 * inf for a pair in the wrong order.
     exponential = torch.exp(F.logsigmoid(modulation) - logits)
     return exponential - torch.sigmoid(-modulation) * F.logsigmoid(logits)
 
@@ -148,24 +145,19 @@ def sigmoid_norm(policy: PairLogps, reference: PairLogps, options: LossOptions) 
 def mixed_logistic(logits: Tensor, swapped: float) -> Tensor:
     """Returns -(1 - swapped) log sigmoid(logits) - swapped log sigmoid(-logits), in the shape of `logits`."""
     loss = -F.logsigmoid(logits) * (1 - swapped)
-    if swapped != 0.0:
-        # This term is left out at zero, because 0 * inf is NaN for infinite margins.
+    if swapped != 0.0:  # 0 * inf is NaN for infinite margins
         loss = loss - F.logsigmoid(-logits) * swapped
     return loss
 
 
-def _logratios(policy: PairLogps, reference: PairLogps) -> tuple[Tensor, Tensor]:
-    return policy.chosen - reference.chosen, policy.rejected - reference.rejected
-
-
 def _rewards(policy: PairLogps, reference: PairLogps, options: LossOptions) -> tuple[Tensor, Tensor]:
-    chosen, rejected = _logratios(policy, reference)
+    chosen, rejected = policy.chosen - reference.chosen, policy.rejected - reference.rejected
     return options.beta * chosen, options.beta * rejected
 
 
 def _scores(policy: PairLogps, reference: PairLogps, options: LossOptions) -> tuple[Tensor, Tensor]:
     score = DIVERGENCES[options.f_divergence]
-    chosen, rejected = _logratios(policy, reference)
+    chosen, rejected = policy.chosen - reference.chosen, policy.rejected - reference.rejected
     return score(chosen, options.f_alpha), score(rejected, options.f_alpha)
 
 
@@ -181,10 +173,8 @@ def _margin_per_token(policy: PairLogps, reference: PairLogps, options: LossOpti
 
 # ------------------------------------------------------------------------------------ scores of logratios
 # The f-divergence decides which score a loss uses instead of a logratio: Wang et al. 2023, arXiv 2309.16240,
-# table 1. If an f-divergence keeps the policy near the reference, the implicit reward is
-# beta * f'(pi / pi_ref) plus a term of the prompt, which cancels between the completions of a pair. A score
-# is f'(t) for t = exp(logratio), plus a constant that makes the score zero at t = 1. It must be this constant
-# in losses that divide scores by token counts, because there it does not cancel.
+# table 1. A score is f'(t) for t = exp(logratio), plus a constant that makes the score zero at t = 1. It must
+# be this constant in losses that divide scores by token counts, because there it does not cancel.
 
 
 def reverse_kl(logratio: Tensor, alpha: float) -> Tensor:
@@ -205,7 +195,7 @@ def js_divergence(logratio: Tensor, alpha: float) -> Tensor:
 def alpha_divergence(logratio: Tensor, alpha: float) -> Tensor:
     """Score (t^(alpha - 1) - 1) / (alpha - 1) for 0 < alpha < 1, TRL's form; alpha is 1 - the paper's.
 
-    The score tends to that of reverse KL for alpha -> 1, and to that of forward KL for alpha -> 0.
+    It tends to reverse KL's score for alpha -> 1, and to forward KL's for alpha -> 0.
     """
     return _expm1((alpha - 1) * logratio) / (alpha - 1)
 
@@ -216,12 +206,9 @@ def _expm1(exponent: Tensor) -> Tensor:
     So a pair with a huge positive margin has loss 0 and slope 0, and not NaN from 0 * inf. A huge negative
     margin has a gradient too large for float32, and so the step counts as not finite.
     """
-    beyond = math.exp(_LINEAR_FROM) * F.relu(exponent - _LINEAR_FROM)
-    return torch.expm1(exponent.clamp(max=_LINEAR_FROM)) + beyond
+    limit = 600.0  # leaves room for the losses
+    return torch.expm1(exponent.clamp(max=limit)) + math.exp(limit) * F.relu(exponent - limit)
 
-
-# exp overflows float64 at 709; 600 leaves room for the losses.
-_LINEAR_FROM = 600.0
 
 # Functions (logratio [P] in nats, alpha) -> score [P].
 DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {

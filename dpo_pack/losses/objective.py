@@ -1,7 +1,6 @@
-"""Losses of pairs and the objective of a run: a weighted sum of losses; WPO's pair weights, LD-DPO's sums.
+"""The objective of a run: a weighted sum of losses; WPO's pair weights, LD-DPO's sums.
 
-A loss is a pure function of the log-probs of pairs under policy and reference. Legend: P pairs of one row or
-of a whole step.
+Legend: P pairs of one row or of a whole step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 class PairLogps:
     """Summed completion log-probs of P pairs under one model, and the number of tokens in each sum.
 
-    If tokens have weights, a sum is a weighted sum, and its number of tokens is the sum of the weights.
+    If tokens have weights, the sums are weighted, and the numbers are sums of weights.
     """
 
     chosen: Tensor  # [P] float64, nats
@@ -29,10 +28,9 @@ class PairLogps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """The options of loss functions; their names are those in `LossRecipe.options`.
+    """The options that loss functions read; their names are those in `LossRecipe.options`.
 
     They have no defaults here, so that an option that only one of the two classes has raises a TypeError.
-    `ld_alpha` and `weighting` are not here: `Objective` has them, because loss functions do not read them.
     """
 
     beta: float
@@ -42,8 +40,8 @@ class LossOptions:
     discopop_tau: float
     simpo_gamma: float
     cpo_alpha: float
-    # The mean number of tokens of the chosen completions in the global step; each step sets it. If a loss
-    # divides each pair's value by this number, the mean over pairs becomes a mean over all chosen tokens.
+    # Of the chosen completions of the global step; each step sets it. If a loss divides each pair's value by
+    # this number, the mean over pairs becomes a mean over all chosen tokens.
     mean_chosen_tokens: float = math.nan
 
 
@@ -52,7 +50,7 @@ class Loss:
     """A loss function: (policy, reference, options) -> [P], one value for each pair.
 
     A function that couples pairs gets all pairs of the global step, and as a fourth argument their [P]
-    weights, because a pair's weight changes the values of other pairs too. It returns weighted values.
+    weights; it returns weighted values.
     """
 
     function: Callable[..., Tensor]
@@ -75,7 +73,6 @@ class Objective:
 
     @property
     def couples_pairs(self) -> bool:
-        """Whether a pair's value depends on the other pairs of the global step."""
         return any(loss.couples_pairs for loss, _ in self.terms)
 
 
@@ -89,15 +86,11 @@ class ScoredPairs:
     # [P, (chosen, rejected), (entropy, top-1 hits, mean logit)] sums over tokens; only metrics read them
     statistics: Tensor | None = None
 
-    def __len__(self) -> int:
-        return len(self.pair_weights)
-
 
 def weighted_losses(objective: Objective, pairs: ScoredPairs, *, mean_chosen_tokens: float) -> Tensor:
     """Returns the weighted value of each pair, [P]. The loss of a step is the mean of its pairs' values.
 
-    `mean_chosen_tokens` is the mean length of chosen completions in the global step. If values of pairs
-    depend on other pairs, `pairs` must be all pairs of the global step.
+    `mean_chosen_tokens`: of the global step. A loss that couples pairs needs all pairs of the global step.
     """
     options = replace(objective.options, mean_chosen_tokens=mean_chosen_tokens)
     total = torch.zeros_like(pairs.pair_weights)
@@ -115,7 +108,6 @@ def wpo_weights(alignment: Tensor, num_tokens: Tensor) -> Tensor:
 
     alignment: [P, 2], for each completion the sum over its tokens of log p(y_t) - log sum_v p(v)^2.
     num_tokens: [P, 2]. Returns [P] detached w(y_w|x) * w(y_l|x), where w(y|x) = exp(alignment / num_tokens).
-    If tokens have weights, `alignment` is a weighted sum and `num_tokens` the sum of weights.
     """
     return torch.exp((alignment.detach() / num_tokens).sum(dim=1))
 
@@ -137,9 +129,9 @@ def length_desensitized_sums(token_logps: Tensor, num_tokens: Tensor, alpha: flo
 def length_desensitized_weights(token_weights: Tensor, lengths: Tensor, alpha: float) -> Tensor:
     """LD-DPO's factors of tokens that have weights: those of `length_desensitized_sums`, times the weights.
 
-    token_weights: [N] float64, in the order of `length_desensitized_sums`. lengths: [2 P] tokens of chosen,
-    rejected, chosen, ... Here |y| is the sum of a completion's weights. The weight of a token counts in full
-    up to a sum of min(|y_w|, |y_l|) over the completion's first tokens, and times alpha beyond. Returns [N].
+    token_weights: [N] float64, in the same order. lengths: [2 P] tokens of chosen, rejected, chosen, ... Here
+    |y| is the sum of a completion's weights. The weight of a token counts in full up to a sum of
+    min(|y_w|, |y_l|) over the completion's first tokens, and times alpha beyond. Returns [N].
     """
     upto = torch.nn.functional.pad(token_weights.cumsum(0), (1, 0))  # [N + 1]
     ends = lengths.cumsum(0)

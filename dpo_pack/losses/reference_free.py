@@ -58,6 +58,5 @@ def _mean_logps(policy: PairLogps) -> tuple[Tensor, Tensor]:
 
 def _log_odds(mean_logps: Tensor) -> Tensor:
     """Returns log(P / (1 - P)) of log P <= 0."""
-    # In fp32 P can round to 1, with infinite odds. -1e-9 is far below the rounding of fp32.
-    mean_logps = mean_logps.clamp(max=-1e-9)
+    mean_logps = mean_logps.clamp(max=-1e-9)  # in fp32 P can round to 1, with infinite odds
     return mean_logps - torch.log(-torch.expm1(mean_logps))

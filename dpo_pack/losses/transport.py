@@ -31,8 +31,7 @@ def aot_unpaired(policy: PairLogps, reference: PairLogps, options: LossOptions, 
     """AOT for unpaired data: compares log-ratios to the reference of chosen and of rejected completions.
 
     u is the sorted log pi(y_w|x) - log pi_ref(y_w|x), and v is the sorted log pi(y_l|x) - log pi_ref(y_l|x).
-    The loss is the mean of -log sigmoid(beta (u_i - v_i)), with labels smoothed as in TRL. Returns [P]
-    weighted values in the order of the pairs; the value of a pair is that of its chosen completion's u_i.
+    Otherwise as `aot`; the value of a pair is that of its chosen completion's u_i.
     """
     upper, lower = policy.chosen - reference.chosen, policy.rejected - reference.rejected
     return _quantile_losses(upper, lower, weights, options)

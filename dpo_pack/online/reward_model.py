@@ -205,7 +205,8 @@ def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
             proofs = [wiring]
             if wiring.passed:
                 proofs += prove_kernel(scorer, calls, device)
-                proofs += prove_recurrence(scorer, groups, device, compute=judge.row_scores)
+                if scorer.num_recurrent_calls:
+                    proofs.append(prove_recurrence(scorer, groups, device, compute=judge.row_scores))
             proved = f"{recipe_key}: packed rows"
         if all(proof.passed for proof in proofs):
             proofs.append(_prove_scores(judge))

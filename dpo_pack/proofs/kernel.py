@@ -1,7 +1,4 @@
-"""Proofs of the seam (our attention function): layers call it as the config says; its kernel is right.
-
-The second proof compares the kernel's results and gradients on random inputs with attention by definition.
-"""
+"""Proofs of the seam (our attention function): layers call it as the config says; its kernel is right."""
 
 from __future__ import annotations
 
@@ -111,10 +108,7 @@ def prove_wiring(
 
 
 def prove_kernel(scorer: CompletionLogps, calls: Sequence[SeamCall], device: torch.device) -> list[Proof]:
-    """Proves the attention kernel's output and gradients, for each kind of call that layers made.
-
-    Returns [] for a model without attention.
-    """
+    """Proves the attention kernel's output and gradients, for each kind of call; [] without calls."""
     assert scorer.backend is not None
     if not calls:
         return []
@@ -138,9 +132,9 @@ def kernel_error(
 ) -> tuple[float, float]:
     """Returns (error, bound) of the output or the gradient with the largest ratio of error to bound.
 
-    An error is the norm of the difference from the fp32 result, divided by the norm of that result. (The
-    largest error of one entry would vary too much between random inputs.) In low precision the bound is twice
-    the error of `plain_attention` in the same dtype, as in flash-attn's own tests. In fp32 it is a constant.
+    An error is the norm of the difference from the fp32 result, divided by the norm of that result. In low
+    precision the bound is twice the error of `plain_attention` in the same dtype, as in flash-attn's own
+    tests. In fp32 it is a constant.
     """
     query_lengths, key_lengths = zip(*_PROOF_SEGMENTS, strict=True)
     segments = make_segments(query_lengths, key_lengths, device)
@@ -190,10 +184,7 @@ def worst(measured: Iterable[tuple[float, float]]) -> tuple[float, float]:
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
-    """Attention by definition, in the dtype of its inputs: scores, caps, the causal window, softmax, values.
-
-    Only softmax is in fp32, as in the eager attention of transformers.
-    """
+    """Attention by definition, in the dtype of its inputs; only softmax is in fp32, as in eager attention."""
     device, groups = query.device, query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * options.scale

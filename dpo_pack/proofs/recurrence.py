@@ -48,26 +48,23 @@ def prove_recurrence(
     device: torch.device,
     *,
     compute: Callable[[Row], object] | None = None,
-) -> list[Proof]:
-    """Proves output and gradients of each kind of recurrent call on the model's inputs; [] without calls.
+) -> Proof:
+    """Proves output and gradients of each kind of recurrent call on the model's inputs.
 
     `compute`, if given, runs a row instead of the scorer's own forward.
     """
-    if not scorer.num_recurrent_calls:
-        return []
     run = scorer.recurrence or RecurrentCall.run
     calls = _kinds_of_calls(scorer, groups, device, compute or scorer)
     measured = [recurrence_error(call, run, device) for call in calls]
-    return [error_proof("recurrence", measured, "of recurrent layers", PADDED_REMEDY)]
+    return error_proof("recurrence", measured, "of recurrent layers", PADDED_REMEDY)
 
 
 @torch.no_grad()
 def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
     """Lets the scorer's recurrent layers use the kernels of `KERNELS` that are installed and right.
 
-    Each is compared with the family's own functions, as in `prove_recurrence`. Instead of a kernel that is
-    missing, raises an error or is not exact enough, the layers keep the torch functions. Returns a line for
-    each function that the layers call: the kernel, or the reason why it is not used.
+    Each is compared with the family's own functions, as in `prove_recurrence`. Returns a line for each
+    function that the layers call: the kernel, or the reason why the layers keep the torch function.
     """
     if scorer.backend is None or not scorer.num_recurrent_calls:
         return []

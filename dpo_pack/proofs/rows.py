@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,18 +38,17 @@ class ProofOutcome:
     seconds: float
     is_remembered: bool  # loaded from an earlier start with the same model, versions, backend, device
 
-    def sentence(self) -> str:
+    def sentences(self) -> tuple[str, str]:
+        """Returns what the proofs show, and which of them passed when."""
         numbers = next((proof.numbers for proof in self.proofs if proof.name == "equivalence"), {})
         error = numbers.get("max error", float("nan"))
         exact = numbers.get("max error, in float32")
         errors = f"{error:.1e} nats"
         if exact is not None:
             errors = f"{exact:.1e} nats in float32, {error:.1e} with the rounding of training's precision"
-        return f"{self.what} are exact on this model, largest error {errors}"
-
-    def details(self) -> str:
         when = "at an earlier start" if self.is_remembered else f"now, in {self.seconds:.1f} s"
-        return f"passed {when}: {', '.join(proof.name for proof in self.proofs if proof.passed)}"
+        names = ", ".join(proof.name for proof in self.proofs if proof.passed)
+        return f"{self.what} are exact on this model, largest error {errors}", f"passed {when}: {names}"
 
     def raise_failure(self) -> None:
         """Raises UnsupportedModelError for the first proof that failed."""
@@ -63,17 +63,14 @@ class ProofOutcome:
 
 def proof_groups(vocabulary: int) -> list[Group]:
     """Returns 4 random pairs: 2 ordinary, 1 whose completions begin alike, 1 with one-token completions."""
-
-    def ids(count: int) -> Tensor:
-        return torch.randint(0, vocabulary, (count,))
-
-    alike = ids(3)
+    ids = functools.partial(torch.randint, 0, vocabulary)
+    alike = ids((3,))
     one, other = torch.randperm(vocabulary)[:2].split(1)  # two equal tokens would make equal sequences
     contents = [
-        (ids(24), ids(11), ids(8)),
-        (ids(9), torch.cat((alike, ids(6))), torch.cat((alike, ids(13)))),
-        (ids(5), one, other),
-        (ids(16), ids(7), ids(12)),
+        (ids((24,)), ids((11,)), ids((8,))),
+        (ids((9,)), torch.cat((alike, ids((6,)))), torch.cat((alike, ids((13,))))),
+        (ids((5,)), one, other),
+        (ids((16,)), ids((7,)), ids((12,))),
     ]
     return [
         Group(context=context.numpy(), completions=(chosen.numpy(), rejected.numpy()))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
@@ -26,12 +27,9 @@ from dpo_pack.system.errors import RunError
 from dpo_pack.system.machine import bfloat16_instructions
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.health import RunFacts, examine
-from dpo_pack.training.metrics import PairValues
-from dpo_pack.training.nonfinite import NonfiniteGuard
-from dpo_pack.training.optim import num_warmup_steps
-from dpo_pack.training.pair_log import PairLog
+from dpo_pack.training.optim import NonfiniteGuard, num_warmup_steps
+from dpo_pack.training.records import MetricsLog, PairLog, end_trackers, track
 from dpo_pack.training.throughput import Meter, PhaseClock
-from dpo_pack.training.trackers import MetricsLog, end_trackers, track, tracked_prefix
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +73,7 @@ class RunLog:
         self.step_begun = time.monotonic()
         self.clock.restart()
 
-    def end_step(self, state: TrainState, batch: GlobalBatch, values: PairValues) -> None:
+    def end_step(self, state: TrainState, batch: GlobalBatch, values: Tensor) -> None:
         """Adds the step's time and FLOPs to the totals, and the values of this rank's pairs to `pairs`."""
         seconds = time.monotonic() - self.step_begun
         state.train_seconds += seconds
@@ -104,9 +102,8 @@ class RunLog:
         assert self.file is not None
         self.file.write(record)
         logging = self.setup.recipe.logging
-        if logging.trackers:
-            prefix = tracked_prefix(record, list(self.setup.data.eval_prompts or self.setup.data.eval))
-            track(self.setup.accelerator, record, prefix=prefix, breakdowns=logging.breakdowns)
+        sources = list(self.setup.data.eval_prompts or self.setup.data.eval)
+        track(self.setup.accelerator, record, held_out_names=sources, breakdowns=logging.breakdowns)
 
     def report_nonfinite(self) -> None:
         """Prints each step that made no update because of a non-finite value; writes its pairs to a file.

@@ -37,8 +37,7 @@ from dpo_pack.run.setup import (
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.errors import UnsupportedModelError
-from dpo_pack.training.batches import RowBuilder
-from dpo_pack.training.offline import OfflineSource
+from dpo_pack.training.batches import OfflineSource, RowBuilder
 from dpo_pack.training.references import Reference
 
 # The counts of shortened pairs in the summary of a source.

@@ -51,7 +51,7 @@ from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.system.files import discard
 from dpo_pack.system.machine import keep_freed_memory
 from dpo_pack.training.optim import check_optimizer
-from dpo_pack.training.references import LiveReference, Sync
+from dpo_pack.training.references import LiveReference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +317,8 @@ def load_moving_reference(setup: Setup) -> LiveReference:
     return LiveReference(
         model=load_second_model(setup),
         device=setup.device,
-        sync=Sync(every_steps=sync.every_steps, mixup=sync.mixup),
+        follow_every=sync.every_steps,
+        mixup=sync.mixup,
     )
 
 
@@ -328,8 +329,9 @@ def load_proved(setup: Setup, model: ModelFacts, adapter: LoraSettings | None = 
     """
     loaded, outcome = load_and_prove(model, device=setup.device, strategy=setup.strategy, adapter=adapter)
     outcome.raise_failure()
-    setup.console.print(f"Proof: {outcome.sentence()}")
-    print_detail(setup.console, f"  {outcome.details()}")
+    sentence, details = outcome.sentences()
+    setup.console.print(f"Proof: {sentence}")
+    print_detail(setup.console, f"  {details}")
     return loaded
 
 

@@ -1,12 +1,12 @@
-"""Global batches, the rows of a batch, and the interface of a source of batches.
-
-There are two sources: pairs on disk (offline.py) and online rollouts (online/source.py).
+"""Global batches, their rows, and the source of batches from pairs on disk (online/source.py is the other).
 
 Legend: P pairs of a row, S sequences, N scored tokens (tokens of completions).
 """
 
 from __future__ import annotations
 
+import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -18,28 +18,18 @@ from torch import Tensor
 
 from dpo_pack.data.merging import merge_group
 from dpo_pack.data.store import PairTable, pair_lengths
-from dpo_pack.losses import (
-    Objective,
-    PairLogps,
-    ScoredPairs,
-    length_desensitized_sums,
-    length_desensitized_weights,
-    wpo_weights,
-)
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.layout import Group, Row, common_prefix_length, packed_row, padded_row
-from dpo_pack.model.logps import sequence_sums
-from dpo_pack.model.scorer import RowLogps
 from dpo_pack.packing.lengths import FloatArray, IntArray, PromptMerging
-from dpo_pack.packing.plan import PackingPlan
+from dpo_pack.packing.plan import PackingPlan, PlanSettings, epoch_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRow:
     """The pairs of one row, ready for the policy.
 
-    A pair is two of the row's S sequences. Usually they lie pair by pair (chosen, rejected, chosen, ...). If
-    one sequence belongs to several pairs, `sequence_index` tells `score_pairs` which sequences each pair has.
+    A pair is two of the row's S sequences. They lie pair by pair (chosen, rejected, chosen, ...), unless one
+    sequence belongs to several pairs.
     """
 
     row: Row
@@ -57,10 +47,10 @@ class GlobalBatch:
     """The pairs of one optimizer step: those of this rank, in rows, and counts over all ranks."""
 
     epoch: float  # epochs finished after this step
-    num_pairs: int  # over all ranks, like the three following counts
-    num_chosen_tokens: float  # the sum of the tokens' weights, which is their number where all count 1
+    num_pairs: int  # over all ranks, like the two following counts
     num_rows: int
     num_tokens: int  # without padding; a shared prompt counts once
+    mean_chosen_tokens: float  # of a pair of any rank; where tokens have weights, the sum of the weights
     rows: Sequence[PairRow]  # the rows of this rank
     row_pairs: Sequence[npt.NDArray[np.int64]]  # the pairs of each row of all ranks
     # This rank computes these after `rows`, with a gradient of zero, while other ranks still have rows.
@@ -69,19 +59,9 @@ class GlobalBatch:
     metrics: Mapping[str, float] = field(default_factory=dict)  # metrics that the source adds to the step
 
     @property
-    def mean_chosen_tokens(self) -> float:
-        """The number of chosen tokens of a pair, as a mean over pairs."""
-        return self.num_chosen_tokens / self.num_pairs
-
-    @property
     def pair_indices(self) -> npt.NDArray[np.int64]:
         """The pair indices of this rank's rows, one row after another."""
         return np.concatenate([np.zeros(0, dtype=np.int64), *(row.pair_indices for row in self.rows)])
-
-    @property
-    def num_passes(self) -> int:
-        """The number of forward and backward passes of this rank."""
-        return len(self.rows) + len(self.idle_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +122,15 @@ class RowBuilder:
 
     def build(self, pairs: npt.NDArray[np.int64]) -> PairRow:
         """Builds the row of `pairs`, [P] positions in the table."""
-        groups, sequences = self._groups(pairs)
+        table = self.table
+        in_order = sequences = np.arange(2 * len(pairs))
+        if self.merging is None:
+            groups = [
+                Group(context=table.prompt(pair), completions=(table.chosen(pair), table.rejected(pair)))
+                for pair in pairs.tolist()
+            ]
+        else:
+            groups, sequences = self._merged_groups(pairs, self.merging)
         if self.is_packed:
             row = packed_row(groups, self.device, share_prompt=self.share_prompt)
         else:
@@ -152,17 +140,18 @@ class RowBuilder:
             row = replace(row, token_copies=on_device(copies, self.device))
         sums, tokens = np.zeros((len(pairs), 2)), None
         if self.reference is not None:
-            sums, tokens = self.reference.sums[pairs], self.reference.token_logps(pairs)
-        sequence_index = token_index = None
-        if not np.array_equal(sequences, np.arange(2 * len(pairs))):
+            sums = self.reference.sums[pairs]
+            if self.reference.tokens is not None:
+                tokens = self.reference.token_logps(pairs)
+        sequence_index = token_index = token_weights = None
+        if not np.array_equal(sequences, in_order):
             lengths = np.array([len(completion) for group in groups for completion in group.completions])
             begins = np.cumsum(lengths) - lengths
             tokens_of = [np.arange(begins[s], begins[s] + lengths[s]) for s in sequences.tolist()]
             sequence_index = on_device(sequences, self.device)
             token_index = on_device(np.concatenate(tokens_of), self.device)
-        token_weights = None
-        if self.table.has_token_weights[pairs].any():
-            weights = [of_side for pair in pairs.tolist() for of_side in self.table.token_weights(pair)]
+        if table.has_token_weights[pairs].any():
+            weights = [of_side for pair in pairs.tolist() for of_side in table.token_weights(pair)]
             token_weights = self._put(np.concatenate(weights))
         return PairRow(
             row=row,
@@ -171,21 +160,16 @@ class RowBuilder:
             token_weights=token_weights,
             reference=self._put(sums),
             reference_tokens=None if tokens is None else self._put(tokens),
-            pair_weights=self._put(self.table.weights[pairs]),
+            pair_weights=self._put(table.weights[pairs]),
             pair_indices=pairs,
         )
 
-    def _groups(self, pairs: npt.NDArray[np.int64]) -> tuple[list[Group], npt.NDArray[np.int64]]:
+    def _merged_groups(self, pairs: IntArray, merging: PromptMerging) -> tuple[list[Group], IntArray]:
         """Returns the row's groups, and [2 P] positions of each pair's chosen and rejected sequence."""
         groups: list[Group] = []
-        if self.merging is None:
-            for pair in pairs.tolist():
-                completions = (self.table.chosen(pair), self.table.rejected(pair))
-                groups.append(Group(context=self.table.prompt(pair), completions=completions))
-            return groups, np.arange(2 * len(pairs))
         sequences = np.zeros((len(pairs), 2), dtype=np.int64)
         num_sequences = 0
-        for positions in self.merging.groups_of(pairs):
+        for positions in merging.groups_of(pairs):
             merged = merge_group(self.table, pairs[positions].tolist())
             context = self.table.prompt(int(pairs[positions[0]]))
             groups.append(Group(context=context, completions=merged.completions))
@@ -202,8 +186,7 @@ def token_copies(
 ) -> npt.NDArray[np.float32]:
     """Returns for each token of a row in how many of the pairs' sequences it is; 0 for padding.
 
-    [T] of a packed row, in the order of `packed_row`; [B * L] of a padded batch. A completion that belongs to
-    several pairs counts for each of them, as if each pair was computed alone.
+    [T] of a packed row, in the order of `packed_row`; [B * L] of a padded batch.
     """
     copies = iter(np.bincount(sequences).tolist())
     whole = [[np.concatenate((group.context, c)) for c in group.completions] for group in groups]
@@ -221,93 +204,6 @@ def token_copies(
     return np.repeat(values, tokens).astype(np.float32)
 
 
-def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredPairs:
-    """Returns log-probs of policy and reference, weights and statistics, [P] each, of a row's pairs.
-
-    `output` is what the policy computed. That of a sequence that belongs to several pairs is repeated.
-    """
-    output = _by_pair(output, row)
-    num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
-    policy, reference = output.sums.view(-1, 2), row.reference
-    pair_weights = row.pair_weights
-    if objective.weighting == "wpo":
-        pair_weights = pair_weights * wpo_weights(policy - output.log_square_sums.view(-1, 2), num_tokens)
-    if objective.ld_alpha is not None:
-        assert row.reference_tokens is not None, "the reference was frozen without per-token values"
-        both = (output.token_logps, row.reference_tokens)
-        if row.token_weights is None:
-            policy, reference = (
-                length_desensitized_sums(values, num_tokens, objective.ld_alpha) for values in both
-            )
-        else:
-            lengths = row.row.completion_lengths
-            lengths = lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
-            weights = length_desensitized_weights(row.token_weights, lengths, objective.ld_alpha)
-            policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
-    statistics = (output.entropy_sums, output.top1_sums, output.mean_logit_sums)
-    return ScoredPairs(
-        policy=_pair_logps(policy, num_tokens),
-        reference=_pair_logps(reference, num_tokens),
-        pair_weights=pair_weights,
-        statistics=torch.stack(statistics, dim=1).view(-1, 2, len(statistics)),
-    )
-
-
-def with_reference(row: PairRow, output: RowLogps) -> PairRow:
-    """Returns the row with the reference's log-probs in it. `output` is what the reference computed."""
-    output = _by_pair(output, row)
-    return replace(row, reference=output.sums.view(-1, 2), reference_tokens=output.token_logps)
-
-
-def _by_pair(output: RowLogps, row: PairRow) -> RowLogps:
-    """Returns a row's outputs pair by pair: [2 P] chosen, rejected, ...; weighted if tokens have weights."""
-    if row.sequence_index is not None and row.token_index is not None:
-        sequences = {
-            name: values.index_select(0, row.sequence_index)
-            for name, values in output._asdict().items()
-            if name not in ("token_logps", "token_statistics", "expert_counts", "expert_probs")
-        }
-        output = output._replace(
-            **sequences,
-            token_logps=output.token_logps.index_select(0, row.token_index),
-            token_statistics=tuple(
-                values.index_select(0, row.token_index) for values in output.token_statistics
-            ),
-        )
-    if row.token_weights is None:
-        return output
-    lengths, weights = output.num_tokens, row.token_weights
-    entropy, top1, mean_logit, log_squares = (
-        weighted_sums(values, weights, lengths) for values in output.token_statistics
-    )
-    return output._replace(
-        sums=weighted_sums(output.token_logps, weights, lengths),
-        num_tokens=sequence_sums(weights, lengths),
-        entropy_sums=entropy,
-        top1_sums=top1,
-        mean_logit_sums=mean_logit,
-        log_square_sums=log_squares,
-    )
-
-
-def weighted_sums(token_values: Tensor, weights: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the weighted sum of each sequence's tokens, [S] float64, of [N] values and [N] weights.
-
-    A token of weight zero adds nothing, also if its value is not finite.
-    """
-    return sequence_sums(token_values.double().masked_fill(weights == 0, 0.0) * weights, lengths)
-
-
-def _pair_logps(sums: Tensor, num_tokens: Tensor) -> PairLogps:
-    num_tokens = num_tokens.double()
-    return PairLogps(
-        chosen=sums[:, 0],
-        rejected=sums[:, 1],
-        chosen_tokens=num_tokens[:, 0],
-        rejected_tokens=num_tokens[:, 1],
-    )
-
-
 def global_batch(
     builder: RowBuilder, plan: PackingPlan, step: int, *, rank: int, real_tokens: IntArray, epoch: float
 ) -> GlobalBatch:
@@ -322,24 +218,131 @@ def global_batch(
     least_passes = max(map(len, of_ranks)) if plan.equal_rows else 1
     # A smaller row fits into the previous row's memory. Ranks that compute rows together wait less.
     largest_first = sorted(of_ranks[rank], key=plan.tokens_in, reverse=True)
+    idle_rows: list[Row] = []
+    if len(largest_first) < least_passes:
+        row = builder.build(pairs[[real_tokens[pairs].argmin()]]).row  # of the step's shortest pair
+        if row.token_copies is not None:  # its tokens are counted in another row
+            row = replace(row, token_copies=torch.zeros_like(row.token_copies))
+        idle_rows = [row] * (least_passes - len(largest_first))
     return GlobalBatch(
         epoch=epoch,
         num_pairs=len(pairs),
-        num_chosen_tokens=float(builder.table.chosen_scored[pairs].sum()),
         num_rows=sum(map(len, of_ranks)),
         num_tokens=num_tokens,
+        mean_chosen_tokens=float(builder.table.chosen_scored[pairs].sum()) / len(pairs),
         rows=[builder.build(row) for row in largest_first],
         row_pairs=[row for rows in of_ranks for row in rows],
-        idle_rows=_idle_rows(builder, pairs[real_tokens[pairs].argmin()], least_passes - len(of_ranks[rank])),
+        idle_rows=idle_rows,
         common_passes=max(least_passes, min(map(len, of_ranks))),
     )
 
 
-def _idle_rows(builder: RowBuilder, shortest_pair: np.int64, num_rows: int) -> list[Row]:
-    """Returns a row of the step's shortest pair, `num_rows` times; no row if `num_rows` is below 1."""
-    if num_rows <= 0:
-        return []
-    row = builder.build(np.array([shortest_pair])).row
-    if row.token_copies is not None:  # its tokens are counted in another row
-        row = replace(row, token_copies=torch.zeros_like(row.token_copies))
-    return [row] * num_rows
+@dataclass(kw_only=True, eq=False)
+class OfflineSource:
+    """Hands out global batches of a table, epoch after epoch. Its state is the number of those handed out."""
+
+    builder: RowBuilder
+    settings: PlanSettings
+    row_costs: FloatArray | None  # [all pairs] FLOPs or tokens, which the plan balances over ranks
+    source_weights: FloatArray  # [sources]
+    epochs: int
+    max_steps: int | None
+    shuffle: bool
+    seed: int
+    rank: int
+    num_ranks: int
+    # Whether all ranks get equally many rows. In a step with too few pairs for this, ranks with fewer rows
+    # also compute idle rows, whose gradient is zero.
+    equal_rows: bool = False
+
+    def __post_init__(self) -> None:
+        shares = self.builder.is_packed and self.builder.share_prompt
+        self.real_tokens = pair_lengths(self.builder.table).row_tokens(share_prompt=shares)  # [all pairs]
+        self.first_plan = self.plan(0)
+        self._planned = (0, self.first_plan)  # the newest epoch and its plan
+        self._ahead: tuple[int, GlobalBatch] | None = None  # a step and its batch, not handed out yet
+        self._epoch_ends: list[int] = []  # the steps until the end of each epoch
+        self.next_step = self.num_steps = 0
+        for epoch in range(self.epochs):
+            # With `packing.scope: epoch`, the new order of an epoch's pairs can need one row more.
+            is_as_long = epoch == 0 or self.settings.rows_per_step is None
+            self.num_steps += len(self.first_plan if is_as_long else self.plan(epoch))
+            if self.max_steps is not None:
+                self.num_steps = min(self.num_steps, self.max_steps)
+            self._epoch_ends.append(self.num_steps)
+            if self.num_steps == self.max_steps:
+                break
+
+    def order(self, epoch: int) -> IntArray:
+        """Returns [E] the pairs of an epoch, in the order in which they are drawn. The first epoch is 0."""
+        table = self.builder.table
+        return epoch_order(
+            table.num_pairs,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            epoch=epoch,
+            source_indices=table.source_indices,
+            source_weights=self.source_weights,
+        )
+
+    def plan(self, epoch: int) -> PackingPlan:
+        """Returns the plan of an epoch: the pairs of each step, rank and row. The first epoch is 0."""
+        return self.settings.plan(
+            self.builder.row_tokens(),
+            order=self.order(epoch),
+            num_ranks=self.num_ranks,
+            row_costs=self.row_costs,
+            equal_rows=self.equal_rows,
+            merging=self.builder.merging,
+        )
+
+    def use_reference(self, reference: PairReference) -> None:
+        """Puts the log-probs of `reference` into all batches from now on."""
+        self.builder = replace(self.builder, reference=reference)
+        self._ahead = None
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        while self.next_step < self.num_steps:
+            self.prepare_next()
+            assert self._ahead is not None
+            (_, batch), self._ahead = self._ahead, None
+            self.next_step += 1
+            yield batch
+
+    def prepare_next(self) -> None:
+        """Makes the batch of the next step, unless the batch is ready or no step is left."""
+        is_made = self._ahead is not None and self._ahead[0] == self.next_step
+        if is_made or self.next_step >= self.num_steps:
+            return
+        epoch = bisect_right(self._epoch_ends, self.next_step)
+        step = self.next_step - (self._epoch_ends[epoch - 1] if epoch else 0)
+        if self._planned[0] != epoch:
+            self._planned = (epoch, self.plan(epoch))
+        _, plan = self._planned
+        batch = global_batch(
+            self.builder,
+            plan,
+            step,
+            rank=self.rank,
+            real_tokens=self.real_tokens,
+            epoch=epoch + (step + 1) / len(plan),
+        )
+        self._ahead = (self.next_step, batch)
+
+    @property
+    def steps_fingerprint(self) -> str:
+        """A hash of the pairs of each step, whatever rows they are in."""
+        plan = self.first_plan
+        digest = hashlib.blake2b(plan.step_begins.astype("<i8").tobytes(), digest_size=16)
+        steps = np.repeat(np.arange(len(plan)), np.diff(plan.step_begins))
+        # Scope epoch puts the pairs of a step in the order of its rows. The hash ignores this order.
+        order = plan.order if plan.row_begins is None else plan.order[np.lexsort((plan.order, steps))]
+        digest.update(order.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues after the batches that were handed out when `state` was taken."""
+        self.next_step = int(state["next_step"])

@@ -1,9 +1,8 @@
 """Splits a loss that couples the pairs of a step (aot) into one part for each row.
 
-Such a loss needs the log-probs of all pairs of the step at once. So the step begins with a pass over its rows
-without gradients, and gathers the log-probs of all rows and ranks. The loss is differentiated once in all of
-them: each pair gets a loss, each log-prob a slope (derivative). Each row then trains on its tangent: a
-function that is linear in the row's log-probs and has the same value and gradient as the loss.
+The step begins with a pass over its rows without gradients, and gathers the log-probs of all rows and ranks.
+The loss is differentiated once in all of them: each pair gets a loss, each log-prob a slope (derivative).
+Each row then trains on its tangent: linear in the row's log-probs, with the value and gradient of the loss.
 
 Legend: P pairs of a row, A pairs of the step over all ranks.
 """
@@ -39,33 +38,25 @@ def row_tangents(
     objective: Objective, rows: Sequence[ScoredPairs], *, mean_chosen_tokens: float, device: torch.device
 ) -> list[Tangent]:
     """Returns the tangent of each of this rank's rows. Every rank must call it, even a rank without rows."""
-    pairs, own = _gather_pairs(rows, device)
-    leaves = (pairs.policy.chosen.requires_grad_(), pairs.policy.rejected.requires_grad_())
-    with torch.enable_grad():
-        losses = weighted_losses(objective, pairs, mean_chosen_tokens=mean_chosen_tokens)
-        slopes = torch.autograd.grad(losses.sum(), leaves)
-    columns = torch.stack((losses.detach(), *slopes), dim=1)[own]
-    return [
-        Tangent(values=part[:, 0], chosen_slopes=part[:, 1], rejected_slopes=part[:, 2])
-        for part in columns.split([len(row) for row in rows])
-    ]
-
-
-def _gather_pairs(rows: Sequence[ScoredPairs], device: torch.device) -> tuple[ScoredPairs, slice]:
-    """Returns the A pairs of all ranks, and the slice of this rank's pairs."""
     columns = [torch.zeros((0, 7), dtype=torch.float64, device=device)]
     for row in rows:  # all values of pairs that a loss may use
         policy, reference = row.policy, row.reference
         ours = (policy.chosen, policy.rejected, policy.chosen_tokens, policy.rejected_tokens)
         others = (reference.chosen, reference.rejected, row.pair_weights)
         columns.append(torch.stack((*ours, *others), dim=1).detach())
-    gathered, own = gather_and_place(torch.cat(columns))
-    policy_chosen, policy_rejected, chosen_tokens, rejected_tokens = gathered[:, :4].unbind(dim=1)
-    reference_chosen, reference_rejected, pair_weights = gathered[:, 4:].unbind(dim=1)
-    tokens = {"chosen_tokens": chosen_tokens, "rejected_tokens": rejected_tokens}
+    gathered, own = gather_and_place(torch.cat(columns))  # [A, 7], and the slice of this rank's pairs
+    chosen, rejected = (gathered[:, side].clone().requires_grad_() for side in (0, 1))
+    tokens = {"chosen_tokens": gathered[:, 2], "rejected_tokens": gathered[:, 3]}
     pairs = ScoredPairs(
-        policy=PairLogps(chosen=policy_chosen.clone(), rejected=policy_rejected.clone(), **tokens),
-        reference=PairLogps(chosen=reference_chosen, rejected=reference_rejected, **tokens),
-        pair_weights=pair_weights,
+        policy=PairLogps(chosen=chosen, rejected=rejected, **tokens),
+        reference=PairLogps(chosen=gathered[:, 4], rejected=gathered[:, 5], **tokens),
+        pair_weights=gathered[:, 6],
     )
-    return pairs, own
+    with torch.enable_grad():
+        losses = weighted_losses(objective, pairs, mean_chosen_tokens=mean_chosen_tokens)
+        slopes = torch.autograd.grad(losses.sum(), (chosen, rejected))
+    of_pairs = torch.stack((losses.detach(), *slopes), dim=1)[own]
+    return [
+        Tangent(values=part[:, 0], chosen_slopes=part[:, 1], rejected_slopes=part[:, 2])
+        for part in of_pairs.split([len(row.pair_weights) for row in rows])
+    ]

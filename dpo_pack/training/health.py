@@ -1,11 +1,8 @@
 """Warnings about a run that goes wrong. Each warning is given once and names a remedy.
 
-`examine(health, record, run)` is a pure function: a `Health` (running means, names of past warnings) and a
-train line of metrics.jsonl -> the new `Health` and the warnings to print. A step of few pairs is noisy, so
-the rules use running means: a fast mean over about the newest 5 lines, and a slow mean over about the newest
-20. A checkpoint holds the `Health`, so a resumed run neither repeats nor forgets a warning.
-
-To add a rule, write a function and a line in RULES, at the end of this file.
+A step of few pairs is noisy, so the rules use running means: a fast mean over about the newest 5 lines, and a
+slow mean over about the newest 20. A checkpoint holds the `Health`, so a resumed run neither repeats nor
+forgets a warning. To add a rule, write a function and a line in RULES, at the end of this file.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ class Health:
 def examine(health: Health, record: Mapping[str, Any], run: RunFacts) -> tuple[Health, tuple[str, ...]]:
     """Returns the `Health` after a train line of metrics.jsonl, and the warnings that are due.
 
-    The function ignores a line with a number that is not finite; nonfinite.py reports the step of that line.
+    It ignores a line with a number that is not finite: `NonfiniteGuard` reports the step of that line.
     """
     numbers = [value for value in record.values() if isinstance(value, (int, float))]
     if not all(math.isfinite(value) for value in numbers):

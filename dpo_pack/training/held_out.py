@@ -8,7 +8,7 @@ Legend: P pairs of the held-out set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
 from dpo_pack.data.store import key_values
 from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
-from dpo_pack.packing.lengths import FloatArray
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.system import ranks
 from dpo_pack.system.files import written_aside
 from dpo_pack.system.ranks import gather_over_ranks
-from dpo_pack.training.batches import PairRow, RowBuilder, score_pairs
-from dpo_pack.training.intervals import mean_intervals
-from dpo_pack.training.metrics import PairValues, averages, pair_metrics, pair_values
+from dpo_pack.training.batches import PairRow, RowBuilder
+from dpo_pack.training.metrics import averages, column, join_values, logps, pair_metrics, pair_values
+from dpo_pack.training.step_loss import score_pairs
 
 Positions = npt.NDArray[np.int64]  # of pairs in the set's table
 
@@ -43,6 +44,12 @@ LENGTH_BUCKETS: dict[str, float] = {
     "chosen_longer": 1.1,
     "chosen_over_twice": 2.0,
 }
+CONFIDENCE = 0.95  # of intervals
+NUM_RESAMPLES = 1000
+# With many prompts fewer resamples are enough: together they draw at most this many prompts.
+_MAX_DRAWS = 50_000_000
+_MIN_RESAMPLES = 200
+_VALUES_AT_A_TIME = 4_000_000  # 32 MB of float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +94,8 @@ def evaluate_pairs(
     score: Callable[[PairRow], PairRow] = lambda row: row,
     progress: Callable[[int], None] = lambda num_pairs: None,
     between_rows: Callable[[], None] = lambda: None,
-) -> PairValues:
-    """Returns the values of all pairs of the builder's table, in the table's order, on every rank.
+) -> Tensor:
+    """Returns the `pair_values` of all pairs of the builder's table, in the table's order, on every rank.
 
     A loss that couples pairs couples all pairs of the table. The pass has no gradients; `token_budget` limits
     the size of its rows. `score` puts the reference's log-probs into a row that was built without log-probs.
@@ -96,41 +103,37 @@ def evaluate_pairs(
     is called before each row, equally often on every rank.
     """
     build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
-    values = [PairValues.none(builder.device)]
+    parts: list[Tensor] = []
     positions = [np.zeros(0, dtype=np.int64)]
     rows = build_rows(builder.row_tokens(), token_budget)
-    for pairs, counts in rank_share(rows, rank=ranks.rank(), num_ranks=ranks.num_ranks()):
+    # The ranks of a sharded model compute only together. So all ranks get equally many rows: a rank that has
+    # no row left computes the last row again, and that result is not used.
+    for first in range(0, len(rows), ranks.num_ranks()):
+        number = first + ranks.rank()
+        pairs = rows[min(number, len(rows) - 1)]
         between_rows()
         row = score(builder.build(pairs))
         scored = score_pairs(objective, policy(row.row), row)
-        if counts:  # the loss can need all pairs, so the column of losses holds weights until then
-            values.append(pair_values(scored, scored.pair_weights))
+        if number < len(rows):
+            # The loss can need all pairs, so the column of losses holds weights until then.
+            parts.append(pair_values(scored, scored.pair_weights))
             positions.append(pairs)
             progress(len(pairs))
     everywhere = gather_over_ranks(torch.from_numpy(np.concatenate(positions)).to(builder.device))
     order = everywhere.argsort()
     assert torch.equal(everywhere[order].cpu(), torch.arange(builder.table.num_pairs)), "each pair once"
-    joined = PairValues.join(values).over_ranks().select(order)
+    values = gather_over_ranks(join_values(parts, builder.device))[order]
+    losses = column(values, "loss")
     scored = ScoredPairs(
-        policy=joined.logps("policy"), reference=joined.logps("reference"), pair_weights=joined.losses
+        policy=logps(values, "policy"), reference=logps(values, "reference"), pair_weights=losses
     )
     mean_chosen_tokens = float(builder.table.chosen_scored.mean())
-    return joined.with_losses(weighted_losses(objective, scored, mean_chosen_tokens=mean_chosen_tokens))
-
-
-def rank_share(rows: Sequence[Positions], *, rank: int, num_ranks: int) -> list[tuple[Positions, bool]]:
-    """Returns this rank's rows, and whether each row counts; every row counts on exactly one rank.
-
-    All ranks get equally many rows, because the ranks of a sharded model compute only together. A rank that
-    has no row left computes the last row of `rows` again, and its result is not used.
-    """
-    num_rounds = -(-len(rows) // num_ranks)
-    numbers = [number_of_round * num_ranks + rank for number_of_round in range(num_rounds)]
-    return [(rows[min(number, len(rows) - 1)], number < len(rows)) for number in numbers]
+    losses.copy_(weighted_losses(objective, scored, mean_chosen_tokens=mean_chosen_tokens))
+    return values
 
 
 def held_out_result(
-    name: str, values: PairValues, builder: RowBuilder, objective: Objective, *, source_names: Sequence[str],
+    name: str, values: Tensor, builder: RowBuilder, objective: Objective, *, source_names: Sequence[str],
     dtype: torch.dtype, seed: int,
 ) -> HeldOutResult:  # fmt: skip
     """Returns averages, intervals and groups of `evaluate_pairs`' values.
@@ -157,10 +160,9 @@ def held_out_result(
         **length_preference(metrics["rewards/accuracies"], traits),
     }
     keys = np.concatenate([table.chosen_keys, table.rejected_keys], axis=1)  # [P, bytes of two sequences]
-    pair_keys = [key.tobytes() for key in keys]
     return HeldOutResult(
         name=name,
-        pair_keys=pair_keys,
+        pair_keys=[key.tobytes() for key in keys],
         row_numbers=table.row_numbers,
         metrics=metrics,
         traits=traits,
@@ -194,7 +196,7 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
 def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> dict[str, Any]:
     """Returns means, intervals and groups of `other` - `one`, pair by pair, for each metric.
 
-    Both results must have the same pairs. What makes a pair hard for any model cancels in the difference.
+    Both results must have the same pairs.
     """
     differences = {metric: other.metrics[metric] - one.metrics[metric] for metric in one.metrics}
     return means_by_group(differences, one.traits, seed=seed)
@@ -204,37 +206,27 @@ def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> d
 
 
 def means_by_group(metrics: Mapping[str, FloatArray], traits: PairTraits, *, seed: int) -> dict[str, Any]:
-    """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_length`, and `by_source` if
-    the pairs have several sources."""
-    everything = _means(metrics, traits, np.arange(len(traits.prompts)), seed=seed)
-    by_source = _groups(traits.source_indices, traits.source_names)
-    if len(by_source) > 1:
-        everything["by_source"] = {
-            name: _means(metrics, traits, pairs, seed=seed) for name, pairs in by_source.items()
-        }
-    everything["by_length"] = {
-        name: _means(metrics, traits, pairs, seed=seed) for name, pairs in length_buckets(traits).items()
-    }
-    return everything
-
-
-def length_buckets(traits: PairTraits) -> dict[str, Positions]:
-    """Returns the pairs of each non-empty bucket of LENGTH_BUCKETS. Every pair is in exactly one bucket."""
+    """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_source` if the pairs have
+    several sources, and `by_length`, each pair in one bucket of LENGTH_BUCKETS. Empty groups are left out."""
     ratios = traits.chosen_tokens / traits.rejected_tokens
     buckets = np.searchsorted(list(LENGTH_BUCKETS.values()), ratios, side="right") - 1
-    return _groups(buckets, LENGTH_BUCKETS)
-
-
-def _groups(numbers: npt.NDArray[np.integer], names: Iterable[str]) -> dict[str, Positions]:
-    """Returns the pairs of each non-empty group. numbers: [P] positions of groups in `names`."""
-    groups = {name: np.flatnonzero(numbers == number) for number, name in enumerate(names)}
-    return {name: pairs for name, pairs in groups.items() if len(pairs)}
+    kinds: dict[str, tuple[npt.NDArray[np.integer], Sequence[str]]] = {}
+    if len(np.unique(traits.source_indices)) > 1:
+        kinds["by_source"] = (traits.source_indices, traits.source_names)
+    kinds["by_length"] = (buckets, tuple(LENGTH_BUCKETS))
+    described = _means(metrics, traits, np.arange(len(traits.prompts)), seed=seed)
+    for kind, (numbers, names) in kinds.items():
+        described[kind] = {}
+        for number, name in enumerate(names):
+            if len(pairs := np.flatnonzero(numbers == number)):
+                described[kind][name] = _means(metrics, traits, pairs, seed=seed)
+    return described
 
 
 def _means(
     metrics: Mapping[str, FloatArray], traits: PairTraits, pairs: Positions, *, seed: int
 ) -> dict[str, Any]:
-    values = np.stack([column[pairs] for column in metrics.values()], axis=1)
+    values = np.stack([of_pairs[pairs] for of_pairs in metrics.values()], axis=1)
     prompts = traits.prompts[pairs]
     intervals = mean_intervals(values, seed=seed, prompts=prompts).tolist()
     return {
@@ -245,14 +237,42 @@ def _means(
     }
 
 
-def length_preference(accuracies: FloatArray, traits: PairTraits) -> dict[str, float]:
-    """Measures whether data and policy prefer the longer completion of a pair. Pairs whose completions have
-    the same length are left out.
+def mean_intervals(
+    values: FloatArray, *, seed: int, prompts: IntArray | None = None, num_resamples: int = NUM_RESAMPLES
+) -> FloatArray:
+    """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound.
 
-    `length/chosen_longer`: the part of pairs whose chosen completion is longer, by one token or more (the
-    bucket `chosen_longer` begins at a ratio of 1.1). `length/prefers_longer`: the part of pairs whose longer
-    completion has the larger reward; a tie counts half. accuracies: [P] 1 where the chosen completion has the
-    larger reward, 0.5 where there is a tie, 0 elsewhere. Returns {} if no pair is left.
+    The bootstrap's percentile interval (Efron & Tibshirani 1993, An Introduction to the Bootstrap, chapter
+    13). A resample draws prompts with replacement, each with all its pairs, because pairs of one prompt
+    resemble each other. All columns get the same draws.
+
+    prompts: [P] pairs of the same prompt have the same number; None: each pair has a prompt of its own.
+    """
+    sums, sizes = values, np.ones(len(values), dtype=np.int64)
+    if prompts is not None:
+        _, prompts, sizes = np.unique(prompts, return_inverse=True, return_counts=True)
+        sums = np.zeros((len(sizes), values.shape[1]))
+        np.add.at(sums, prompts, values)
+    num_prompts, num_metrics = sums.shape
+    num_resamples = max(_MIN_RESAMPLES, min(num_resamples, _MAX_DRAWS // num_prompts))
+    rng = np.random.default_rng(seed)
+    means = np.empty((num_resamples, num_metrics))
+    at_a_time = max(1, _VALUES_AT_A_TIME // (num_prompts * num_metrics))
+    for start in range(0, num_resamples, at_a_time):
+        stop = min(start + at_a_time, num_resamples)
+        drawn = rng.integers(0, num_prompts, (stop - start, num_prompts))
+        means[start:stop] = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1, keepdims=True)
+    tail = (1 - CONFIDENCE) / 2
+    bounds: FloatArray = np.quantile(means, (tail, 1 - tail), axis=0).T
+    return bounds
+
+
+def length_preference(accuracies: FloatArray, traits: PairTraits) -> dict[str, float]:
+    """Measures whether data and policy prefer the longer completion of a pair that has a longer one.
+
+    `length/chosen_longer`: the part of pairs whose chosen completion is longer. `length/prefers_longer`: the
+    part of pairs whose longer completion has the larger reward; a tie counts half. accuracies: [P] those of
+    `pair_metrics`. Returns {} if no pair has a longer completion.
     """
     difference = traits.chosen_tokens - traits.rejected_tokens
     differs = difference != 0

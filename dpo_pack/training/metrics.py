@@ -6,9 +6,8 @@ ranks are joined. So every average, quantile and fraction is over all pairs of t
 depend on how the pairs were divided among rows and ranks.
 
 To add a metric: if it needs a number that is not kept yet, add a line to KEPT. Then add a line to
-`pair_metrics` (a mean over pairs), to `_token_metrics` (a mean over tokens) or to MARGIN_QUANTILES (a
-quantile of the margin); any other statistic that is no mean goes into `averages`. Add a row to
-docs/metrics.md.
+`pair_metrics` (a mean over pairs), to `averages` (a mean over tokens, or another statistic) or to
+MARGIN_QUANTILES (a quantile of the margin). Add a row to docs/metrics.md.
 
 A metric has TRL's name if TRL has the metric. For every loss, a reward is beta x (policy - reference) summed
 log-probs, never divided by the length. Legend: P pairs of a table, [2 P] completions in the order chosen,
@@ -18,15 +17,13 @@ rejected, chosen, ...
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dpo_pack.losses import PairLogps, ScoredPairs
-from dpo_pack.system.ranks import gather_over_ranks
 
 # A pair is saturated if sigmoid(-margin), the factor in the sigmoid loss's gradient, is below this.
 SATURATED_SLOPE = 0.01
@@ -36,7 +33,6 @@ SATURATED_MARGIN = math.log(1 / SATURATED_SLOPE - 1)  # 4.595
 ROUNDING_PER_TOKEN = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 # Metric -> level; torch interpolates a quantile linearly between the two nearest pairs.
 MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rewards/margins_p90": 0.9}
-
 
 # The numbers that are kept for each pair beside its loss: [P] by name, log-probs in nats.
 KEPT: dict[str, Callable[[ScoredPairs, Tensor], Tensor]] = {
@@ -55,60 +51,32 @@ KEPT: dict[str, Callable[[ScoredPairs, Tensor], Tensor]] = {
 NAMES = ("loss", *KEPT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairValues:
-    """A table of P pairs. Each line has the loss and the numbers of KEPT for one pair."""
-
-    table: Tensor  # [P, numbers kept] float64, detached
-
-    def column(self, name: str) -> Tensor:
-        """Returns [P] values of one number."""
-        return self.table[:, NAMES.index(name)]
-
-    @property
-    def losses(self) -> Tensor:
-        """[P] loss x weight of each pair."""
-        return self.column("loss")
-
-    def logps(self, model: Literal["policy", "reference"]) -> PairLogps:
-        return PairLogps(
-            chosen=self.column(f"{model}_chosen"),
-            rejected=self.column(f"{model}_rejected"),
-            chosen_tokens=self.column("chosen_tokens"),
-            rejected_tokens=self.column("rejected_tokens"),
-        )
-
-    def select(self, indices: Tensor) -> PairValues:
-        """Returns the pairs at `indices`, in that order."""
-        return PairValues(table=self.table[indices])
-
-    def with_losses(self, losses: Tensor) -> PairValues:
-        """Returns the same pairs with other losses, [P]."""
-        table = self.table.clone()
-        table[:, NAMES.index("loss")] = losses
-        return PairValues(table=table)
-
-    @staticmethod
-    def join(parts: Sequence[PairValues]) -> PairValues:
-        """Joins the pairs of one or more tables, in the order of `parts`."""
-        return PairValues(table=torch.cat([part.table for part in parts]))
-
-    @staticmethod
-    def none(device: torch.device) -> PairValues:
-        """Returns a table without pairs."""
-        return PairValues(table=torch.zeros((0, len(NAMES)), dtype=torch.float64, device=device))
-
-    def over_ranks(self) -> PairValues:
-        """Returns, on every rank, the pairs of all ranks."""
-        return PairValues(table=gather_over_ranks(self.table))
-
-
 @torch.no_grad()
-def pair_values(pairs: ScoredPairs, losses: Tensor) -> PairValues:
-    """Keeps the numbers of KEPT for pairs. losses: [P] loss x weight. Does not wait for the device."""
+def pair_values(pairs: ScoredPairs, losses: Tensor) -> Tensor:
+    """Returns NAMES of each pair, [P, numbers kept] float64, detached. losses: [P] loss x weight."""
     assert pairs.statistics is not None
-    columns = [losses, *(column(pairs, pairs.statistics) for column in KEPT.values())]
-    return PairValues(table=torch.stack([column.double() for column in columns], dim=1))
+    kept = [losses, *(number(pairs, pairs.statistics) for number in KEPT.values())]
+    return torch.stack([numbers.double() for numbers in kept], dim=1)
+
+
+def join_values(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Joins tables of `pair_values`, in the order of `parts`; without parts the table has no pairs."""
+    return torch.cat([torch.zeros((0, len(NAMES)), dtype=torch.float64, device=device), *parts])
+
+
+def column(values: Tensor, name: str) -> Tensor:
+    """Returns [P] values of one of NAMES."""
+    return values[:, NAMES.index(name)]
+
+
+def logps(values: Tensor, model: Literal["policy", "reference"]) -> PairLogps:
+    """Returns the log-probs of the pairs in `values` under one model."""
+    return PairLogps(
+        chosen=column(values, f"{model}_chosen"),
+        rejected=column(values, f"{model}_rejected"),
+        chosen_tokens=column(values, "chosen_tokens"),
+        rejected_tokens=column(values, "rejected_tokens"),
+    )
 
 
 def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,36 +88,27 @@ def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
     return ROUNDING_PER_TOKEN[dtype] * num_tokens.sqrt() * (sums / num_tokens).abs().clamp(min=1.0)
 
 
-def preferences(margins: Tensor, policy: PairLogps, *, beta: float, dtype: torch.dtype) -> Tensor:
-    """Returns 1.0 for each pair whose chosen completion has the larger reward, 0.0 for the others, [P].
-
-    A tie is 0.5: a policy that equals its reference prefers neither completion. Its margin is not exactly
-    zero if policy and reference were computed in different rows. So a margin is a tie if it is not larger
-    than its rounding error. margins: [P] beta x differences of log-ratios.
-    """
-    chosen = rounding(policy.chosen, policy.chosen_tokens, dtype)
-    rejected = rounding(policy.rejected, policy.rejected_tokens, dtype)
-    is_tie = margins.abs() <= beta * torch.hypot(chosen, rejected)
-    return torch.where(is_tie, 0.5, (margins > 0).double())
-
-
-def pair_metrics(values: PairValues, *, beta: float, dtype: torch.dtype) -> dict[str, Tensor]:
+def pair_metrics(values: Tensor, *, beta: float, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns by name, for each metric that is a mean over pairs, the value of each pair, [P].
 
     `dtype` is that of the policy's matrix products.
     """
-    policy, reference = values.logps("policy"), values.logps("reference")
+    policy, reference = logps(values, "policy"), logps(values, "reference")
     chosen_logratios = policy.chosen - reference.chosen
     rejected_logratios = policy.rejected - reference.rejected
     chosen_rewards, rejected_rewards = beta * chosen_logratios, beta * rejected_logratios
     margins = chosen_rewards - rejected_rewards
-    chosen_tokens, rejected_tokens = values.column("chosen_tokens"), values.column("rejected_tokens")
+    chosen_tokens, rejected_tokens = policy.chosen_tokens, policy.rejected_tokens
+    # A tie counts as 0.5: a policy that equals its reference prefers neither completion. If policy and
+    # reference were computed in different rows, its margin is only as near to zero as rounding allows.
+    noise = (rounding(policy.chosen, chosen_tokens, dtype), rounding(policy.rejected, rejected_tokens, dtype))
+    is_tie = margins.abs() <= beta * torch.hypot(*noise)
     return {
-        "loss": values.losses,
+        "loss": column(values, "loss"),
         "rewards/chosen": chosen_rewards,
         "rewards/rejected": rejected_rewards,
         "rewards/margins": margins,
-        "rewards/accuracies": preferences(margins, policy, beta=beta, dtype=dtype),
+        "rewards/accuracies": torch.where(is_tie, 0.5, (margins > 0).double()),
         "rewards/saturated": (margins > SATURATED_MARGIN).double(),
         "rewards/chosen_per_token": chosen_rewards / chosen_tokens,
         "rewards/rejected_per_token": rejected_rewards / rejected_tokens,
@@ -165,33 +124,29 @@ def pair_metrics(values: PairValues, *, beta: float, dtype: torch.dtype) -> dict
 
 
 def averages(
-    values: PairValues, *, beta: float, dtype: torch.dtype, has_reference: bool = True
+    values: Tensor, *, beta: float, dtype: torch.dtype, has_reference: bool = True
 ) -> dict[str, float]:
-    """Returns all metrics by name, over all pairs of the table. Waits for the device, once.
+    """Returns all metrics by name, over all pairs of `values`. Waits for the device, once.
 
     `dtype` is that of the policy's matrix products. If there is no reference, there is no divergence from it,
     and so no `kl/*`.
     """
     columns = pair_metrics(values, beta=beta, dtype=dtype)
-    metrics = {name: column.mean() for name, column in columns.items()}
+    metrics = {name: of_pairs.mean() for name, of_pairs in columns.items()}
     margins = columns["rewards/margins"]
     levels = torch.tensor(list(MARGIN_QUANTILES.values()), dtype=margins.dtype, device=margins.device)
     metrics |= zip(MARGIN_QUANTILES, torch.quantile(margins, levels).unbind(), strict=True)
-    metrics |= _token_metrics(values)
-    if not has_reference:
-        metrics = {name: value for name, value in metrics.items() if not name.startswith("kl/")}
-    numbers = torch.stack(list(metrics.values())).tolist()
-    return dict(zip(metrics, numbers, strict=True))
-
-
-def _token_metrics(values: PairValues) -> Mapping[str, Tensor]:
-    """Returns means over the completion tokens of all pairs together, so a long completion counts more."""
-    totals = dict(zip(NAMES, values.table.sum(dim=0).unbind(), strict=True))
+    # Means over the completion tokens of all pairs together: a long completion counts more.
+    totals = dict(zip(NAMES, values.sum(dim=0).unbind(), strict=True))
     chosen_tokens, rejected_tokens = totals["chosen_tokens"], totals["rejected_tokens"]
     entropy = totals["chosen_entropy"] + totals["rejected_entropy"]
-    return {
+    metrics |= {
         "entropy": entropy / (chosen_tokens + rejected_tokens),
         "mean_token_accuracy": totals["chosen_top1"] / chosen_tokens,
         "logits/chosen": totals["chosen_mean_logit"] / chosen_tokens,
         "logits/rejected": totals["rejected_mean_logit"] / rejected_tokens,
     }
+    if not has_reference:
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("kl/")}
+    numbers = torch.stack(list(metrics.values())).tolist()
+    return dict(zip(metrics, numbers, strict=True))

@@ -1,10 +1,20 @@
-"""Optimizers by name, and the learning-rate schedule."""
+"""Optimizers by name, the learning-rate schedule, clipping, and the guard against values that are not finite.
+
+The guard keeps losses and gradients that are not finite away from the parameters, without waiting for the
+device. A fused optimizer takes a flag as a tensor on the device (`found_inf`, which torch made for gradient
+scalers). If the flag is 1, the kernel does not change parameters, moments and step counts, not even by one
+bit. The host reads the flag when it next logs, evaluates or saves.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,7 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
+from dpo_pack.data.store import PairTable
+from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.files import write_json_atomically
+from dpo_pack.system.ranks import gather_over_ranks, sum_over_ranks
 from dpo_pack.training.split_adamw import SplitAdamW
 
 # Biases and norms by their names, in lower case: the patterns of transformers' Trainer.
@@ -27,14 +41,22 @@ def build_optimizer(
 
     adamw (Loshchilov & Hutter 2017, arXiv 1711.05101) computes in fp32 for any dtype. adamw_8bit is AdamW
     whose moments have 8 bits each (Dettmers et al. 2021, arXiv 2110.02861). adafactor (Shazeer & Stern 2018,
-    arXiv 1804.04235) has no first moments, and only row and column means of second moments; its update is
-    `lr` times the tensor's root mean square, at least `lr` x 1e-3; it ignores `betas` and `eps`. Raises
-    RecipeError if adamw_8bit or adafactor would train bfloat16 parameters.
+    arXiv 1804.04235) has no first moments; its update is `lr` times the tensor's root mean square, at least
+    `lr` x 1e-3; it ignores `betas` and `eps`. Raises RecipeError if either would train bfloat16 parameters.
     """
-    groups = _groups(model, weight_decay)
-    trains_bfloat16 = any(
-        parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"]
-    )
+    # As in transformers' Trainer, names and kinds of modules count too: gpt_oss's experts have matrices of
+    # biases, and Cohere's query and key norms have a row for each head.
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    sides: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name_of, parameter in trained:
+        sides[parameter.ndim >= 2 and name_of in decayed].append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        for decays, parameters in sides.items()
+        if parameters
+    ]
+    trains_bfloat16 = any(parameter.dtype == torch.bfloat16 for _, parameter in trained)
     if name == "adamw":
         if trains_bfloat16:
             return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -60,24 +82,6 @@ def check_optimizer(name: str, device: torch.device) -> None:
             f"optim.name: adamw_8bit needs a CUDA device, and this run computes on {device.type}; "
             "set optim.name: adamw"
         )
-
-
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the trained parameters in two groups: with weight decay, and (biases, norms, vectors) without.
-
-    Names and kinds of modules count too, as in transformers' Trainer: gpt_oss's experts have matrices of
-    biases, and Cohere's query and key norms have a row for each head.
-    """
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": weight_decay},
-        {"params": [], "weight_decay": 0.0},
-    ]
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            decays = parameter.ndim >= 2 and name in decayed
-            groups[0 if decays else 1]["params"].append(parameter)
-    return [group for group in groups if group["params"]]
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
@@ -125,3 +129,73 @@ def learning_rate_schedule(
 def num_warmup_steps(num_steps: int, *, warmup_ratio: float, warmup_steps: int | None) -> int:
     """Returns `warmup_steps` if it is given, even 0; else `warmup_ratio` times all steps, rounded up."""
     return math.ceil(warmup_ratio * num_steps) if warmup_steps is None else warmup_steps
+
+
+class NonfiniteGuard:
+    """Decides for each step whether to skip its update, and later reports the steps that were not finite.
+
+    With `stops` the first such step also blocks all later updates, until the host reads about it.
+    """
+
+    def __init__(self, *, stops: bool, device: torch.device) -> None:
+        self.stops = stops
+        self._is_blocked = torch.zeros((), dtype=torch.float32, device=device)
+        # Of each step until the host reads it: its number, whether it is not finite ([] float32, 0 or 1), the
+        # norm of its gradient, and this rank's pairs with their losses.
+        self._unread: list[tuple[int, Tensor, Tensor, npt.NDArray[np.int64], Tensor]] = []
+
+    def check(
+        self, step: int, losses: Tensor, grad_norm: Tensor, pairs: npt.NDArray[np.int64], optimizer: Optimizer
+    ) -> None:
+        """Makes the next `optimizer.step()` change nothing if a loss or gradient of `step` is not finite.
+
+        losses: [P] of this rank's pairs, which have the positions `pairs` in the source's table. Does not
+        wait for the device, unless the optimizer is not fused.
+        """
+        # Gradients may be offloaded to the CPU; their norm is then on the CPU too.
+        is_finite = torch.isfinite(losses.sum()) & torch.isfinite(grad_norm).to(losses.device)
+        must_skip = sum_over_ranks((~is_finite).float()).clamp(
+            max=1
+        )  # all ranks must update, or all must skip
+        self._unread.append((step, must_skip, grad_norm, pairs, losses))
+        if self.stops:
+            must_skip = self._is_blocked = torch.maximum(self._is_blocked, must_skip)
+        if all(group.get("fused") for group in optimizer.param_groups):
+            device = optimizer.param_groups[0]["params"][0].device
+            optimizer.found_inf = must_skip.to(device)  # type: ignore[attr-defined]
+        elif bool(must_skip):
+            optimizer.zero_grad(set_to_none=True)  # without gradients a step changes nothing
+
+    def report(self, directory: Path, table: PairTable, source_names: Sequence[str]) -> Iterator[str]:
+        """Yields a sentence for each non-finite step since the previous call; lists its pairs in `directory`,
+        those whose own loss is not finite first. Waits for the device; every rank must call this method."""
+        unread, self._unread = self._unread, []
+        flags = torch.stack([is_nonfinite for _, is_nonfinite, *_ in unread]).tolist() if unread else []
+        for step, _, grad_norm, own_pairs, own_losses in itertools.compress(unread, flags):
+            pairs = gather_over_ranks(torch.from_numpy(own_pairs).to(own_losses.device)).cpu().numpy()
+            losses = gather_over_ranks(own_losses).cpu().numpy()
+            path = directory / f"nonfinite-step-{step:06d}.json"
+            order = np.lexsort((pairs, np.isfinite(losses)))
+            listed = [
+                {
+                    "source": source_names[table.source_indices[pair]],
+                    "row": int(table.row_numbers[pair]),
+                    "pair": int(pair),
+                    "loss": _json_number(loss),
+                }
+                for pair, loss in zip(pairs[order], losses[order], strict=True)
+            ]
+            if ranks.is_first():
+                norm = _json_number(float(grad_norm))
+                write_json_atomically(path, {"step": step, "grad_norm": norm, "pairs": listed})
+            rows = sorted(table.row_numbers[pairs].tolist())
+            yield (
+                f"step {step}: loss or gradient is not finite, and no update was made; lower optim.lr, "
+                f"or look at the step's rows of data.train ({', '.join(map(str, rows[:10]))}"
+                f"{', ...' if len(rows) > 10 else ''}), listed in {path}"
+            )
+
+
+def _json_number(value: float) -> float | str:
+    """Returns nan and inf as strings, because JSON has no such numbers."""
+    return float(value) if np.isfinite(value) else str(float(value))

@@ -1,15 +1,17 @@
-"""The sources of the reference log-probs of a step's pairs.
+"""The sources of the reference log-probs of a step's pairs, and the check that cached ones are the policy's.
 
 The training loop asks a `Reference` for a batch's log-probs and for its updates. There are two kinds:
 
 - `CachedReference`: the rows already have log-probs from the cache; nothing is computed.
 - `LiveReference`: a reference model scores the rows of each step. Online runs need this kind, because the
-  cache has no log-probs of new pairs. If `sync` is set, the reference also follows the policy (TR-DPO,
-  Gorbatovski et al. 2024, arXiv 2404.09656): every `every_steps` steps,
+  cache has no log-probs of new pairs. It can also follow the policy (TR-DPO, Gorbatovski et al. 2024, arXiv
+  2404.09656): every `follow_every` steps,
 
       reference <- mixup * policy + (1 - mixup) * reference,
 
   which is a soft update if mixup < 1, and a hard update if mixup = 1.
+
+Legend: P pairs of a row.
 """
 
 from __future__ import annotations
@@ -18,14 +20,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpo_pack.data.store import PairTable
+from dpo_pack.model.layout import Row
 from dpo_pack.model.lora import plain_name
-from dpo_pack.model.scorer import CompletionLogps, LoadedModel
-from dpo_pack.system.errors import ModelError
-from dpo_pack.training.batches import GlobalBatch, PairReference, PairRow, with_reference
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel, RowLogps
+from dpo_pack.packing.lengths import IntArray
+from dpo_pack.system.errors import ModelError, RunError
+from dpo_pack.system.ranks import any_rank
+from dpo_pack.training.batches import GlobalBatch, PairReference, PairRow, RowBuilder
+from dpo_pack.training.metrics import rounding
+from dpo_pack.training.step_loss import with_reference
 
 
 class Reference(Protocol):
@@ -54,10 +62,7 @@ class CachedReference:
 
     # The log-probs of a table's pairs; raises CacheError if one is missing. None: no loss needs them.
     lookup: Callable[[PairTable], PairReference] | None
-
-    @property
-    def moving(self) -> None:
-        return None
+    moving: None = None
 
     def known(self, table: PairTable) -> PairReference | None:
         return None if self.lookup is None else self.lookup(table)
@@ -73,25 +78,18 @@ class CachedReference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sync:
-    """The settings by which a reference follows the policy."""
-
-    every_steps: int
-    mixup: float  # the factor of the policy's weights in the new reference
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveReference:
     """A model that computes log-probs in each step: a second model, or the policy without its new adapter."""
 
     model: LoadedModel
     device: torch.device
     is_offloaded: bool = False  # between steps, the model is in host memory; only for a second model
-    sync: Sync | None = None  # None: no updates; only for a second model without an adapter
+    follow_every: int | None = None  # None: it does not follow; only for a second model without an adapter
+    mixup: float = 1.0  # the factor of the policy's weights in the new reference
 
     @property
     def moving(self) -> CompletionLogps | None:
-        return None if self.sync is None else self.model.scorer
+        return None if self.follow_every is None else self.model.scorer
 
     def known(self, table: PairTable) -> None:
         return None
@@ -115,11 +113,11 @@ class LiveReference:
 
     @torch.no_grad()
     def follow(self, policy: CompletionLogps, *, step: int) -> None:
-        if self.sync is None or step % self.sync.every_steps:
+        if self.follow_every is None or step % self.follow_every:
             return
         weights = dict(self.model.scorer.model.named_parameters())
         for name, weight in merged_weights(policy):
-            weights[name].lerp_(weight.to(weights[name].dtype), self.sync.mixup)
+            weights[name].lerp_(weight.to(weights[name].dtype), self.mixup)
 
 
 def merged_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
@@ -147,9 +145,25 @@ def merged_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
 def check_followable(policy: CompletionLogps, reference: CompletionLogps) -> None:
     """Raises ModelError if the reference cannot follow the policy: training changes what `merged_weights`
     does not yield, or the models differ in names or shapes of weights."""
+    weights = list(policy.model.named_parameters())
     if policy.adapter is not None:
-        _check_adapter(policy)
-    weights = policy.model.named_parameters()
+        from peft.tuners.lora import Embedding, Linear
+
+        # A plain LoRA layer adds the product B A to its weight. A variant (DoRA) adds more, and the weights
+        # of other layers (quantised, experts) have another form.
+        plain = {
+            name
+            for name, module in policy.model.named_modules()
+            if isinstance(module, Linear | Embedding) and not module.lora_variant
+        }
+        for name, parameter in weights:
+            layer, _, part = name.partition(".lora_")
+            is_low_rank = layer in plain and part != "" and not part.endswith("bias")
+            if parameter.requires_grad and not is_low_rank and ".modules_to_save." not in name:
+                raise ModelError(
+                    f"reference.sync: a reference cannot follow {name}, only plain LoRA (no DoRA, no biases) "
+                    "and modules_to_save; merge the adapter first (dpopack merge) or leave reference.sync out"
+                )
     named = [(name if policy.adapter is None else plain_name(name), weight) for name, weight in weights]
     ours = {name: weight.shape for name, weight in named if name is not None}
     theirs = {name: weight.shape for name, weight in reference.model.named_parameters()}
@@ -160,22 +174,54 @@ def check_followable(policy: CompletionLogps, reference: CompletionLogps) -> Non
         )
 
 
-def _check_adapter(policy: CompletionLogps) -> None:
-    """Raises ModelError when the adapter trains a parameter that `merged_weights` cannot merge."""
-    from peft.tuners.lora import Embedding, Linear
+# ------------------------------------------------------------------------------------ before the first step
 
-    # A plain LoRA layer adds the product B A to its weight. A variant (DoRA) adds more, and the weights of
-    # other layers (quantised, experts) have another form.
-    plain = {
-        name
-        for name, module in policy.model.named_modules()
-        if isinstance(module, Linear | Embedding) and not module.lora_variant
-    }
-    for name, parameter in policy.model.named_parameters():
-        layer, _, part = name.partition(".lora_")
-        is_low_rank = layer in plain and part != "" and not part.endswith("bias")
-        if parameter.requires_grad and not is_low_rank and ".modules_to_save." not in name:
-            raise ModelError(
-                f"reference.sync: a reference cannot follow {name}, only plain LoRA (no DoRA, no biases) and "
-                "modules_to_save; merge the adapter first (dpopack merge), or leave reference.sync out"
-            )
+ALLOWED_ROUNDING = 10.0  # two computations of a sum may differ by its rounding x this
+
+
+@torch.no_grad()
+def check_start(
+    policy: Callable[[Row], RowLogps], builder: RowBuilder, pairs: IntArray, *, dtype: torch.dtype
+) -> None:
+    """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference.
+
+    If they do not agree, the same row is computed again, so that dropout is reported and does not count as
+    noise. The allowed noise is ten times the larger of two numbers: the rounding of a sum in `dtype`, and the
+    change when the pairs stand in reverse order (routers can then choose other experts). Raises RunError.
+    """
+    row = builder.build(pairs)
+    sums = with_reference(row, policy(row.row)).reference  # [P, (chosen, rejected)]
+    table = builder.table
+    num_tokens = np.stack((table.chosen_scored[pairs], table.rejected_scored[pairs]), axis=1)
+    noise = ALLOWED_ROUNDING * rounding(sums, torch.from_numpy(num_tokens).to(sums.device), dtype)
+    # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
+    if not any_rank(not bool(((sums - row.reference).abs() <= noise).all())):
+        return
+
+    again = with_reference(row, policy(row.row)).reference
+    reverse_row = builder.build(pairs[::-1].copy())
+    in_reverse = with_reference(reverse_row, policy(reverse_row.row)).reference.flip(0)
+    if worst := _worst_excess((again - sums).nan_to_num(0.0), noise):  # NaN is not caused by dropout
+        raise RunError(
+            f"the policy is not repeatable: a log-prob of the first row differs by {worst[0]:.3g} nats when "
+            f"it is computed again, and rounding explains only {worst[1]:.2g}; dropout or router noise "
+            "is on: set it to zero in the model's config.json"
+        )
+    noise = torch.maximum(noise, ALLOWED_ROUNDING * (in_reverse - sums).abs().max())
+    if worst := _worst_excess(sums - row.reference, noise):
+        raise RunError(
+            f"the policy at step 0 is not its cached reference: a log-prob differs by {worst[0]:.3g} nats, "
+            f"and rounding explains only {worst[1]:.2g}; likely causes: the model or its adapter "
+            "changed on disk while it was read, policy and reference ran in different dtypes or autocast, "
+            "or another release filled the cache (set another reference.cache_dir to compute the "
+            "reference again)"
+        )
+
+
+def _worst_excess(differences: Tensor, noise: Tensor) -> tuple[float, float] | None:
+    """Returns the (difference, noise) with the largest difference - noise; None if no difference > noise."""
+    differences = differences.abs()
+    if bool((differences <= noise).all()):
+        return None
+    worst = int((differences - noise).nan_to_num(torch.inf).argmax())
+    return float(differences.flatten()[worst]), float(noise.flatten()[worst])

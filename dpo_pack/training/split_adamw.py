@@ -24,12 +24,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-# At any time, fp32 masters and gradients take at most this many bytes. On a GPU, this is enough work to hide
-# the launches of kernels. On a CPU, it is small enough for the caches.
+# Of fp32 masters and gradients at any time: enough work to hide the launches of a GPU's kernels, and little
+# enough for a CPU's caches.
 TEMPORARY_BYTES = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 _TEMPORARY_BYTES_PER_ELEMENT = 8
-# Slices begin at multiples of this many elements. SIMD vectors of any width also begin at these multiples, so
-# slicing changes no bit of the result.
+# Slices begin at multiples of this many elements, as SIMD vectors of any width do: slicing changes no bit.
 _ALIGNMENT = 1024
 
 
@@ -62,10 +61,9 @@ class _Slice:
 class SplitAdamW(Optimizer):
     """AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101) in fp32, over bfloat16 and fp32 parameters together.
 
-    Its updates equal those of torch's fused AdamW over fp32 masters, bit for bit. The host does not wait.
-    If `found_inf`, [] float32 on the device, is 1, a step changes nothing, as in torch's fused AdamW. The
-    state of a parameter is `step`, `exp_avg` and `exp_avg_sq` in fp32; a bfloat16 parameter also has
-    `low_bits` in int16. The state is sharded like the parameter.
+    Its updates equal those of torch's fused AdamW over fp32 masters, bit for bit, and so does what
+    `found_inf` means. The host does not wait. The state of a parameter is `step`, `exp_avg` and `exp_avg_sq`
+    in fp32; a bfloat16 parameter also has `low_bits` in int16. The state is sharded like the parameter.
     """
 
     def __init__(
@@ -120,8 +118,7 @@ class SplitAdamW(Optimizer):
     def _slices(self, parameter: Tensor, num_elements: int) -> Iterator[_Slice]:
         """Yields this rank's part of a parameter, in slices of at most `num_elements`."""
         state = self._state(parameter)
-        assert parameter.grad is not None
-        assert parameter.dtype in (torch.bfloat16, torch.float32)
+        assert parameter.grad is not None and parameter.dtype in (torch.bfloat16, torch.float32)
         low_bits = state.get("low_bits")
         flat = [_local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         flat_grad = _local(parameter.grad).reshape(-1)  # only a gradient may be strided

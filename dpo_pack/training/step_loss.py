@@ -1,30 +1,38 @@
-"""The loss of one global step, which each row of the step adds its share of.
+"""The loss of one global step, to which each row adds its share, and the log-probs of a row's pairs.
 
     loss = sum over the step's pairs of weight * l(pair) / number of pairs
 
-Most objectives look at one pair at a time. Two kinds need a pass without gradients over the step's rows
-first: losses that couple the pairs of a step (coupling.py), and the load-balancing loss of a mixture of
-experts (balancing.py). Both use the same pass.
+Two kinds of losses need a pass without gradients over the step's rows first, and use the same one: those that
+couple the pairs of a step (coupling.py), and the load-balancing loss of a mixture of experts (balancing.py).
 
-Legend: P pairs of a row.
+Legend: P pairs of a row, S sequences, N scored tokens (tokens of completions).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
+from dpo_pack.losses import (
+    Objective,
+    PairLogps,
+    ScoredPairs,
+    length_desensitized_sums,
+    length_desensitized_weights,
+    weighted_losses,
+    wpo_weights,
+)
+from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.routing import RouterBalance
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.system import ranks
 from dpo_pack.training.balancing import StepBalance
-from dpo_pack.training.batches import GlobalBatch, score_pairs
+from dpo_pack.training.batches import GlobalBatch, PairRow
 from dpo_pack.training.coupling import Tangent, row_tangents
 
 
@@ -82,20 +90,105 @@ def begin_step_loss(
     """
     balance = None if router is None else StepBalance(settings=router)
     tangents = None
+    rows = [*(pair_row.row for pair_row in batch.rows), *batch.idle_rows]
     if objective.couples_pairs:
         with scorer.measuring(False):
-            outputs = [scorer(pair_row.row) for pair_row in batch.rows]
-            idle_outputs = [scorer(idle_row) for idle_row in batch.idle_rows]
+            outputs = [scorer(row) for row in rows]
         if balance is not None:
-            for output in [*outputs, *idle_outputs][1:]:
+            for output in outputs[1:]:
                 balance.add(output.expert_counts)
-        rows = [
-            score_pairs(objective, output, pair_row)
-            for output, pair_row in zip(outputs, batch.rows, strict=True)
-        ]
+        scored = [score_pairs(objective, *pair) for pair in zip(outputs, batch.rows, strict=False)]
         mean_chosen_tokens = batch.mean_chosen_tokens
-        tangents = row_tangents(objective, rows, mean_chosen_tokens=mean_chosen_tokens, device=device)
+        tangents = row_tangents(objective, scored, mean_chosen_tokens=mean_chosen_tokens, device=device)
     elif balance is not None:  # the forward pass of the rank's first row counts that row's experts
-        for row in [*(pair_row.row for pair_row in batch.rows), *batch.idle_rows][1:]:
+        for row in rows[1:]:
             balance.add(scorer.with_own_weights(partial(scorer.expert_counts, row)))
     return StepLoss(objective=objective, batch=batch, tangents=tangents, balance=balance)
+
+
+# ------------------------------------------------------------------ log-probs of a row, pair by pair
+
+
+def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredPairs:
+    """Returns log-probs of policy and reference, weights and statistics, [P] each, of a row's pairs.
+
+    `output` is what the policy computed. That of a sequence that belongs to several pairs is repeated.
+    """
+    output = _by_pair(output, row)
+    num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
+    policy, reference = output.sums.view(-1, 2), row.reference
+    pair_weights = row.pair_weights
+    if objective.weighting == "wpo":
+        pair_weights = pair_weights * wpo_weights(policy - output.log_square_sums.view(-1, 2), num_tokens)
+    if objective.ld_alpha is not None:
+        assert row.reference_tokens is not None, "the reference was frozen without per-token values"
+        both = (output.token_logps, row.reference_tokens)
+        if row.token_weights is None:
+            policy, reference = (
+                length_desensitized_sums(values, num_tokens, objective.ld_alpha) for values in both
+            )
+        else:
+            lengths = row.row.completion_lengths
+            lengths = lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
+            weights = length_desensitized_weights(row.token_weights, lengths, objective.ld_alpha)
+            policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
+    statistics = (output.entropy_sums, output.top1_sums, output.mean_logit_sums)
+    chosen_tokens, rejected_tokens = num_tokens.double().unbind(dim=1)
+    logps = [
+        PairLogps(
+            chosen=sums[:, 0], rejected=sums[:, 1],
+            chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens,
+        )
+        for sums in (policy, reference)
+    ]  # fmt: skip
+    return ScoredPairs(
+        policy=logps[0],
+        reference=logps[1],
+        pair_weights=pair_weights,
+        statistics=torch.stack(statistics, dim=1).view(-1, 2, len(statistics)),
+    )
+
+
+def with_reference(row: PairRow, output: RowLogps) -> PairRow:
+    """Returns the row with the reference's log-probs in it. `output` is what the reference computed."""
+    output = _by_pair(output, row)
+    return replace(row, reference=output.sums.view(-1, 2), reference_tokens=output.token_logps)
+
+
+def _by_pair(output: RowLogps, row: PairRow) -> RowLogps:
+    """Returns a row's outputs pair by pair: [2 P] chosen, rejected, ...; weighted if tokens have weights."""
+    if row.sequence_index is not None and row.token_index is not None:
+        sequences = {
+            name: values.index_select(0, row.sequence_index)
+            for name, values in output._asdict().items()
+            if name not in ("token_logps", "token_statistics", "expert_counts", "expert_probs")
+        }
+        output = output._replace(
+            **sequences,
+            token_logps=output.token_logps.index_select(0, row.token_index),
+            token_statistics=tuple(
+                values.index_select(0, row.token_index) for values in output.token_statistics
+            ),
+        )
+    if row.token_weights is None:
+        return output
+    lengths, weights = output.num_tokens, row.token_weights
+    entropy, top1, mean_logit, log_squares = (
+        weighted_sums(values, weights, lengths) for values in output.token_statistics
+    )
+    return output._replace(
+        sums=weighted_sums(output.token_logps, weights, lengths),
+        num_tokens=sequence_sums(weights, lengths),
+        entropy_sums=entropy,
+        top1_sums=top1,
+        mean_logit_sums=mean_logit,
+        log_square_sums=log_squares,
+    )
+
+
+def weighted_sums(token_values: Tensor, weights: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the weighted sum of each sequence's tokens, [S] float64, of [N] values and [N] weights.
+
+    A token of weight zero adds nothing, also if its value is not finite.
+    """
+    return sequence_sums(token_values.double().masked_fill(weights == 0, 0.0) * weights, lengths)

@@ -90,11 +90,26 @@ class Meter:
         return rates
 
 
+@functools.cache
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the peak FLOPs a second in dense matrix products of `dtype`; None if it is not known."""
+    """Returns the peak FLOPs a second in dense matrix products of `dtype`; None if it is not known.
+
+    For a CPU it is that of the fastest product of large square matrices in a tenth of a second.
+    """
     if device.type == "cuda":
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
-    return _measured_cpu_peak(dtype, torch.get_num_threads()) if device.type == "cpu" else None
+    if device.type != "cpu":
+        return None
+    size = 768
+    left, right = (torch.full((size, size), 0.5, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    times_transposed(left, right)  # the first product is slow: it also starts threads
+    begun = time.monotonic()
+    while best == float("inf") or time.monotonic() - begun < 0.1:
+        started = time.perf_counter()
+        times_transposed(left, right)
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
 
 
 def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
@@ -107,21 +122,6 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
             known = {torch.bfloat16: half, torch.float16: half, torch.float32: single}.get(dtype)
             return None if known is None else known * 1e12
     return None
-
-
-@functools.cache
-def _measured_cpu_peak(dtype: torch.dtype, num_threads: int) -> float:
-    """Returns FLOPs a second of the fastest product of large square matrices in a tenth of a second."""
-    size = 768
-    left, right = (torch.full((size, size), 0.5, dtype=dtype) for _ in range(2))
-    best = float("inf")
-    times_transposed(left, right)  # the first product is slow: it also starts threads
-    begun = time.monotonic()
-    while best == float("inf") or time.monotonic() - begun < 0.1:
-        started = time.perf_counter()
-        times_transposed(left, right)
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * size**3 / best
 
 
 # Words of a GPU's name, with the teraFLOPs a second of dense matrix products in bf16 (and fp16), and in fp32

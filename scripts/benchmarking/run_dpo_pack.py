@@ -28,7 +28,7 @@ from dpo_pack.run.pairs import ReferencePass, prepare_reference
 from dpo_pack.run.setup import Setup
 from dpo_pack.system.console import make_console
 from dpo_pack.trainer import Trainer
-from dpo_pack.training.offline import OfflineSource
+from dpo_pack.training.batches import OfflineSource
 from dpo_pack.training.throughput import PHASES
 
 REFERENCE_TOKEN_BUDGET = 65536  # on CUDA; a short run does not search for the largest budget

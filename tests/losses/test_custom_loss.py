@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from support.loss_options import loss_options
+from support.loss_options import loss_options, pair_logps
 
-from dpo_pack.losses import PairLogps, load_custom_loss
+from dpo_pack.losses import load_custom_loss
 from dpo_pack.system.errors import RecipeError
 
 OPTIONS = loss_options(beta=0.5)
@@ -54,19 +53,16 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-@pytest.mark.parametrize("name", ["losses_of_mine:good", "package_of_mine.losses:good"])
-def test_a_function_of_the_working_directory_becomes_a_loss(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["losses_of_mine:good", "package_of_mine.losses:good", "dpo_pack.losses.contrastive:sigmoid"],
+)
+def test_a_function_of_the_working_directory_or_installed_becomes_a_loss(name: str) -> None:
     path = list(sys.path)
     loss = load_custom_loss(name, OPTIONS)
     assert loss.needs_reference and not loss.couples_pairs and sys.path == path
-    one = torch.ones(1, dtype=torch.float64)
-    pair = PairLogps(chosen=-one, rejected=-2 * one, chosen_tokens=one.long(), rejected_tokens=one.long())
+    pair = pair_logps(-1.0, -2.0)
     assert loss.function(pair, pair, OPTIONS).tolist() == pytest.approx([0.6931471805599453])
-
-
-def test_a_function_of_an_installed_module_becomes_a_loss() -> None:
-    loss = load_custom_loss("dpo_pack.losses.contrastive:sigmoid", OPTIONS)
-    assert loss.function.__name__ == "sigmoid"
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,16 @@ from math import exp, log
 
 import pytest
 import torch
-from support.loss_options import loss_options
+from support.loss_options import loss_options, pair_logps, softplus
 
 from dpo_pack.losses import (
     LOSSES,
     Objective,
-    PairLogps,
     ScoredPairs,
     length_desensitized_sums,
     weighted_losses,
     wpo_weights,
 )
-
-
-def softplus(x: float) -> float:
-    return log(1 + exp(x))
 
 
 def objective(*terms: tuple[str, float], beta: float = 0.5) -> Objective:
@@ -29,21 +24,11 @@ def objective(*terms: tuple[str, float], beta: float = 0.5) -> Objective:
     )
 
 
-def logps(chosen: list[float], rejected: list[float]) -> PairLogps:
-    tokens = torch.ones(len(chosen), dtype=torch.int64)
-    return PairLogps(
-        chosen=torch.tensor(chosen, dtype=torch.float64),
-        rejected=torch.tensor(rejected, dtype=torch.float64),
-        chosen_tokens=4 * tokens,
-        rejected_tokens=2 * tokens,
-    )
-
-
 def scored(*weights: float) -> ScoredPairs:
     """Margins 3 and 1."""
     return ScoredPairs(
-        policy=logps([-10.0, -3.0], [-8.0, -9.0]),
-        reference=logps([-12.0, -4.0], [-7.0, -9.0]),
+        policy=pair_logps([-10.0, -3.0], [-8.0, -9.0]),
+        reference=pair_logps([-12.0, -4.0], [-7.0, -9.0]),
         pair_weights=torch.tensor(weights, dtype=torch.float64),
     )
 

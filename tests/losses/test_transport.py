@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import exp, log
+from math import log
 
 import pytest
 import torch
-from support.loss_options import loss_options
+from support.loss_options import loss_options, pair_logps, softplus
 from torch import Tensor
 
-from dpo_pack.losses import LOSSES, PairLogps
+from dpo_pack.losses import LOSSES
 
 NAMES = tuple(name for name, loss in LOSSES.items() if loss.couples_pairs)
 
@@ -21,24 +21,14 @@ def function(name: str) -> Callable[..., Tensor]:
     return loss.function
 
 
-def pairs(chosen: Tensor | list[float], rejected: Tensor | list[float]) -> PairLogps:
-    sides = [torch.as_tensor(side, dtype=torch.float64) for side in (chosen, rejected)]
-    ones = torch.ones(len(sides[0]), dtype=torch.int64)
-    return PairLogps(chosen=sides[0], rejected=sides[1], chosen_tokens=ones, rejected_tokens=ones)
-
-
 def weights(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def softplus(x: float) -> float:
-    return log(1 + exp(x))
-
-
 # Log-ratios chosen / rejected 2, -1, 5 (policy) and 1, 0, -3 (reference); to the reference: chosen 1, 3, 4,
 # rejected 0, 4, -4.
-POLICY = pairs([-10.0, -6.0, -5.0], [-12.0, -5.0, -10.0])
-REFERENCE = pairs([-11.0, -9.0, -9.0], [-12.0, -9.0, -6.0])
+POLICY = pair_logps([-10.0, -6.0, -5.0], [-12.0, -5.0, -10.0])
+REFERENCE = pair_logps([-11.0, -9.0, -9.0], [-12.0, -9.0, -6.0])
 
 
 def test_aot_compares_sorted_log_ratios_of_policy_and_reference() -> None:
@@ -61,15 +51,7 @@ def test_aot_unpaired_compares_sorted_chosen_with_sorted_rejected_log_ratios() -
 def test_the_order_of_the_pairs_does_not_matter(name: str) -> None:
     order = torch.tensor([2, 0, 1])
     options, factors = loss_options(beta=0.3, label_smoothing=0.2), weights(0.5, 1.5, 2.0)
-    turned = [
-        PairLogps(
-            chosen=side.chosen[order],
-            rejected=side.rejected[order],
-            chosen_tokens=side.chosen_tokens,
-            rejected_tokens=side.rejected_tokens,
-        )
-        for side in (POLICY, REFERENCE)
-    ]
+    turned = [pair_logps(side.chosen[order], side.rejected[order]) for side in (POLICY, REFERENCE)]
     values = function(name)(POLICY, REFERENCE, options, factors)
     torch.testing.assert_close(function(name)(*turned, options, factors[order]), values[order])
 
@@ -77,7 +59,7 @@ def test_the_order_of_the_pairs_does_not_matter(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pair_of_weight_two_counts_as_two_and_one_of_weight_zero_as_none(name: str) -> None:
     options = loss_options(beta=0.3, label_smoothing=0.2)
-    repeated = [pairs(side.chosen[[0, 1, 1]], side.rejected[[0, 1, 1]]) for side in (POLICY, REFERENCE)]
+    repeated = [pair_logps(side.chosen[[0, 1, 1]], side.rejected[[0, 1, 1]]) for side in (POLICY, REFERENCE)]
     expected = function(name)(*repeated, options, weights(1, 1, 1))
     values = function(name)(POLICY, REFERENCE, options, weights(1, 2, 0))
     assert float(values[1]) == pytest.approx(float(expected[1] + expected[2]))
@@ -94,23 +76,10 @@ def test_fractional_weights_split_mass_between_quantiles(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("factors", [(1.0, 1.0, 1.0), (0.3, 2.0, 1.1)])
-def test_gradients_are_those_of_the_formula(name: str, factors: tuple[float, ...]) -> None:
-    leaves = [side.clone().requires_grad_() for side in (POLICY.chosen, POLICY.rejected)]
-    options = loss_options(beta=0.3, label_smoothing=0.1)
-
-    def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-        values: Tensor = function(name)(pairs(chosen, rejected), REFERENCE, options, weights(*factors))
-        return values
-
-    assert torch.autograd.gradcheck(loss, leaves)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_extreme_logratios_stay_finite(name: str) -> None:
     """One pair of +1e4 and one of -1e4 on both sides: sorted, the right one meets the wrong one."""
     chosen = torch.tensor([1e4, -1e4], dtype=torch.float64, requires_grad=True)
-    policy, zero = pairs(chosen, [-1e4, 1e4]), pairs([0.0, 0.0], [0.0, 0.0])
+    policy, zero = pair_logps(chosen, [-1e4, 1e4]), pair_logps([0.0, 0.0], [0.0, 0.0])
     values = function(name)(policy, zero, loss_options(beta=0.1), weights(1, 1))
     (slopes,) = torch.autograd.grad(values.sum(), chosen)
     # aot: margins +-2e4 against 0 and 0; unpaired: +-1e4 against +-1e4.

@@ -36,9 +36,7 @@ from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.models import load_weights, resolve_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import UnsupportedModelError
-from dpo_pack.training.metrics import PairValues
-from dpo_pack.training.nonfinite import NonfiniteGuard, skip_update_if
-from dpo_pack.training.optim import build_optimizer, clip_gradients
+from dpo_pack.training.optim import NonfiniteGuard, build_optimizer, clip_gradients
 
 # peft reads an attribute that transformers has renamed.
 pytestmark = [
@@ -560,8 +558,7 @@ def _take_steps_that_are_not_finite(directory: Path, fsdp2: dict[str, Any] | Non
         build_optimizer("adamw", s, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1) for s in scorers
     ]
     guard = NonfiniteGuard(stops=False, device=CPU)
-    row, values = make_rows()[0], PairValues.none(CPU)
-    pairs = np.zeros(0, dtype=np.int64)
+    row, pairs = make_rows()[0], np.zeros(0, dtype=np.int64)
     for poison in ("loss", "gradient", None):
         norms = []
         for scorer, optimizer in zip(scorers, optimizers, strict=True):
@@ -572,12 +569,10 @@ def _take_steps_that_are_not_finite(directory: Path, fsdp2: dict[str, Any] | Non
                 grad = next(scorer.parameters()).grad
                 assert grad is not None
                 (grad.to_local() if isinstance(grad, DTensor) else grad)[-1] = torch.nan
-            losses = [torch.inf] if is_poisoned and poison == "loss" else []
-            table = values.table.new_tensor(losses)[:, None].expand(-1, values.table.shape[1])
+            losses = torch.tensor([torch.inf] if is_poisoned and poison == "loss" else [])
             norms.append(clip_gradients(scorer, 0.5))
             if poison is None or scorer is scorers[0]:
-                must_skip = guard.check(1, PairValues(table=table), norms[-1], pairs)
-                skip_update_if(must_skip, optimizer)
+                guard.check(1, losses, norms[-1], pairs, optimizer)
                 optimizer.step()
             optimizer.zero_grad()
             moved = [not torch.equal(p, old) for p, old in zip(scorer.parameters(), before, strict=True)]

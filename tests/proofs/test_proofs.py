@@ -25,7 +25,7 @@ from dpo_pack.model.layout import Group, Row
 from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.proofs import leaks
+from dpo_pack.proofs import start_up
 from dpo_pack.proofs.rows import Proof, ProofOutcome, proof_groups
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, prove, prove_equivalence
 
@@ -268,9 +268,9 @@ def test_a_leak_that_only_one_order_of_the_pairs_shows_fails_in_a_mixture_of_exp
             last_tokens[number] = float(sum(own) + group.context[-1])
         return torch.tensor(sums)
 
-    monkeypatch.setattr(leaks, "pair_sums", leaky_sums)
+    monkeypatch.setattr(start_up, "pair_sums", leaky_sums)
     scorer: Any = SimpleNamespace(model=tiny_model("qwen3_moe"), compute_dtype=torch.float32)
-    proof = leaks.prove_isolation(scorer, groups[::-1] if is_reversed else groups, CPU)
+    proof = start_up.prove_isolation(scorer, groups[::-1] if is_reversed else groups, CPU)
     assert not proof.passed and proof.numbers["change of its own pair"] > 0.0
 
 
@@ -307,7 +307,7 @@ def test_the_sentence_of_a_proof_tells_errors_of_packing_from_rounding() -> None
     def sentence(precision: str) -> tuple[str, dict[str, float]]:
         proof = equivalence(make_scorer("llama", precision=precision))
         outcome = ProofOutcome(what="packed rows", proofs=(proof,), seconds=0.0, is_remembered=True)
-        return outcome.sentence(), proof.numbers
+        return outcome.sentences()[0], proof.numbers
 
     text, numbers = sentence("float32")
     assert text.endswith(f"largest error {numbers['max error']:.1e} nats")

@@ -38,9 +38,8 @@ from dpo_pack.run.models import load_weights, resolve_model
 from dpo_pack.system.errors import ModelError
 from dpo_pack.system.machine import host_copies
 from dpo_pack.trainer import train
-from dpo_pack.training import offline
-from dpo_pack.training.batches import GlobalBatch, RowBuilder
-from dpo_pack.training.offline import OfflineSource
+from dpo_pack.training import batches as batches_module
+from dpo_pack.training.batches import GlobalBatch, OfflineSource, RowBuilder
 
 CUDA = torch.device("cuda")
 
@@ -134,7 +133,7 @@ def test_the_next_batch_is_made_before_the_host_waits_for_the_step(
 
     note(train_module.Trainer, "accumulate_gradients")
     note(train_module.Trainer, "step_record")
-    note(offline, "global_batch")
+    note(batches_module, "global_batch")
     train(load_recipe(tiny_run(tmp_path), ["train.epochs=2"]), console)
     one_step = ["accumulate_gradients", "global_batch", "step_record"]
     assert events == ["global_batch", *3 * one_step, "accumulate_gradients", "step_record"]

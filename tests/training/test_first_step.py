@@ -23,8 +23,9 @@ from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.setup import load_policy
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import train
-from dpo_pack.training import first_step
-from dpo_pack.training.batches import PairRow, with_reference
+from dpo_pack.training import references
+from dpo_pack.training.batches import PairRow
+from dpo_pack.training.step_loss import with_reference
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_the_policy_as_it_starts_is_its_reference(
         forwards.append(row.row)
         return with_reference(row, output)
 
-    monkeypatch.setattr(first_step, "with_reference", counted)
+    monkeypatch.setattr(references, "with_reference", counted)
     for _ in range(2):  # computed, then cached
         start(job, tmp_path / "cache", console, *overrides)
     assert len(forwards) == 2  # one forward a start shows that they agree

@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.loss_options import loss_options
 from support.reference_pairs import load_scorer, make_table, random_pairs
 from support.two_ranks import run_on_ranks
@@ -25,23 +23,14 @@ from dpo_pack.training.held_out import (
     compare_results,
     evaluate_pairs,
     held_out_result,
-    rank_share,
 )
+from dpo_pack.training.metrics import logps
 
 NUM_PAIRS = 23
 OBJECTIVE = Objective(
     terms=((LOSSES["sigmoid"], 1.0), (LOSSES["aot"], 0.5), (LOSSES["sft"], 0.1)),
     options=loss_options(beta=0.3),
 )
-
-
-@given(num_rows=st.integers(1, 40), num_ranks=st.integers(1, 9))
-def test_each_row_counts_on_one_rank_and_all_ranks_compute_as_many(num_rows: int, num_ranks: int) -> None:
-    rows = [np.array([number]) for number in range(num_rows)]
-    shares = [rank_share(rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
-    counted = [int(row[0]) for share in shares for row, counts in share if counts]
-    assert sorted(counted) == list(range(num_rows))
-    assert len({len(share) for share in shares}) == 1
 
 
 def make_builder(*, packed: bool = True) -> RowBuilder:
@@ -61,7 +50,7 @@ def policy(model_path: Path) -> CompletionLogps:
 
 
 def evaluate(policy: CompletionLogps, *, token_budget: int = 64, packed: bool = True) -> Tensor:
-    return evaluate_pairs(policy, make_builder(packed=packed), OBJECTIVE, token_budget=token_budget).table
+    return evaluate_pairs(policy, make_builder(packed=packed), OBJECTIVE, token_budget=token_budget)
 
 
 def test_values_are_in_the_table_s_order_and_do_not_depend_on_rows(
@@ -91,7 +80,7 @@ def test_two_ranks_count_each_pair_once_and_agree_with_one(policy: CompletionLog
         values = evaluate_pairs(
             policy, make_builder(), OBJECTIVE, token_budget=budget, progress=counted.append
         )
-        assert torch.allclose(values.table, single, atol=1e-9)  # the same rows, so the same products
+        assert torch.allclose(values, single, atol=1e-9)  # the same rows, so the same products
         return sum(counted)
 
     counts = run_on_ranks(on_a_rank)
@@ -143,7 +132,7 @@ def moved_result(policy: CompletionLogps, reference: CompletionLogps) -> HeldOut
         evaluate_pairs(scorer, make_builder(packed=scorer.backend is not None), OBJECTIVE, token_budget=64)
         for scorer in (policy, reference)
     ]
-    scores = values[1].logps("policy")
+    scores = logps(values[1], "policy")
     builder = dataclasses.replace(
         make_builder(packed=policy.backend is not None),
         reference=PairReference(sums=torch.stack((scores.chosen, scores.rejected), dim=1).numpy()),

@@ -1,4 +1,4 @@
-"""Groups of held-out pairs: by source, by which completion is longer."""
+"""Groups of held-out pairs, by source and by which completion is longer, and bootstrap intervals of means."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+import dpo_pack.training.held_out as held_out
 from dpo_pack.training.held_out import (
     LENGTH_BUCKETS,
     PairTraits,
-    length_buckets,
     length_preference,
+    mean_intervals,
     means_by_group,
 )
 
@@ -26,25 +27,14 @@ def traits(chosen: list[int], rejected: list[int], sources: list[int] | None = N
     )
 
 
-def test_every_pair_is_in_one_length_bucket() -> None:
-    random = np.random.default_rng(0)
-    some = traits(random.integers(1, 300, 500).tolist(), random.integers(1, 300, 500).tolist())
-    buckets = length_buckets(some)
-    assert list(buckets) == list(LENGTH_BUCKETS)
-    assert sorted(np.concatenate(list(buckets.values())).tolist()) == list(range(500))
-
-
 def test_edges_of_length_buckets() -> None:
     # chosen / rejected: under a half; a half; just shorter than a tenth; equal; a tenth longer; twice.
     some = traits([49, 50, 90, 100, 110, 200], [100, 100, 100, 100, 100, 100])
-    buckets = {name: pairs.tolist() for name, pairs in length_buckets(some).items()}
-    assert buckets == {
-        "chosen_under_half": [0],
-        "chosen_shorter": [1, 2],
-        "similar_length": [3],
-        "chosen_longer": [4],
-        "chosen_over_twice": [5],
-    }
+    described = means_by_group({"pair": np.arange(6.0)}, some, seed=0)
+    assert list(described["by_length"]) == list(LENGTH_BUCKETS)
+    assert [(part["pairs"], part["pair"]) for part in described["by_length"].values()] == [
+        (1, 0.0), (2, 1.5), (1, 3.0), (1, 4.0), (1, 5.0)
+    ]  # fmt: skip
 
 
 def test_a_description_has_means_and_intervals_of_the_whole_and_of_its_parts() -> None:
@@ -79,3 +69,59 @@ def test_length_preference_of_a_policy_that_only_learned_length() -> None:
 
 def test_equal_lengths_show_no_length_preference() -> None:
     assert length_preference(np.array([1.0]), traits([7], [7])) == {}
+
+
+def test_intervals_hold_the_true_mean_about_95_times_in_100() -> None:
+    random = np.random.default_rng(2)
+    held = 0
+    for trial in range(200):
+        low, high = mean_intervals(random.exponential(size=(80, 1)), seed=trial)[0]
+        held += low <= 1.0 <= high
+    assert 0.89 <= held / 200 <= 0.99
+
+
+def test_columns_are_resampled_together() -> None:
+    values = np.random.default_rng(5).normal(size=(50, 1))
+    bounds = mean_intervals(np.hstack([values, values + 1.0, -values]), seed=0)
+    assert bounds[1] == pytest.approx(bounds[0] + 1.0)
+    assert bounds[2] == pytest.approx(-bounds[0][::-1])
+
+
+def test_copies_of_each_prompts_pair_do_not_narrow_the_interval() -> None:
+    values = np.random.default_rng(8).normal(size=(50, 2))
+    alone = mean_intervals(values, seed=0)
+    assert np.array_equal(mean_intervals(values, seed=0, prompts=np.arange(50)), alone)
+    copies, prompts = np.repeat(values, 4, axis=0), np.repeat(np.arange(50), 4)
+    assert mean_intervals(copies, seed=0, prompts=prompts) == pytest.approx(alone)
+    assert (np.ptp(mean_intervals(copies, seed=0), axis=1) < 0.7 * np.ptp(alone, axis=1)).all()
+
+
+def test_a_prompt_with_more_pairs_weighs_more() -> None:
+    values, prompts = np.array([[0.0]] + [[1.0]] * 9), np.array([0] + [4] * 9)
+    resampled_means = {0.0, 0.9, 1.0}  # of the two prompts: the first twice, both, the second twice
+    assert set(mean_intervals(values, seed=0, prompts=prompts)[0].tolist()) <= resampled_means
+
+
+def test_one_pair_and_equal_pairs_have_an_interval_of_no_width() -> None:
+    assert mean_intervals(np.array([[3.0]]), seed=0).tolist() == [[3.0, 3.0]]
+    assert mean_intervals(np.full((9, 1), 0.25), seed=0).tolist() == [[0.25, 0.25]]
+
+
+def test_how_much_is_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(6).normal(size=(40, 3))
+    at_once = mean_intervals(values, seed=0)
+    monkeypatch.setattr(held_out, "_VALUES_AT_A_TIME", 1)
+    assert np.array_equal(mean_intervals(values, seed=0), at_once)
+    assert not np.array_equal(mean_intervals(values, seed=1), at_once)
+
+
+@pytest.mark.parametrize(("num_pairs", "resamples"), [(10, 1000), (50, 600), (1000, 200)])
+def test_many_pairs_take_fewer_resamples_but_at_least_200(
+    num_pairs: int, resamples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.random.default_rng(7).normal(size=(num_pairs, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(held_out, "_MAX_DRAWS", 10**9)
+        expected = mean_intervals(values, seed=0, num_resamples=resamples)
+    monkeypatch.setattr(held_out, "_MAX_DRAWS", 30_000)
+    assert np.array_equal(mean_intervals(values, seed=0), expected)

@@ -14,9 +14,7 @@ from torch.optim import Optimizer
 
 from dpo_pack.data.store import PairTable, join_pairs, open_store, write_store
 from dpo_pack.data.truncation import PairIds
-from dpo_pack.training.metrics import PairValues
-from dpo_pack.training.nonfinite import NonfiniteGuard, skip_update_if
-from dpo_pack.training.optim import build_optimizer, clip_gradients
+from dpo_pack.training.optim import NonfiniteGuard, build_optimizer, clip_gradients
 
 CPU = torch.device("cpu")
 PAIRS = np.array([4, 7])
@@ -29,12 +27,6 @@ def new_guard(*, stops: bool, device: torch.device = CPU) -> tuple[nn.Module, Op
     return network, optimizer, NonfiniteGuard(stops=stops, device=device)
 
 
-def values(*losses: float, device: torch.device = CPU) -> PairValues:
-    none = PairValues.none(device)
-    table = none.table.new_zeros((len(losses), none.table.shape[1]))
-    return PairValues(table=table).with_losses(torch.tensor(losses, dtype=torch.float64, device=device))
-
-
 def take_step(
     network: nn.Module, optimizer: Optimizer, guard: NonfiniteGuard, number: int, *, bad: str | None = None
 ) -> None:
@@ -44,10 +36,9 @@ def take_step(
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
     if bad == "gradient":
         next(network.parameters()).grad.view(-1)[1] = torch.nan  # type: ignore[union-attr]
-    loss = torch.inf if bad == "loss" else 0.5
     device = next(network.parameters()).device
-    grad_norm = clip_gradients(network, 1.0)
-    skip_update_if(guard.check(number, values(0.5, loss, device=device), grad_norm, PAIRS), optimizer)
+    losses = torch.tensor([0.5, torch.inf if bad == "loss" else 0.5], dtype=torch.float64, device=device)
+    guard.check(number, losses, clip_gradients(network, 1.0), PAIRS, optimizer)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -62,8 +53,27 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
     assert len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+def table(directory: Path) -> PairTable:
+    """Nine pairs, of rows 11 to 19."""
+    ids = np.array([1, 2], dtype=np.int32)
+    pairs = [PairIds(prompt=ids, chosen=ids + n, rejected=ids + n + 1) for n in range(9)]
+    tokenized = join_pairs(pairs, [1.0] * 9, list(range(11, 20)))
+    write_store(directory / "store", [tokenized], dict)
+    store = open_store(directory / "store")
+    assert store is not None
+    return PairTable.of([store])
+
+
+def reported(guard: NonfiniteGuard, directory: Path) -> list[int]:
+    """The steps that the guard reports."""
+    messages = guard.report(directory, table(directory), ("hh",))
+    return [int(message.split(":")[0].removeprefix("step ")) for message in messages]
+
+
 @pytest.mark.parametrize("bad", ["gradient", "loss"])
-def test_a_skipped_step_leaves_parameters_moments_and_counts_as_if_it_had_never_been(bad: str) -> None:
+def test_a_skipped_step_leaves_parameters_moments_and_counts_as_if_it_had_never_been(
+    bad: str, tmp_path: Path
+) -> None:
     network, optimizer, guard = new_guard(stops=False)
     for number in (1, 2, 3):
         take_step(network, optimizer, guard, number, bad=bad if number == 2 else None)
@@ -71,8 +81,8 @@ def test_a_skipped_step_leaves_parameters_moments_and_counts_as_if_it_had_never_
     for number in (1, 3):
         take_step(other, other_optimizer, other_guard, number)
     assert_equal(state(network, optimizer), state(other, other_optimizer))
-    assert [found.step for found in guard.read()] == [2]
-    assert guard.read() == []
+    assert reported(guard, tmp_path) == [2]
+    assert reported(guard, tmp_path) == []
 
 
 @pytest.mark.parametrize("bad", ["gradient", "loss"])
@@ -84,7 +94,7 @@ def test_a_first_step_that_is_not_finite_starts_no_moments(bad: str) -> None:
     assert all((moment == 0).all() for moment in state(network, optimizer)[len(before) :])
 
 
-def test_when_it_stops_later_steps_change_nothing_until_the_host_knows() -> None:
+def test_when_it_stops_later_steps_change_nothing_until_the_host_knows(tmp_path: Path) -> None:
     network, optimizer, guard = new_guard(stops=True)
     take_step(network, optimizer, guard, 1)
     before = state(network, optimizer)
@@ -92,9 +102,8 @@ def test_when_it_stops_later_steps_change_nothing_until_the_host_knows() -> None
     take_step(network, optimizer, guard, 3)
     take_step(network, optimizer, guard, 4)
     assert_equal(state(network, optimizer), before)
-    found = guard.read()
-    assert [step.step for step in found] == [2]
-    assert found[0].pair_indices.tolist() == [4, 7] and torch.isnan(found[0].grad_norm)
+    assert reported(guard, tmp_path) == [2]
+    assert json.loads((tmp_path / "nonfinite-step-000002.json").read_text())["grad_norm"] == "nan"
 
 
 def test_a_step_reads_nothing_from_the_device() -> None:
@@ -107,30 +116,19 @@ def test_a_step_reads_nothing_from_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_on_cuda_waits_for_nothing() -> None:
+def test_a_step_on_cuda_waits_for_nothing(tmp_path: Path) -> None:
     device = torch.device("cuda")
     network, optimizer, guard = new_guard(stops=False, device=device)
     take_step(network, optimizer, guard, 1)
     before = state(network, optimizer)
-    losses, norm = values(0.5, torch.nan, device=device), torch.tensor(1.0, device=device)
+    losses, norm = torch.tensor([0.5, torch.nan], device=device), torch.tensor(1.0, device=device)
     for parameter in network.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
     with waiting_is_an_error():
-        skip_update_if(guard.check(2, losses, norm, PAIRS), optimizer)
+        guard.check(2, losses, norm, PAIRS, optimizer)
         optimizer.step()
     assert_equal(state(network, optimizer), before)
-    assert [found.step for found in guard.read()] == [2]
-
-
-def table(directory: Path) -> PairTable:
-    """Nine pairs, of rows 11 to 19."""
-    ids = np.array([1, 2], dtype=np.int32)
-    pairs = [PairIds(prompt=ids, chosen=ids + n, rejected=ids + n + 1) for n in range(9)]
-    tokenized = join_pairs(pairs, [1.0] * 9, list(range(11, 20)))
-    write_store(directory / "store", [tokenized], dict)
-    store = open_store(directory / "store")
-    assert store is not None
-    return PairTable.of([store])
+    assert reported(guard, tmp_path) == [2]
 
 
 def test_a_report_names_the_step_and_lists_its_pairs_the_suspects_first(tmp_path: Path) -> None:
@@ -150,7 +148,7 @@ def test_a_report_names_the_step_and_lists_its_pairs_the_suspects_first(tmp_path
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_an_optimizer_that_is_not_fused_skips_the_same_steps(stops: bool) -> None:
+def test_an_optimizer_that_is_not_fused_skips_the_same_steps(stops: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     optimizer = build_optimizer("adafactor", network, lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -162,4 +160,4 @@ def test_an_optimizer_that_is_not_fused_skips_the_same_steps(stops: bool) -> Non
         assert_equal(state(network, optimizer), before)
     take_step(network, optimizer, guard, 4)
     assert torch.equal(state(network, optimizer)[0], before[0]) is stops
-    assert [found.step for found in guard.read()] == [2, 3]
+    assert reported(guard, tmp_path) == [2, 3]

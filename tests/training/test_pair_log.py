@@ -14,8 +14,8 @@ from support.two_ranks import run_on_ranks
 from support.whole_runs import lines, pair_lines
 
 from dpo_pack.system import ranks
-from dpo_pack.training.metrics import NAMES, PairValues
-from dpo_pack.training.pair_log import PairLog
+from dpo_pack.training.metrics import NAMES
+from dpo_pack.training.records import PairLog
 
 NUM_PAIRS = 6
 
@@ -33,7 +33,7 @@ def new_log(directory: Path, **options: Any) -> PairLog:
 def add_step(log: PairLog, step: int, pairs: list[int]) -> None:
     """The values of a pair are made of its index and the step, so that a mix-up shows."""
     rows = [[100 * step + 10 * pair + column for column in range(len(NAMES))] for pair in pairs]
-    values = PairValues(table=torch.tensor(rows, dtype=torch.float64).reshape(len(pairs), len(NAMES)))
+    values = torch.tensor(rows, dtype=torch.float64).reshape(len(pairs), len(NAMES))
     log.add(step, step / 10, np.array(pairs, dtype=np.int64), values, num_pairs=len(pairs))
 
 
@@ -48,20 +48,14 @@ def test_a_line_has_the_pair_s_row_and_its_own_numbers(tmp_path: Path) -> None:
     log.flush()
     first, second = read(log)
     assert (first["source"], first["row"], second["row"]) == ("hh", 3, 5)  # rows count from 1
-    names = list(NAMES)
-    value = {name: 100 + 20 + names.index(name) for name in names}
+    value = {name: 100 + 20 + number for number, name in enumerate(NAMES)}
+    logratios = [value[f"policy_{side}"] - value[f"reference_{side}"] for side in ("chosen", "rejected")]
     assert first == {
         "source": "hh",
         "row": 3,
         "step": 1,
         "epoch": 0.1,
-        "margin": 0.5
-        * (
-            value["policy_chosen"]
-            - value["policy_rejected"]
-            - value["reference_chosen"]
-            + value["reference_rejected"]
-        ),
+        "margin": 0.5 * (logratios[0] - logratios[1]),
         "chosen_logps": value["policy_chosen"],
         "rejected_logps": value["policy_rejected"],
         "reference_chosen_logps": value["reference_chosen"],
@@ -101,7 +95,7 @@ def test_a_resumed_run_cuts_off_later_steps_also_inside_of_a_file(tmp_path: Path
 def test_many_pairs_are_written_before_a_checkpoint_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpo_pack.training.pair_log._MOST_WAITING", 4)
+    monkeypatch.setattr("dpo_pack.training.records._MOST_WAITING", 4)
     log = new_log(tmp_path)
     for step in (1, 2, 3):
         add_step(log, step, [0, 1])

@@ -27,7 +27,7 @@ from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.setup import prepare_data, prepare_tokenizer
 from dpo_pack.system.errors import ModelError
 from dpo_pack.trainer import train
-from dpo_pack.training.references import LiveReference, Sync
+from dpo_pack.training.references import LiveReference
 
 # peft reads an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -49,16 +49,16 @@ def scorer(seed: int) -> CompletionLogps:
     return CompletionLogps(tiny_model("llama", seed=seed), backend=None, autocast=None)
 
 
-def live(reference: CompletionLogps, sync: Sync) -> LiveReference:
+def live(reference: CompletionLogps, *, every: int, mixup: float) -> LiveReference:
     attention = BackendChoice(name="padded", reason="")
     model = LoadedModel(scorer=reference, attention=attention, replaced={})
-    return LiveReference(model=model, device=torch.device("cpu"), sync=sync)
+    return LiveReference(model=model, device=torch.device("cpu"), follow_every=every, mixup=mixup)
 
 
 def test_an_update_of_the_reference_mixes_weights_when_it_is_due() -> None:
     policy, reference = scorer(1), scorer(2).requires_grad_(False)
     before = [p.clone() for p in reference.parameters()]
-    moving = live(reference, Sync(every_steps=3, mixup=0.25))
+    moving = live(reference, every=3, mixup=0.25)
     for step in (1, 2, 4, 5):
         moving.follow(policy, step=step)
     assert all(torch.equal(p, old) for p, old in zip(reference.parameters(), before, strict=True))
@@ -71,7 +71,7 @@ def test_an_update_of_the_reference_mixes_weights_when_it_is_due() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_hard_update_makes_the_reference_the_policy(dtype: torch.dtype) -> None:
     policy, reference = scorer(1).to(dtype), scorer(2).to(dtype)
-    live(reference, Sync(every_steps=1, mixup=1.0)).follow(policy, step=1)
+    live(reference, every=1, mixup=1.0).follow(policy, step=1)
     assert all(torch.equal(p, q) for p, q in zip(reference.parameters(), policy.parameters(), strict=True))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dpo_pack.training.throughput as throughput
-from dpo_pack.packing.lengths import CutGroup, GroupSize, IntArray, PairSizes, PromptMerging
+from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.training.throughput import PHASES, Meter, PhaseClock, device_peak, gpu_peak
 
 CPU = torch.device("cpu")
@@ -65,9 +65,9 @@ def test_on_cuda_phases_are_what_the_device_took() -> None:
     assert seconds["seconds/forward"] > 5 * seconds["seconds/backward"] > 0
 
 
-def meter(peak: float | None, merging: PromptMerging | None = None) -> Meter:
+def meter(peak: float | None) -> Meter:
     costs = np.array([10.0, 20.0, 30.0, 40.0])
-    sizes = PairSizes(tokens=np.ones(4, dtype=np.int64), costs=costs, merging=merging)
+    sizes = PairSizes(tokens=np.ones(4, dtype=np.int64), costs=costs, merging=None)
     return Meter(sizes=sizes, peak_flops=peak)
 
 
@@ -91,50 +91,18 @@ def test_without_a_known_peak_there_is_no_mfu() -> None:
     assert "mfu" not in meters.take()
 
 
-class Merging:
-    """Pairs 0 and 1 have one prompt; a group costs 7 a pair."""
-
-    prompts = np.array([5, 5, 6, 7])
-
-    def groups_of(self, pairs: IntArray) -> list[IntArray]:
-        return [np.flatnonzero(self.prompts[pairs] == prompt) for prompt in np.unique(self.prompts[pairs])]
-
-    def measure(self, pairs: IntArray) -> GroupSize:
-        return GroupSize(tokens=1, cost=7.0 * len(pairs))
-
-    def cut(self, pairs: IntArray, token_budget: int) -> list[CutGroup]:
-        return []
+PEAKS = {
+    "NVIDIA H200": 989.4, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA H100 NVL": 835.5, "NVIDIA H100 PCIe": 756.0, "NVIDIA A10": 125.0, "NVIDIA L4": 121.0,
+    "NVIDIA RTX A6000": 154.8, "NVIDIA GB200": 2500.0, "NVIDIA B300 SXM6 AC": 2250.0, "NVIDIA H20-3e": 148.0,
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": 503.8, "NVIDIA RTX 6000 Ada Generation": 364.2,
+    "AMD Instinct MI325X": 1307.4, "AMD Instinct MI250X": 191.5,
+}  # fmt: skip
 
 
-def test_merged_pairs_cost_what_their_group_costs() -> None:
-    # Pairs 0 and 1 are one group of 14; pairs 2 and 3 are alone.
-    rows = [np.array([0, 1, 2]), np.array([3])]
-    assert meter(None, Merging()).add(rows, pairs=4, tokens=4, seconds=1.0) == 14 + 30 + 40
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "teraflops"),
-    [
-        ("NVIDIA H200", torch.bfloat16, 989.4),
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
-        ("NVIDIA H100 PCIe", torch.bfloat16, 756.0),
-        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
-        ("NVIDIA A10", torch.bfloat16, 125.0),
-        ("NVIDIA L4", torch.bfloat16, 121.0),
-        ("NVIDIA RTX A6000", torch.bfloat16, 154.8),
-        ("NVIDIA GB200", torch.bfloat16, 2500.0),
-        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250.0),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", torch.bfloat16, 503.8),
-        ("AMD Instinct MI325X", torch.bfloat16, 1307.4),
-        ("NVIDIA GH200 480GB", torch.bfloat16, 989.4),
-        ("NVIDIA H100 NVL", torch.bfloat16, 835.5),
-        ("NVIDIA H20-3e", torch.bfloat16, 148.0),
-        ("NVIDIA RTX 6000 Ada Generation", torch.bfloat16, 364.2),
-        ("AMD Instinct MI250X", torch.bfloat16, 191.5),  # a device is one of two halves
-    ],
-)
-def test_peaks_of_gpus_by_the_names_cuda_gives(name: str, dtype: torch.dtype, teraflops: float) -> None:
-    assert gpu_peak(name, dtype) == teraflops * 1e12
+@pytest.mark.parametrize("name", PEAKS)
+def test_peaks_of_gpus_by_the_names_cuda_gives(name: str) -> None:
+    assert gpu_peak(name, torch.bfloat16) == PEAKS[name] * 1e12
 
 
 def test_a_device_or_type_that_is_not_known_has_no_peak() -> None:
@@ -142,6 +110,7 @@ def test_a_device_or_type_that_is_not_known_has_no_peak() -> None:
     assert gpu_peak("NVIDIA H200 MIG 1g.18gb", torch.bfloat16) is None  # a part of the device
     assert gpu_peak("Tesla T4", torch.bfloat16) is None
     assert gpu_peak("Tesla T4", torch.float32) == 8.1e12
+    assert gpu_peak("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
     assert gpu_peak("NVIDIA H100 80GB HBM3", torch.float64) is None
     assert device_peak(torch.device("meta"), torch.float32) is None
 

@@ -23,8 +23,9 @@ from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reference.work import PassSettings, find_work
-from dpo_pack.training.batches import RowBuilder, score_pairs, with_reference
+from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.metrics import averages, pair_values
+from dpo_pack.training.step_loss import score_pairs, with_reference
 
 BETA, ALPHA = 0.3, 0.25
 PROMPT = [5, 9, 12]

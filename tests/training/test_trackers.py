@@ -6,20 +6,22 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from support.full_disk import no_file_beyond
 
-from dpo_pack.recipe.load import Recipe, parse_recipe
+from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.run import setup
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
-from dpo_pack.training.trackers import MetricsLog, end_trackers, start_trackers, track, tracked_prefix
+from dpo_pack.training.records import MetricsLog, end_trackers, start_trackers, track
 
 
 class RunLog:
@@ -32,9 +34,11 @@ class RunLog:
         self.logged.append((values, step))
 
 
-def tracked(record: dict[str, Any], prefix: str, *, breakdowns: bool = False) -> tuple[dict[str, Any], int]:
+def tracked(
+    record: dict[str, Any], held_out_names: Sequence[str] = ("hh",), *, breakdowns: bool = False
+) -> tuple[dict[str, Any], int]:
     recorder = RunLog()
-    track(cast(Accelerator, recorder), record, prefix=prefix, breakdowns=breakdowns)
+    track(cast(Accelerator, recorder), record, held_out_names=held_out_names, breakdowns=breakdowns)
     (only,) = recorder.logged
     return only
 
@@ -90,13 +94,6 @@ class BrokenTracker(GeneralTracker):  # type: ignore[misc]
         raise ConnectionError("no route to host")
 
 
-def tracked_recipe(tmp_path: Path) -> Recipe:
-    return parse_recipe(
-        {"output_dir": str(tmp_path / "run-7"), "model": {"path": "org/m"}, "data": {"train": "org/d"}},
-        ["logging.trackers=[wandb]"],
-    )
-
-
 def start_run_trackers(accelerator: Accelerator, run: Path) -> None:
     run.mkdir(parents=True)
     start_trackers(
@@ -116,47 +113,10 @@ def test_a_tracker_that_fails_later_ends_no_training_and_is_told_once(
     accelerator = Accelerator(cpu=not ranks.uses_cuda(), log_with=[BrokenTracker(starts=True)])
     start_run_trackers(accelerator, tmp_path / "run-7")
     for step in range(3):
-        track(accelerator, {"split": "train", "step": step, "loss": 0.5}, prefix="train/")
+        track(accelerator, {"split": "train", "step": step, "loss": 0.5})
     end_trackers(accelerator)
     (record,) = caplog.records
     assert "no route to host" in record.getMessage() and "training continues" in record.getMessage()
-
-
-class StubbedTracker:
-    """Stands in for a tracker's package: records with what it begins, and takes whatever follows."""
-
-    def __init__(self) -> None:
-        self.begun: list[dict[str, Any]] = []
-        self.names: list[str] = []
-        self.params: list[dict[str, Any]] = []
-
-    def init(self, **options: Any) -> Any:
-        self.begun.append(options)
-        return SimpleNamespace(
-            info=SimpleNamespace(run_id="made-by-mlflow"),
-            set_name=self.names.append,
-            log_parameters=self.params.append,
-        )
-
-    def module(self) -> Any:
-        params = self.params
-
-        class Config(dict[str, Any]):
-            def update(self, values: Any, **options: Any) -> None:  # type: ignore[override]
-                params.append(values)
-
-        return SimpleNamespace(
-            init=self.init,
-            start=self.init,
-            start_run=self.init,
-            config=Config(),
-            __version__="3.58.0",
-            search_experiments=lambda filter_string: [SimpleNamespace(experiment_id=filter_string)],
-            log_params=self.params.append,
-            utils=SimpleNamespace(
-                validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
-            ),
-        )
 
 
 IDENTITIES = {  # tracker: what makes two processes the same run there; its project
@@ -174,8 +134,12 @@ def test_a_run_that_goes_on_is_the_same_run_of_the_same_project_in_each_tracker(
 ) -> None:
     """accelerate alone would make a project of the run's name, and a new run each time."""
     identity, variable = IDENTITIES[kind]
-    stub = StubbedTracker()
-    monkeypatch.setitem(sys.modules, kind, stub.module())
+    begin = MagicMock()  # the tracker's package records with what a run begins, and takes whatever follows
+    begin.return_value.info.run_id = "made-by-mlflow"
+    package = MagicMock(init=begin, start=begin, start_run=begin, __version__="3.58.0")
+    package.search_experiments = lambda filter_string: [SimpleNamespace(experiment_id=filter_string)]
+    package.utils.validation = SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
+    monkeypatch.setitem(sys.modules, kind, package)
     monkeypatch.setenv(variable, "preferences")
     mlflow_run = None
     (tmp_path / "run-7").mkdir()
@@ -192,23 +156,26 @@ def test_a_run_that_goes_on_is_the_same_run_of_the_same_project_in_each_tracker(
             goes_on=goes_on,
             mlflow_run=mlflow_run,
         )
-    first, second = stub.begun
+    first, second = begun = [call.kwargs for call in begin.call_args_list]
+    names = [call.args[0] for call in begin.return_value.set_name.call_args_list]
     assert {key: first[key] for key in identity} == {key: second[key] for key in identity}
-    assert "run-7" in (first.get("name"), first.get("run_name"), *stub.names)
-    projects = [options.get("project") or options.get("project_name") for options in stub.begun]
+    assert "run-7" in (first.get("name"), first.get("run_name"), *names)
+    projects = [options.get("project") or options.get("project_name") for options in begun]
     if kind == "mlflow":  # it makes the id of a run itself
         assert (first["run_id"], second["run_id"]) == (None, "made-by-mlflow") == (None, mlflow_run)
-        projects = [options["experiment_id"].split("'")[1] for options in stub.begun]
+        projects = [options["experiment_id"].split("'")[1] for options in begun]
     assert projects == ["preferences"] * 2
     if kind == "trackio":  # where another run may have the same name
         assert (first["resume"], second["resume"]) == ("never", "allow")
-    assert stub.params == [{"seed": 0}], "settings are sent once: MLflow refuses a second value"
+    takers = (package.config.update, package.log_params, begin.return_value.log_parameters)
+    sent = [call.args[0] for taker in takers for call in taker.call_args_list]
+    assert sent == [{"seed": 0}], "settings are sent once: MLflow refuses a second value"
 
 
 def test_trackers_get_a_train_line_under_the_names_that_transformers_trainer_sends() -> None:
     record = {"split": "train", "step": 7, "loss": 0.5, "seconds/data": 0.1, "grad_norm": None}
     numbers = {"train/loss": 0.5, "train/seconds/data": 0.1, "train/global_step": 7}
-    assert tracked(record, tracked_prefix(record, ["hh"])) == (numbers, 7)
+    assert tracked(record) == (numbers, 7)
 
 
 @pytest.mark.parametrize("breakdowns", [False, True])
@@ -225,15 +192,14 @@ def test_trackers_get_breakdowns_of_an_evaluation_only_on_request(breakdowns: bo
     numbers: dict[str, float] = {"eval/loss": 0.6, "train/global_step": 3}
     if breakdowns:
         numbers |= {"eval/by_length/chosen_longer/pairs": 2, "eval/by_length/chosen_longer/loss": 0.4}
-    assert tracked(record, tracked_prefix(record, ["hh"]), breakdowns=breakdowns) == (numbers, 3)
-    assert tracked_prefix(record, ["hh", "code"]) == "eval/hh_"
+    assert tracked(record, breakdowns=breakdowns) == (numbers, 3)
+    assert "eval/hh_loss" in tracked(record, ["hh", "code"])[0]
 
 
 def test_one_tracker_needs_no_list(tmp_path: Path) -> None:
-    recipe = tracked_recipe(tmp_path)
-    assert recipe.logging.trackers == ("wandb",)
-    alone = parse_recipe(recipe.model_dump(mode="json"), ["logging.trackers=wandb"])
-    assert alone.logging.trackers == ("wandb",)
+    keys = {"output_dir": str(tmp_path), "model": {"path": "org/m"}, "data": {"train": "org/d"}}
+    for written in ("wandb", "[wandb]"):
+        assert parse_recipe(keys, [f"logging.trackers={written}"]).logging.trackers == ("wandb",)
 
 
 def test_a_device_that_is_neither_cuda_nor_the_cpu_is_not_taken(

@@ -1,0 +1,264 @@
+"""What a run records of its steps: metrics.jsonl, the trackers that the recipe names, and pairs.parquet.
+
+A step only keeps the table of numbers that it computes anyway, see training/metrics.py. The tables of many
+steps are written as one file of the directory pairs.parquet, complete or absent. A checkpoint first writes
+what is in memory, and a resumed run first removes the lines of steps after its checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from torch import Tensor
+
+from dpo_pack.data.store import PairTable
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import RunError, first_line
+from dpo_pack.system.files import leaves, writing, written_aside
+from dpo_pack.system.ranks import gather_over_ranks
+from dpo_pack.training.metrics import NAMES
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 16_384  # with this many pairs of all ranks in memory, they are written
+_LOGPS = {
+    "chosen_logps": "policy_chosen",
+    "rejected_logps": "policy_rejected",
+    "reference_chosen_logps": "reference_chosen",
+    "reference_rejected_logps": "reference_rejected",
+}
+_PART = re.compile(r"part-(\d+)-(\d+)\.parquet")
+
+
+class MetricsLog:
+    """Writes `metrics.jsonl`: one JSON object a line. Only the first rank writes.
+
+    `offset` is the length of the file in bytes, `crc32` the CRC-32 of these bytes; a checkpoint holds both. A
+    resumed run opens the log at its checkpoint's offset; this removes the lines that were written later.
+    """
+
+    def __init__(self, path: Path, *, offset: int = 0) -> None:
+        """Opens the file, which has at least `offset` bytes; cuts off the bytes after `offset`."""
+        self.offset, self.crc32 = offset, 0
+        self._file = None
+        if ranks.is_first():
+            self.path = path
+            with writing(path):
+                self._file = path.open("a", encoding="utf-8")
+                assert self._file.tell() >= offset
+                self._file.truncate(offset)
+                self.crc32 = zlib.crc32(path.read_bytes())
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Writes a line. Numbers that are not finite become null, because JSON has no such numbers."""
+        if self._file is None:
+            return
+        finite = json.loads(json.dumps(record), parse_constant=lambda constant: None)
+        line = json.dumps(finite, allow_nan=False) + "\n"
+        with writing(self.path):
+            self._file.write(line)
+            self._file.flush()
+        self.offset += len(line.encode())
+        self.crc32 = zlib.crc32(line.encode(), self.crc32)
+
+    def close(self) -> None:
+        if self._file is not None:
+            with writing(self.path):  # `close` writes what is still in memory
+                self._file.close()
+
+
+def start_trackers(
+    accelerator: Accelerator,
+    settings: Mapping[str, Any],
+    *,
+    trackers: Sequence[str],
+    directory: Path,
+    name: str,
+    run_id: str,
+    goes_on: bool = False,
+    mlflow_run: str | None = None,
+) -> str | None:
+    """Starts accelerate's `trackers`, those of `Accelerator(log_with=...)`, which show `settings`.
+
+    For a resumed run (`goes_on`), pass the same `run_id` as before, and as `mlflow_run` the id that this
+    function returned before: MLflow makes the id of a run itself. Raises RunError if a tracker fails.
+    """
+    directory.mkdir(exist_ok=True)
+    key = hashlib.sha256(run_id.encode()).hexdigest()  # comet_ml and swanlab get parts of it as id
+    # Without these options, accelerate would name the project after the run, and a resumed run would be new.
+    options: dict[str, dict[str, Any]] = {
+        "wandb": {"name": name, "id": run_id, "resume": "allow", "dir": str(directory)},
+        "trackio": {"name": name, "resume": "allow" if goes_on else "never"},
+        "mlflow": {"run_name": name, "run_id": mlflow_run},
+        "comet_ml": {"experiment_key": key[:32]},
+        "swanlab": {"name": name, "id": key[:21], "resume": "allow", "log_dir": str(directory)},
+    }
+    for place, kind in enumerate(map(str, accelerator.log_with)):
+        if kind in options:
+            variable = "COMET_PROJECT_NAME" if kind == "comet_ml" else f"{kind.upper()}_PROJECT"
+            project = os.environ.get(variable, "dpo-pack")
+            accelerator.log_with[place] = LOGGER_TYPE_TO_CLASS[kind](project, **options[kind])
+    config = {
+        key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+        for key, value in leaves(settings, separator=".")
+    }
+    try:
+        # A resumed run does not send its settings again, because MLflow refuses a second value.
+        accelerator.init_trackers(name, config=None if goes_on else config)
+    except Exception as error:  # each tracker raises its own errors: no login, no server
+        raise RunError(
+            f"logging.trackers: {', '.join(trackers)} cannot be started ({first_line(error)}); log in to the "
+            "tracker, or remove it from logging.trackers"
+        ) from error
+    begun = {tracker.name: tracker.tracker for tracker in accelerator.trackers} if ranks.is_first() else {}
+    if "comet_ml" in begun:
+        begun["comet_ml"].set_name(name)
+    return begun["mlflow"].info.run_id if "mlflow" in begun else None
+
+
+def end_trackers(accelerator: Accelerator) -> None:
+    """Sends unsent lines, closes trackers; accelerate's `end_training` would also end the process group."""
+    for tracker in accelerator.trackers:
+        try:
+            tracker.finish()
+        except Exception as error:  # the model is saved, so the run must not fail
+            _warn_once(first_line(error))
+
+
+def track(
+    accelerator: Accelerator,
+    record: dict[str, Any],
+    *,
+    held_out_names: Sequence[str] = (),
+    breakdowns: bool = False,
+) -> None:
+    """Sends the numbers of a metrics line to the trackers, under the names of transformers' Trainer and TRL.
+
+    Trackers get numbers by source and by length only with `breakdowns`. A tracker's error does not end
+    training, because metrics.jsonl has every line.
+    """
+    prefix = "train/"
+    if record["split"] != "train":
+        prefix = "eval/" if len(held_out_names) == 1 else f"eval/{record['source']}_"
+    numbers = {  # not intervals: these are lists
+        prefix + name: value
+        for name, value in (leaves(record, separator="/") if breakdowns else record.items())
+        if isinstance(value, int | float) and name != "step"
+    }
+    # transformers' Trainer sends the step under this name, so W&B can show both runs over one x-axis.
+    numbers["train/global_step"] = record["step"]
+    try:
+        accelerator.log(numbers, step=record["step"])
+    except Exception as error:
+        _warn_once(first_line(error))
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning(
+        "logging.trackers: a tracker failed (%s); training continues, and metrics.jsonl has all metrics",
+        reason,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class PairLog:
+    """Writes a line for each time a pair was trained on; rank 0 writes the lines of all ranks.
+
+    `source`, `row`: where the pair came from. `margin`: beta x (policy - reference), chosen minus rejected.
+    `loss`: with the pair's weight. Log-probs are sums in nats. Without a reference, the columns of the
+    reference are null, and `margin` is beta x the policy's log-probs, chosen minus rejected.
+    """
+
+    directory: Path
+    table: PairTable  # the training pairs
+    source_names: Sequence[str]
+    beta: float
+    has_reference: bool
+    # Of each step in memory: [P, 3] step, epoch and pair of each line, and [P, numbers kept] their values.
+    _waiting: list[tuple[npt.NDArray[np.float64], Tensor]] = field(default_factory=list)
+    _num_waiting: int = 0
+
+    def cut_after(self, step: int) -> None:
+        """Removes the lines of the steps after `step`; only rank 0 must call this. Raises CacheError."""
+        for path in self.directory.glob("part-*.parquet"):
+            steps = _PART.fullmatch(path.name)
+            if steps is None or int(steps[2]) <= step:
+                continue
+            with writing(path):
+                if int(steps[1]) <= step:  # this file also has lines that must stay
+                    kept = pq.read_table(path)
+                    self._write(kept.filter(pc.field("step") <= step))
+                path.unlink()
+
+    def add(
+        self, step: int, epoch: float, pairs: npt.NDArray[np.int64], values: Tensor, *, num_pairs: int
+    ) -> None:
+        """Keeps the `pair_values` of this rank's [P] `pairs` in a step; all ranks together have `num_pairs`.
+
+        Every rank must call this: when enough pairs are in memory, it writes them with `flush`.
+        """
+        facts = np.column_stack((np.full(len(pairs), step), np.full(len(pairs), epoch), pairs))
+        self._waiting.append((facts, values))
+        self._num_waiting += num_pairs
+        if self._num_waiting >= _MOST_WAITING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the values in memory to disk; waits for the device. Every rank must call it.
+
+        Raises CacheError.
+        """
+        waiting, self._waiting, self._num_waiting = self._waiting, [], 0
+        if not waiting:
+            return
+        facts = torch.from_numpy(np.concatenate([facts for facts, _ in waiting]))
+        numbers = torch.cat([values for _, values in waiting])
+        every = gather_over_ranks(torch.cat([facts.to(numbers.device), numbers], dim=1)).cpu().numpy()
+        if not ranks.is_first():
+            return
+        # By step, then by pair: this order does not depend on the number of ranks.
+        every = every[np.lexsort((every[:, 2], every[:, 0]))]
+        step, epoch, pair = every[:, :3].T
+        pairs = pair.astype(np.int64)
+        columns = {name: every[:, 3 + NAMES.index(kept)] for name, kept in _LOGPS.items()}
+        margins = columns["chosen_logps"] - columns["rejected_logps"]
+        if self.has_reference:
+            margins = margins - (columns["reference_chosen_logps"] - columns["reference_rejected_logps"])
+        columns = {"margin": self.beta * margins, **columns, "loss": every[:, 3 + NAMES.index("loss")]}
+        arrays = {name: pa.array(column.astype(np.float32)) for name, column in columns.items()}
+        if not self.has_reference:
+            arrays |= {name: pa.nulls(len(pairs), pa.float32()) for name in _LOGPS if "reference" in name}
+        sources = pa.array(self.table.source_indices[pairs].astype(np.int32))
+        lines = {
+            "source": pa.DictionaryArray.from_arrays(sources, pa.array(self.source_names)),
+            "row": pa.array(self.table.row_numbers[pairs].astype(np.int64)),
+            "step": pa.array(step.astype(np.int64)),
+            "epoch": pa.array(epoch),
+            **arrays,
+        }
+        self._write(pa.table(lines))
+
+    def _write(self, lines: pa.Table) -> None:
+        steps = pc.min_max(lines["step"])
+        name = f"part-{steps['min'].as_py():06d}-{steps['max'].as_py():06d}.parquet"
+        with written_aside(self.directory / name) as temporary:
+            pq.write_table(lines, temporary, write_page_checksum=True)
