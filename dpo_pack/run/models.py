@@ -16,18 +16,17 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 import dpo_pack
-from dpo_pack.model.compiling import check_compiler, compile_layers, compiles
+from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
 from dpo_pack.model.config import check_packs
+from dpo_pack.model.fast_layers import check_kernels
 from dpo_pack.model.fingerprint import reference_namespace, weight_files
-from dpo_pack.model.liger import check_kernels
 from dpo_pack.model.loading import load_config, load_errors, load_model
 from dpo_pack.model.logps import WantedStatistics, compile_head
-from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter, require_peft
+from dpo_pack.model.lora import LoraSettings, read_adapter, require_peft
 from dpo_pack.model.parallel import ALONE, Strategy, shard_model
 from dpo_pack.model.quantize import Quantization, check_quantizable, quantization_settings
-from dpo_pack.model.routing import RouterBalance, router_balance
 from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
-from dpo_pack.model.shape import model_shape, num_parameters, without_weights
+from dpo_pack.model.shape import RouterBalance, model_shape, num_parameters, router_balance, without_weights
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.rows import Proof, ProofOutcome
@@ -35,8 +34,9 @@ from dpo_pack.proofs.start_up import compiling_obstacle, prove
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import default_cache_directory, namespace_digest
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import add_to_json, read_json
+from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import cpu_name, install_command, package_versions
 
 
@@ -186,7 +186,8 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
     _check_quantised(model, is_trained=is_trained and is_whole)
     if is_trained and model.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
-    check_kernels(model.kernels, model.config, device)
+    if model.kernels == "liger":
+        check_kernels(model.config, device)
     if model.quantize is not None:
         check_quantizable(model.architecture)
     if model.compile is True:
@@ -194,7 +195,10 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
             raise ModelError(
                 "model.compile: layers with quantised weights are not compiled; leave the key out"
             )
-        check_compiler(device)
+        if obstacle := compiler_obstacle(device):
+            raise RecipeError(
+                f"model.compile: {obstacle}; install what is missing, or set model.compile: false"
+            )
     if model.is_packed:
         check_packs(model.config)
 
@@ -257,8 +261,11 @@ def load_weights(
         # Selective checkpointing has to see each product.
         is_selective = model.gradient_checkpointing == "selective"
         is_plain = not is_selective and model.quantization is None
-        if is_plain and compiles(model.compile, loaded.model, device):
-            falls_back = model.compile == "auto"
+        falls_back = model.compile == "auto"
+        is_asked = (
+            device.type == "cuda" and can_compile(loaded.model, device) if falls_back else model.compile
+        )
+        if is_plain and is_asked:
             compile_layers(loaded.model, falls_back=falls_back)
             loaded.scorer.head_passes = compile_head(falls_back=falls_back)
             loaded.scorer.is_compiled = True

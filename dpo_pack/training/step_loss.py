@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
-from dpo_pack.model.routing import RouterBalance
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
+from dpo_pack.model.shape import RouterBalance
 from dpo_pack.system import ranks
 from dpo_pack.training.balancing import StepBalance
 from dpo_pack.training.batches import GlobalBatch, score_pairs

@@ -17,11 +17,17 @@ from torch import Tensor
 
 import dpo_pack.model.attention.flash as flash
 import dpo_pack.model.attention.flex as flex
-import dpo_pack.model.attention.select as select
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.model import attention
+from dpo_pack.model.attention import (
+    ATTENTION_NAME,
+    BACKENDS,
+    AttentionNeeds,
+    backend_obstacle,
+    register_attention,
+    select_backend,
+)
 from dpo_pack.model.attention.flash import flash_attn_attention
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
-from dpo_pack.model.attention.select import AttentionNeeds, backend_obstacle, select_backend
 from dpo_pack.model.compiling import compiler_obstacle
 from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.system.errors import UnsupportedModelError
@@ -161,9 +167,9 @@ def test_flex_is_for_softcaps_and_sinks_where_it_runs(monkeypatch: pytest.Monkey
     asked: dict[str, Any] = {"device": CUDA, "dtype": torch.bfloat16}
     assert "neither softcaps nor sinks" in str(backend_obstacle("flex", PLAIN, **asked))
     special = [replace(PLAIN, has_softcap=True), replace(PLAIN, has_sinks=True)]
-    monkeypatch.setattr(select, "flex_obstacle", lambda *needs: None)
+    monkeypatch.setattr(attention, "flex_obstacle", lambda *needs: None)
     assert {select_backend("auto", needs, **asked).name for needs in special} == {"flex"}
-    monkeypatch.setattr(select, "flex_obstacle", lambda *needs: "it does not run")
+    monkeypatch.setattr(attention, "flex_obstacle", lambda *needs: "it does not run")
     choice = select_backend("auto", special[1], **asked)
     assert choice.name == "sdpa" and "not flex: it does not run" in choice.reason
     assert backend_obstacle("flex", special[0], device=CPU, dtype=torch.bfloat16) == "it needs a CUDA device"
@@ -189,7 +195,8 @@ def test_the_gradients_of_a_shared_key_add_up_in_at_least_fp32(dtype: torch.dtyp
     row = packed_row([Group(context=np.array([1, 2]), completions=completions)], CPU, share_prompt=True)
     assert row.segments is not None
     states = torch.zeros(row.num_tokens, 1, 1, dtype=dtype, requires_grad=True)
-    row.segments.gather(states).sum().backward()
+    assert row.segments.kv_gather is not None
+    row.segments.kv_gather(states).sum().backward()
     assert states.grad is not None and states.grad.dtype == dtype
     assert states.grad[0].item() == 300
 

@@ -30,14 +30,14 @@ import dpo_pack.run.models as recipe_models
 import dpo_pack.run.reference_pass as prepare_reference
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.attention import register_attention
-from dpo_pack.model.compiling import check_compiler, compile_layers, compiles
+from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
 from dpo_pack.model.layout import Group, Row, packed_row, padded_row
 from dpo_pack.model.logps import HeadPasses, compile_head
-from dpo_pack.model.scorer import CompletionLogps, Precision
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.compute import fill_cache
-from dpo_pack.run.models import load_and_prove, resolve_policy
+from dpo_pack.run.models import ModelFacts, load_and_prove, resolve_policy
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.trainer import train
 
@@ -207,6 +207,14 @@ def test_layers_of_a_model_share_one_compiled_function(tmp_path: Path) -> None:
     assert compiled[1] <= compiled[0] + 1
 
 
+@pytest.mark.slow
+def test_the_proofs_hold_on_compiled_layers(model_path: Path) -> None:
+    scorer = load_scorer(model_path)
+    compile_quickly(scorer.model)
+    assert all(proof.passed for proof in prove(scorer, CPU))
+    assert counters["stats"]["unique_graphs"] > 0
+
+
 def test_a_layer_that_was_compiled_wrongly_is_found_by_the_proofs(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,30 +229,26 @@ def test_a_layer_that_was_compiled_wrongly_is_found_by_the_proofs(
     assert [proof.name for proof in prove(scorer, CPU) if not proof.passed] == ["equivalence"]
 
 
-def test_without_a_compiler_the_recipe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_compiler(CPU)
+def test_without_a_compiler_the_recipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiler_obstacle(CPU) is None
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(RecipeError, match="model.compile: .*triton on CUDA, .* set model.compile: false"):
-        check_compiler(CUDA)
+    assert "triton" in str(compiler_obstacle(CUDA))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RecipeError, match="model.compile: .*no-such-compiler; install what is missing"):
-        check_compiler(CPU)
+    with pytest.raises(RecipeError, match="^model.compile: .*no-such-compiler"):
+        prove_recipe(load_recipe(tiny_run(tmp_path), ["model.compile=true"]))
 
 
-def test_auto_compiles_on_cuda_alone_and_only_what_can_be_compiled(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_compiles_only_what_can_be_compiled(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_scorer(model_path).model
     find_spec = importlib.util.find_spec
     installed = {"triton": find_spec("json")}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed.get(name) or find_spec(name))
-    assert compiles("auto", model, CUDA) and not compiles("auto", model, CPU)
-    assert compiles(True, model, CPU) and not compiles(False, model, CUDA)
+    assert can_compile(model, CUDA)
     with monkeypatch.context() as patch:
         patch.setattr(compiling, "outermost_layers", lambda model: [])
-        assert not compiles("auto", model, CUDA)
+        assert not can_compile(model, CUDA)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not compiles("auto", model, CUDA)
+    assert not can_compile(model, CUDA)
 
 
 @pytest.mark.slow
@@ -276,15 +280,26 @@ BACKENDS: dict[str, Any] = {
 }
 
 
+def compile_where_auto(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """On this CPU, as on CUDA: `load_weights` compiles a model with `model.compile: auto`."""
+    load = recipe_models.load_weights
+
+    def load_weights(model: ModelFacts, **options: Any) -> LoadedModel:
+        loaded = load(model, **options)
+        if model.compile == "auto":
+            compile_layers(loaded.model, backend=backend, falls_back=True)
+            loaded.scorer.is_compiled = True
+        return loaded
+
+    monkeypatch.setattr(recipe_models, "load_weights", load_weights)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", BACKENDS)
 def test_a_model_that_cannot_be_compiled_is_found_at_the_start_and_loaded_uncompiled(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiling = functools.partial(compile_layers, backend=BACKENDS[what])
-    monkeypatch.setattr(recipe_models, "compile_layers", compiling)
-    monkeypatch.setattr(recipe_models, "compile_head", lambda **_: HeadPasses())
-    monkeypatch.setattr(recipe_models, "compiles", lambda setting, model, device: setting == "auto")
+    compile_where_auto(monkeypatch, BACKENDS[what])
     recipe = load_recipe(tiny_run(tmp_path))
     policy = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
     loaded, outcome = load_and_prove(policy, device=CPU)
@@ -297,9 +312,7 @@ def test_a_model_that_cannot_be_compiled_is_found_at_the_start_and_loaded_uncomp
 def test_a_model_that_can_be_compiled_stays_compiled_and_has_no_gradients_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe_models, "compile_layers", compile_quickly)
-    monkeypatch.setattr(recipe_models, "compile_head", functools.partial(compile_head, backend="aot_eager"))
-    monkeypatch.setattr(recipe_models, "compiles", lambda setting, model, device: setting == "auto")
+    compile_where_auto(monkeypatch, "aot_eager")
     recipe = load_recipe(tiny_run(tmp_path))
     policy = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
     state = torch.get_rng_state()

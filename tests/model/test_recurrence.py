@@ -17,7 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dpo_pack.model.attention.segments import RowSegments, make_gather
 from dpo_pack.model.layout import Group, packed_row
-from dpo_pack.model.recurrence import RecurrentCall, kept_numbers, wrap_recurrent_layers
+from dpo_pack.model.recurrence import RecurrentCall, recurrence_sizes, wrap_recurrent_layers
 from dpo_pack.model.recurrence.kernels import row_delta_rule
 from dpo_pack.model.recurrence.pieces import row_history, row_pieces
 from dpo_pack.model.shape import model_shape, without_weights
@@ -211,4 +211,4 @@ def test_the_memory_estimate_counts_what_recurrent_layers_keep_for_the_backward_
 
     hidden = torch.randn(1, num_tokens, 32, requires_grad=True)
     layer(hidden, row_segments=segments, row_recurrence=counting)
-    assert kept_numbers(layer) == pytest.approx(sum(counted) / 4 / num_tokens, rel=0.25)
+    assert recurrence_sizes(layer)[1] == pytest.approx(sum(counted) / 4 / num_tokens, rel=0.25)

@@ -1,8 +1,9 @@
 """Attention with torch's scaled_dot_product_attention (SDPA), one call for each segment. Runs on all devices.
 
-A segment is the attention of one sequence of a row. On the CPU, where `cpu_kernel_takes` allows it, we call
-the kernel behind SDPA directly, and each thread computes whole segments: SDPA divides each call among all
-threads, and for that calls of one segment are too short. The number of threads does not change the results.
+A segment is the attention of one sequence of a row. On the CPU, where heads of queries and values are equally
+wide, we call the kernel behind SDPA directly, and each thread computes whole segments: SDPA divides each call
+among all threads, and for that calls of one segment are too short. The number of threads does not change the
+results.
 
 Legend: T tokens of the row, K keys of all segments (see segments.py), L queries or keys of one segment,
 H heads, D head dimension.
@@ -38,7 +39,8 @@ def sdpa_attention(
         key = key.repeat_interleave(num_groups, dim=1)
         value = value.repeat_interleave(num_groups, dim=1)
     is_plain = options.softcap is None and options.sinks is None
-    if is_plain and cpu_kernel_takes(query, value):
+    is_on_cpu, has_one_width = query.device.type == "cpu", query.shape[-1] == value.shape[-1]
+    if is_plain and is_on_cpu and has_one_width and _cpu_kernel() is not None:
         states = as_autocast(query, key, value)
         attended: Tensor = _CpuSegments.apply(  # type: ignore[no-untyped-call]
             *states, segments, options.scale, options.window
@@ -94,11 +96,6 @@ def _eager_attention(
     return weights[..., : key.shape[-2]] @ value
 
 
-def cpu_kernel_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's CPU kernel exists and can compute this: on the CPU, with one head dimension for all."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and _cpu_kernel() is not None
-
-
 @functools.cache
 def _cpu_kernel() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, ...]]] | None:
     """Returns (forward, backward) of SDPA's kernel on the CPU; None if the installed torch lacks them."""
@@ -113,10 +110,7 @@ def _cpu_kernel() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., t
 
 
 class _CpuSegments(torch.autograd.Function):
-    """Calls the CPU kernel for each segment. For autograd the whole row is one node, not one per segment.
-
-    Each segment reads and writes only its own slices of the tensors, so threads do not wait for each other.
-    """
+    """Calls the CPU kernel for each segment; for autograd the whole row is one node."""
 
     @staticmethod
     def forward(
@@ -144,6 +138,7 @@ class _CpuSegments(torch.autograd.Function):
         out = torch.empty_like(query)
         log_normalizers: list[Tensor] = [out] * len(slices)
 
+        @torch.no_grad()  # each thread has its own grad mode
         def attend(numbers: Sequence[int]) -> None:
             for number in numbers:
                 queries, keys = slices[number]
@@ -164,6 +159,7 @@ class _CpuSegments(torch.autograd.Function):
         slices, options, kernel = ctx.slices, ctx.options, ctx.kernel
         grad_query, grad_key, grad_value = (torch.empty_like(states) for states in (query, key, value))
 
+        @torch.no_grad()
         def attend(numbers: Sequence[int]) -> None:
             for number in numbers:
                 queries, keys = slices[number]
@@ -181,14 +177,9 @@ def _on_threads(attend: Callable[[Sequence[int]], None], segments: RowSegments) 
     """Calls `attend` with the indices of all segments; divides them among threads if that is faster."""
     costs = [q * k for q, k in zip(segments.query_lengths, segments.key_lengths, strict=True)]
     num_threads = torch.get_num_threads()
-
-    def without_gradients(numbers: Sequence[int]) -> None:
-        with torch.no_grad():  # each thread has its own grad mode
-            attend(numbers)
-
     if num_threads == 1 or 2 * max(costs) * num_threads > 3 * sum(costs):
         # One segment has most of the work. Called in this thread, the kernel uses all threads for it.
-        without_gradients(range(len(costs)))
+        attend(range(len(costs)))
         return
     shares: list[list[int]] = [[] for _ in range(num_threads)]
     loads = [0] * num_threads
@@ -196,7 +187,7 @@ def _on_threads(attend: Callable[[Sequence[int]], None], segments: RowSegments) 
         least = loads.index(min(loads))
         shares[least].append(number)
         loads[least] += costs[number]
-    list(_pool(num_threads).map(without_gradients, filter(None, shares)))
+    list(_pool(num_threads).map(attend, filter(None, shares)))
 
 
 @functools.cache
