@@ -247,31 +247,30 @@ def test_auto_compiles_only_what_can_be_compiled(model_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(compiling, "outermost_layers", lambda model: [])
         assert not can_compile(model, CUDA)
+        with pytest.raises(UnsupportedModelError, match="does not say what its layers are"):
+            compile_layers(model)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not can_compile(model, CUDA)
+
+
+def fails(graph: Any, inputs: Any) -> Any:
+    raise NotImplementedError("no such kernel")
 
 
 @pytest.mark.slow
 def test_code_that_torch_cannot_compile_runs_as_it_is_where_nobody_asked_for_compiling(
     model_path: Path,
 ) -> None:
-    def broken(graph: Any, inputs: Any) -> Any:
-        raise NotImplementedError("no such kernel")
-
     scorer, row = load_scorer(model_path), make_row(0)
     expected, gradient = logps_and_gradient(scorer, row)
-    compile_layers(scorer.model, backend=broken, falls_back=True)
-    scorer.head_passes = compile_head(backend=broken, falls_back=True)
+    compile_layers(scorer.model, backend=fails, falls_back=True)
+    scorer.head_passes = compile_head(backend=fails, falls_back=True)
     sums, same_gradient = logps_and_gradient(scorer, row)
     assert torch.equal(sums, expected) and torch.equal(same_gradient, gradient)
     torch._dynamo.reset()
-    compile_layers(scorer.model, backend=broken)
+    compile_layers(scorer.model, backend=fails)
     with pytest.raises(Exception, match="no such kernel"):
         scorer(row)
-
-
-def fails(graph: Any, inputs: Any) -> Any:
-    raise NotImplementedError("no such kernel")
 
 
 BACKENDS: dict[str, Any] = {
@@ -338,14 +337,6 @@ def test_a_recipe_compiles_as_its_key_says_and_the_console_names_it(
     assert [line.endswith("; layers: compiled") for line in told] == [False, True]
 
 
-def test_a_model_that_does_not_say_what_its_layers_are_is_refused(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiling, "outermost_layers", lambda model: [])
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM does not say what its layers are"):
-        compile_layers(load_scorer(model_path).model)
-
-
 @pytest.mark.slow
 def test_a_compiled_run_takes_the_steps_of_a_plain_one(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
@@ -387,19 +378,16 @@ def test_the_clock_of_a_benchmark_s_reference_pass_starts_when_everything_is_com
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gpt2", "deepseek_v3", "gpt_oss", "gemma4_text", "qwen3_5_text"]
+    "family", ["gemma2", "gpt2", "deepseek_v3", "gpt_oss", "gemma4_text", "qwen3_5_text", "llama"]
 )
 def test_compiled_layers_of_other_families_give_what_plain_ones_give(family: str, tmp_path: Path) -> None:
+    """Llama's with generated code."""
     skip_unless_packed(family)
     tiny_model(family).save_pretrained(tmp_path)
-    assert_as_before(load_scorer(tmp_path), [make_row(seed) for seed in range(4)])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_generated_code_of_layers_gives_what_plain_layers_give(model_path: Path) -> None:
-    assert_as_before(load_scorer(model_path), [make_row(seed) for seed in range(4)], backend="inductor")
+    backend = "inductor" if family == "llama" else "aot_eager"
+    assert_as_before(load_scorer(tmp_path), [make_row(seed) for seed in range(4)], backend=backend)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -168,6 +168,7 @@ def seam_calls(family: str) -> list[SeamCall]:
 
 @pytest.mark.parametrize("family", slow_but_ten(PACKED))
 def test_what_a_config_says_of_attention_is_what_its_layers_ask_for(family: str) -> None:
+    assert routes_tokens(tiny_config(family)) == ("mixture" in SPECIAL[family])
     skip_unless_packed(family)
     needs, calls = attention_needs(tiny_config(family)), seam_calls(family)
     if not calls:  # Mamba 2
@@ -179,11 +180,6 @@ def test_what_a_config_says_of_attention_is_what_its_layers_ask_for(family: str)
     assert needs.has_softcap == any(call.softcap is not None for call in calls)
     assert needs.has_sinks == any(call.has_sinks for call in calls)
     assert needs.has_custom_scale == any(call.scale != pytest.approx(call.head_dim**-0.5) for call in calls)
-
-
-@pytest.mark.parametrize("family", SPECIAL)
-def test_mixtures_of_experts_are_known_from_their_config(family: str) -> None:
-    assert routes_tokens(tiny_config(family)) == ("mixture" in SPECIAL[family])
 
 
 def test_a_hybrid_family_with_attention_layers_only_packs(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_proofs_in_fp32_need_no_kernel_that_transformers_itself_calls(
 
 
 def test_a_model_whose_heads_all_forget_at_once_is_exact_in_fp32() -> None:
-    """With transformers' chunks of 64 tokens it would not be: test_recurrence.py compares with float64."""
+    """With transformers' chunks of 64 tokens it would not be."""
     scorer = make_scorer("qwen3_5_text")
     with torch.no_grad():
         for name, parameter in scorer.model.named_parameters():
