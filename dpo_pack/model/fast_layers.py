@@ -41,10 +41,7 @@ def times_transposed(features: Tensor, weight: Tensor) -> Tensor:
 
 
 def speed_up_linears(model: nn.Module) -> None:
-    """Makes the model's linear layers call oneDNN, in place, where it is faster: not on Intel's CPUs.
-
-    If a layer's input is not fp32 on the CPU, or if autocast is on, the layer computes as before.
-    """
+    """Makes linear layers call oneDNN on fp32, in place, where it is faster: not on Intel's CPUs."""
     if _onednn_product() is None or is_intel():
         return
     for module in model.modules():
@@ -130,10 +127,9 @@ def check_kernels(config: PretrainedConfig, device: torch.device) -> None:
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Makes the layers of `model` compute with liger-kernel, in place; other models keep their own layers.
+    """Makes the layers of `model` compute with liger-kernel, in place; functions are replaced for its family.
 
-    But functions, such as the rotation of queries and keys, are replaced for all models of a family. Raises
-    UnsupportedModelError when the package does not fit the installed transformers.
+    Raises UnsupportedModelError when the package does not fit the installed transformers.
     """
     family = model.config.get_text_config().model_type
     code = sys.modules[type(model).__module__]

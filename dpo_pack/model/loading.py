@@ -96,11 +96,10 @@ def load_model(
     quantize: Quantization | None = None,
     config: PretrainedConfig | None = None,
 ) -> LoadedModel:
-    """Loads a causal LM for packed rows or padded batches.
+    """Loads a causal LM for packed rows or padded batches, with a new or a saved adapter if given.
 
-    With an `adapter`, new or the directory of a saved one, only the adapter is trained. The model will run on
-    `device`; its weights are first put on `weights_on` (None: on `device`; on the meta device they are not
-    read). `config` is the model's config if the caller has loaded it; it does not change. Raises ModelError
+    The model will run on `device`; its weights are first put on `weights_on` (None: on `device`; on the meta
+    device they are not read). `config` is the model's config if the caller has loaded it. Raises ModelError
     when loading fails or a weight is missing, UnsupportedModelError when the model cannot be exact.
     """
     weights_on = weights_on or device

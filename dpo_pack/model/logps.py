@@ -81,9 +81,8 @@ def token_logps(
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] int64 -> ([N] fp32 log-probs, statistics).
     Differentiable in hidden, weight and bias. Matrix products are in `compute_dtype`, because autocast has no
-    effect in an autograd Function's backward; the log-softmax is in fp32 (float64 if the products are).
-    `passes` replaces the functions between the products, see `compile_head`. The backward pass computes a
-    chunk's logits again, unless the chunk's softmax was kept or the head is frozen.
+    effect in an autograd Function's backward; the log-softmax is in fp32 (float64 if the products are). The
+    backward pass computes a chunk's logits again, unless its softmax was kept or the head is frozen.
     """
     vocabulary_bytes = weight.shape[0] * max(4, weight.element_size())
     chunk_tokens = max(1, min(bounds.chunk_tokens, bounds.chunk_bytes // (2 * vocabulary_bytes)))
@@ -324,10 +323,7 @@ def logit_grad(softmax: Tensor, targets: Tensor, grad_logps: Tensor, slope: Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPasses:
-    """The computations on a chunk of logits between two matrix products.
-
-    The default functions need little memory, but read the chunk more often than those of `compile_head`.
-    """
+    """The computations on a chunk of logits between two matrix products."""
 
     forward: Callable[..., ChunkResult] = _chunk_forward
     backward: Callable[..., tuple[Tensor, Tensor | None]] = _chunk_backward
@@ -336,7 +332,7 @@ class HeadPasses:
 def compile_head(*, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False) -> HeadPasses:
     """Compiles `HeadPasses`, which then read a chunk's logits only twice forward and once backward.
 
-    With `falls_back`, torch runs them uncompiled where it cannot compile them, as `compile_layers` says.
+    `falls_back` is that of `compile_layers`.
     """
     compiled = functools.partial(torch.compile, backend=backend, fullgraph=not falls_back)
     return HeadPasses(forward=compiled(_chunk_forward), backward=compiled(_chunk_backward))

@@ -42,10 +42,7 @@ def num_parameters(model: PreTrainedModel) -> int:
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
-    """Counts, from the modules of a model of any family, the numbers that its FLOPs depend on.
-
-    Of routed experts only as many count as one token uses. Embeddings do not count: they multiply nothing.
-    """
+    """Counts what a model's FLOPs depend on: of routed experts those that a token uses, and no embeddings."""
     head = model.get_output_embeddings().weight
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     skipped = {id(weight) for weight in (*embeddings, head)}
@@ -96,8 +93,8 @@ class RouterBalance:
 def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterBalance | None:
     """Returns the model's load-balancing loss; None if it has none.
 
-    `coefficient` is `loss.router_aux_coef`; None means the coefficient of the model's config. Raises
-    RecipeError if the model has no such loss but `coefficient` is not 0.
+    `coefficient` is `loss.router_aux_coef`; None: that of the model's config. Raises RecipeError if the model
+    has no such loss but `coefficient` is not 0.
     """
     if not _returns_router_logits(model):
         if coefficient:
@@ -108,22 +105,19 @@ def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterB
             )
         return None
     if coefficient is None:
-        coefficient = _own_coefficient(model)
+        coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     if not coefficient:
         return None
     parts: Any = model
     return RouterBalance(
-        coefficient=coefficient, num_experts=parts.num_experts, top_k=parts.num_experts_per_tok
+        coefficient=float(coefficient), num_experts=parts.num_experts, top_k=parts.num_experts_per_tok
     )
-
-
-def _own_coefficient(model: PreTrainedModel) -> float:
-    return float(getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0)
 
 
 def router_sentence(model: PreTrainedModel, given: float | None, balance: RouterBalance | None) -> str | None:
     """Returns a line for the user about the loss; None for models without experts. `given`: in the recipe."""
-    own, has_loss = _own_coefficient(model), _returns_router_logits(model)
+    own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
+    has_loss = _returns_router_logits(model)
     if balance is not None:
         source = "the model config's own" if given is None else "loss.router_aux_coef"
         return (

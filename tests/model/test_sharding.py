@@ -230,23 +230,6 @@ def test_shards_and_copies_have_the_log_probs_and_gradients_of_one_process(
             assert logp < 1e-4 and gradient < (5e-3 if "bf16" in kind else 1e-5), (name, logp, gradient)
 
 
-@pytest.mark.parametrize("has_memory", [False, True])
-def test_a_weight_that_was_sent_in_bf16_is_in_fp32_again_in_new_memory_or_in_that_of_torch(
-    has_memory: bool,
-) -> None:
-    whole = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3)  # the last line fills up a shard
-    expected = whole.float()
-    out = torch.full((3, 3), -1.0) if has_memory else None
-    returned = parallel._widen_gathered((whole,), None, torch.float32, out=out)
-    if out is None:
-        assert returned is not None
-        wide, (freed,) = returned
-        assert wide.dtype == torch.float32 and torch.equal(wide, expected) and freed is wide
-    else:
-        assert returned is None and torch.equal(out, expected[:3])
-    assert whole.untyped_storage().nbytes() == 0
-
-
 @pytest.mark.slow
 def test_shards_under_autocast_send_linear_weights_in_bf16_and_have_the_bits_of_whole_weights(
     models: Path,

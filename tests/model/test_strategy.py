@@ -120,20 +120,17 @@ def test_offloading_needs_another_device_than_the_cpu(two: None, directory: Path
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "key"),
     [
-        (("distributed.hybrid=true",), "needs distributed.strategy: fsdp2"),
-        (("distributed.strategy=ddp", "distributed.cpu_offload=true"), "needs distributed.strategy: fsdp2"),
-        (("distributed.gather_dtype=bfloat16",), "needs distributed.strategy: fsdp2"),
+        (("distributed.hybrid=true",), "distributed.hybrid"),
+        (("distributed.strategy=ddp", "distributed.cpu_offload=true"), "distributed.cpu_offload"),
+        (("distributed.gather_dtype=bfloat16",), "distributed.gather_dtype"),
         ((FSDP2, "distributed.gather_dtype=float16"), "distributed.gather_dtype"),
-        (
-            (FSDP2, "distributed.gather_dtype=bfloat16", "model.autocast=bfloat16"),
-            "takes the place of model.autocast",
-        ),
+        ((FSDP2, "distributed.gather_dtype=bfloat16", "model.autocast=bfloat16"), "distributed.gather_dtype"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(overrides: tuple[str, ...], words: str) -> None:
-    assert words in message_of(lambda: load(*overrides))
+def test_options_that_do_not_go_together_are_refused(overrides: tuple[str, ...], key: str) -> None:
+    assert message_of(lambda: load(*overrides)).startswith(key)
 
 
 def test_the_dtype_of_gathered_shards_takes_the_place_of_autocast() -> None:

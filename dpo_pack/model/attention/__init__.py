@@ -81,31 +81,22 @@ def row_attention(
     computes, and the counters; the others are those of transformers' attention interface.
     Raises UnsupportedModelError when the model's code uses attention in a way that a row does not allow.
     """
+    obstacle, remedy = None, "use packing.mode: padded"
     if row_segments is None or row_backend is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} does not pass keyword arguments on to its attention, so the sequences "
-            "of a row cannot be kept apart; use packing.mode: padded"
-        )
-    if getattr(module, "is_causal", True) is False:  # some families have no such attribute
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends to later tokens as well, so it would see the next "
-            "sequence of a row; use a causal model"
-        )
-    if dropout > 0.0:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} runs with attention dropout {dropout}, but packed rows are exact only "
-            "without dropout; set it to 0 in the model's config.json"
-        )
-    if query.shape[0] != 1 or attention_mask is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} called attention with a batch of {query.shape[0]} rows or with its own "
-            "mask, which a packed row cannot have; use packing.mode: padded"
-        )
-    if key.shape[2] != query.shape[2]:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends to {key.shape[2]} keys in a row of {query.shape[2]} tokens; "
-            "it adds keys that belong to no sequence of the row; use packing.mode: padded"
-        )
+        obstacle = "does not pass keyword arguments on to its attention, so it would mix sequences"
+    elif getattr(module, "is_causal", True) is False:  # some families have no such attribute
+        obstacle = "attends to later tokens as well, so it would see the next sequence of a row"
+        remedy = "use a causal model"
+    elif dropout > 0.0:
+        obstacle = f"runs with attention dropout {dropout}, but packed rows are exact only without dropout"
+        remedy = "set it to 0 in the model's config.json"
+    elif query.shape[0] != 1 or attention_mask is not None:
+        obstacle = f"called attention with a batch of {query.shape[0]} rows or with its own mask"
+    elif key.shape[2] != query.shape[2]:
+        obstacle = f"attends to {key.shape[2]} keys in a row of {query.shape[2]} tokens: it adds keys"
+    if obstacle is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} {obstacle}; {remedy}")
+    assert row_segments is not None and row_backend is not None
     if seam_calls is not None:
         seam_calls.count += 1
     # The backward pass of `squeeze` only makes a view; that of `states[0]` would fill a tensor with zeros.

@@ -1,6 +1,7 @@
 """Attention on CUDA with FlashAttention's kernel for segments of any length.
 
-torch has this kernel, and so has the optional package flash-attn, which supports more models. Both take [T, H, D] queries, [K, H_kv, D] keys and values in bf16 or fp16, and return [T, H, D].
+torch has this kernel, and so has the optional package flash-attn, which supports more models. Both take
+[T, H, D] queries, [K, H_kv, D] keys and values in bf16 or fp16, and return [T, H, D].
 
 Legend: T tokens of the row, K keys of all segments (see segments.py), H heads, D head dimension.
 """
@@ -92,7 +93,7 @@ def flash_attn_obstacle() -> str | None:
 
 
 def supports_window_and_scale() -> bool:
-    """Whether the installed torch's kernel takes a sliding window and a softmax scale (torch 2.10: no)."""
+    """Whether torch's kernel takes a sliding window and a softmax scale (torch 2.10: no)."""
     return {"window_size", "scale"} <= _varlen_parameters()
 
 

@@ -55,25 +55,19 @@ def sdpa_attention(
     )
     outputs = []
     for q, k, v in parts:
-        num_queries, num_keys = len(q), len(k)
-        is_causal, short = _shape_of_mask(num_queries, num_keys, options.window)
+        num_queries, num_keys, window = len(q), len(k), options.window
+        is_causal = num_queries == num_keys and (window is None or window >= num_keys)
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
         if is_plain:
-            mask = None if is_causal else segments.mask(num_queries, num_keys, short)
+            mask = None if is_causal else segments.mask(num_queries, num_keys, window)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=options.scale
             )
         else:
-            mask = segments.mask(num_queries, num_keys, short)
+            mask = segments.mask(num_queries, num_keys, window)
             out = _eager_attention(q, k, v, mask, options)
         outputs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
-
-
-def _shape_of_mask(num_queries: int, num_keys: int, window: int | None) -> tuple[bool, int | None]:
-    """Returns (whether SDPA's `is_causal` is enough, the window or None if it hides no key)."""
-    short = window if window is not None and window < num_keys else None
-    return num_queries == num_keys and short is None, short
 
 
 def _heads_first(states: Tensor) -> Tensor:
@@ -131,9 +125,9 @@ class _CpuSegments(torch.autograd.Function):
         # Each segment's (slice of the row's queries, slice of the gathered keys).
         slices = [(slice(*of_queries), slice(*of_keys)) for of_queries, of_keys in zip(*bounds, strict=True)]
         options: list[dict[str, Any]] = []
-        for lengths in zip(segments.query_lengths, segments.key_lengths, strict=True):
-            is_causal, short = _shape_of_mask(*lengths, window)
-            bias = None if is_causal else segments.bias(*lengths, short, query.dtype)
+        for num_queries, num_keys in zip(segments.query_lengths, segments.key_lengths, strict=True):
+            is_causal = num_queries == num_keys and (window is None or window >= num_keys)
+            bias = None if is_causal else segments.bias(num_queries, num_keys, window, query.dtype)
             options.append({"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": bias, "scale": scale})
         out = torch.empty_like(query)
         log_normalizers: list[Tensor] = [out] * len(slices)

@@ -94,7 +94,7 @@ def row_delta_rule(
     def run(
         parts: list[Tensor], states: Tensor | None, starts: Tensor | None, wants_states: bool
     ) -> tuple[Tensor, Tensor | None]:
-        options = {"chunk_size": DELTA_CHUNK} if is_torch else {"cu_seqlens": starts}
+        options: dict[str, Any] = {"chunk_size": DELTA_CHUNK} if is_torch else {"cu_seqlens": starts}
         options |= {"initial_state": states, "output_final_state": wants_states}
         return function(*parts, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
 
