@@ -182,7 +182,7 @@ def attach_adapter(
             peft_model = _attach_new(model, adapter)
         else:
             peft_model = _attach_saved(model, adapter, reads_weights=reads_weights)
-    config = peft_model.peft_config[_NAME]
+    config: Any = peft_model.peft_config[_NAME]
     config.base_model_name_or_path, config.revision = local, revision
     _check_embeddings(model, key, is_new=is_new)
     from peft.tuners.lora import LoraLayer
