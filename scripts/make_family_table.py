@@ -21,8 +21,7 @@ import transformers  # noqa: E402
 from support.family_errors import Errors, bfloat16_cells, measure, prove_under_autocast  # noqa: E402
 from support.tiny_models import tiny_config  # noqa: E402
 
-from dpo_pack.model.config import routes_tokens  # noqa: E402
-from dpo_pack.model.families import FAMILIES  # noqa: E402
+from dpo_pack.model.config import FAMILIES, routes_tokens  # noqa: E402
 
 TABLE = ROOT / "docs" / "families.md"
 
@@ -131,7 +130,7 @@ SPECIAL: dict[str, str] = {
 INTRODUCTION = """\
 # Model families
 
-<!-- Written by scripts/make_family_table.py; edit dpo_pack/model/families.py or the script instead. -->
+<!-- Written by scripts/make_family_table.py; edit dpo_pack/model/config.py or the script instead. -->
 
 Any causal language model that transformers builds can be tried: before a run the
 [start-up proofs](proofs.md) decide. For the families below the outcome is known. Each was measured on a tiny

@@ -22,7 +22,7 @@ import typer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dpo_pack.model.cpu import times_transposed
+from dpo_pack.model.fast_layers import times_transposed
 from dpo_pack.model.logps import (
     HEAD_BOUNDS,
     HeadPasses,

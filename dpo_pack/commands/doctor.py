@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import dpo_pack
-from dpo_pack.model.attention import BACKENDS
-from dpo_pack.model.attention.select import AttentionNeeds, backend_obstacle
+from dpo_pack.model.attention import BACKENDS, AttentionNeeds, backend_obstacle
 from dpo_pack.proofs.rows import ProofOutcome
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import check_model, load_and_prove, resolve_model

@@ -1,9 +1,9 @@
 """Compiled layers and selective checkpointing.
 
-torch.compile, one layer at a time. All layers of one class use the same compiled function, which takes rows
-of any length. torch does not compile `row_attention`, because a row's segments (lengths as Python numbers)
-would become constants of the code. So torch compiles a layer in two parts, before and after it. Activation
-checkpointing wraps the compiled function: if torch compiled it too, it could not split the layer there.
+All layers of one class use the same compiled function, which takes rows of any length. torch does not compile
+`row_attention`, because a row's segments (lengths as Python numbers) would become constants of the code. So
+torch compiles a layer in two parts, before and after it. Activation checkpointing wraps the compiled
+function: if torch compiled it too, it could not split the layer there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dpo_pack.system.errors import RecipeError, UnsupportedModelError
+from dpo_pack.system.errors import UnsupportedModelError
 
 # Selective checkpointing. A layer keeps what takes long to compute and recomputes the rest: norms, activation
 # functions, rotary positions, casts. The kernels have other names on the CPU and in the package flash-attn.
@@ -46,11 +46,6 @@ def keep_products() -> tuple[Any, Any]:
     return contexts
 
 
-# torch compiles variants of one function: with and without gradients, autocast or an adapter, and for several
-# kinds of layers. By default it compiles 8 variants at most, and runs further variants uncompiled.
-_MOST_VARIANTS = 64
-
-
 def compiler_obstacle(device: torch.device) -> str | None:
     """Returns why torch.compile cannot be used on `device`, or None when it can."""
     names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++")
@@ -61,18 +56,9 @@ def compiler_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def check_compiler(device: torch.device) -> None:
-    """Raises RecipeError if torch.compile cannot be used on `device`."""
-    obstacle = compiler_obstacle(device)
-    if obstacle is not None:
-        raise RecipeError(f"model.compile: {obstacle}; install what is missing, or set model.compile: false")
-
-
-def compiles(setting: bool | str, model: PreTrainedModel, device: torch.device) -> bool:
-    """Returns `model.compile` as true or false; auto: on CUDA, if compiler and model allow it."""
-    if setting != "auto":
-        return bool(setting)
-    return device.type == "cuda" and compiler_obstacle(device) is None and bool(outermost_layers(model))
+def can_compile(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether the compiler on this machine and the model's code allow `compile_layers`."""
+    return compiler_obstacle(device) is None and bool(outermost_layers(model))
 
 
 def compile_layers(
@@ -89,7 +75,9 @@ def compile_layers(
             f"model.compile: {type(model).__name__} does not say what its layers are, so they cannot be "
             "compiled one by one; set model.compile: false"
         )
-    torch._dynamo.config.recompile_limit = _MOST_VARIANTS
+    # torch compiles variants of one function: with and without gradients, autocast or an adapter, and for
+    # several kinds of layers. By default it compiles 8 at most, and runs further variants uncompiled.
+    torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.suppress_errors = falls_back
     # DDP reduces gradients layer by layer anyway, so to cut a layer's code at DDP's buckets gains nothing.
     torch._dynamo.config.optimize_ddp = False

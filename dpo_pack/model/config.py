@@ -1,15 +1,33 @@
-"""Reads a model's head, attention and limits from its config, before any weight is loaded."""
+"""Reads a model's head, attention and limits from its config; the table of the families that are special.
+
+A family that is not in the table is packed, and the start-up proofs decide whether the results are exact.
+docs/families.md lists all families that are tested (by tests/model/test_families.py, with tiny models).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import transformers
 from transformers import PretrainedConfig
 
-from dpo_pack.model.attention.select import AttentionNeeds
-from dpo_pack.model.families import ATTENTION_LAYERS, layer_kinds, packing_obstacle
+from dpo_pack.model.attention import AttentionNeeds
 from dpo_pack.model.logps import HeadTransform
+from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
+
+# The config keys of a softcap on logits: of Gemma, RecurrentGemma and xLSTM.
+_LOGIT_SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_SINK_FAMILIES = frozenset(
+    {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
+)
+# In most of these families the layers scale or normalize queries or keys, so that attention does not scale.
+# Zamba 2's attention reads two hidden states side by side and scales by half of the head dimension.
+_OWN_SCALE_FAMILIES = frozenset({"gemma3n_text", "gemma4_text", "opt", "zamba2"})
+_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def head_transform(config: PretrainedConfig) -> HeadTransform:
@@ -28,10 +46,6 @@ def head_transform(config: PretrainedConfig) -> HeadTransform:
         scale *= float(values["dim_model_base"]) / float(values["hidden_size"])
     softcap = next((values[key] for key in _LOGIT_SOFTCAP_KEYS if values.get(key)), None)
     return HeadTransform(scale=scale, softcap=None if softcap is None else float(softcap))
-
-
-# The config keys of a softcap on logits: of Gemma, RecurrentGemma and xLSTM.
-_LOGIT_SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
@@ -69,16 +83,6 @@ def own_attention(config: PretrainedConfig) -> str | None:
     return None if softcap is None else "eager"
 
 
-_SINK_FAMILIES = frozenset(
-    {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
-)
-
-
-# In most of these families the layers scale or normalize queries or keys, so that attention does not scale.
-# Zamba 2's attention reads two hidden states side by side and scales by half of the head dimension.
-_OWN_SCALE_FAMILIES = frozenset({"gemma3n_text", "gemma4_text", "opt", "zamba2"})
-
-
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
     """Returns, from the config, each attention layer's sliding window; None means full attention.
 
@@ -90,7 +94,7 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
     window = effective_window(
         text.sliding_window if values.get("sliding_window") is not None else None, config
     )
-    kinds = layer_kinds(config) or ["sliding_attention"] * text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
     attend = [kind for kind in kinds if kind in ATTENTION_LAYERS or kind == "hybrid"]
     return [window if kind == "sliding_attention" else None for kind in attend]
 
@@ -104,15 +108,40 @@ def effective_window(window: int | None, config: PretrainedConfig) -> int | None
 def routes_tokens(config: PretrainedConfig) -> bool:
     """Whether the model is a mixture of experts, whose matrix products depend on all tokens of a row."""
     values = config.get_text_config().to_dict()
-    return any(_mean(values.get(key) or 0) > 1 for key in _NUM_EXPERTS_KEYS)
+    return any(np.mean(values.get(key) or 0) > 1 for key in _NUM_EXPERTS_KEYS)
+
+
+def num_recurrent_calls(config: PretrainedConfig) -> int:
+    """Returns how many calls of functions of `recurrence/` one forward of a packed row must make."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    family = FAMILIES.get(config.get_text_config().model_type, _PLAIN)
+    return family.functions * sum(kind in RECURRENT_LAYERS for kind in kinds)
 
 
 def check_packs(config: PretrainedConfig) -> None:
-    """Raises UnsupportedModelError if rows of the config's family cannot be packed. Needs no weights."""
-    obstacle = packing_obstacle(config)
-    if obstacle is not None:
-        family = config.get_text_config().model_type
-        raise UnsupportedModelError(f"{family} cannot be packed: {obstacle}; use packing.mode: padded")
+    """Raises UnsupportedModelError if rows of the config's family cannot be packed. Needs no weights.
+
+    A family that is refused for its recurrent layers can be packed if a config names only attention layers.
+    """
+    text = config.get_text_config()
+    family = FAMILIES.get(text.model_type, _PLAIN)
+    layers = set(text.to_dict().get("layer_types") or ())
+    others = layers - ATTENTION_LAYERS
+    unknown = others - (RECURRENT_LAYERS | _NO_MIXING_LAYERS if family.functions else set())
+    is_refused = family.reason is not None and (others or not layers)
+    release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+    if is_refused and (family.kernel is None or isinstance(import_kernel(KERNELS[family.kernel]), str)):
+        obstacle = family.reason
+    elif release < family.since:
+        obstacle = (
+            f"in transformers {transformers.__version__} its layers do not pass a row's layout on; install "
+            "transformers {}.{} or newer".format(*family.since)
+        )
+    elif unknown:
+        obstacle = f"its {', '.join(sorted(unknown))} layers mix the sequences of a row outside attention"
+    else:
+        return
+    raise UnsupportedModelError(f"{text.model_type} cannot be packed: {obstacle}; use packing.mode: padded")
 
 
 def check_positions(config: PretrainedConfig, longest_sequence: int) -> None:
@@ -170,48 +199,93 @@ def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: 
 
 
 # Config keys of dropout rates. Layers that recompute activations are in training mode, where they would act.
-_DROPOUT_KEYS = frozenset(
-    {
-        "activation_dropout",
-        "attention_dropout",
-        "attention_probs_dropout_prob",
-        "attn_pdrop",
-        "dropout",
-        "embd_pdrop",
-        "embedding_dropout",
-        "ffn_dropout",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "layerdrop",
-        "resid_pdrop",
-        "residual_dropout",
-    }
+_DROPOUT_KEYS = (
+    *("activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout"),
+    *("embd_pdrop", "embedding_dropout", "ffn_dropout", "hidden_dropout", "hidden_dropout_prob"),
+    *("layerdrop", "resid_pdrop", "residual_dropout"),
 )
-
-
 # In evaluation mode RWKV halves the weights of every n-th layer in place, and xLSTM computes long batches in
 # blocks, without gradients. These values switch both off.
 _INFERENCE_SETTINGS = {"rescale_every": 0, "max_inference_chunksize": 2**31 - 1}
 
 
-def training_settings(config: PretrainedConfig) -> dict[str, float]:
-    """Returns config keys with the values that they get in training: no dropout, no inference shortcuts."""
-    values = config.get_text_config().to_dict()
-    dropout = dict.fromkeys((key for key in sorted(_DROPOUT_KEYS) if values.get(key)), 0.0)
-    return dropout | {key: value for key, value in _INFERENCE_SETTINGS.items() if values.get(key)}
-
-
-_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+def replace_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """Switches dropout and inference shortcuts off, in place; returns the keys' values before."""
+    text = config.get_text_config()
+    settings = dict.fromkeys(_DROPOUT_KEYS, 0.0) | _INFERENCE_SETTINGS
+    replaced = {key: value for key, value in text.to_dict().items() if key in settings and value}
+    text.update({key: settings[key] for key in replaced})
+    return replaced
 
 
 def count_experts(values: dict[str, Any]) -> tuple[float, float]:
-    """Returns (routed experts of a layer, experts that one token uses); (1, 1) if the config names none."""
-    num_experts = next((_mean(values[key]) for key in _NUM_EXPERTS_KEYS if values.get(key)), 1.0)
-    num_active = next((_mean(values[key]) for key in _ACTIVE_EXPERTS_KEYS if values.get(key)), num_experts)
-    return num_experts, num_active
+    """Returns (routed experts of a layer, experts that one token uses); (1, 1) if the config names none.
+
+    If a config has one number for each layer (Hunyuan), these are means over layers.
+    """
+    num_experts = next((np.mean(values[key]) for key in _NUM_EXPERTS_KEYS if values.get(key)), 1.0)
+    num_active = next((np.mean(values[key]) for key in _ACTIVE_EXPERTS_KEYS if values.get(key)), num_experts)
+    return float(num_experts), float(num_active)
 
 
-def _mean(value: float | list[float]) -> float:
-    """Returns the value, or the mean over layers if a config has one number for each layer (Hunyuan)."""
-    return sum(value) / len(value) if isinstance(value, list) else float(value)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What is special about one `model_type` of transformers."""
+
+    reason: str | None = None  # why its rows cannot be packed
+    kernel: str | None = None  # where this one of recurrence/ can be imported, they can
+    # How many functions of recurrence/ a recurrent layer calls: usually 2, a convolution and a recurrence.
+    functions: int = 0
+    # The first release of transformers whose layers pass a row's layout on; older ones cannot be packed.
+    since: tuple[int, int] = (0, 0)
+
+
+# Layers in which tokens depend on other tokens only through attention.
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# Layers that carry a state from token to token, in families that `recurrence/` can compute. A "hybrid" layer
+# also has attention.
+RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid"})
+_NO_MIXING_LAYERS = frozenset({"mlp", "moe"})  # Nemotron-H counts its feed-forward blocks as layers
+
+
+_MAMBA1 = "a shared prompt ends in a state, and transformers' code for Mamba 1 cannot start from one"
+_NOT_WRITTEN = "dpo-pack has no code for its recurrence, which would mix the sequences of a row"
+_OWN_ATTENTION = "its own code computes the attention, and does not take a row's layout"
+_SELECTS = "its attention selects tokens, and its n-grams join tokens, across the sequences of a row"
+_NEEDS_FLA = "its delta attention is packed only on CUDA with flash-linear-attention, which is not installed"
+_DROPS_ARGUMENTS = "its layers do not pass a row's layout on to their attention"
+
+_PLAIN = Family()
+FAMILIES: dict[str, Family] = {
+    "bailing_hybrid": Family(functions=2, kernel="chunk_kimi_delta_attention", reason=_NEEDS_FLA),
+    "bamba": Family(functions=2),
+    "falcon_h1": Family(functions=2, since=(5, 16)),
+    "granitemoehybrid": Family(functions=2),
+    "kimi_linear": Family(functions=2, kernel="chunk_kimi_delta_attention", reason=_NEEDS_FLA),
+    "lfm2": Family(functions=1, since=(5, 22)),
+    "lfm2_moe": Family(functions=1, since=(5, 22)),
+    "lfm3": Family(functions=1),
+    "mamba2": Family(functions=2, since=(5, 17)),
+    "nemotron_h": Family(functions=2, since=(5, 17)),
+    "olmo_hybrid": Family(functions=2),
+    "qwen3_5_moe_text": Family(functions=2),
+    "qwen3_5_text": Family(functions=2),
+    "qwen3_next": Family(functions=2),
+    "zamba2": Family(functions=2),
+    "bloom": Family(reason=_OWN_ATTENTION),
+    "codegen": Family(reason=_OWN_ATTENTION),
+    "falcon": Family(reason=_OWN_ATTENTION),
+    "falcon_mamba": Family(reason=_MAMBA1),
+    "gpt_neo": Family(reason=_OWN_ATTENTION),
+    "gptj": Family(reason=_OWN_ATTENTION),
+    "jamba": Family(reason=_MAMBA1),
+    "mamba": Family(reason=_MAMBA1),
+    "minimax": Family(reason=_NOT_WRITTEN),
+    "mpt": Family(reason=_OWN_ATTENTION),
+    "nemotron": Family(reason=_DROPS_ARGUMENTS),
+    "qwen4_exp_text": Family(reason=_SELECTS),
+    "recurrent_gemma": Family(reason=_NOT_WRITTEN),
+    "rwkv": Family(reason=_NOT_WRITTEN),
+    "stablelm": Family(reason=_DROPS_ARGUMENTS),
+    "xlstm": Family(reason=_NOT_WRITTEN),
+}

@@ -34,40 +34,20 @@ from dpo_pack.system.files import add_to_json, read_json
 NUMERICS_VERSION = 1
 
 # Config fields that no log-prob depends on. Every other field, known to us or not, is part of a namespace.
-_IRRELEVANT_CONFIG = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
+_IRRELEVANT_CONFIG = (
+    *("_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label"),
+    *("initializer_range", "label2id", "output_attentions", "output_hidden_states", "pad_token_id"),
+    *("problem_type", "return_dict", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache"),
 )
 # Fields of a PEFT adapter's config about the adapter's origin and training, not about its computation.
-_IRRELEVANT_ADAPTER_CONFIG = frozenset(
-    {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"}
+_IRRELEVANT_ADAPTER_CONFIG = (
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version"),
+    "revision",
 )
 # Lists that peft writes from sets, so that their order differs from process to process.
-_UNORDERED_ADAPTER_CONFIG = frozenset({"exclude_modules", "modules_to_save", "target_modules"})
+_UNORDERED_ADAPTER_CONFIG = ("exclude_modules", "modules_to_save", "target_modules")
 # Stem and suffix of weight files, in the order in which transformers looks for them.
 _WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
-# Modules of transformers that models use without an import of their own: masks and attention of padded rows,
-# scaled rotary frequencies. `_IMPORTED` matches the names of modules that models import.
-_PADDED = ("transformers.masking_utils", "transformers.integrations.sdpa_attention")
-_ROTARY = "transformers.modeling_rope_utils"
-_IMPORTED = re.compile(r"transformers\.(integrations\.|models\..*\.modeling_).*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +72,7 @@ def reference_namespace(
     """Returns all that a reference log-prob depends on, except the token ids, as a JSON object.
 
     `architecture` is the model without its weights. The file `memo_path` keeps hashes of tensors, so that an
-    unchanged model is not read again. `adapter` is the directory of a PEFT adapter that is part of the
-    reference. Raises ModelError when weights are missing or unreadable.
+    unchanged model is not read again. Raises ModelError when weights are missing or unreadable.
     """
     namespace = {
         "numerics_version": NUMERICS_VERSION,
@@ -226,16 +205,18 @@ def modelling_source(model: PreTrainedModel) -> str:
 
     These are the files of its classes; for remote code, also the files that it imports from its own package;
     and of transformers the masks, the integrations and other models' functions that the model calls. Files of
-    torch do not count: its versions differ by rounding only. Packed and padded rows use the same log-probs.
+    torch do not count: its versions differ by rounding only.
     """
-    names = {*_PADDED, *(type(part).__module__ for part in model.modules())}
-    # `_ROTARY` computes scaled frequencies only; without scaling the model's own file computes them.
+    names = {type(part).__module__ for part in model.modules()}
+    # Models use these without an import of their own, the last one only to scale rotary frequencies.
+    names |= {"transformers.masking_utils", "transformers.integrations.sdpa_attention"}
     if any(kind.get("rope_type", "default") != "default" for kind in rotary_kinds(model.config)):
-        names.add(_ROTARY)
+        names.add("transformers.modeling_rope_utils")
     modules = [importlib.import_module(name) for name in names if name.partition(".")[0] != "torch"]
     values = (value for module in modules for value in vars(module).values())
     called = {str(getattr(value, "__module__", "")) for value in values}
-    modules += [importlib.import_module(name) for name in called if _IMPORTED.fullmatch(name)]
+    ours = re.compile(r"transformers\.(integrations\.|models\..*\.modeling_).*")
+    modules += [importlib.import_module(name) for name in called if ours.fullmatch(name)]
     files = {Path(module.__file__) for module in modules if module.__file__}
     for module in modules:
         # Not all files of the directory: transformers copies remote code there beside files of other use.

@@ -24,13 +24,16 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
-from dpo_pack.model.attention.select import BackendChoice, select_backend
+from dpo_pack.model.attention import (
+    ATTENTION_NAME,
+    BACKENDS,
+    BackendChoice,
+    register_attention,
+    select_backend,
+)
 from dpo_pack.model.compiling import keep_products
-from dpo_pack.model.config import attention_needs, check_packs, own_attention, training_settings
-from dpo_pack.model.cpu import speed_up_linears
-from dpo_pack.model.last_layer import trim_last_layer
-from dpo_pack.model.liger import apply_liger
+from dpo_pack.model.config import attention_needs, check_packs, own_attention, replace_settings
+from dpo_pack.model.fast_layers import apply_liger, speed_up_linears, trim_last_layer
 from dpo_pack.model.logps import WantedStatistics
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.quantize import Quantization, compute_restored, quantization_settings
@@ -51,8 +54,7 @@ def load_config(
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if num_layers is not None and num_layers < 1:
         raise ModelError(
-            f"{recipe_key}: the config.json of {path} has num_hidden_layers: {num_layers}, and a model has "
-            "at least 1 layer; correct it"
+            f"{recipe_key}: the config.json of {path} has num_hidden_layers: {num_layers}; correct it"
         )
     return config
 
@@ -60,7 +62,7 @@ def load_config(
 def load_tokenizer(
     path: str, *, revision: str | None, trust_remote_code: bool, chat_template: Path | None, recipe_key: str
 ) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer. The file `chat_template` replaces its template. Raises ModelError if this fails."""
+    """Loads a tokenizer. The file `chat_template` replaces its template. Raises ModelError."""
     check_model(path, revision, recipe_key)
     with load_errors(path, recipe_key):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -94,29 +96,24 @@ def load_model(
     quantize: Quantization | None = None,
     config: PretrainedConfig | None = None,
 ) -> LoadedModel:
-    """Loads a causal LM for packed rows or padded batches.
+    """Loads a causal LM for packed rows or padded batches, with a new or a saved adapter if given.
 
-    With an `adapter`, new or the directory of a saved one, only the adapter is trained. The model will run on
-    `device`; its weights are first put on `weights_on` (None: on `device`; on the meta device they are not
-    read). `config` is the model's config if the caller has loaded it; it does not change. Raises ModelError
+    The model will run on `device`; its weights are first put on `weights_on` (None: on `device`; on the meta
+    device they are not read). `config` is the model's config if the caller has loaded it. Raises ModelError
     when loading fails or a weight is missing, UnsupportedModelError when the model cannot be exact.
     """
     weights_on = weights_on or device
-    reads_weights = weights_on.type != "meta"
-    config = copy.deepcopy(config)
-    if config is None:
-        config = load_config(
-            path, revision=revision, trust_remote_code=trust_remote_code, recipe_key=recipe_key
-        )
+    config = copy.deepcopy(config) or load_config(
+        path, revision=revision, trust_remote_code=trust_remote_code, recipe_key=recipe_key
+    )
     own = own_attention(config)
     name = "model's own" if own is None else f"model's own, {own}"  # part of the key of cached log-probs
     choice = BackendChoice(name=name, reason="padded batches need no layout")
     if packed:
         check_packs(config)
         register_attention()
-        choice = select_backend(
-            attention, attention_needs(config), device=device, dtype=precision.activations
-        )
+        needs = attention_needs(config)
+        choice = select_backend(attention, needs, device=device, dtype=precision.activations)
     replaced = replace_settings(config)
     options: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
@@ -125,25 +122,17 @@ def load_model(
     }
     if quantize is not None:
         options["quantization_config"] = quantization_settings(quantize)
-    if reads_weights:
-        # We read weights directly onto a CUDA device. Otherwise each process would hold a copy on the CPU.
-        # Without a map transformers puts quantised weights onto the first GPU, in every process.
-        has_map = weights_on.type == "cuda" or quantize is not None
-        options["device_map"] = {"": weights_on} if has_map else None
-        model = _read_model(path, config, recipe_key=recipe_key, revision=revision, **options)
-    else:
-        model = _empty_model(path, config, recipe_key=recipe_key, **options)
-    if getattr(model, "is_quantized", False):
-        compute_restored(model)
+    with load_errors(path, recipe_key), quiet_transformers():
+        model = _build_model(path, config, weights_on, recipe_key=recipe_key, revision=revision, **options)
+    reads_weights = weights_on.type != "meta"
     attached = None
     if adapter is not None:
         attached = attach_adapter(
             model, adapter, base=path, revision=revision, recipe_key=recipe_key, reads_weights=reads_weights
         )
-    backend = BACKENDS[choice.name] if packed else None
     scorer = CompletionLogps(
         model,
-        backend=backend,
+        backend=BACKENDS[choice.name] if packed else None,
         autocast=precision.autocast,
         gather_dtype=precision.gathered,
         adapter=attached,
@@ -165,19 +154,33 @@ def load_model(
     return LoadedModel(scorer=scorer, attention=choice, replaced=replaced)
 
 
-def replace_settings(config: PretrainedConfig) -> dict[str, Any]:
-    """Changes the config to `training_settings`, in place; returns the values that these keys had before."""
-    text, settings = config.get_text_config(), training_settings(config)
-    replaced = {key: text.to_dict()[key] for key in settings}
-    text.update(settings)
-    return replaced
-
-
-def _read_model(path: str, config: PretrainedConfig, *, recipe_key: str, **options: Any) -> PreTrainedModel:
-    with load_errors(path, recipe_key), quiet_transformers():
-        loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
-            path, config=config, output_loading_info=True, **options
-        )
+def _build_model(
+    path: str,
+    config: PretrainedConfig,
+    weights_on: torch.device,
+    *,
+    recipe_key: str,
+    revision: str | None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Reads the model; on the meta device its parameters have no values, but its buffers have."""
+    if weights_on.type == "meta":
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, **options)
+        assert isinstance(model, PreTrainedModel)
+        model.tie_weights()  # parameters that were tied are separate ones on the meta device
+        return model
+    # We read weights directly onto a CUDA device. Otherwise each process would hold a copy on the CPU.
+    # Without a map transformers puts quantised weights onto the first GPU, in every process.
+    has_map = weights_on.type == "cuda" or "quantization_config" in options
+    loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
+        path,
+        config=config,
+        revision=revision,
+        device_map={"": weights_on} if has_map else None,
+        output_loading_info=True,
+        **options,
+    )
     model, loading = loaded
     assert isinstance(model, PreTrainedModel)
     if loading["missing_keys"]:
@@ -186,19 +189,12 @@ def _read_model(path: str, config: PretrainedConfig, *, recipe_key: str, **optio
             f"{recipe_key}: the weights in {path} lack {len(missing)} of {type(model).__name__}'s tensors "
             f"(first: {missing[0]}), which would start with random values; give a model with complete weights"
         )
+    if getattr(model, "is_quantized", False):
+        compute_restored(model)
     return model
 
 
-def _empty_model(path: str, config: PretrainedConfig, *, recipe_key: str, **options: Any) -> PreTrainedModel:
-    """Builds the model with parameters on the meta device (without values); its buffers have values."""
-    with load_errors(path, recipe_key), quiet_transformers(), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, **options)
-    assert isinstance(model, PreTrainedModel)
-    model.tie_weights()  # parameters that were tied are separate ones on the meta device
-    return model
-
-
-def _checkpoint_activations(model: PreTrainedModel, *, keeps_products: bool = False) -> None:
+def _checkpoint_activations(model: PreTrainedModel, *, keeps_products: bool) -> None:
     """Makes layers recompute activations; with `keeps_products` all but matrix products and attention."""
     settings: dict[str, Any] = {"use_reentrant": False}
     if keeps_products:
@@ -218,10 +214,9 @@ def save_model(
     *,
     state: dict[str, Tensor] | None = None,
 ) -> None:
-    """Writes weights, configs and tokenizer into `target` in the format that `from_pretrained` reads.
+    """Writes weights (or only the adapter), configs and tokenizer as `from_pretrained` reads them.
 
-    For a model with an adapter, writes the adapter and the tokenizer only. For a sharded model, `state`
-    holds its whole tensors.
+    For a sharded model, `state` holds its whole tensors.
     """
     with quiet_transformers():
         if loaded.adapter is not None:

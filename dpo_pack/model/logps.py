@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dpo_pack.model.cpu import times_transposed
+from dpo_pack.model.fast_layers import times_transposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +54,11 @@ class HeadBounds:
     chunk_bytes: int  # size of a chunk's two [C, V] buffers in fp32; but a chunk has at least one token
     kept_bytes: int  # size of the softmax weights that we keep, so that the backward pass can reuse them
 
-    def tokens_in_chunk(self, vocabulary_bytes: int) -> int:
-        """Returns C. `vocabulary_bytes` is the size of one token's logits."""
-        return max(1, min(self.chunk_tokens, self.chunk_bytes // (2 * vocabulary_bytes)))
-
 
 # Each chunk reads the head's whole weight, and in the backward pass reads and writes its gradient. If a chunk
 # has few tokens, this takes longer than the products (on an H200, computed: below about 200 tokens). On a CPU
 # chunks of more than 256 tokens are not faster (`scripts/measure_settings.py head-chunks`), and kept softmax
-# weights save one of four products. With a vocabulary of 152,064 a chunk on CUDA has 882 tokens.
+# weights save one of four products.
 HEAD_BOUNDS = {
     "cpu": HeadBounds(chunk_tokens=256, chunk_bytes=256 * 2**20, kept_bytes=512 * 2**20),
     "cuda": HeadBounds(chunk_tokens=8192, chunk_bytes=2**30, kept_bytes=0),
@@ -85,12 +81,11 @@ def token_logps(
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] int64 -> ([N] fp32 log-probs, statistics).
     Differentiable in hidden, weight and bias. Matrix products are in `compute_dtype`, because autocast has no
-    effect in an autograd Function's backward; the log-softmax is in fp32 (float64 if the products are).
-    `passes` replaces the functions between the products, see `compile_head`. The backward pass computes a
-    chunk's logits again, unless the chunk's softmax was kept or the head is frozen.
+    effect in an autograd Function's backward; the log-softmax is in fp32 (float64 if the products are). The
+    backward pass computes a chunk's logits again, unless its softmax was kept or the head is frozen.
     """
     vocabulary_bytes = weight.shape[0] * max(4, weight.element_size())
-    chunk_tokens = bounds.tokens_in_chunk(vocabulary_bytes)
+    chunk_tokens = max(1, min(bounds.chunk_tokens, bounds.chunk_bytes // (2 * vocabulary_bytes)))
     if not torch.is_grad_enabled():
         # An autograd Function cannot see that gradients are off, and would keep tensors for a backward pass.
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -104,9 +99,9 @@ def token_logps(
 
 
 def sequence_sums(token_values: Tensor, lengths: Tensor) -> Tensor:
-    """Adds up each sequence's tokens: [N] values and [S] lengths -> [S] sums.
+    """Adds up each sequence's tokens: [N] values, [S] lengths -> [S] sums in float64.
 
-    In float64, because a reward is a small difference of two large sums.
+    A reward is a small difference of two large sums.
     """
     # `unsafe` skips a check of the lengths: the check would wait for the device.
     return torch.segment_reduce(token_values.double(), "sum", lengths=lengths, unsafe=True)
@@ -137,13 +132,14 @@ class _ChunkedLogps(torch.autograd.Function):
         hidden, head_weight = hidden.to(dtype), weight.to(dtype)
         num_tokens = len(targets)
         # `logps` must not be a view of another tensor, because FSDP2 puts its backward hook on it.
-        logps = torch.empty(num_tokens, dtype=softmax_dtype(dtype), device=hidden.device)
+        logps = torch.empty(num_tokens, dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
         statistics = logps.new_full((4, num_tokens), torch.nan)
         log_normalizer = torch.empty_like(logps)
         # d logp / d hidden. When the head is frozen, the backward pass needs no other tensor.
         direction = torch.empty_like(hidden) if needs_hidden and not trains_head else None
         kept: list[tuple[Tensor, Tensor | None]] = []
-        for number, chunk in enumerate(_chunks(num_tokens, chunk_tokens)):
+        for number, start in enumerate(range(0, num_tokens, chunk_tokens)):
+            chunk = slice(start, start + chunk_tokens)
             keeps = trains_head and number < kept_chunks
             result = passes.forward(
                 times_transposed(hidden[chunk], head_weight),
@@ -184,12 +180,13 @@ class _ChunkedLogps(torch.autograd.Function):
         log_normalizer: Tensor = ctx.log_normalizer
         transform: HeadTransform = ctx.transform
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = softmax_dtype(ctx.dtype)
+        wide = torch.promote_types(ctx.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Gradients of chunks add up in fp32: in bf16 a sum over many chunks would lose its small terms.
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-        for number, chunk in enumerate(_chunks(len(targets), ctx.chunk_tokens)):
+        for number, start in enumerate(range(0, len(targets), ctx.chunk_tokens)):
+            chunk = slice(start, start + ctx.chunk_tokens)
             grad = grad_logps[chunk] * transform.scale
             if number < len(ctx.kept):
                 softmax, slope = ctx.kept[number]
@@ -221,10 +218,6 @@ class _ChunkedLogps(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 7,
         )
-
-
-def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    return [slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens)]
 
 
 class ChunkResult(NamedTuple):
@@ -305,7 +298,7 @@ def _chunk_backward(
 
 def _logits(product: Tensor, bias: Tensor | None, transform: HeadTransform) -> tuple[Tensor, Tensor | None]:
     """Returns logits [C, V] in fp32 or float64, and the softcap's derivative [C, V] (None: no softcap)."""
-    logits = product.to(softmax_dtype(product.dtype))
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
     if bias is not None:
         logits += bias
     if transform.scale != 1.0:
@@ -330,10 +323,7 @@ def logit_grad(softmax: Tensor, targets: Tensor, grad_logps: Tensor, slope: Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPasses:
-    """The computations on a chunk of logits between two matrix products.
-
-    The default functions need little memory, but read the chunk more often than those of `compile_head`.
-    """
+    """The computations on a chunk of logits between two matrix products."""
 
     forward: Callable[..., ChunkResult] = _chunk_forward
     backward: Callable[..., tuple[Tensor, Tensor | None]] = _chunk_backward
@@ -342,11 +332,7 @@ class HeadPasses:
 def compile_head(*, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False) -> HeadPasses:
     """Compiles `HeadPasses`, which then read a chunk's logits only twice forward and once backward.
 
-    With `falls_back`, torch runs them uncompiled where it cannot compile them, as `compile_layers` says.
+    `falls_back` is that of `compile_layers`.
     """
     compiled = functools.partial(torch.compile, backend=backend, fullgraph=not falls_back)
     return HeadPasses(forward=compiled(_chunk_forward), backward=compiled(_chunk_backward))
-
-
-def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

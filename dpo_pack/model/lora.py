@@ -24,12 +24,12 @@ from transformers import PreTrainedModel
 
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import read_json
+from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import install_command
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModelForCausalLM
 
-ADAPTER_CONFIG = "adapter_config.json"
 # Families in which peft refuses adapters of the projection behind the recurrence (`out_proj`), because
 # kernels of mamba-ssm read its weight directly.
 _MAMBA_FAMILIES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
@@ -116,8 +116,7 @@ class Adapter:
     def merge(self) -> PreTrainedModel:
         """Adds the adapter to the base's weights and returns the base. Raises ModelError if this fails."""
         with _one_line(f"cannot merge the adapter into {self.base}"):
-            merged = self.peft_model.merge_and_unload(safe_merge=True)
-        assert isinstance(merged, PreTrainedModel)
+            merged: PreTrainedModel = self.peft_model.merge_and_unload(safe_merge=True)
         return merged
 
 
@@ -127,16 +126,12 @@ def require_peft(key: str) -> None:
         raise ModelError(f"{key}: an adapter needs peft, which is not installed; {install_command('peft')}")
 
 
-def is_adapter(path: str | Path) -> bool:
-    """Returns whether a local directory holds a peft adapter."""
-    return (Path(path) / ADAPTER_CONFIG).is_file()
-
-
 def read_adapter(directory: Path, key: str) -> SavedAdapter:
     """Reads an adapter's config. Raises ModelError if the adapter cannot be used; the error names `key`."""
-    config: _AdapterConfig | None = read_json(directory / ADAPTER_CONFIG, _AdapterConfig)
+    file = directory / "adapter_config.json"
+    config: _AdapterConfig | None = read_json(file, _AdapterConfig)
     if config is None:
-        raise ModelError(f"{key}: {directory / ADAPTER_CONFIG} cannot be read; save the adapter again")
+        raise ModelError(f"{key}: {file} cannot be read; save the adapter again")
     if config.peft_type != "LORA" or config.alora_invocation_tokens:
         kind = "aLoRA" if config.alora_invocation_tokens else config.peft_type
         raise ModelError(
@@ -145,8 +140,7 @@ def read_adapter(directory: Path, key: str) -> SavedAdapter:
     base = config.base_model_name_or_path
     if not base:
         raise ModelError(
-            f"{key}: {directory / ADAPTER_CONFIG} does not name the model it belongs to; set its "
-            "base_model_name_or_path"
+            f"{key}: {file} does not name the model it belongs to; set its base_model_name_or_path"
         )
     if is_adapter(base):
         raise ModelError(f"{key}: {directory} is an adapter of another adapter, {base}; merge that one first")
@@ -175,8 +169,8 @@ def attach_adapter(
 ) -> Adapter:
     """Puts a new or a saved adapter into `model`, in place; after that, only the adapter is trained.
 
-    `base` and `revision` name the source of the model. Without `reads_weights`, the adapter's parameters are
-    on the meta device. Raises ModelError when the adapter does not fit or would not be exact.
+    `base` and `revision` name the source of the model. Without `reads_weights`, the adapter's parameters have
+    no values. Raises ModelError when the adapter does not fit or would not be exact.
     """
     require_peft(recipe_key)
     is_new = isinstance(adapter, LoraSettings)
@@ -188,7 +182,7 @@ def attach_adapter(
             peft_model = _attach_new(model, adapter)
         else:
             peft_model = _attach_saved(model, adapter, reads_weights=reads_weights)
-    config = peft_model.peft_config[_NAME]
+    config: Any = peft_model.peft_config[_NAME]
     config.base_model_name_or_path, config.revision = local, revision
     _check_embeddings(model, key, is_new=is_new)
     from peft.tuners.lora import LoraLayer
@@ -201,25 +195,21 @@ def attach_adapter(
         is_new=is_new,
         # A saved adapter trains without dropout.
         dropouts=tuple(part for part in dropouts if is_new and isinstance(part, nn.Dropout)),
-        left_out=_left_out(model, adapter) if isinstance(adapter, LoraSettings) else (),
+        left_out=tuple(config.exclude_modules or ()) if is_new else (),
     )
-
-
-def _left_out(model: PreTrainedModel, settings: LoraSettings) -> tuple[str, ...]:
-    is_refused = model.config.model_type in _MAMBA_FAMILIES and isinstance(settings.target_modules, str)
-    return ("out_proj",) if is_refused else ()
 
 
 def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> PeftModelForCausalLM:
     from peft import LoraConfig, PeftModelForCausalLM
 
     targets = settings.target_modules
+    is_refused = model.config.model_type in _MAMBA_FAMILIES and isinstance(targets, str)
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor; peft's annotation is too narrow
         lora_dropout=settings.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=list(_left_out(model, settings)) or None,
+        exclude_modules=["out_proj"] if is_refused else None,
         task_type="CAUSAL_LM",
     )
     # peft draws A on the CPU, so that the seed alone decides the adapter, not the device.
@@ -267,13 +257,10 @@ def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None
             f"{key}: the adapter changes the embeddings or the output head, which are one tensor in this "
             "model, so a merged model would compute something else; leave embed_tokens and lm_head out"
         )
-    is_low_rank = (
-        isinstance(head, LoraLinear)
-        and not head.lora_variant
-        and not head.lora_bias[_NAME]
-        and not (is_new and isinstance(head.lora_dropout[_NAME], nn.Dropout))
-    )
-    if changes_head and not is_low_rank and not isinstance(head, ModulesToSaveWrapper):
+    is_plain = isinstance(head, ModulesToSaveWrapper)
+    if isinstance(head, LoraLinear) and not head.lora_variant and not head.lora_bias[_NAME]:
+        is_plain = not (is_new and isinstance(head.lora_dropout[_NAME], nn.Dropout))
+    if changes_head and not is_plain:
         raise ModelError(
             f"{key}: the adapter changes the output head in a way that is not supported here (supported: "
             "modules_to_save, and plain LoRA without dropout); leave the head out of target_modules"
@@ -287,6 +274,5 @@ def _one_line(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # the adapter's files decide the error's class
         is_pickle = isinstance(error, pickle.UnpicklingError)
-        reason = first_line(error) if is_pickle else " ".join(str(error).split()) or type(error).__name__
-        reason = reason if len(reason) <= 200 else f"{reason[:200]}..."
-        raise ModelError(f"{what}: {reason.rstrip('.')}") from error
+        reason = first_line(error) if is_pickle else " ".join(str(error).split())[:200]
+        raise ModelError(f"{what}: {reason.rstrip('.') or type(error).__name__}") from error

@@ -1,7 +1,7 @@
 """Several ranks (processes) train one model: each has a whole copy (DDP) or a shard (torch's FSDP2).
 
-Both average gradients over ranks where a step needs sums, so `accumulate_gradients` multiplies by the number
-of ranks. docs/distributed.md compares them and their costs.
+Both average gradients over ranks where a step needs sums, so `accumulate_gradients` multiplies by their
+number. docs/distributed.md compares them and their costs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ def distribute_policy(
 ) -> DistributedPolicy:
     """Turns the ranks' scorers into one policy that all ranks train together. Every rank must call it.
 
-    With the strategy ddp, accelerate's `accelerator` wraps the scorer; None: a new one without settings.
     A sharded scorer reduces gradients after each row, with `accumulate_unsharded` after a step's last row.
     With `stays_gathered` each rank gathers the shards once a step, and holds all weights until its end.
     """
@@ -158,18 +157,19 @@ def _unsharded_gradients(scorer: Any) -> Iterator[None]:
 def _gathered(scorer: Any) -> Iterator[None]:
     """Context in which ranks keep the weights that they gather; at its end they are freed."""
     sharded = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
-    layers = [module for module in sharded if module is not scorer]
-    scorer.stays_gathered = True
-    scorer.set_reshard_after_backward(False)
-    for layer in layers:
-        layer.set_reshard_after_forward(False, recurse=False)
+
+    def set_reshard(frees: bool) -> None:
+        scorer.stays_gathered = not frees
+        scorer.set_reshard_after_backward(frees)
+        for module in sharded:
+            if module is not scorer:
+                module.set_reshard_after_forward(frees, recurse=False)
+
+    set_reshard(False)
     try:
         yield
     finally:
-        scorer.stays_gathered = False
-        scorer.set_reshard_after_backward(True)
-        for layer in layers:
-            layer.set_reshard_after_forward(True, recurse=False)
+        set_reshard(True)
         for module in sharded:
             module.reshard()
 
@@ -177,11 +177,9 @@ def _gathered(scorer: Any) -> Iterator[None]:
 def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.device) -> None:
     """Turns every parameter into a DTensor of rank 0's values, in place. Every rank must call it.
 
-    Rank 0 has the weights; on other ranks parameters may be on the meta device. Rank 0 sends the values layer
-    by layer, so other ranks never hold more than one whole layer. A layer gathers its weights for its own
-    forward and backward; the scorer's forward gathers the others: embeddings, the last norm, the head.
-
-    Raises UnsupportedModelError if the model's layers, tensors or dtypes do not allow sharding.
+    On other ranks parameters may be on the meta device: rank 0 sends the values layer by layer. A layer
+    gathers its weights for its own forward and backward; the scorer's forward gathers the others. Raises
+    UnsupportedModelError if the model's layers, tensors or dtypes do not allow sharding.
     """
     assert strategy.mesh is not None
     model = scorer.model
@@ -222,9 +220,8 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
 def _send_as_cast(layer: Any, dtype: torch.dtype) -> None:
     """Makes ranks send the weights of a layer's linear modules in autocast's `dtype`, half as many bytes.
 
-    A gathered weight has its own dtype again. Its values are rounded, but under autocast a linear module
-    rounds them anyway. torch looks for a shard's two functions when it makes the shards, so we let it look
-    again with `_init_extensions`; without this method of torch, weights are sent as they are.
+    A linear module rounds them anyway. torch looks for a shard's two functions when it makes the shards, so
+    we let it look again with `_init_extensions`; without this method of torch, weights are sent as they are.
     """
     linear = [module for module in layer.modules() if type(module) is nn.Linear]
     cast = {id(parameter) for module in linear for parameter in module.parameters(recurse=False)}
@@ -241,13 +238,7 @@ def _send_as_cast(layer: Any, dtype: torch.dtype) -> None:
 
 
 def _cast_shard(
-    shard: Tensor,
-    dtype: torch.dtype,
-    mesh: DeviceMesh,
-    outer_size: torch.Size,
-    outer_stride: tuple[int, ...],
-    module: nn.Module,
-    mp_policy: MixedPrecisionPolicy,
+    shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh, outer_size: torch.Size, *others: Any
 ) -> tuple[tuple[Tensor, ...], None]:
     """Returns this rank's shard in `dtype`, filled up with zeros because all ranks must send equal sizes."""
     num_lines = -(-outer_size[0] // mesh.size(-1))
@@ -261,10 +252,8 @@ def _widen_gathered(
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """Writes the gathered weight to `out`. If `out` is None, returns (weight in `dtype`, tensors to free)."""
     (whole,) = gathered
-    wide = None
-    if out is None:
-        wide = whole.to(dtype)
-    else:
+    wide = whole.to(dtype) if out is None else None
+    if out is not None:
         with torch.no_grad(), _unsafe_preserve_version_counter(out):
             out.copy_(whole[: len(out)])
     whole.untyped_storage().resize_(0)
@@ -293,10 +282,7 @@ def _free_outside_layers(scorer: Any) -> None:
 
 
 def _check_same_tensors(model: nn.Module) -> None:
-    """Checks that ranks without weights have built the same tensors as rank 0.
-
-    Reading weights can change a parameter's dtype and whether it is trained: both come from rank 0.
-    """
+    """Checks that all ranks have built the same tensors; dtypes and what is trained come from rank 0."""
     mine = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     mine += [(name, ()) for name, _ in model.named_buffers(remove_duplicate=False)]
     if any(theirs != mine for theirs in ranks.every_rank_says(mine)):
@@ -326,7 +312,7 @@ def _fill(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill_buffers(module: nn.Module, device: torch.device) -> None:
-    """Copies rank 0's buffers to every rank. Shapes and dtypes too: they can depend on the weights' files."""
+    """Copies rank 0's buffers to every rank; shapes and dtypes can depend on the weights' files."""
     named = dict(module.named_buffers(remove_duplicate=False))
     kinds = ranks.first_says({name: (buffer.shape, buffer.dtype) for name, buffer in named.items()})
     for name, buffer in named.items():
@@ -349,10 +335,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def full_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
-    """Returns the model's saved tensors by name, on rank 0's CPU; an empty dict on other ranks.
-
-    Every rank must call it; it gathers one tensor at a time. `trained_only` leaves out all that is frozen.
-    """
+    """Returns the model's saved tensors on rank 0's CPU, an empty dict elsewhere. Every rank must call it."""
     state: dict[str, Tensor] = {}
     whole: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

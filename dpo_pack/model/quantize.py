@@ -1,10 +1,8 @@
 """Quantises the frozen base of an adapter while it is loaded (`model.quantize`).
 
 nf4 is the 4-bit type of QLoRA, with quantised scales (Dettmers et al. 2023, arXiv 2305.14314); int8 has a
-scale for each row of a weight. bitsandbytes stores the weights of linear layers in this form. We compute the
-products: a layer restores its weight and computes what a linear layer with that weight computes. Products of
-bitsandbytes are not exact in packed rows: those of int8 depend on the largest input of any token of the row,
-those of 4 bits rewrite weights on some CPUs.
+scale for each row of a weight. bitsandbytes stores the weights. Its products are not exact in packed rows, so
+a layer restores its weight and computes what a linear layer with that weight computes.
 
 Legend: D features in, O features out.
 """

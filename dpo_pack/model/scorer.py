@@ -1,13 +1,13 @@
 """The scorer: a row -> hidden states -> scored positions -> log-probs of target tokens -> sums of sequences.
 
-Legend: B, L batch and length (a packed row has B = 1), N scored completion tokens, S sequences, D hidden
-size, V vocabulary.
+Legend: B, L batch and length (a packed row has B = 1), T tokens of a row (padding included), N scored
+completion tokens, S sequences, D hidden size, V vocabulary, E experts, R layers with a router.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,15 +16,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dpo_pack.model.attention import AttentionBackend, SeamCalls
-from dpo_pack.model.attention.select import BackendChoice
-from dpo_pack.model.config import head_transform
-from dpo_pack.model.families import num_attention_layers, num_recurrent_calls
+from dpo_pack.model.attention import AttentionBackend, BackendChoice, SeamCalls
+from dpo_pack.model.config import head_transform, layer_windows, num_recurrent_calls
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, WantedStatistics, sequence_sums, token_logps
 from dpo_pack.model.lora import Adapter
 from dpo_pack.model.recurrence import RecurrentCall
-from dpo_pack.model.routing import Routing, routing_sums
 from dpo_pack.system.errors import UnsupportedModelError
 
 Value = TypeVar("Value")
@@ -41,9 +38,26 @@ class RowLogps(NamedTuple):
     log_square_sums: Tensor  # [S] of log sum_v p(v)^2, nats
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
     token_statistics: tuple[Tensor, ...]  # [N] fp32 each: the terms of the four sums, in their order
-    # See model/routing.py; [0] without `Row.token_copies`.
+    # See `routing_sums`; [0] without `Row.token_copies`.
     expert_counts: Tensor  # [R, E] float64
     expert_probs: Tensor  # [E] float64, differentiable
+
+
+def routing_sums(router_logits: Sequence[Tensor], token_copies: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Adds up the choices of R routers for the load-balancing loss, see model/shape.py.
+
+    R tensors [T, E] of logits, [T] times that a token counts -> [R, E] float64, how many times each expert
+    was chosen, and [E] float64, the sums of probabilities over all layers, differentiable.
+    """
+    counts, probabilities = [], []
+    copies = token_copies.double()
+    for logits in router_logits:
+        chances = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
+        chosen = chances.detach().topk(top_k, dim=-1).indices  # [T, top_k]
+        count = copies.new_zeros(chances.shape[-1])
+        counts.append(count.index_add(0, chosen.flatten(), copies.repeat_interleave(top_k)))
+        probabilities.append((chances * token_copies[:, None]).sum(dim=0, dtype=torch.float64))
+    return torch.stack(counts), torch.stack(probabilities).sum(dim=0)
 
 
 class CompletionLogps(nn.Module):
@@ -62,10 +76,7 @@ class CompletionLogps(nn.Module):
         adapter: Adapter | None = None,
         wanted: WantedStatistics | None = None,
     ) -> None:
-        """If `backend` is None, rows are padded batches and the model computes its own attention.
-
-        `adapter` is a part of `model`. If `wanted` is None, the statistics are those of the metrics.
-        """
+        """If `backend` is None, rows are padded batches and the model computes its own attention."""
         super().__init__()
         self.model = model
         self.adapter = adapter
@@ -76,14 +87,14 @@ class CompletionLogps(nn.Module):
         self.head_passes = HeadPasses()
         self.is_compiled = False  # whether torch.compile has compiled the layers and `head_passes`
         self.transform = head_transform(model.config)
-        self.num_attention_layers = num_attention_layers(model.config)
+        self.num_attention_layers = len(layer_windows(model.config))
         self.num_recurrent_calls = num_recurrent_calls(model.config)
         # Computes the calls of recurrent layers' functions; None: the calls run as usual. Proofs set it.
         self.recurrence: Callable[[RecurrentCall], Any] | None = None
         # Functions of other packages for recurrent layers, by names in `KERNELS`. A proof adds them.
         self.recurrent_kernels: dict[str, Callable[..., Any]] = {}
         self.seam_calls = SeamCalls()  # of the last packed row
-        self.is_wired = False  # whether `_check_wiring` has passed
+        self.is_wired = False  # whether all layers have called our functions
 
     def forward(self, row: Row) -> RowLogps:
         device, lengths = row.input_ids.device, row.completion_lengths
@@ -91,7 +102,7 @@ class CompletionLogps(nn.Module):
             self.adapter.set_dropout(torch.is_grad_enabled())
         with self.autocasting(device):
             outputs = self._run_layers(row)
-            routing = self._routing(outputs, row)
+            expert_counts, expert_probs = self._routing(outputs, row)
         hidden: Tensor = outputs.last_hidden_state  # [B, L, D]
         scored = hidden.flatten(0, 1).index_select(0, row.logit_index)  # [N, D]
         head = self.model.get_output_embeddings()
@@ -116,8 +127,8 @@ class CompletionLogps(nn.Module):
             log_square_sums=sequence_sums(statistics.log_sum_squares, lengths),
             token_logps=logps,
             token_statistics=tuple(statistics),
-            expert_counts=routing.counts,
-            expert_probs=routing.probabilities,
+            expert_counts=expert_counts,
+            expert_probs=expert_probs,
         )
 
     def hidden_states(self, row: Row) -> Tensor:
@@ -129,12 +140,12 @@ class CompletionLogps(nn.Module):
     def expert_counts(self, row: Row) -> Tensor:
         """Returns how often the row's tokens choose each expert, [R, E] float64. Needs `row.token_copies`."""
         with self.autocasting(row.input_ids.device):
-            return self._routing(self._run_layers(row), row).counts
+            return self._routing(self._run_layers(row), row)[0]
 
-    def _routing(self, outputs: Any, row: Row) -> Routing:
+    def _routing(self, outputs: Any, row: Row) -> tuple[Tensor, Tensor]:
         if row.token_copies is None:
             none = torch.zeros(0, dtype=torch.float64, device=row.input_ids.device)
-            return Routing(counts=none, probabilities=none)
+            return none, none
         top_k: Any = self.model.num_experts_per_tok
         return routing_sums(outputs.router_logits, row.token_copies, top_k)
 
@@ -157,20 +168,12 @@ class CompletionLogps(nn.Module):
             arguments |= {"row_segments": segments, "seam_calls": self.seam_calls}
             arguments |= {"row_backend": self.backend, "row_recurrence": self.recurrence}
             arguments |= {"row_kernels": self.recurrent_kernels}
-        outputs = self.backbone(**arguments)
-        if segments is not None and not self.is_wired:
-            self._check_wiring()
-        return outputs
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The model without its output head."""
-        model = self.model
         # Llama 4's `base_model` is the whole model, head included.
-        return model.base_model if model.base_model is not model else model.get_submodule("model")
-
-    def _check_wiring(self) -> None:
-        """Refuses a model if a layer did not call our functions: it would mix the sequences of a row."""
+        model, base = self.model, self.model.base_model
+        outputs = (base if base is not model else model.get_submodule("model"))(**arguments)
+        if segments is None or self.is_wired:
+            return outputs
+        # If a layer did not call our functions, it would mix the sequences of a row.
         name, calls = type(self.model).__name__, self.seam_calls
         if calls.count != self.num_attention_layers:
             raise UnsupportedModelError(
@@ -186,16 +189,13 @@ class CompletionLogps(nn.Module):
                 "packing.mode: padded"
             )
         self.is_wired = True
+        return outputs
 
     def full_logits(self, **inputs: Any) -> Tensor:
         """Returns [B, L, V] logits of the model's own forward, for proofs."""
-
-        def compute() -> Tensor:
-            with self.autocasting(inputs["input_ids"].device):
-                logits: Tensor = self.model(use_cache=False, **inputs).logits
-            return logits
-
-        return self.with_own_weights(compute)
+        with self.autocasting(inputs["input_ids"].device):
+            logits: Tensor = self.with_own_weights(lambda: self.model(use_cache=False, **inputs).logits)
+        return logits
 
     def with_own_weights(self, compute: Callable[[], Value]) -> Value:
         """Returns `compute()`, a function that calls the model without this scorer's `forward`.

@@ -1,21 +1,31 @@
-"""Counts parameters and FLOPs of a model that is built without weights, on the meta device.
+"""Reads a model that is built without weights: parameters, FLOPs, and the loss of a mixture of experts.
 
-A build takes time, so a caller builds the model once, with `without_weights`, for all functions.
+The load-balancing loss is that of transformers and TRL (Fedus et al. 2021, arXiv 2101.03961, equations 4 to
+6), over all layers together:
+
+    aux loss = E * sum over experts e of f_e * p_e
+
+f_e is the number of times that tokens choose expert e, and p_e the sum of e's probabilities, both divided by
+tokens x layers. A token chooses the `top_k` experts of the largest probabilities.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from dpo_pack.model.config import attention_needs, count_experts, layer_windows
-from dpo_pack.model.last_layer import last_feed_forward
+from dpo_pack.model.config import attention_needs, count_experts, layer_windows, routes_tokens
+from dpo_pack.model.fast_layers import last_feed_forward
 from dpo_pack.model.loading import quiet_transformers
-from dpo_pack.model.recurrence import kept_numbers, state_products
+from dpo_pack.model.recurrence import recurrence_sizes
 from dpo_pack.packing.flops import AttentionKind, ModelShape
+from dpo_pack.system.errors import RecipeError
 
 
 def without_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -32,16 +42,14 @@ def num_parameters(model: PreTrainedModel) -> int:
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
-    """Counts, from the modules of a model of any family, the numbers that its FLOPs depend on.
-
-    Of routed experts only as many count as one token uses. Embeddings do not count: they multiply nothing.
-    """
+    """Counts what a model's FLOPs depend on: of routed experts those that a token uses, and no embeddings."""
     head = model.get_output_embeddings().weight
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     skipped = {id(weight) for weight in (*embeddings, head)}
-    experts = count_experts(model.config.get_text_config().to_dict())
-    block = last_feed_forward(model)
     text = model.config.get_text_config()
+    experts = count_experts(text.to_dict())
+    last = last_feed_forward(model)
+    recurrent = [recurrence_sizes(module) for module in model.modules()]
     attention: tuple[AttentionKind, ...] = ()
     if "num_attention_heads" in text.to_dict().keys() | text.attribute_map.keys():  # not a state-space model
         needs = attention_needs(model.config)
@@ -54,9 +62,9 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         token_weights=_token_weights(model, experts, skipped),
         head_weights=int(head.numel()),
         attention=attention,
-        state_products=sum(state_products(module) for module in model.modules()),
-        kept_numbers=sum(kept_numbers(module) for module in model.modules()),
-        last_block_weights=0.0 if block is None else _token_weights(block, experts, skipped),
+        state_products=sum(products for products, _ in recurrent),
+        kept_numbers=sum(kept for _, kept in recurrent),
+        last_block_weights=0.0 if last is None else _token_weights(last[1], experts, skipped),
     )
 
 
@@ -71,3 +79,64 @@ def _token_weights(module: torch.nn.Module, experts: tuple[float, float], skippe
         is_routed = ".experts." in f".{name}" or (weight.ndim == 3 and weight.shape[0] == num_experts > 1)
         total += weight.numel() * (num_active / num_experts if is_routed else 1.0)
     return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterBalance:
+    """The load-balancing loss of a run."""
+
+    coefficient: float  # > 0
+    num_experts: int
+    top_k: int  # experts that a token chooses
+
+
+def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterBalance | None:
+    """Returns the model's load-balancing loss; None if it has none.
+
+    `coefficient` is `loss.router_aux_coef`; None: that of the model's config. Raises RecipeError if the model
+    has no such loss but `coefficient` is not 0.
+    """
+    if not _returns_router_logits(model):
+        if coefficient:
+            what = "mixtures" if routes_tokens(model.config) else "models"
+            raise RecipeError(
+                f"loss.router_aux_coef: {coefficient:g} is set, but {model.config.model_type} {what} of "
+                "transformers have no load-balancing loss; set it to 0 or null"
+            )
+        return None
+    if coefficient is None:
+        coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    if not coefficient:
+        return None
+    parts: Any = model
+    return RouterBalance(
+        coefficient=float(coefficient), num_experts=parts.num_experts, top_k=parts.num_experts_per_tok
+    )
+
+
+def router_sentence(model: PreTrainedModel, given: float | None, balance: RouterBalance | None) -> str | None:
+    """Returns a line for the user about the loss; None for models without experts. `given`: in the recipe."""
+    own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
+    has_loss = _returns_router_logits(model)
+    if balance is not None:
+        source = "the model config's own" if given is None else "loss.router_aux_coef"
+        return (
+            f"Router: load-balancing loss x {balance.coefficient:g} ({source}), "
+            f"{balance.num_experts} experts, {balance.top_k} a token"
+        )
+    if own and not has_loss and given is None:
+        return (
+            f"Router: the model config's router_aux_loss_coef ({own:g}) is left out, because "
+            f"{model.config.model_type} models of transformers have no load-balancing loss"
+        )
+    if not has_loss and not routes_tokens(model.config):
+        return None
+    reason = "loss.router_aux_coef: 0" if given is not None else "the model's config has no coefficient"
+    return f"Router: no load-balancing loss ({reason})"
+
+
+def _returns_router_logits(model: PreTrainedModel) -> bool:
+    """Whether the family's code computes the load-balancing loss, and so can return its routers' logits."""
+    return hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func") and all(
+        hasattr(model, name) for name in ("num_experts", "num_experts_per_tok")
+    )

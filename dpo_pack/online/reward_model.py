@@ -18,12 +18,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from dpo_pack.data.tokenizer import bounded_template
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
-from dpo_pack.model.attention.select import select_backend
-from dpo_pack.model.config import attention_needs, check_packs, known_positions, own_attention
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention, select_backend
+from dpo_pack.model.config import (
+    attention_needs,
+    check_packs,
+    known_positions,
+    own_attention,
+    replace_settings,
+)
+from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.layout import Group, Row, common_prefix_length, packed_row
-from dpo_pack.model.liger import stock_layers
-from dpo_pack.model.loading import load_config, load_errors, quiet_transformers, replace_settings
+from dpo_pack.model.loading import load_config, load_errors, quiet_transformers
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, Precision
 from dpo_pack.online.interface import Failure, Rollout, Scores

@@ -22,7 +22,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from dpo_pack.model.attention import ATTENTION_NAME
 from dpo_pack.model.config import own_attention
-from dpo_pack.model.liger import stock_layers
+from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.interface import Completion, Draw, Failure

@@ -22,8 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.compiling import outermost_layers
 from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.layout import Group
-from dpo_pack.model.liger import stock_layers
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.recurrence import RecurrentCall, torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps

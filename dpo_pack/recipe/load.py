@@ -20,7 +20,7 @@ from dpo_pack.recipe.mistakes import nested_sections, recipe_problems
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
 from dpo_pack.recipe.types import Problem, allowed_values
-from dpo_pack.system.hub import HUB_ID
+from dpo_pack.system.hub import HUB_ID, is_adapter
 from dpo_pack.system.machine import install_command
 
 __all__ = ["Recipe", "source_names"]  # besides what is defined here
@@ -154,10 +154,10 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
     ):  # fmt: skip
         if path is not None:
             yield from _model_problems(key, path, needed)
-    if model.lora is not None and _is_adapter(model.path):
+    if model.lora is not None and is_adapter(model.path):
         remedy = "leave it out, or merge it first (dpopack merge)"
         yield "model.lora", f"model.path is an adapter, which is trained further; {remedy}"
-    if model.quantize is not None and model.lora is None and not _is_adapter(model.path):
+    if model.quantize is not None and model.lora is None and not is_adapter(model.path):
         yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
     if model.revision and os.path.isdir(model.path):
         yield "model.revision", "a local directory has no revisions; leave it out"
@@ -205,14 +205,10 @@ def _directory_problems(key: str, directory: Path, *, is_written: bool = True) -
         yield key, f"no permission to write in {show(str(nearest))}"
 
 
-def _is_adapter(path: str) -> bool:
-    return os.path.isfile(os.path.join(path, "adapter_config.json"))
-
-
 def _bfloat16_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.dtype != "bfloat16":
         return
-    trains_adapter = recipe.model.lora is not None or _is_adapter(recipe.model.path)
+    trains_adapter = recipe.model.lora is not None or is_adapter(recipe.model.path)
     # The weights of an adapter are always fp32, whatever the type of its base model.
     if recipe.optim.name != "adamw" and not trains_adapter:
         remedy = "set optim.name: adamw or model.dtype: float32"

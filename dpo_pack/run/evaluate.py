@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from dpo_pack.model.lora import is_adapter
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.win_rate import WinRate, win_rate_sentence
 from dpo_pack.recipe.load import Recipe, source_names
@@ -23,7 +22,7 @@ from dpo_pack.run.setup import Setup, check_data, load_proved, prepare
 from dpo_pack.run.state import Selection, TrainState, judge
 from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, RecipeError
-from dpo_pack.system.hub import HUB_ID
+from dpo_pack.system.hub import HUB_ID, is_adapter
 from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.machine import release_memory
 from dpo_pack.training.held_out import (

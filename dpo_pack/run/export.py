@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 import dpo_pack
 from dpo_pack.model.loading import load_config, load_model, load_tokenizer, save_model
-from dpo_pack.model.lora import SavedAdapter, is_adapter, read_adapter, require_peft
+from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft
 from dpo_pack.model.parallel import full_state, is_sharded
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, dump_recipe, source_names
@@ -32,7 +32,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.errors import ModelError, RunError
 from dpo_pack.system.files import text_of, written_aside
-from dpo_pack.system.hub import is_on_hub, name_for_others
+from dpo_pack.system.hub import is_adapter, is_on_hub, name_for_others
 from dpo_pack.system.process import printable
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from dpo_pack.data.store import PairTable
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
 from dpo_pack.model.config import routes_tokens
-from dpo_pack.model.routing import router_sentence
 from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.model.shape import router_sentence
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import source_names
 from dpo_pack.run.run_dir import RunDir

@@ -21,18 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 import dpo_pack
-from dpo_pack.model.compiling import check_compiler, compile_layers, compiles
+from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
 from dpo_pack.model.config import check_packs, routes_tokens
+from dpo_pack.model.fast_layers import check_kernels
 from dpo_pack.model.fingerprint import reference_namespace, weight_files
-from dpo_pack.model.liger import check_kernels
 from dpo_pack.model.loading import load_config, load_errors, load_model
 from dpo_pack.model.logps import WantedStatistics, compile_head
-from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter, require_peft
+from dpo_pack.model.lora import LoraSettings, read_adapter, require_peft
 from dpo_pack.model.parallel import ALONE, Strategy, shard_model
 from dpo_pack.model.quantize import Quantization, check_quantizable, quantization_settings
-from dpo_pack.model.routing import RouterBalance, router_balance
 from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
-from dpo_pack.model.shape import model_shape, num_parameters, without_weights
+from dpo_pack.model.shape import RouterBalance, model_shape, num_parameters, router_balance, without_weights
 from dpo_pack.packing.flops import ModelShape
 from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.rows import Proof, ProofOutcome
@@ -44,6 +43,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import add_to_json, read_json
+from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import cpu_name, host_memory, install_command, package_versions
 from dpo_pack.system.process import is_set
 
@@ -110,10 +110,7 @@ class ModelFacts:
     @functools.cached_property
     def balance(self) -> RouterBalance | None:
         """The load-balancing loss of the policy's training; None: there is none. Raises RecipeError."""
-        coefficient = self.router_aux_coef
-        if coefficient == 0 or (coefficient is None and not routes_tokens(self.config)):
-            return None
-        return router_balance(self.architecture, coefficient)
+        return router_balance(self.architecture, self.router_aux_coef)
 
     @functools.cached_property
     def namespace(self) -> dict[str, Any]:
@@ -205,8 +202,8 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
             raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
     if is_trained and model.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
-    if model.kernels != "none":
-        check_kernels(model.kernels, model.config, device)
+    if model.kernels == "liger":
+        check_kernels(model.config, device)
     if model.quantize is not None:
         check_quantizable(model.architecture)
     if model.compile is True:
@@ -214,7 +211,10 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
             raise ModelError(
                 "model.compile: layers with quantised weights are not compiled; leave the key out"
             )
-        check_compiler(device)
+        if obstacle := compiler_obstacle(device):
+            raise RecipeError(
+                f"model.compile: {obstacle}; install what is missing, or set model.compile: false"
+            )
     if model.is_packed:
         check_packs(model.config)
 
@@ -260,8 +260,11 @@ def load_weights(
         # Selective checkpointing has to see each product.
         is_selective = model.gradient_checkpointing == "selective"
         is_plain = not is_selective and model.quantization is None
-        if is_plain and compiles(model.compile, loaded.model, device):
-            falls_back = model.compile == "auto"
+        falls_back = model.compile == "auto"
+        is_asked = (
+            device.type == "cuda" and can_compile(loaded.model, device) if falls_back else model.compile
+        )
+        if is_plain and is_asked:
             compile_layers(loaded.model, falls_back=falls_back)
             loaded.scorer.head_passes = compile_head(falls_back=falls_back)
             loaded.scorer.is_compiled = True

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 import dpo_pack
-from dpo_pack.model.routing import router_balance
+from dpo_pack.model.shape import router_balance
 from dpo_pack.recipe.changes import changed_values
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
 from dpo_pack.recipe.text import show

@@ -28,7 +28,7 @@ from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
 from dpo_pack.model.config import check_positions, check_rows, known_positions
 from dpo_pack.model.loading import load_config, load_tokenizer
-from dpo_pack.model.lora import LoraSettings, is_adapter, read_adapter
+from dpo_pack.model.lora import LoraSettings, read_adapter
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, source_names
@@ -49,6 +49,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, print_detail, shown
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.system.files import discard
+from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import keep_freed_memory
 from dpo_pack.training.optim import check_optimizer
 from dpo_pack.training.references import LiveReference

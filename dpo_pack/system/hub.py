@@ -66,6 +66,11 @@ def _may_be_hub_id(path: str) -> bool:
     return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
 
 
+def is_adapter(path: str | Path) -> bool:
+    """Returns whether a local directory holds a peft adapter."""
+    return (Path(path) / "adapter_config.json").is_file()
+
+
 def is_on_hub(path: str) -> bool:
     """Whether a path has the form owner/name of a hub id, and is not a path on this machine."""
     return "/" in path and _may_be_hub_id(path)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dpo_pack.model.cpu import times_transposed
+from dpo_pack.model.fast_layers import times_transposed
 from dpo_pack.packing.lengths import IntArray, PairSizes
 from dpo_pack.system.ranks import num_ranks
 

@@ -16,9 +16,9 @@ from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
 import dpo_pack.model.attention as attention
-import dpo_pack.model.families as families
+import dpo_pack.model.config as families
 from dpo_pack.commands.doctor import render_proofs
-from dpo_pack.model.families import FAMILIES
+from dpo_pack.model.config import FAMILIES
 from dpo_pack.proofs.rows import Proof, ProofOutcome
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe

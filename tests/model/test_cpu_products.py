@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dpo_pack.model.cpu as cpu
-from dpo_pack.model.cpu import speed_up_linears, times_transposed
+import dpo_pack.model.fast_layers as fast_layers
+from dpo_pack.model.fast_layers import speed_up_linears, times_transposed
 
 needs_kernel = pytest.mark.skipif(
-    cpu._onednn_product() is None, reason="no AVX-512, or a torch without the oneDNN binding"
+    fast_layers._onednn_product() is None, reason="no AVX-512, or a torch without the oneDNN binding"
 )
 
 
 @pytest.fixture(autouse=True)
 def on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are sped up whoever made this machine's processor."""
-    monkeypatch.setattr(cpu, "is_intel", lambda: False)
+    monkeypatch.setattr(fast_layers, "is_intel", lambda: False)
 
 
 def run(layer: nn.Linear, features: Tensor, weights: Tensor) -> list[Tensor]:
@@ -81,7 +81,7 @@ def test_linear_layers_are_as_before_under_autocast_and_in_another_dtype() -> No
 
 
 def test_without_onednn_s_kernel_a_model_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_onednn_product", lambda: None)
+    monkeypatch.setattr(fast_layers, "_onednn_product", lambda: None)
     model = nn.Sequential(nn.Linear(3, 4))
     speed_up_linears(model)
     assert "forward" not in vars(model[0])
@@ -90,8 +90,8 @@ def test_without_onednn_s_kernel_a_model_is_left_alone(monkeypatch: pytest.Monke
 
 
 def test_on_intel_layers_stay_with_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_onednn_product", lambda: pytest.fail)
-    monkeypatch.setattr(cpu, "is_intel", lambda: True)
+    monkeypatch.setattr(fast_layers, "_onednn_product", lambda: pytest.fail)
+    monkeypatch.setattr(fast_layers, "is_intel", lambda: True)
     model = nn.Sequential(nn.Linear(3, 4))
     speed_up_linears(model)
     assert "forward" not in vars(model[0])

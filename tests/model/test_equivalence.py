@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.family_errors import GROUPS, load, make_row
 from support.oracle import completion_logps_one_by_one, gradients
-from support.tiny_models import tiny_config, tiny_model
+from support.tiny_models import tiny_model
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dpo_pack.model.attention import row_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
@@ -79,39 +78,6 @@ def test_log_probs_and_gradients_of_random_rows_equal_those_of_each_sequence_alo
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-5 * scale, rtol=1e-4, msg=name)
 
 
-def test_gradient_checkpointing_recomputes_with_the_row_s_own_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    compute = LlamaMLP.forward
-
-    def counting(module: LlamaMLP, states: torch.Tensor) -> Any:
-        calls.append(len(states))
-        return compute(module, states)  # type: ignore[no-untyped-call]
-
-    monkeypatch.setattr(LlamaMLP, "forward", counting)
-    tiny_model("llama").save_pretrained(tmp_path)
-    stored, num_calls = [], []
-    for checkpointing in (False, True):
-        loaded = load(tmp_path, packed=True, gradient_checkpointing=checkpointing)
-        calls.clear()
-        # Two rows in flight: a layout kept in a global would be the second one's when the first recomputes.
-        first, second = (loaded.scorer(make_row(part, "shared")) for part in (GROUPS[:4], GROUPS[4:]))
-        (first.sums.sum() + second.sums.sum()).backward()
-        stored.append(gradients(loaded.model))
-        num_calls.append(len(calls))
-    assert num_calls == [4, 8]  # two layers, two rows; once more each in the backward pass
-    for name in stored[0]:
-        torch.testing.assert_close(stored[0][name], stored[1][name], msg=name)
-
-
-def test_a_model_that_ignores_our_keywords_is_refused(tmp_path: Path) -> None:
-    config = tiny_config("llama", num_hidden_layers=1)
-    with pytest.raises(UnsupportedModelError, match="padded"):
-        states = torch.zeros(1, config.num_attention_heads, 3, 4)
-        row_attention(nn.Module(), states, states, states, None)
-
-
 def test_a_model_with_layers_that_bypass_the_seam_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     loaded = load(tmp_path, packed=True)
@@ -120,21 +86,18 @@ def test_a_model_with_layers_that_bypass_the_seam_is_refused(tmp_path: Path) -> 
         loaded.scorer(make_row(GROUPS[:1], "shared"))
 
 
-def seam_arguments(num_keys: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def test_what_no_row_can_have_is_refused_by_its_attention() -> None:
     row = make_row(GROUPS[:1], "shared")
-    queries, keys = torch.zeros(1, 2, row.num_tokens, 4), torch.zeros(1, 2, row.num_tokens + num_keys, 4)
-    layout = {"row_segments": row.segments, "row_backend": sdpa_attention}
-    return (nn.Module(), queries, keys, keys, None), layout
-
-
-def test_attention_dropout_and_keys_that_belong_to_no_sequence_are_refused() -> None:
-    arguments, layout = seam_arguments(0)
-    assert row_attention(*arguments, **layout)[0].shape[1] == arguments[1].shape[2]
+    layout: dict[str, Any] = {"row_segments": row.segments, "row_backend": sdpa_attention}
+    states, more = torch.zeros(1, 2, row.num_tokens, 4), torch.zeros(1, 2, row.num_tokens + 3, 4)
+    assert row_attention(nn.Module(), states, states, states, None, **layout)[0].shape[1] == row.num_tokens
+    with pytest.raises(UnsupportedModelError, match="does not pass keyword arguments.*padded"):
+        row_attention(nn.Module(), states, states, states, None)
     with pytest.raises(UnsupportedModelError, match="dropout"):
-        row_attention(*arguments, dropout=0.1, **layout)
-    arguments, layout = seam_arguments(3)  # a prefix of keys, or keys compressed from others
+        row_attention(nn.Module(), states, states, states, None, dropout=0.1, **layout)
+    # A prefix of keys, or keys compressed from others.
     with pytest.raises(UnsupportedModelError, match="45 keys in a row of 42 tokens.*padded"):
-        row_attention(*arguments, **layout)
+        row_attention(nn.Module(), states, more, more, None, **layout)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.flash import supports_window_and_scale
 from dpo_pack.model.attention.segments import _Take
-from dpo_pack.model.last_layer import trim_last_layer
+from dpo_pack.model.fast_layers import trim_last_layer
 from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
 from dpo_pack.model.scorer import CompletionLogps

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
-from transformers.utils import logging as transformers_logging
 
 from dpo_pack.data import keys
 from dpo_pack.model import fingerprint
@@ -30,11 +29,6 @@ from dpo_pack.system import files
 from dpo_pack.system.errors import CacheError, ModelError
 
 FP32 = Precision(parameters=torch.float32, autocast=None)
-
-
-@pytest.fixture(autouse=True)
-def _no_progress_bars() -> None:
-    transformers_logging.disable_progress_bar()
 
 
 @pytest.fixture
@@ -107,30 +101,22 @@ def test_parameter_type_and_autocast_are_part_of_the_namespace(model: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "counts"),
     [
-        {"rms_norm_eps": 1e-5},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-        {"sliding_window": 16},
-        {"final_logit_softcapping": 30.0},
-        {"logit_scale": 0.5},
-        {"a_field_of_the_future": True},
+        ({"rms_norm_eps": 1e-5}, True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, True),
+        ({"a_field_of_the_future": True}, True),
+        ({"attention_dropout": 0.1, "use_cache": False, "pad_token_id": 3, "dtype": "float16"}, False),
+        ({"transformers_version": "4.0.0", "architectures": ["B"], "_name_or_path": "elsewhere"}, False),
     ],
-    ids=lambda change: next(iter(change)),
+    ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
 )
-def test_a_config_field_that_may_change_outputs_is_part_of_the_namespace(
-    change: dict[str, Any], model: Path
+def test_config_fields_that_may_change_outputs_are_part_of_the_namespace(
+    change: dict[str, Any], counts: bool, model: Path
 ) -> None:
     before = digest(model)
     change_config(model, **change)
-    assert digest(model) != before
-
-
-def test_config_fields_that_change_no_output_are_no_part_of_the_namespace(model: Path) -> None:
-    before = digest(model)
-    change_config(model, attention_dropout=0.1, use_cache=False, pad_token_id=3, dtype="float16")
-    change_config(model, transformers_version="4.0.0", architectures=["Another"], _name_or_path="elsewhere")
-    assert digest(model) == before
+    assert (digest(model) != before) == counts
 
 
 def test_our_numerics_version_is_part_of_the_namespace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,21 +144,35 @@ def test_the_modelling_source_is_part_of_the_namespace_wherever_it_lies(
     assert digest(model) != before
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = PLAIN | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
 @pytest.mark.parametrize(
-    ("family", "module", "counts"),
+    ("family", "rope", "module", "counts"),
     [
-        ("llama", "activations", True),  # a part of the model
-        ("llama", "masking_utils", True),
-        ("llama", "integrations.hub_kernels", True),  # norms and rotary functions may be exchanged there
-        ("llama", "integrations.sdpa_attention", True),  # the attention of padded rows
-        ("llama", "integrations.moe", False),
-        ("mixtral", "integrations.moe", True),
+        ("llama", None, "activations", True),  # a part of the model
+        ("llama", None, "masking_utils", True),
+        ("llama", None, "integrations.hub_kernels", True),  # norms and rotary functions may be exchanged
+        ("llama", None, "integrations.sdpa_attention", True),  # the attention of padded rows
+        ("llama", None, "integrations.moe", False),
+        ("mixtral", None, "integrations.moe", True),
+        ("gpt2", None, "modeling_rope_utils", False),
+        ("llama", PLAIN, "modeling_rope_utils", False),
+        ("llama", YARN, "modeling_rope_utils", True),
+        ("gemma3_text", {"full_attention": YARN, "sliding_attention": PLAIN}, "modeling_rope_utils", True),
+        ("gemma3_text", {"full_attention": PLAIN, "sliding_attention": PLAIN}, "modeling_rope_utils", False),
     ],
 )
 def test_modules_of_transformers_count_where_the_model_calls_them(
-    family: str, module: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    rope: dict[str, Any] | None,
+    module: str,
+    counts: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    built = without_weights(tiny_config(family), trust_remote_code=False)
+    built = without_weights(tiny_config(family, **({} if rope is None else {"rope_parameters": rope})))
     before = fingerprint.modelling_source(built)
     mend_upstream(f"transformers.{module}", tmp_path, monkeypatch)
     assert (fingerprint.modelling_source(built) != before) == counts
@@ -259,30 +259,6 @@ def test_code_of_another_family_that_remote_code_imports_counts(
     assert remote_source(remote) != before
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-@pytest.mark.parametrize(
-    ("family", "rope", "counts"),
-    [
-        ("llama", PLAIN, False),
-        ("llama", YARN, True),
-        ("gemma3_text", {"full_attention": PLAIN, "sliding_attention": PLAIN}, False),
-        ("gemma3_text", {"full_attention": YARN, "sliding_attention": PLAIN}, True),
-        ("gpt2", None, False),
-    ],
-)
-def test_the_code_of_scaled_rotary_frequencies_counts_where_a_layer_has_them(
-    family: str, rope: dict[str, Any] | None, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_config(family, **({} if rope is None else {"rope_parameters": rope}))
-    built = without_weights(config, trust_remote_code=False)
-    before = fingerprint.modelling_source(built)
-    mend_upstream("transformers.modeling_rope_utils", tmp_path, monkeypatch)
-    assert (fingerprint.modelling_source(built) != before) == counts
-
-
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     directory = tmp_path / "adapter"
@@ -300,12 +276,11 @@ def test_an_adapter_is_part_of_the_namespace_by_its_content(
     without, before = digest(model), digest(model, adapter=adapter)
     assert without != before
     config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({**config, "base_model_name_or_path": "elsewhere"})
-    )
-    assert digest(model, adapter=adapter.rename(tmp_path / "renamed")) == before
-    renamed = tmp_path / "renamed"
-    (renamed / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 8}))
+    change = {"base_model_name_or_path": "elsewhere"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | change))
+    renamed = adapter.rename(tmp_path / "renamed")
+    assert digest(model, adapter=renamed) == before
+    (renamed / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 8}))
     assert digest(model, adapter=renamed) != before
     (renamed / "adapter_config.json").write_text(json.dumps(config))
     weights = load_file(renamed / "adapter_model.safetensors")
@@ -313,9 +288,8 @@ def test_an_adapter_is_part_of_the_namespace_by_its_content(
     save_file(weights, renamed / "adapter_model.safetensors")
     assert digest(model, adapter=renamed) not in (without, before)
     (renamed / "adapter_model.safetensors").unlink()
-    with pytest.raises(ModelError, match="is not a PEFT adapter") as caught:
+    with pytest.raises(ModelError, match="is not a PEFT adapter"):
         digest(model, adapter=renamed)
-    assert str(caught.value).isprintable()
 
 
 def test_the_order_of_an_adapter_s_keys_and_modules_does_not_matter(model: Path, adapter: Path) -> None:
@@ -331,22 +305,20 @@ def test_the_order_of_an_adapter_s_keys_and_modules_does_not_matter(model: Path,
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
-def test_a_renamed_copied_or_touched_directory_is_the_same_model(model: Path, tmp_path: Path) -> None:
+def test_a_renamed_touched_or_resharded_directory_is_the_same_model(model: Path, tmp_path: Path) -> None:
     before = digest(model)
-    shutil.copytree(model, tmp_path / "copy")
-    assert digest(tmp_path / "copy") == before
     renamed = model.rename(tmp_path / "renamed")
     for file in renamed.iterdir():
         os.utime(file, (0, 0))
     (renamed / "README.md").write_text("new")
     assert digest(renamed) == before
-
-
-def test_resharded_weights_are_the_same_model(model: Path, tmp_path: Path) -> None:
-    plain = tiny_model("llama")
-    plain.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    tiny_model("llama").save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
-    assert digest(tmp_path / "sharded") == digest(model)
+    assert digest(tmp_path / "sharded") == before
+    # transformers removes the old shards, not their index, and loads model.safetensors.
+    tiny_model("llama").save_pretrained(tmp_path / "sharded")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    assert digest(tmp_path / "sharded") == before
 
 
 def test_weights_of_torch_s_own_format_count_too(model: Path, tmp_path: Path) -> None:
@@ -361,38 +333,31 @@ def test_weights_of_torch_s_own_format_count_too(model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("weights", "asked_for"),
+    ("weights", "num_asked"),
     [
-        (
-            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-             "model.safetensors.index.json"],
-            None,
-        ),
-        (["model.safetensors"], None),
-        (["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"], None),
-        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+        (["model-00001-of-00001.safetensors", "model.safetensors.index.json"], 2),
+        (["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"], 2),
+        (["model.safetensors", "pytorch_model.bin"], 1),
     ],
-)  # fmt: skip
+)
 def test_of_a_repository_only_the_weights_that_are_loaded_are_asked_for(
-    weights: list[str], asked_for: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: list[str], num_asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else is there need not be: a cluster without a network has what `from_pretrained` fetched."""
-    others = ["original/params.json", "original/model.safetensors", "consolidated.safetensors", "config.json",
-              "tokenizer.json", "onnx/model.onnx", "training_args.bin", "model_card.json"]  # fmt: skip
+    others = ["original/model.safetensors", "consolidated.safetensors", "config.json", "training_args.bin"]
     asked: list[str] = []
 
     def snapshot(path: str, *, revision: None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        some = filter_repo_objects(
+        for name in filter_repo_objects(
             [*weights, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
-        )
-        for name in some:
+        ):
             asked.append(name)
             (tmp_path / name).touch()
         return str(tmp_path)
 
     monkeypatch.setattr(fingerprint, "snapshot_download", snapshot)
     assert fingerprint.model_directory("org/model", None) == tmp_path
-    assert sorted(asked) == sorted(asked_for or weights)
+    assert asked == weights[:num_asked]
 
 
 def test_a_snapshot_that_lacks_weights_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,23 +365,20 @@ def test_a_snapshot_that_lacks_weights_is_one_line(monkeypatch: pytest.MonkeyPat
         raise LocalEntryNotFoundError("2 file(s) are missing\nand so on")
 
     monkeypatch.setattr(fingerprint, "snapshot_download", incomplete)
-    with pytest.raises(ModelError, match=r"cannot load org/model: 2 file\(s\) are missing;") as caught:
+    with pytest.raises(ModelError, match=r"org/model: 2 file\(s\) are missing;"):
         fingerprint.model_directory("org/model", None)
-    assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("entry", [1, ["stamp"], {"stamp": 1}, None])
-def test_a_memo_with_other_content_is_forgotten(entry: object, model: Path) -> None:
-    memo, file = model.parent / "memo.json", model / "model.safetensors"
-    tensors, whole = (
-        files_fingerprint(weight_files(model), memo),
-        keys.file_hash(file, model.parent / "hashes.json"),
-    )
-    for path in (memo, model.parent / "hashes.json"):
-        known = json.loads(path.read_text())
-        path.write_text("[1]" if entry is None else json.dumps(dict.fromkeys(known, entry)))
-    assert files_fingerprint(weight_files(model), memo) == tensors
-    assert keys.file_hash(file, model.parent / "hashes.json") == whole
+@pytest.mark.parametrize("content", ["[1]", '{"cut sho', '{"key": 1}', '{"key": {"stamp": 1}}'])
+def test_a_memo_with_other_content_is_forgotten(content: str, model: Path) -> None:
+    memo, hashes = model.parent / "memo.json", model.parent / "hashes.json"
+    tensors, whole = digest(model), keys.file_hash(model / "model.safetensors", hashes)
+    for path in (memo, hashes):
+        key = next(iter(json.loads(path.read_text())))
+        path.write_text(content.replace("key", key))
+    assert digest(model) == tensors
+    assert keys.file_hash(model / "model.safetensors", hashes) == whole
+    assert json.loads(memo.read_text())
 
 
 def test_a_memo_that_cannot_be_written_ends_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,15 +391,6 @@ def test_a_memo_that_cannot_be_written_ends_nothing(model: Path, monkeypatch: py
     monkeypatch.setattr(files, "write_json_atomically", refuse)
     assert digest(model, memo_path=model.parent / "other.json") == expected
     assert len(keys.file_hash(model / "config.json", model.parent / "hashes.json")) == 64
-
-
-def test_an_index_left_behind_by_an_earlier_save_is_not_followed(model: Path) -> None:
-    """transformers removes the old shards, not their index, and loads model.safetensors."""
-    before = digest(model)
-    tiny_model("llama").save_pretrained(model, max_shard_size="20KB")
-    tiny_model("llama").save_pretrained(model)
-    assert (model / "model.safetensors.index.json").is_file()
-    assert digest(model) == before
 
 
 def test_a_model_that_was_hashed_before_is_not_hashed_again(
@@ -461,22 +414,12 @@ def test_a_model_that_was_hashed_before_is_not_hashed_again(
     content[-1] ^= 1
     file.write_bytes(content)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    now = file.stat()
-    assert (now.st_ino, now.st_size, now.st_mtime_ns) == (stat.st_ino, stat.st_size, stat.st_mtime_ns)
     assert digest(model) != before and len(hashed) == 2 * num_tensors
-
-
-def test_a_damaged_memo_is_hashed_anew(model: Path, tmp_path: Path) -> None:
-    before = digest(model)
-    (tmp_path / "memo.json").write_text('{"cut sho')
-    assert digest(model) == before
-    assert json.loads((tmp_path / "memo.json").read_text())
 
 
 def refusal(directory: Path) -> str:
     with pytest.raises(ModelError) as caught:
         files_fingerprint(weight_files(directory), directory.parent / "memo.json")
-    assert str(caught.value).isprintable()
     return str(caught.value)
 
 

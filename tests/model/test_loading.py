@@ -22,8 +22,7 @@ def test_a_model_that_does_not_fit_into_memory_is_not_called_a_wrong_path() -> N
     with pytest.raises(ModelError) as caught, load_errors("org/model", "reference.path"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it")
     message = str(caught.value)
-    assert message.startswith("reference.path: org/model does not fit in memory (CUDA out of memory. Tried")
-    assert "model.dtype=bfloat16" in message and "hub id" not in message and message.isprintable()
+    assert message.startswith("reference.path: org/model does not fit in memory") and message.isprintable()
 
 
 class NotATensor:

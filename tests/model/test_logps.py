@@ -5,11 +5,7 @@ Legend: N scored tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpo_pack.model.logps import (
-    HEAD_BOUNDS,
     HeadBounds,
     HeadTransform,
     WantedStatistics,
@@ -271,46 +266,6 @@ def test_in_bf16_a_chunk_s_product_goes_before_its_logits_are_worked_on(is_froze
     assert 8 < live.peak / (100 * vocabulary) < (11 if is_frozen else 9)
 
 
-class LogitTraffic(TorchDispatchMode):
-    """Counts what reads or writes all logits of a chunk, products left out, and its bytes."""
-
-    def __init__(self, num_logits: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_logits, self.num_operations, self.num_bytes = num_logits, 0, 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = str(func).split(".")[1]
-        if name in ("mm", "permute", "t", "transpose", "gather", "scatter_add_"):
-            return result  # products, views, a column's worth
-        leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-        moved = sum(leaf.nbytes for leaf in leaves if leaf.numel() == self.num_logits)
-        self.num_operations += moved > 0
-        self.num_bytes += moved
-        return result
-
-
-def test_the_passes_over_logits_are_those_that_the_docs_count() -> None:
-    num_tokens, vocabulary = 64, 500
-    hidden = torch.randn(num_tokens, 8, requires_grad=True)
-    weight = torch.randn(vocabulary, 8, requires_grad=True)
-    with LogitTraffic(num_tokens * vocabulary) as traffic:
-        logps, _ = token_logps(
-            hidden,
-            weight,
-            None,
-            torch.zeros(num_tokens, dtype=torch.int64),
-            transform=PLAIN,
-            compute_dtype=torch.bfloat16,
-            bounds=HeadBounds(chunk_tokens=num_tokens, chunk_bytes=2**40, kept_bytes=0),
-            wanted=WantedStatistics(),
-        )
-        logps.sum().backward()
-    assert (traffic.num_operations, traffic.num_bytes / (num_tokens * vocabulary)) == (13, 86)
-
-
 def test_only_as_many_chunks_are_kept_as_the_bound_allows() -> None:
     chunk_bytes = CHUNK_TOKENS * V * 8
     peaks = [peak_bytes(num_tokens=150, kept_chunks=kept) for kept in (0, 10, 20)]
@@ -318,63 +273,17 @@ def test_only_as_many_chunks_are_kept_as_the_bound_allows() -> None:
     assert peaks[2] - peaks[1] == 10 * chunk_bytes
 
 
-@pytest.mark.parametrize(
-    ("device", "vocabulary_size", "expected"),
-    [
-        ("cpu", 8_192, 256),  # 16 MiB of buffers
-        ("cpu", 32_000, 256),
-        ("cpu", 152_064, 220),  # the bound in bytes
-        ("cpu", 2**27, 1),  # one token is more than the bound
-        ("cuda", 2_048, 8_192),
-        ("cuda", 152_064, 882),
-    ],
-)
-def test_a_chunk_is_bounded_in_tokens_and_in_bytes(device: str, vocabulary_size: int, expected: int) -> None:
-    assert HEAD_BOUNDS[device].tokens_in_chunk(4 * vocabulary_size) == expected
-
-
-def measured_peaks(method: str, num_tokens: list[int]) -> list[int]:
-    script = Path(__file__).parents[1] / "support" / "logps_memory.py"
-    command = [sys.executable, str(script), method, "32000", *map(str, num_tokens)]
-    # Large buffers go back to the system at once: kept ones would make the peak a matter of chance.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
-    process = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return [int(line) for line in process.stdout.split()]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_measured_peak_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
-    """Forward and backward with V = 32,000, where the fp32 logits of 9,216 tokens are 1.2 GB.
-
-    5,120 tokens already have more chunks than are kept for the backward pass.
-    """
-    logits_bytes_per_token = 32_000 * 4
-    few, many = measured_peaks("chunked", [5_120, 9_216])
-    assert many - few < 0.05 * (9_216 - 5_120) * logits_bytes_per_token
-    few, many = measured_peaks("naive", [512, 2_048])
-    assert many - few > 0.9 * (2_048 - 512) * logits_bytes_per_token
-
-
-def test_sequence_sums_equal_a_loop_in_float64() -> None:
-    generator = torch.Generator().manual_seed(0)
-    lengths = [3, 1, 0, 7, 12]
-    values = -20 * torch.rand(sum(lengths), generator=generator)
-    expected, start = [], 0
-    for length in lengths:
-        expected.append(sum(values[start : start + length].tolist()))
-        start += length
-    sums = sequence_sums(values, torch.tensor(lengths))
+def test_sequence_sums_equal_a_loop_in_float64_and_hand_each_token_its_sequence_s_gradient() -> None:
+    lengths = torch.tensor([3, 1, 0, 7, 12])
+    values = (-20 * torch.rand(23, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    sums = sequence_sums(values, lengths)
+    expected = torch.stack([part.double().sum() for part in values.split(lengths.tolist())])
     assert sums.dtype == torch.float64
-    torch.testing.assert_close(sums, torch.tensor(expected, dtype=torch.float64), rtol=1e-15, atol=0.0)
-
-
-def test_sequence_sums_hand_each_token_its_sequence_s_gradient() -> None:
-    values = torch.zeros(6, requires_grad=True)
-    sums = sequence_sums(values, torch.tensor([2, 1, 3]))
-    (gradient,) = torch.autograd.grad(sums, values, torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))
+    torch.testing.assert_close(sums, expected, rtol=1e-15, atol=0.0)
+    factors = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(sums, values, factors)
     assert gradient.dtype == torch.float32
-    assert gradient.tolist() == [1.0, 1.0, -2.0, 0.5, 0.5, 0.5]
+    assert torch.equal(gradient, factors.repeat_interleave(lengths).float())
 
 
 def test_sums_of_many_fp32_values_keep_small_differences() -> None:

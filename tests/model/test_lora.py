@@ -16,11 +16,11 @@ from support.family_errors import skip_unless_packed
 from support.tiny_adapters import refusal, saved_adapter
 from support.tiny_models import VOCABULARY, tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dpo_pack.model.layout import Group, Row, packed_row, padded_row
 from dpo_pack.model.loading import load_model
-from dpo_pack.model.lora import LoraSettings, attach_adapter
+from dpo_pack.model.lora import Adapter, LoraSettings, attach_adapter
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
@@ -28,9 +28,6 @@ from dpo_pack.proofs.start_up import prove
 # peft reads an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 CPU = torch.device("cpu")
-
-
-# -------------------------------------------------------------------------------------------------- attaching
 
 
 def test_a_saved_adapter_is_read_onto_the_device_of_its_model(
@@ -43,14 +40,14 @@ def test_a_saved_adapter_is_read_onto_the_device_of_its_model(
 
 def test_an_adapter_stays_trainable_while_its_base_is_the_reference(bases: Callable[[str], Path]) -> None:
     loaded = load(bases("llama"), settings())
-    trained = [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
-    assert trained
+
+    def trained() -> list[str]:
+        return [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
+
+    before = trained()
     with loaded.as_reference():
-        assert trained == [name for name, p in loaded.model.named_parameters() if p.requires_grad]
-    assert trained == [name for name, p in loaded.model.named_parameters() if p.requires_grad]
-
-
-# ------------------------------------------------------------------------------------------------- the head
+        assert trained() == before != []
+    assert trained() == before
 
 
 def load(base: Path, adapter: LoraSettings | Path, *, packed: bool = True) -> LoadedModel:
@@ -189,9 +186,6 @@ def test_dropout_draws_only_where_gradients_are_wanted(bases: Callable[[str], Pa
     assert torch.equal(one, other)
 
 
-# ------------------------------------------------------------------------------------------------- refusals
-
-
 def test_adapters_of_tied_heads_and_odd_heads_are_refused(
     bases: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -228,41 +222,34 @@ def test_an_adapter_that_does_not_fit_is_one_line(bases: Callable[[str], Path], 
     assert refusal(lambda: load(bases("llama"), adapter))
 
 
-def test_an_adapter_that_is_not_finite_is_not_merged(bases: Callable[[str], Path]) -> None:
-    model = tiny_model("llama")
-    adapter = attach_adapter(
-        model, settings(), base="base", revision=None, recipe_key="model.path", reads_weights=True
+def attached(model: PreTrainedModel, base: str = "base") -> Adapter:
+    return attach_adapter(
+        model, settings(), base=base, revision=None, recipe_key="model.path", reads_weights=True
     )
+
+
+def test_an_adapter_that_is_not_finite_is_not_merged() -> None:
+    model = tiny_model("llama")
+    adapter = attached(model)
     matrix = next(p for name, p in model.named_parameters() if "lora_A" in name)
     matrix.data[0, 0] = float("inf")
     assert refusal(adapter.merge).startswith("cannot merge the adapter into base: NaNs detected")
 
 
+@pytest.mark.parametrize("base", ["base", "somebody/base"])
 def test_a_saved_adapter_has_its_own_matrices_alone_and_names_its_base_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "base").mkdir()
     monkeypatch.chdir(tmp_path)
-    for base, named in (("base", str(tmp_path / "base")), ("somebody/base", "somebody/base")):
-        adapter = attach_adapter(
-            tiny_model("llama"),
-            settings(),
-            base=base,
-            revision=None,
-            recipe_key="model.path",
-            reads_weights=True,
-        )
-        adapter.save(tmp_path / "adapter")
-        assert all(".lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
-        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-        assert config["base_model_name_or_path"] == named
+    attached(tiny_model("llama"), base=base).save(tmp_path / "adapter")
+    assert all(".lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == (str(tmp_path / "base") if base == "base" else base)
 
 
-def test_attaching_leaves_the_base_s_weights_as_they_are(bases: Callable[[str], Path]) -> None:
+def test_attaching_leaves_the_base_s_weights_as_they_are() -> None:
     model = tiny_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    adapter = attach_adapter(
-        model, settings(), base="base", revision=None, recipe_key="model.path", reads_weights=True
-    )
-    after = adapter.merge().state_dict()
+    after = attached(model).merge().state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -1,4 +1,4 @@
-"""Shards and plans of 64 ranks, seen from rank 0: torch's fake process group answers for the other 63."""
+"""Shards of 64 ranks, seen from rank 0: torch's fake process group answers for the other 63."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from support.file_operations import in_forks
 from support.marks import slow
-from support.plans import make_plan
 from support.tiny_models import VOCABULARY
 from support.tiny_run import tiny_run
 from torch.distributed.tensor import DTensor
@@ -99,26 +98,3 @@ def test_a_rank_of_64_holds_its_part_of_every_weight_and_gradient(
     assert seen["shards"]
     for whole, local in seen["shards"].values():
         assert local == (-(-whole[0] // parts), *whole[1:])  # rank 0 has a full part
-
-
-@pytest.mark.parametrize("equal_rows", [False, True])
-def test_a_plan_for_64_ranks_gives_each_pair_to_one_rank_and_no_rank_much_more_than_the_mean(
-    equal_rows: bool,
-) -> None:
-    tokens = np.random.default_rng(0).integers(60, 600, 4096)
-    plan = make_plan(
-        tokens,
-        token_budget=4096,
-        pairs_per_step=2048,
-        order=np.arange(4096),
-        num_ranks=NUM_RANKS,
-        equal_rows=equal_rows,
-    )
-    for step, rows_of_ranks in enumerate(plan):
-        assert len(rows_of_ranks) == NUM_RANKS
-        pairs = sorted(int(pair) for rows in rows_of_ranks for row in rows for pair in row)
-        assert pairs == list(range(2048 * step, 2048 * (step + 1)))
-        loads = [sum(int(tokens[row].sum()) for row in rows) for rows in rows_of_ranks]
-        assert max(loads) <= 1.15 * np.mean(loads)
-        if equal_rows:
-            assert len({len(rows) for rows in rows_of_ranks}) == 1

@@ -62,22 +62,28 @@ class Setting:
     precision: Precision = FLOAT32
 
 
-COPIES = {
-    "a model": Setting(fsdp2=None),
-    "tied embeddings": Setting(model="tied", fsdp2=None),
-    "an adapter": Setting(model="adapter", fsdp2=None),
-}
-SHARDS = {
-    "a model": Setting(),
-    "an adapter": Setting(model="adapter"),
-    "gradients that stay whole until the last row": Setting(fsdp2={"accumulate_unsharded": True}),
-    "shards within nodes and copies between them": Setting(fsdp2={"mesh": (2, 1)}),
-}
-MORE_SHARDS = {
-    "tied embeddings": Setting(model="tied"),
-    "recomputed activations": Setting(section={"gradient_checkpointing": True}),
-    "recomputed activations but products": Setting(section={"gradient_checkpointing": "selective"}),
-    "a new adapter": Setting(section=LORA),
+SETTINGS = {
+    "shards": {
+        "a model": Setting(),
+        "an adapter": Setting(model="adapter"),
+        "gradients that stay whole until the last row": Setting(fsdp2={"accumulate_unsharded": True}),
+        "shards within nodes and copies between them": Setting(fsdp2={"mesh": (2, 1)}),
+    },
+    "copies": {name: Setting(model=name, fsdp2=None) for name in ("llama", "tied", "adapter")},
+    "more shards": {
+        "tied embeddings": Setting(model="tied"),
+        "recomputed activations": Setting(section=RECOMPUTED),
+        "recomputed activations but products": Setting(section={"gradient_checkpointing": "selective"}),
+        "a new adapter": Setting(section=LORA),
+    },
+    "compiled": {
+        "copies": Setting(section={"compile": True}, fsdp2=None),
+        "shards": Setting(section={"compile": True}),
+        "whole gradients": Setting(section={"compile": True}, fsdp2={"accumulate_unsharded": True}),
+    },
+    # One process adds up its rows' gradients in bf16.
+    "gathered in bf16": {"a model": Setting(precision=GATHERED)},
+    "in bf16": {name: Setting(model=name, precision=BFLOAT16) for name in ("llama", "adapter")},
 }
 
 
@@ -198,75 +204,28 @@ def num_decayed(policy: CompletionLogps) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
-def assert_as_on_one_process(directory: Path, settings: dict[str, Setting], *, most: float) -> None:
-    """Log-probs, and gradients up to an error of `most`, relative."""
+@pytest.mark.parametrize("kind", [list(SETTINGS)[0], *slow(*list(SETTINGS)[1:])])
+def test_shards_and_copies_have_the_log_probs_and_gradients_of_one_process(
+    kind: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one process does not compile."""
+    monkeypatch.setattr(recipe_models, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    monkeypatch.setattr(recipe_models, "compile_head", partial(compile_head, backend="aot_eager"))
 
     def errors_of_all() -> dict[str, tuple[float, float]]:
         return {
             name: compare(
-                recipe_of(directory / setting.model, setting.section),
+                recipe_of(models / setting.model, setting.section),
                 strategy_of(setting.fsdp2),
                 make_rows(),
                 precision=setting.precision,
             )
-            for name, setting in settings.items()
+            for name, setting in SETTINGS[kind].items()
         }
 
     for errors in run_on_ranks(errors_of_all):
         for name, (logp, gradient) in errors.items():
-            assert logp < 1e-4 and gradient < most, (name, logp, gradient)
-
-
-@pytest.mark.slow
-def test_copies_have_the_log_probs_and_gradients_of_one_process(models: Path) -> None:
-    assert_as_on_one_process(models, COPIES, most=1e-5)
-
-
-def test_shards_have_the_log_probs_and_gradients_of_one_process(models: Path) -> None:
-    assert_as_on_one_process(models, SHARDS, most=1e-5)
-
-
-@pytest.mark.slow
-def test_shards_of_tied_adapted_and_recomputed_models_have_the_gradients_of_one_process(models: Path) -> None:
-    assert_as_on_one_process(models, MORE_SHARDS, most=1e-5)
-
-
-@pytest.mark.slow
-def test_compiled_copies_and_shards_have_the_gradients_of_one_process_that_does_not_compile(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recipe_models, "compile_layers", partial(compile_layers, backend="aot_eager"))
-    monkeypatch.setattr(recipe_models, "compile_head", partial(compile_head, backend="aot_eager"))
-    compiled = {"compile": True}
-    settings = {
-        "copies": Setting(section=compiled, fsdp2=None),
-        "shards": Setting(section=compiled),
-        "whole gradients": Setting(section=compiled, fsdp2={"accumulate_unsharded": True}),
-    }
-    assert_as_on_one_process(models, settings, most=1e-5)
-
-
-@pytest.mark.slow
-def test_shards_gathered_in_bf16_have_the_gradients_of_one_process_within_rounding(models: Path) -> None:
-    """One process adds up its rows' gradients in bf16."""
-    assert_as_on_one_process(models, {"a model": Setting(precision=GATHERED)}, most=5e-3)
-
-
-@pytest.mark.parametrize("has_memory", [False, True])
-def test_a_weight_that_was_sent_in_bf16_is_in_fp32_again_in_new_memory_or_in_that_of_torch(
-    has_memory: bool,
-) -> None:
-    whole = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3)  # the last line fills up a shard
-    expected = whole.float()
-    out = torch.full((3, 3), -1.0) if has_memory else None
-    returned = parallel._widen_gathered((whole,), None, torch.float32, out=out)
-    if out is None:
-        assert returned is not None
-        wide, (freed,) = returned
-        assert wide.dtype == torch.float32 and torch.equal(wide, expected) and freed is wide
-    else:
-        assert returned is None and torch.equal(out, expected[:3])
-    assert whole.untyped_storage().nbytes() == 0
+            assert logp < 1e-4 and gradient < (5e-3 if "bf16" in kind else 1e-5), (name, logp, gradient)
 
 
 @pytest.mark.slow
@@ -397,12 +356,6 @@ def test_gradients_of_shards_gathered_in_bf16_are_added_up_over_ranks_in_fp32(mo
         assert any((gradient.bfloat16() != gradient).any() for gradient in summed)
 
     run_on_ranks(check)
-
-
-@pytest.mark.slow
-def test_shards_in_bf16_have_the_gradients_of_one_process_within_rounding(models: Path) -> None:
-    settings = {model: Setting(model=model, precision=BFLOAT16) for model in ("llama", "adapter")}
-    assert_as_on_one_process(models, settings, most=5e-3)
 
 
 @pytest.mark.parametrize(

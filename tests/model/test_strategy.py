@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from support.tiny_recipe import load, message_of
 from support.tiny_run import tiny_run
 
@@ -34,6 +35,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def num_parameters(directory: Path) -> int:
+    return sum(tensor.numel() for tensor in load_file(directory / "model" / "model.safetensors").values())
+
+
 def chosen(directory: Path, *overrides: str) -> Strategy:
     recipe = load_recipe(directory / "recipe.yaml", overrides)
     return choose_strategy(recipe, resolve_model(recipe, CPU), CPU)
@@ -55,18 +60,13 @@ def test_one_process_needs_no_strategy(strategy: str, directory: Path) -> None:
 def test_what_is_computed_otherwise_in_shards_is_refused_on_one_process(directory: Path) -> None:
     for option in ("gather_dtype=bfloat16", "cpu_offload=true"):
         message = message_of(lambda: chosen(directory, FSDP2, f"distributed.{option}"))  # noqa: B023
-        assert (
-            message.startswith(f"distributed.{option.partition('=')[0]}: ") and "this run has one" in message
-        )
+        assert message.startswith(f"distributed.{option.partition('=')[0]}: ")
 
 
 def test_auto_copies_what_fits_and_shards_what_does_not(
     two: None, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_parameters = sum(
-        np.prod(shape) for shape in _shapes(directory / "model" / "model.safetensors").values()
-    )
-    needed = 16 * num_parameters
+    needed = 16 * num_parameters(directory)
     monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / 0.6) + 9)
     copies = chosen(directory)
     assert copies.name == "ddp" and not copies.shards and "parameters with gradients" in copies.sentence()
@@ -94,18 +94,11 @@ def test_auto_counts_a_reference_that_moves_and_the_casts_of_weights(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shapes = _shapes(directory / "model" / "model.safetensors")
-    needed = parameter_bytes * sum(np.prod(shape) for shape in shapes.values())
+    needed = parameter_bytes * num_parameters(directory)
     for spare, name in ((9, "ddp"), (-9, "fsdp2")):
         memory = int(needed / 0.6) + spare
         monkeypatch.setattr(strategies, "device_memory", lambda device: memory)  # noqa: B023
         assert chosen(directory, *overrides).name == name
-
-
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors.torch import load_file
-
-    return {name: tuple(tensor.shape) for name, tensor in load_file(file).items()}
 
 
 def test_hybrid_shards_within_nodes(two: None, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,15 +117,17 @@ def test_offloading_needs_another_device_than_the_cpu(two: None, directory: Path
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "key"),
     [
-        (("distributed.strategy=ddp", "distributed.cpu_offload=true"), "needs distributed.strategy: fsdp2"),
-        (("distributed.gather_dtype=bfloat16",), "needs distributed.strategy: fsdp2"),
+        (("distributed.hybrid=true",), "distributed.hybrid"),
+        (("distributed.strategy=ddp", "distributed.cpu_offload=true"), "distributed.cpu_offload"),
+        (("distributed.gather_dtype=bfloat16",), "distributed.gather_dtype"),
         ((FSDP2, "distributed.gather_dtype=float16"), "distributed.gather_dtype"),
+        ((FSDP2, "distributed.gather_dtype=bfloat16", "model.autocast=bfloat16"), "distributed.gather_dtype"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(overrides: tuple[str, ...], words: str) -> None:
-    assert words in message_of(lambda: load(*overrides))
+def test_options_that_do_not_go_together_are_refused(overrides: tuple[str, ...], key: str) -> None:
+    assert message_of(lambda: load(*overrides)).startswith(key)
 
 
 def test_the_dtype_of_gathered_shards_takes_the_place_of_autocast() -> None:

@@ -19,14 +19,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dpo_pack.model.attention import ATTENTION_NAME, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.families import packing_obstacle
-from dpo_pack.model.last_layer import trim_last_layer
+from dpo_pack.model.config import check_packs
+from dpo_pack.model.fast_layers import trim_last_layer
 from dpo_pack.model.layout import Group, Row, packed_row, padded_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.proofs.rows import Proof
 from dpo_pack.proofs.start_up import prove
+from dpo_pack.system.errors import UnsupportedModelError
 from support.oracle import completion_logps_one_by_one, gradients
 from support.tiny_models import VOCABULARY, tiny_config, tiny_model
 
@@ -59,7 +60,13 @@ def load(directory: Path, *, packed: bool, gradient_checkpointing: bool = False)
 
 def packs(family: str) -> bool:
     """Also false for a family that an older transformers lacks or cannot pack."""
-    return family in CONFIG_MAPPING and packing_obstacle(tiny_config(family)) is None
+    if family not in CONFIG_MAPPING:
+        return False
+    try:
+        check_packs(tiny_config(family))
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def skip_unless_packed(family: str) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of loss functions: options with the recipe's defaults, log-probs of pairs; a softplus to compare with."""
+"""Arguments of loss functions: options with the recipe's defaults, log-probs of pairs; a plain softplus."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 import dpo_pack.model.scorer as scorer_module
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.compiling import compile_layers
-from dpo_pack.model.last_layer import trim_last_layer
+from dpo_pack.model.fast_layers import trim_last_layer
 from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.logps import HEAD_BOUNDS, WantedStatistics
 from dpo_pack.model.scorer import CompletionLogps
@@ -171,5 +171,5 @@ def _row() -> Row:
 def _as_on_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scorer_module, "HEAD_BOUNDS", {"cpu": HEAD_BOUNDS["cuda"]})
-        patch.setattr("dpo_pack.model.cpu._onednn_product", lambda: None)
+        patch.setattr("dpo_pack.model.fast_layers._onednn_product", lambda: None)
         yield

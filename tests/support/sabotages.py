@@ -65,8 +65,8 @@ def no_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
 
 def wrong_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """Off by one: each key is its neighbour's."""
-    gather = RowSegments.gather
-    patch.setattr(RowSegments, "gather", lambda segments, states: gather(segments, states).roll(1, dims=0))
+    gather = Gather.__call__
+    patch.setattr(Gather, "__call__", lambda self, states: gather(self, states).roll(1, dims=0))
 
 
 def shifted_position(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:

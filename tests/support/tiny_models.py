@@ -1,4 +1,4 @@
-"""Tiny random models of every family in dpo_pack/model/families.py, built in code."""
+"""Tiny random models of every family in dpo_pack/model/config.py, built in code."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo_pack.trainer as train_module
-from dpo_pack.model.attention.select import BackendChoice
+from dpo_pack.model.attention import BackendChoice
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.setup import prepare_data, prepare_tokenizer

@@ -5,6 +5,8 @@ calls `row_attention` instead of its own attention for every model whose config 
 `model(...)` passes the layout on to it as the keyword argument `row_segments`, because checkpointing
 recomputes layers when a global variable could already describe another row. No mask function has this name,
 so transformers builds no masks and does not search for packed sequences.
+
+Also chooses, for a model and a device, the attention backend: the function that computes attention.
 """
 
 from __future__ import annotations
@@ -18,8 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from dpo_pack.model.attention.flash import flash_attn_attention, torch_varlen_attention
-from dpo_pack.model.attention.flex import flex_attention
+from dpo_pack.model.attention.flash import (
+    flash_attn_attention,
+    flash_attn_obstacle,
+    supports_window_and_scale,
+    torch_varlen_attention,
+)
+from dpo_pack.model.attention.flex import flex_attention, flex_obstacle
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
 from dpo_pack.system.errors import UnsupportedModelError
@@ -33,26 +40,20 @@ AttentionBackend = Callable[..., Tensor]
 
 @dataclass(slots=True)
 class SeamCalls:
-    """Counts how often one forward calls our attention and our functions of recurrent layers.
-
-    `scorer.py` compares the counts with the numbers of such layers, so no layer can compute without them.
-    """
+    """Counts a forward's calls, so that the scorer finds a layer that computes without our functions."""
 
     count: int = 0  # calls of `row_attention`
     recurrent: int = 0  # calls of our functions for recurrent layers, see recurrence/__init__.py
 
 
 def register_attention() -> None:
-    """Registers `row_attention` with transformers as `ATTENTION_NAME`. A second call does no harm."""
+    """Registers `row_attention` with transformers as `ATTENTION_NAME`."""
     AttentionInterface.register(ATTENTION_NAME, _seam())
 
 
 @functools.cache
 def _seam() -> Callable[..., Any]:
-    """Returns `row_attention` in a form that torch.compile does not compile, see model/compiling.py.
-
-    Every call returns the same object, because torch would compile the layers again for another object.
-    """
+    # Cached, because torch would compile the layers again for another object; see model/compiling.py.
     seam: Callable[..., Any] = torch.compiler.disable(row_attention, reason="a row's layout is not compiled")
     return seam
 
@@ -76,45 +77,36 @@ def row_attention(
 ) -> tuple[Tensor, None]:
     """Computes attention of one row: [1, H, T, D] queries, [1, H_kv, T, D] keys and values -> [1, T, H, D_v].
 
-    H are heads, T the row's tokens. The arguments are those of transformers' attention interface, and ours:
-    `row_segments` (the row's layout), `row_backend` (the function that computes) and `seam_calls` (counters).
-    Raises UnsupportedModelError when the model's code does not pass our arguments on to its attention, or
-    when it uses attention in a way that a packed row does not allow.
+    H are heads, T the row's tokens. The last named arguments are ours: the row's layout, the function that
+    computes, and the counters; the others are those of transformers' attention interface.
+    Raises UnsupportedModelError when the model's code uses attention in a way that a row does not allow.
     """
+    obstacle, remedy = None, "use packing.mode: padded"
     if row_segments is None or row_backend is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} does not pass keyword arguments on to its attention, so the sequences "
-            "of a row cannot be kept apart; use packing.mode: padded"
-        )
-    if getattr(module, "is_causal", True) is False:  # some families have no such attribute
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends to later tokens as well, so it would see the next "
-            "sequence of a row; use a causal model"
-        )
-    if dropout > 0.0:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} runs with attention dropout {dropout}, but packed rows are exact only "
-            "without dropout; set it to 0 in the model's config.json"
-        )
-    if query.shape[0] != 1 or attention_mask is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} called attention with a batch of {query.shape[0]} rows or with its own "
-            "mask, which a packed row cannot have; use packing.mode: padded"
-        )
-    if key.shape[2] != query.shape[2]:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends to {key.shape[2]} keys in a row of {query.shape[2]} tokens; "
-            "it adds keys that belong to no sequence of the row; use packing.mode: padded"
-        )
+        obstacle = "does not pass keyword arguments on to its attention, so it would mix sequences"
+    elif getattr(module, "is_causal", True) is False:  # some families have no such attribute
+        obstacle = "attends to later tokens as well, so it would see the next sequence of a row"
+        remedy = "use a causal model"
+    elif dropout > 0.0:
+        obstacle = f"runs with attention dropout {dropout}, but packed rows are exact only without dropout"
+        remedy = "set it to 0 in the model's config.json"
+    elif query.shape[0] != 1 or attention_mask is not None:
+        obstacle = f"called attention with a batch of {query.shape[0]} rows or with its own mask"
+    elif key.shape[2] != query.shape[2]:
+        obstacle = f"attends to {key.shape[2]} keys in a row of {query.shape[2]} tokens: it adds keys"
+    if obstacle is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} {obstacle}; {remedy}")
+    assert row_segments is not None and row_backend is not None
     if seam_calls is not None:
         seam_calls.count += 1
-    # We do not write `states[0]`, because its backward pass fills a tensor with zeros and copies the gradient
-    # into it. The backward pass of `squeeze` only makes a view.
+    # The backward pass of `squeeze` only makes a view; that of `states[0]` would fill a tensor with zeros.
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    if row_segments.kv_gather is not None:
+        key, value = row_segments.kv_gather(key), row_segments.kv_gather(value)
     out = row_backend(
         query,
-        row_segments.gather(key),
-        row_segments.gather(value),
+        key,
+        value,
         row_segments,
         AttentionOptions(
             scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
@@ -134,3 +126,83 @@ BACKENDS: dict[str, AttentionBackend] = {
     "flex": flex_attention,
     "sdpa": sdpa_attention,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """The properties of a model's attention that decide which backends can compute it."""
+
+    head_dim: int
+    value_head_dim: int
+    has_window: bool
+    has_softcap: bool
+    has_sinks: bool
+    has_custom_scale: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendChoice:
+    """The chosen backend's name and a one-line reason: for `auto`, why it rejected the backends before."""
+
+    name: str
+    reason: str
+
+
+def select_backend(
+    requested: str, needs: AttentionNeeds, *, device: torch.device, dtype: torch.dtype
+) -> BackendChoice:
+    """Returns the requested backend, or for "auto" the first of `BACKENDS` that computes the model exactly.
+
+    `dtype` is the dtype of the activations. Raises UnsupportedModelError when the requested backend cannot
+    compute this model exactly.
+    """
+    if requested != "auto":
+        obstacle = backend_obstacle(requested, needs, device=device, dtype=dtype)
+        if obstacle is not None:
+            raise UnsupportedModelError(
+                f"model.attention: {requested} cannot be used here: {obstacle}; use model.attention: auto"
+            )
+        return BackendChoice(name=requested, reason="set by model.attention")
+    obstacles: list[str] = []
+    for name in BACKENDS:
+        obstacle = backend_obstacle(name, needs, device=device, dtype=dtype)
+        if obstacle is None:
+            return BackendChoice(name=name, reason="; ".join(obstacles) or "the fastest backend")
+        obstacles.append(f"not {name}: {obstacle}")
+    raise AssertionError("the sdpa backend takes every model")
+
+
+def backend_obstacle(
+    name: str, needs: AttentionNeeds, *, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Returns why backend `name` cannot compute this model exactly on `device`, or None when it can."""
+    if name == "sdpa":
+        return None
+    if device.type != "cuda":
+        return "it needs a CUDA device"
+    if name == "flex":
+        if not (needs.has_softcap or needs.has_sinks):
+            return "the model has neither softcaps nor sinks, and only models with these need it"
+        return flex_obstacle(device, dtype, needs.head_dim, needs.value_head_dim)
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (8, 0)
+    if capability < (8, 0):  # for example V100 and T4
+        return "FlashAttention needs compute capability 8.0, and the device has {}.{}".format(*capability)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernel takes bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
+    if needs.has_sinks:
+        return "the model has attention sinks, and its kernel cannot compute them"
+    if needs.head_dim != needs.value_head_dim:
+        return f"head dimensions of keys ({needs.head_dim}) and values ({needs.value_head_dim}) differ"
+    if needs.head_dim > 256:
+        return f"head dimension {needs.head_dim} is above 256"
+    if name == "flash_attn":
+        return flash_attn_obstacle()
+    if torch.version.hip is not None:
+        return "on ROCm torch's kernel aligns queries with the first keys, not with the last"
+    if needs.head_dim % 8 != 0:  # the flash-attn package pads such heads itself
+        return f"head dimension {needs.head_dim} is not a multiple of 8"
+    if needs.has_softcap:
+        return "the model caps attention logits, and its kernel cannot do this"
+    if (needs.has_window or needs.has_custom_scale) and not supports_window_and_scale():
+        return f"the kernel of torch {torch.__version__} takes no sliding window and no scale"
+    return None

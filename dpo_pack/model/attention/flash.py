@@ -1,7 +1,7 @@
-"""Attention on CUDA with FlashAttention's kernel for segments of any length. Two packages have this kernel.
+"""Attention on CUDA with FlashAttention's kernel for segments of any length.
 
-torch has it from 2.10 on. The flash-attn package (FlashAttention-2) is optional and supports more models.
-Both kernels take [T, H, D] queries, [K, H_kv, D] keys and values in bf16 or fp16, and return [T, H, D].
+torch has this kernel, and so has the optional package flash-attn, which supports more models. Both take
+[T, H, D] queries, [K, H_kv, D] keys and values in bf16 or fp16, and return [T, H, D].
 
 Legend: T tokens of the row, K keys of all segments (see segments.py), H heads, D head dimension.
 """
@@ -62,9 +62,9 @@ def torch_varlen_attention(
 
 
 def _make_backward_deterministic(out: Tensor) -> None:
-    """Makes the backward pass of the kernel that returned `out` give the same bits in each run.
+    """Makes the kernel's backward pass give the same bits in each run.
 
-    The kernel reads torch's global mode. It is on only while this node runs: others could raise errors in it.
+    The kernel reads torch's global mode, which is on only while it runs: others could raise errors in it.
     """
     if out.grad_fn is None:
         return
@@ -93,7 +93,7 @@ def flash_attn_obstacle() -> str | None:
 
 
 def supports_window_and_scale() -> bool:
-    """Whether the installed torch's kernel takes a sliding window and a softmax scale (torch 2.10: no)."""
+    """Whether torch's kernel takes a sliding window and a softmax scale (torch 2.10: no)."""
     return {"window_size", "scale"} <= _varlen_parameters()
 
 

@@ -1,8 +1,7 @@
 """Attention with torch's FlexAttention, one call for a row: for logit softcaps (Gemma 2) and sinks (gpt-oss).
 
-torch generates the kernel from two functions: `score` changes a logit, `mask` says which query sees which
-key. The kernel computes only those blocks of 128 x 128 logits in which a query sees a key. For models without
-softcaps and sinks the kernels in flash.py are faster.
+The kernel computes only those blocks of 128 x 128 logits in which a query sees a key. For other models the
+kernels in flash.py are faster.
 
 Legend: T tokens of the row, K keys of all segments (see segments.py), H heads, D head dimension, B blocks of
 queries or keys.
@@ -67,19 +66,15 @@ def flex_attention(
 def flex_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
     """Returns why FlexAttention cannot be used on `device`, or None when it can: tried on a small row,
     because large heads in fp32 can need more shared memory than a GPU has."""
-    obstacle = compiler_obstacle(device)
-    if obstacle is not None:
+    if obstacle := compiler_obstacle(device):
         return obstacle
     segments = make_segments((3, 5), (3, 5), device)
-    states, values = (
-        torch.ones(8, 1, dim, dtype=dtype, device=device, requires_grad=True)
-        for dim in (head_dim, value_head_dim)
-    )
+    states = torch.ones(8, 1, head_dim, dtype=dtype, device=device, requires_grad=True)
+    values = torch.ones(8, 1, value_head_dim, dtype=dtype, device=device, requires_grad=True)
+    options = AttentionOptions(scale=1.0, window=None, softcap=1.0, sinks=None)
     try:
         with torch.enable_grad():
-            options = AttentionOptions(scale=1.0, window=None, softcap=1.0, sinks=None)
-            out = flex_attention(states, states, values, segments, options)
-            out.sum().backward()
+            flex_attention(states, states, values, segments, options).sum().backward()
     except Exception as error:
         return f"FlexAttention does not run on this device ({first_line(error)})"
     return None

@@ -1,8 +1,9 @@
 """Attention with torch's scaled_dot_product_attention (SDPA), one call for each segment. Runs on all devices.
 
-A segment is the attention of one sequence of a row. On the CPU, where `cpu_kernel_takes` allows it, we call
-the kernel behind SDPA directly, and each thread computes whole segments: SDPA divides each call among all
-threads, and for that calls of one segment are too short. The number of threads does not change the results.
+A segment is the attention of one sequence of a row. On the CPU, where heads of queries and values are equally
+wide, we call the kernel behind SDPA directly, and each thread computes whole segments: SDPA divides each call
+among all threads, and for that calls of one segment are too short. The number of threads does not change the
+results.
 
 Legend: T tokens of the row, K keys of all segments (see segments.py), L queries or keys of one segment,
 H heads, D head dimension.
@@ -38,7 +39,8 @@ def sdpa_attention(
         key = key.repeat_interleave(num_groups, dim=1)
         value = value.repeat_interleave(num_groups, dim=1)
     is_plain = options.softcap is None and options.sinks is None
-    if is_plain and cpu_kernel_takes(query, value):
+    is_on_cpu, has_one_width = query.device.type == "cpu", query.shape[-1] == value.shape[-1]
+    if is_plain and is_on_cpu and has_one_width and _cpu_kernel() is not None:
         states = as_autocast(query, key, value)
         attended: Tensor = _CpuSegments.apply(  # type: ignore[no-untyped-call]
             *states, segments, options.scale, options.window
@@ -53,25 +55,19 @@ def sdpa_attention(
     )
     outputs = []
     for q, k, v in parts:
-        num_queries, num_keys = len(q), len(k)
-        is_causal, short = _shape_of_mask(num_queries, num_keys, options.window)
+        num_queries, num_keys, window = len(q), len(k), options.window
+        is_causal = num_queries == num_keys and (window is None or window >= num_keys)
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
         if is_plain:
-            mask = None if is_causal else segments.mask(num_queries, num_keys, short)
+            mask = None if is_causal else segments.mask(num_queries, num_keys, window)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=options.scale
             )
         else:
-            mask = segments.mask(num_queries, num_keys, short)
+            mask = segments.mask(num_queries, num_keys, window)
             out = _eager_attention(q, k, v, mask, options)
         outputs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
-
-
-def _shape_of_mask(num_queries: int, num_keys: int, window: int | None) -> tuple[bool, int | None]:
-    """Returns (whether SDPA's `is_causal` is enough, the window or None if it hides no key)."""
-    short = window if window is not None and window < num_keys else None
-    return num_queries == num_keys and short is None, short
 
 
 def _heads_first(states: Tensor) -> Tensor:
@@ -94,11 +90,6 @@ def _eager_attention(
     return weights[..., : key.shape[-2]] @ value
 
 
-def cpu_kernel_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's CPU kernel exists and can compute this: on the CPU, with one head dimension for all."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and _cpu_kernel() is not None
-
-
 @functools.cache
 def _cpu_kernel() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, ...]]] | None:
     """Returns (forward, backward) of SDPA's kernel on the CPU; None if the installed torch lacks them."""
@@ -113,10 +104,7 @@ def _cpu_kernel() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., t
 
 
 class _CpuSegments(torch.autograd.Function):
-    """Calls the CPU kernel for each segment. For autograd the whole row is one node, not one per segment.
-
-    Each segment reads and writes only its own slices of the tensors, so threads do not wait for each other.
-    """
+    """Calls the CPU kernel for each segment; for autograd the whole row is one node."""
 
     @staticmethod
     def forward(
@@ -137,13 +125,14 @@ class _CpuSegments(torch.autograd.Function):
         # Each segment's (slice of the row's queries, slice of the gathered keys).
         slices = [(slice(*of_queries), slice(*of_keys)) for of_queries, of_keys in zip(*bounds, strict=True)]
         options: list[dict[str, Any]] = []
-        for lengths in zip(segments.query_lengths, segments.key_lengths, strict=True):
-            is_causal, short = _shape_of_mask(*lengths, window)
-            bias = None if is_causal else segments.bias(*lengths, short, query.dtype)
+        for num_queries, num_keys in zip(segments.query_lengths, segments.key_lengths, strict=True):
+            is_causal = num_queries == num_keys and (window is None or window >= num_keys)
+            bias = None if is_causal else segments.bias(num_queries, num_keys, window, query.dtype)
             options.append({"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": bias, "scale": scale})
         out = torch.empty_like(query)
         log_normalizers: list[Tensor] = [out] * len(slices)
 
+        @torch.no_grad()  # each thread has its own grad mode
         def attend(numbers: Sequence[int]) -> None:
             for number in numbers:
                 queries, keys = slices[number]
@@ -164,6 +153,7 @@ class _CpuSegments(torch.autograd.Function):
         slices, options, kernel = ctx.slices, ctx.options, ctx.kernel
         grad_query, grad_key, grad_value = (torch.empty_like(states) for states in (query, key, value))
 
+        @torch.no_grad()
         def attend(numbers: Sequence[int]) -> None:
             for number in numbers:
                 queries, keys = slices[number]
@@ -181,14 +171,9 @@ def _on_threads(attend: Callable[[Sequence[int]], None], segments: RowSegments) 
     """Calls `attend` with the indices of all segments; divides them among threads if that is faster."""
     costs = [q * k for q, k in zip(segments.query_lengths, segments.key_lengths, strict=True)]
     num_threads = torch.get_num_threads()
-
-    def without_gradients(numbers: Sequence[int]) -> None:
-        with torch.no_grad():  # each thread has its own grad mode
-            attend(numbers)
-
     if num_threads == 1 or 2 * max(costs) * num_threads > 3 * sum(costs):
         # One segment has most of the work. Called in this thread, the kernel uses all threads for it.
-        without_gradients(range(len(costs)))
+        attend(range(len(costs)))
         return
     shares: list[list[int]] = [[] for _ in range(num_threads)]
     loads = [0] * num_threads
@@ -196,7 +181,7 @@ def _on_threads(attend: Callable[[Sequence[int]], None], segments: RowSegments) 
         least = loads.index(min(loads))
         shares[least].append(number)
         loads[least] += costs[number]
-    list(_pool(num_threads).map(without_gradients, filter(None, shares)))
+    list(_pool(num_threads).map(attend, filter(None, shares)))
 
 
 @functools.cache

@@ -1,9 +1,8 @@
 """The attention segments of one row on a device, and the gather that copies shared keys and values for them.
 
-A row holds several sequences, and tokens that sequences share (a prompt) only once. A *segment* is the
-attention of one sequence: its queries are the tokens that the sequence adds to the row, its keys are all of
-the sequence's tokens. So each segment gets its own copy of shared keys: the *gathered* keys are the keys of
-all segments, one segment after another. model/layout.py has an example.
+A row holds tokens that sequences share (a prompt) only once. A *segment* is the attention of one sequence:
+its queries are the tokens that the sequence adds to the row, its keys are all of the sequence's tokens. The
+*gathered* keys are the keys of all segments, one segment after another. model/layout.py has an example.
 
 Legend: T tokens of the row, K gathered keys, G segments, H heads, D head dimension.
 """
@@ -30,8 +29,8 @@ Value = TypeVar("Value")
 class RowSegments:
     """Lengths and indices for the attention of one row; `model(...)` takes them as a keyword argument.
 
-    Segment g attends from `query_lengths[g]` consecutive row positions to `key_lengths[g]` consecutive
-    gathered keys. Its attention is causal, and its last query stands at its last key (bottom-right).
+    Segment g attends from `query_lengths[g]` row positions to `key_lengths[g]` gathered keys. Its attention
+    is causal, and its last query stands at its last key (bottom-right).
     """
 
     query_lengths: tuple[int, ...]  # [G]
@@ -44,7 +43,7 @@ class RowSegments:
     shared_lengths: tuple[int, ...] = ()
     # [U] int64, ascending: row positions whose last hidden states are used; None: all positions
     scored_positions: Tensor | None = None
-    kept: dict[Hashable, Any] = field(default_factory=dict)  # what `once` keeps for all layers
+    kept: dict[Hashable, Any] = field(default_factory=dict)  # masks and the like, for all layers
 
     def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """Returns the result of `make`. Calls it only if no layer has asked for the same `key` before."""
@@ -53,34 +52,30 @@ class RowSegments:
         value: Value = self.kept[key]
         return value
 
-    def gather(self, states: Tensor) -> Tensor:
-        """Copies the keys or values that each segment needs: [T, H, D] of the row -> [K, H, D]."""
-        return states if self.kv_gather is None else self.kv_gather(states)
-
     def mask(self, num_queries: int, num_keys: int, window: int | None) -> Tensor:
         """Returns a bool mask [num_queries, num_keys], True where attention is allowed: causal, bottom-right.
 
         `window` counts the query's own position, as `sliding_window` does in transformers.
         """
-
-        def make() -> Tensor:
+        name = ("mask", num_queries, num_keys, window)
+        if name not in self.kept:
             device = self.cu_seqlens_q.device
             query_at = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
             key_at = torch.arange(num_keys, device=device)[None, :]
             allowed = key_at <= query_at
-            return allowed if window is None else allowed & (key_at > query_at - window)
-
-        return self.once(("mask", num_queries, num_keys, window), make)
+            self.kept[name] = allowed if window is None else allowed & (key_at > query_at - window)
+        mask: Tensor = self.kept[name]
+        return mask
 
     def bias(self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """Returns the mask as numbers to add to attention logits: 0 if attention is allowed, -inf if not."""
-
-        def make() -> Tensor:
+        name = ("bias", num_queries, num_keys, window, dtype)
+        if name not in self.kept:
             allowed = self.mask(num_queries, num_keys, window)
             zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-            return zeros.masked_fill_(~allowed, float("-inf"))
-
-        return self.once(("bias", num_queries, num_keys, window, dtype), make)
+            self.kept[name] = zeros.masked_fill_(~allowed, float("-inf"))
+        bias: Tensor = self.kept[name]
+        return bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +92,15 @@ def make_segments(
     query_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device, **others: Any
 ) -> RowSegments:
     """Returns the segments with these lengths, [G] each; `others` are further fields of RowSegments."""
-
-    def cumulative(lengths: Sequence[int]) -> Tensor:
-        return on_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
-
+    cu_seqlens_q, cu_seqlens_k = (
+        on_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
+        for lengths in (query_lengths, key_lengths)
+    )
     return RowSegments(
         query_lengths=tuple(query_lengths),
         key_lengths=tuple(key_lengths),
-        cu_seqlens_q=cumulative(query_lengths),
-        cu_seqlens_k=cumulative(key_lengths),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
         **others,
     )
 
@@ -120,13 +115,10 @@ def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Gather:
-    """Copies entries of a source tensor, by index along its first dimension; an entry can also be zero.
+    """Copies E entries of a source tensor of n, by index along its first dimension; an entry can be zero.
 
-    Legend: E entries that are copied, n entries of the source.
-
-    The backward pass adds the gradients of copies in a fixed order and in at least fp32: each `index_add_`
-    writes at most once to an entry of the source. On CUDA the backward of torch's `index_select` adds
-    atomically, in any order, and in bf16 a sum over many copies loses small terms.
+    The backward pass adds the gradients of copies in a fixed order and in at least fp32. On CUDA that of
+    torch's `index_select` adds atomically, in any order, and in bf16 a sum of many copies loses small terms.
     """
 
     index: Tensor  # [E] int64, index in the source; n means that the entry is zero
@@ -188,10 +180,7 @@ def _select(source: Tensor, index: Tensor, has_zeros: bool) -> Tensor:
 
 
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Casts to autocast's dtype if autocast is on, for kernels for which torch has no autocast rule.
-
-    Backends cast after the copying of shared keys, so that the copies' gradients add up in fp32.
-    """
+    """Casts to autocast's dtype if autocast is on, for kernels for which torch has no autocast rule."""
     device = query.device.type
     if not torch.is_autocast_enabled(device):
         return query, key, value

@@ -9,9 +9,8 @@ own shared part. In the same way a convolution over w tokens needs the last w - 
 transformers has no interface for such layers. But the code of all families has the same form: the module's
 forward projects its input, token by token, and calls one of a few functions (the keys of `KERNELS`) on the
 whole sequence. We run the module's own forward, but where it calls such a function, we run the same function
-on the shared parts of the row and then on the tails. So a family's special features stay in its own code, and
-adapters, sharding and checkpointing work as for every other layer. We never use the module's cache, because
-it changes states in place, which cuts or corrupts gradients.
+on the shared parts of the row and then on the tails. We never use the module's cache: it changes states in
+place, which cuts or corrupts gradients.
 """
 
 from __future__ import annotations
@@ -57,43 +56,32 @@ class RecurrentCall:
         return KERNELS[self.name].compute(function, is_torch, *self.arguments, **self.options)
 
 
-def state_products(module: nn.Module) -> float:
-    """Returns the multiplications of a module's recurrence for one token; 0 if it has no recurrence.
+def recurrence_sizes(module: nn.Module) -> tuple[float, float]:
+    """Returns (products, fp32 numbers kept for the backward pass) of a module's recurrence for one token.
 
     Products of linear layers do not count. Each number of the state is multiplied once when the state is
-    written and once when it is read. The delta rule reads the state twice.
+    written and once when it is read; the delta rule reads the state twice. For the numbers that are kept we
+    counted the tensors that autograd saves for a row in which pads and the ends of chunks are a quarter of
+    all places: for each channel of a convolution, for its activation function, for each element of keys and
+    values, and for each chunk of tokens its scores and states. Those of Kimi are the ones that the code of
+    flash-linear-attention 0.6 saves.
     """
     names, sizes = _row_functions(module), vars(module)
-    if "torch_chunk_gated_delta_rule" in names:
-        return float(3 * sizes["num_v_heads"] * sizes["head_k_dim"] * sizes["head_v_dim"])
-    if _NEEDS_KERNEL in names:
-        return float(3 * sizes["num_heads"] * sizes["head_dim"] ** 2)
-    if "mamba2_chunk_scan" in names:
-        return float(2 * sizes["num_heads"] * sizes["head_dim"] * sizes["ssm_state_size"])
-    return 0.0
-
-
-def kept_numbers(module: nn.Module) -> float:
-    """Returns about how many fp32 numbers a module's calls keep, for each token, for the backward pass.
-
-    We counted the tensors that autograd saves for a row in which pads and the ends of chunks are a quarter of
-    all places. A convolution keeps one number for each channel, and one more for its activation function. A
-    recurrence keeps several numbers for each element of keys and values, and for each chunk of tokens its
-    scores and states. The numbers of Kimi's are those that the code of flash-linear-attention 0.6 saves.
-    """
-    names, sizes = _row_functions(module), vars(module)
+    if not names:
+        return 0.0, 0.0
     channels = sum(2.0 * len(part.weight) for part in module.children() if isinstance(part, nn.Conv1d))
     if "torch_chunk_gated_delta_rule" in names:
-        keys, values = sizes["head_k_dim"], sizes["head_v_dim"]
-        head = 12 * keys + 5 * values + keys * values / DELTA_CHUNK + 5 * DELTA_CHUNK
-        return float(channels + sizes["num_v_heads"] * head)
-    if _NEEDS_KERNEL in names:
-        return float(channels + sizes["num_heads"] * (5 * sizes["head_dim"] + 2 * _KIMI_CHUNK))
-    if "mamba2_chunk_scan" in names:
-        keys, values = sizes["ssm_state_size"], sizes["head_dim"]
-        head = 8 * keys + 11 * values + 2 * keys * values / MAMBA2_CHUNK + 4 * MAMBA2_CHUNK
-        return float(channels + sizes["num_heads"] * head)
-    return channels / 2 if names else 0.0  # a short convolution has no activation function
+        heads, keys, values = sizes["num_v_heads"], sizes["head_k_dim"], sizes["head_v_dim"]
+        factor, kept = 3, 12 * keys + 5 * values + keys * values / DELTA_CHUNK + 5 * DELTA_CHUNK
+    elif _NEEDS_KERNEL in names:
+        heads, keys, values = sizes["num_heads"], sizes["head_dim"], sizes["head_dim"]
+        factor, kept = 3, 5 * keys + 2 * _KIMI_CHUNK
+    elif "mamba2_chunk_scan" in names:
+        heads, keys, values = sizes["num_heads"], sizes["ssm_state_size"], sizes["head_dim"]
+        factor, kept = 2, 8 * keys + 11 * values + 2 * keys * values / MAMBA2_CHUNK + 4 * MAMBA2_CHUNK
+    else:
+        return 0.0, channels / 2  # a short convolution has no activation function
+    return float(factor * heads * keys * values), float(channels + heads * kept)
 
 
 def _row_functions(module: nn.Module) -> set[str]:
@@ -114,8 +102,8 @@ def _own_forward(module: nn.Module) -> types.FunctionType:
 def torch_recurrences(model: nn.Module) -> Iterator[None]:
     """Context in which inputs that are no packed rows use transformers' own functions in torch.
 
-    transformers calls flash-linear-attention, causal-conv1d and mamba-ssm wherever they are installed. These
-    packages refuse fp32 or round more in it, so a proof must not take their results for the exact ones.
+    The packages that transformers calls where they are installed refuse fp32 or round more in it, so a proof
+    must not take their results for the exact ones.
     """
     code = vars(sys.modules[type(model).__module__])
     own = {name: code[name] for name in (*KERNELS, _WHOLE_LAYER) if name in code}
@@ -138,8 +126,7 @@ def wrap_recurrent_layers(model: nn.Module) -> None:
 def _with_row_functions(forward: types.FunctionType) -> RowFunction:
     """Returns a copy of a module's forward that calls our functions in place of those in `KERNELS`.
 
-    torch.compile does not compile the copy, see model/compiling.py. Calls with the same argument
-    return the same object, because torch would compile the layers again for another object.
+    Cached, because torch would compile the layers again for another object; see model/compiling.py.
     """
     theirs = forward.__globals__
     ours = {name: _seam(name, inspect.unwrap(theirs[name])) for name in KERNELS if name in theirs}
@@ -180,7 +167,6 @@ def _seam(name: str, stock: RowFunction) -> RowFunction:
 
 
 def _forward(module: nn.Module, on_row: RowFunction, /, *arguments: Any, **options: Any) -> Tensor:
-    """Runs the module: on a packed row with our functions, on other inputs as transformers wrote it."""
     forward = type(module).forward if options.get("row_segments") is None else on_row
     hidden: Tensor = forward(module, *arguments, **options)
     return hidden

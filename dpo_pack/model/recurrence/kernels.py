@@ -2,11 +2,9 @@
 
 Such a function runs twice for a row: on all roots from the zero state, then on all tails from their roots'
 final states (pieces.py explains the words). transformers' functions in torch and mamba-ssm get a batch of
-pieces padded to one length. A pad must leave the final state as it is: where the decay's logarithm g and the
+pieces padded to one length. A pad leaves the final state as it is: where the decay's logarithm g and the
 fraction beta, or Mamba 2's step, are 0, nothing decays and nothing is written. flash-linear-attention takes
-pieces one after another (`cu_seqlens`) and computes gradients of their initial states; mamba-ssm has no
-gradients of the final states of such pieces. A convolution gets neither `seq_idx` nor initial states, which
-causal-conv1d takes only apart: we put the inputs before a segment in front of the segment.
+pieces one after another (`cu_seqlens`). For a convolution we put the inputs before a segment in front of it.
 
 The packages are flash-linear-attention, causal-conv1d and mamba-ssm, on CUDA. proofs/recurrence.py compares
 each kernel with the torch functions before a model uses it.
@@ -17,9 +15,7 @@ same B and C, D channels and w tokens of a convolution.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +45,6 @@ class Kernel:
     package: str  # the name in the package index
     module: str
     name: str
-    num_positional: int
-    keywords: tuple[str, ...]
     # Takes the function, whether it is transformers' own, then the arguments with which a layer calls it.
     # Returns what the function returns, but None in place of a final state.
     compute: Callable[..., Any]
@@ -100,14 +94,9 @@ def row_delta_rule(
     def run(
         parts: list[Tensor], states: Tensor | None, starts: Tensor | None, wants_states: bool
     ) -> tuple[Tensor, Tensor | None]:
-        layout = {"chunk_size": DELTA_CHUNK} if is_torch else {"cu_seqlens": starts}
-        return function(
-            *parts,
-            initial_state=states,
-            output_final_state=wants_states,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **layout,
-        )
+        options: dict[str, Any] = {"chunk_size": DELTA_CHUNK} if is_torch else {"cu_seqlens": starts}
+        options |= {"initial_state": states, "output_final_state": wants_states}
+        return function(*parts, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
 
     repeats = value.shape[-2] // key.shape[-2]
     if repeats > 1:  # older releases of kernels take only as many heads of keys as of values
@@ -136,8 +125,7 @@ def row_mamba2_scan(
     """Computes the recurrence of Mamba 2 (arXiv 2405.21060) of each sequence of a row.
 
     hidden_states [1, T, H, V], dt [1, T, H], A, D and dt_bias [H], B and C [1, T, G, K]. Returns
-    [1, T, H, V] in fp32. The function gets steps after softplus and clamp, because the step of a pad must
-    stay 0.
+    [1, T, H, V] in fp32. Softplus and clamp come first, because the step of a pad must stay 0.
     """
 
     def run(
@@ -184,34 +172,30 @@ def _through_pieces(
         return pieces.to_row(torch.cat(outputs))[None]
 
 
-_delta_kernel = functools.partial(
-    Kernel,
-    package="flash-linear-attention",
-    num_positional=5,
-    keywords=("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"),
-    compute=row_delta_rule,
-)
-
 # By the names of transformers' functions that layers call.
 KERNELS: dict[str, Kernel] = {
     "causal_conv1d_fn": Kernel(
         package="causal-conv1d",
         module="causal_conv1d",
         name="causal_conv1d_fn",
-        num_positional=3,
-        keywords=("activation",),
         compute=row_convolution,
     ),
-    "torch_chunk_gated_delta_rule": _delta_kernel(
-        module="fla.ops.gated_delta_rule", name="chunk_gated_delta_rule"
+    "torch_chunk_gated_delta_rule": Kernel(
+        package="flash-linear-attention",
+        module="fla.ops.gated_delta_rule",
+        name="chunk_gated_delta_rule",
+        compute=row_delta_rule,
     ),
-    "chunk_kimi_delta_attention": _delta_kernel(module="fla.ops.kda", name="chunk_kda"),
+    "chunk_kimi_delta_attention": Kernel(
+        package="flash-linear-attention",
+        module="fla.ops.kda",
+        name="chunk_kda",
+        compute=row_delta_rule,
+    ),
     "mamba2_chunk_scan": Kernel(
         package="mamba-ssm",
         module="mamba_ssm.ops.triton.ssd_combined",
         name="mamba_chunk_scan_combined",
-        num_positional=6,
-        keywords=("initial_states", "return_final_states"),
         compute=row_mamba2_scan,
     ),
 }
@@ -221,12 +205,8 @@ def import_kernel(kernel: Kernel) -> Callable[..., Any] | str:
     """Returns the package's function, or in words the reason why it cannot be used."""
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(kernel.module), kernel.name)
-        arguments, options = [None] * kernel.num_positional, dict.fromkeys(kernel.keywords)
-        inspect.signature(function).bind(*arguments, **options)
     except ModuleNotFoundError as error:
         return f"no module {error.name}"
-    except TypeError as error:
-        return f"this release of {kernel.name} takes other arguments: {error}"
     except Exception as error:  # a wheel for another torch or another CUDA can raise anything
         return f"it cannot be imported: {first_line(error)}"
     return function

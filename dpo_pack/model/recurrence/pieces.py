@@ -110,9 +110,8 @@ def _lengths(segments: RowSegments) -> zip[tuple[int, int, int]]:
 def row_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
     """Returns two gathers for a convolution over `width` tokens: from the row to a longer row, and back.
 
-    A segment holds the tokens that one sequence adds to the row. In front of each segment the longer row has
-    the `width - 1` inputs before its first token: zeros if the segment begins its sequence, otherwise the
-    last inputs of the part that the sequence shares.
+    In front of each segment the longer row has the `width - 1` inputs before its first token: zeros if the
+    segment begins its sequence, otherwise the last inputs of the part that the sequence shares.
     """
     return segments.once(("history", width), lambda: _make_history(segments, width))
 

@@ -1,0 +1,228 @@
+"""Replaces the forwards of a model's layers by faster ones that compute the same; `stock_layers` undoes it.
+
+- On a CPU, oneDNN computes the products of linear layers where it is faster than torch's own.
+- liger-kernel (Hsu et al. 2024, arXiv 2410.10989) computes RMSNorm, rotary positions and gated MLPs in one
+  pass each: memory limits their speed. We do not use its losses, because we need log-probs of tokens.
+- After the attention of the last layer no position reads another position. So the last feed-forward block is
+  computed only at positions whose hidden state predicts a scored token; elsewhere its gradients are zero.
+
+Legend: T tokens of the row, U scored positions, D features in, O features out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dpo_pack.system.errors import RecipeError, UnsupportedModelError
+from dpo_pack.system.machine import is_intel
+
+# torch computes fp32 products with MKL. On AMD processors with AVX-512 oneDNN computes `x @ weight.T` and
+# `grad @ weight` faster, on Intel's only the head's products; `grad.T @ x` is slower on both
+# (`scripts/measure_settings.py products`). Both compute in plain fp32: they differ by rounding.
+
+
+def times_transposed(features: Tensor, weight: Tensor) -> Tensor:
+    """Computes `features @ weight.T` without gradients: [..., D], [O, D] -> [..., O]."""
+    product = _onednn_product()
+    if product is None or not _is_cpu_float32(features):
+        return features @ weight.T
+    return product(features, weight, None, "none", [], "")
+
+
+def speed_up_linears(model: nn.Module) -> None:
+    """Makes linear layers call oneDNN on fp32, in place, where it is faster: not on Intel's CPUs."""
+    if _onednn_product() is None or is_intel():
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = functools.partial(_linear, module)  # type: ignore[method-assign]
+
+
+def _linear(module: nn.Linear, features: Tensor) -> Tensor:
+    if features.ndim < 2 or not _is_cpu_float32(features) or torch.is_autocast_enabled("cpu"):
+        return nn.functional.linear(features, module.weight, module.bias)
+    # We flatten to two dimensions: for more, oneDNN returns a view, which a model could not change in place.
+    product: Tensor = _Linear.apply(features.flatten(0, -2), module.weight, module.bias)  # type: ignore[no-untyped-call]
+    unflattened: Tensor = product.unflatten(0, features.shape[:-1])
+    return unflattened
+
+
+class _Linear(torch.autograd.Function):
+    """`features @ weight.T + bias`: [T, D], [O, D], [O] or None -> [T, O]."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = _onednn_product()
+        assert product is not None
+        needs_features, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(features if needs_weight else None, weight if needs_features else None)
+        return product(features, weight, bias, "none", [], "")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        features, weight = ctx.saved_tensors
+        needs_features, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            times_transposed(grad, weight.T) if needs_features else None,
+            grad.T @ features if needs_weight else None,
+            grad.sum(dim=0) if needs_bias else None,
+        )
+
+
+def _is_cpu_float32(features: Tensor) -> bool:
+    return features.device.type == "cpu" and features.dtype == torch.float32
+
+
+@functools.cache
+def _onednn_product() -> Callable[..., Tensor] | None:
+    """Returns torch's binding of oneDNN's product, which is not public; None if missing or not measured."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+        return None
+    try:
+        product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
+    except AttributeError:
+        return None
+    return product
+
+
+# For each family: the options of liger-kernel that we switch on.
+LIGER_FAMILIES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), ("rope", "rms_norm", "geglu")),
+    **dict.fromkeys(
+        ("granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
+        ("rope", "rms_norm", "swiglu"),
+    ),
+}
+
+# By module of transformers: the original functions that liger-kernel has replaced for all models of a family.
+_replaced: dict[str, dict[str, Callable[..., Any]]] = {}
+
+
+def check_kernels(config: PretrainedConfig, device: torch.device) -> None:
+    """Checks `model.kernels: liger`. Raises RecipeError (device) or UnsupportedModelError (family)."""
+    if device.type != "cuda":
+        raise RecipeError(
+            f"model.kernels: liger's kernels run on CUDA devices, and this is {device.type}; set "
+            "model.kernels: none"
+        )
+    family = config.get_text_config().model_type
+    if family not in LIGER_FAMILIES:
+        raise UnsupportedModelError(
+            f"model.kernels: liger has no kernels that we use for {family}, only for "
+            f"{', '.join(LIGER_FAMILIES)}; set model.kernels: none"
+        )
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Makes the layers of `model` compute with liger-kernel, in place; functions are replaced for its family.
+
+    Raises UnsupportedModelError when the package does not fit the installed transformers.
+    """
+    family = model.config.get_text_config().model_type
+    code = sys.modules[type(model).__module__]
+    before = dict(vars(code))
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        MODEL_TYPE_TO_APPLY_LIGER_FN[family](
+            model=model,
+            cross_entropy=False,
+            fused_linear_cross_entropy=False,
+            **dict.fromkeys(LIGER_FAMILIES[family], True),
+        )
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"model.kernels: the installed liger-kernel does not fit {family} of transformers "
+            f"{transformers.__version__} ({error}); install another, or set model.kernels: none"
+        ) from error
+    finally:
+        for key, plain in before.items():
+            if vars(code)[key] is plain:
+                continue
+            if isinstance(plain, type):  # classes are restored, because fingerprints use their source files
+                setattr(code, key, plain)
+            else:
+                _replaced.setdefault(code.__name__, {}).setdefault(key, plain)
+
+
+def last_feed_forward(model: PreTrainedModel) -> tuple[nn.Module, nn.Module] | None:
+    """Returns (the last decoder layer, its feed-forward block); None if the block is not one module."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if not lists:
+        return None
+    layer = lists[0][-1]
+    blocks = [block for name, block in layer.named_children() if name in ("mlp", "feed_forward", "ffn")]
+    return (layer, blocks[0]) if len(blocks) == 1 else None
+
+
+def trim_last_layer(model: PreTrainedModel) -> None:
+    """Makes the last feed-forward block skip unscored positions of packed rows; changes the model in place.
+
+    Exact if the block never mixes positions; proofs check that.
+    """
+    found = last_feed_forward(model)
+    if found is None:
+        return
+    layer, block = found
+    trimmed = _TrimmedBlock(whole=block.forward)
+    block.forward = trimmed.forward
+    layer.register_forward_pre_hook(trimmed.before_layer, with_kwargs=True)
+    for part in layer.children():
+        if part is not block and any(part.children()):  # the attention, because a norm does not get the row
+            part.register_forward_pre_hook(trimmed.before_part, with_kwargs=True)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _TrimmedBlock:
+    """A feed-forward block's forward, and the positions at which the current row needs the block."""
+
+    whole: Callable[..., Any]
+    positions: Tensor | None = None  # [U], None: all
+
+    def before_layer(self, layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        segments = keywords.get("row_segments")
+        self.positions = None if segments is None else segments.scored_positions
+
+    def before_part(self, part: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        # Activation checkpointing does not run the layer's hooks when it recomputes a layer.
+        if "row_segments" in keywords:
+            self.before_layer(part, inputs, keywords)
+
+    def forward(self, features: Tensor, *others: Any, **options: Any) -> Any:
+        """Runs the block: [1, T, D] -> [1, T, D], zero at positions that the row does not need."""
+        if self.positions is None or others or options:
+            return self.whole(features, *others, **options)
+        needed = self.whole(features.index_select(1, self.positions))  # [1, U, D]
+        if not isinstance(needed, Tensor):  # a block with a router also returns router values
+            return self.whole(features)
+        return needed.new_zeros(features.shape).index_copy(1, self.positions, needed)
+
+
+@contextlib.contextmanager
+def stock_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which every module runs its class's own forward; only `times_transposed` still acts."""
+    own = {module: vars(module).pop("forward") for module in model.modules() if "forward" in vars(module)}
+    code = vars(sys.modules[type(model).__module__])
+    plain = _replaced.get(type(model).__module__, {})
+    other = {key: code[key] for key in plain}
+    code.update(plain)
+    try:
+        yield
+    finally:
+        code.update(other)
+        for module, forward in own.items():
+            module.forward = forward
