@@ -15,7 +15,7 @@ from dpo_pack.model.config import attention_needs, count_experts, layer_windows
 from dpo_pack.model.last_layer import last_feed_forward
 from dpo_pack.model.loading import quiet_transformers
 from dpo_pack.model.recurrence import kept_numbers, state_products
-from dpo_pack.packing.flops import AttentionKind, ModelShape
+from dpo_pack.packing.lengths import AttentionKind, ModelShape
 
 
 def without_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -231,7 +231,7 @@ def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *,
         console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
     oversize = () if plan is None else plan.oversize_pairs
     if plan is not None and len(oversize):
-        longest = int(plan.row_tokens[oversize].max())
+        longest = int(plan.sizes.tokens[oversize].max())
         console.print(
             f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "
             f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"

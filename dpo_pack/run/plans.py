@@ -14,8 +14,7 @@ from dpo_pack.data.sources import Data
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.packing.bin_packing import PADDED
-from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
-from dpo_pack.packing.lengths import PairSizes
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairSizes, pair_flops
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.packing.report import PackingReport, inspect_packing
 from dpo_pack.recipe.load import Recipe

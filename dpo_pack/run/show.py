@@ -22,7 +22,7 @@ from dpo_pack.data.tokenization import EndTokens, TokenizedPair
 from dpo_pack.data.view import Fault, LeftOutRow, PackedRow, ShownRecipe, SourceView, find_faults, shown_pair
 from dpo_pack.data.workers import tokenize_rows
 from dpo_pack.model.config import known_positions
-from dpo_pack.packing.flops import ModelShape
+from dpo_pack.packing.lengths import ModelShape
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.run.models import recipe_precision, resolve_policy
 from dpo_pack.run.plans import plan_settings
@@ -219,6 +219,6 @@ def _packed_row(recipe: Recipe, pairs: Mapping[str, TokenizedPair]) -> PackedRow
     }
     return PackedRow(
         pairs={places[pair]: {part: int(tokens[pair]) for part, tokens in parts.items()} for pair in row},
-        tokens=plan.tokens_in(row),
+        tokens=plan.sizes.tokens_in(row),
         token_budget=packing.token_budget,
     )

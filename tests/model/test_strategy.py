@@ -15,7 +15,7 @@ import dpo_pack.run.strategy as strategies
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.parallel import Strategy
 from dpo_pack.model.scorer import resolve_precision
-from dpo_pack.packing.flops import pair_flops
+from dpo_pack.packing.lengths import pair_flops
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.models import resolve_policy
 from dpo_pack.run.plans import plan_settings, row_builder

@@ -32,8 +32,7 @@ from dpo_pack.packing.bin_packing import (
     pack_window,
     split_over_ranks,
 )
-from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
-from dpo_pack.packing.lengths import FloatArray, IntArray, PairLengths
+from dpo_pack.packing.lengths import AttentionKind, FloatArray, IntArray, ModelShape, PairLengths, pair_flops
 from dpo_pack.packing.plan import PackingPlan, PlanSettings, epoch_order
 from dpo_pack.packing.report import rank_balance
 from dpo_pack.recipe.load import parse_recipe
@@ -183,9 +182,8 @@ def test_scope_epoch_trains_every_pair_once_in_full_steps_and_a_last_one_on_any_
         assert alone.pairs(step).tolist() == plan.pairs(step).tolist()
         assert sorted(flat_pairs(plan, step)) == sorted(plan.pairs(step).tolist())
         assert len(alone.pack_step(step)[0]) == rows_per_step or step == len(plan) - 1
-        assert alone.is_full(step) == (len(alone.pack_step(step)[0]) == rows_per_step)
         for row in itertools.chain(*plan.pack_step(step)):
-            assert len(row) == 1 or plan.tokens_in(row) <= BUDGET
+            assert len(row) == 1 or plan.sizes.tokens_in(row) <= BUDGET
         num_rows = {len(rows) for rows in plan.pack_step(step)}
         if equal_rows and len(plan.pairs(step)) >= num_ranks * max(num_rows):
             assert len(num_rows) == 1
@@ -248,7 +246,7 @@ def test_rows_of_scope_epoch_that_would_leave_ranks_uneven_are_packed_again() ->
         row_costs=np.array([3.0, 3.0, 2.0, 2.0]),
     )
     assert sorted(sorted(row.tolist()) for (row,) in plan.pack_step(0)) != [[0, 1], [2, 3]]
-    assert [plan.cost_of(row) for (row,) in plan.pack_step(0)] == [5.0, 5.0]
+    assert [plan.sizes.cost_of(row) for (row,) in plan.pack_step(0)] == [5.0, 5.0]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -263,8 +261,8 @@ def test_of_finished_rows_and_rows_packed_again_a_step_takes_those_whose_slowest
     )  # fmt: skip
 
     def slowest(ranks: Sequence[Sequence[IntArray]]) -> float:
-        costs = [sum(plan.cost_of(row) for row in rows) for rows in ranks]
-        a_token = sum(costs) / sum(plan.tokens_in(row) for rows in ranks for row in rows)
+        costs = [sum(plan.sizes.cost_of(row) for row in rows) for rows in ranks]
+        a_token = sum(costs) / sum(plan.sizes.tokens_in(row) for rows in ranks for row in rows)
         return max(
             cost + ROW_OVERHEAD_TOKENS * a_token * len(rows) for cost, rows in zip(costs, ranks, strict=True)
         )
@@ -274,7 +272,7 @@ def test_of_finished_rows_and_rows_packed_again_a_step_takes_those_whose_slowest
         rows, packed = plan._finished_rows(step), plan._pack(plan.pairs(step))
         ranks = plan.pack_step(step)
         if len(rows) >= plan.num_ranks:
-            parts = split_over_ranks(np.array([plan.cost_of(row) for row in rows]), plan.num_ranks)
+            parts = split_over_ranks(np.array([plan.sizes.cost_of(row) for row in rows]), plan.num_ranks)
             finished = [[rows[i] for i in part] for part in parts]
             is_finished = [list(map(tuple, rows)) for rows in ranks] == [
                 list(map(tuple, rows)) for rows in finished
@@ -283,7 +281,7 @@ def test_of_finished_rows_and_rows_packed_again_a_step_takes_those_whose_slowest
             if not is_finished:
                 assert slowest(ranks) == slowest(packed) < slowest(finished)
             elif slowest(packed) < slowest(finished):  # even enough: not packed again
-                costs = [sum(plan.cost_of(row) for row in rows) for rows in ranks]
+                costs = [sum(plan.sizes.cost_of(row) for row in rows) for rows in ranks]
                 assert max(costs) <= 1.02 * sum(costs) / 2
     assert min(taken.values()) > 0, taken
 

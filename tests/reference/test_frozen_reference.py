@@ -11,9 +11,8 @@ import pytest
 from support.reference_pairs import NAMESPACE, make_table, one_line, random_pairs
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.cache import ReferenceCache, TokenLogps, sequence_table
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.reference.parts import TokenLogps, sequence_table
 from dpo_pack.system.errors import CacheError
 
 

@@ -27,8 +27,7 @@ from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import BudgetSearch, fill_cache
-from dpo_pack.reference.work import find_work
+from dpo_pack.reference.compute import BudgetSearch, fill_cache, find_work
 from dpo_pack.run.setup import Setup
 from dpo_pack.system.errors import ModelError
 from dpo_pack.system.files import read_json
@@ -48,7 +47,7 @@ def fill(
     work, shape = find_work(cache, tables), model_shape(scorer.model)
     settings = replace(SETTINGS, token_budget=50)
     fill_cache(cache, work, scorer, shape, settings, search=search, console=console)
-    assert find_work(cache, tables).num_missing == 0
+    assert find_work(cache, tables).missing.sum() == 0
     return (read_json(directory / memo) or {}).get("model on device")
 
 

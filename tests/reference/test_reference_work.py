@@ -12,10 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reference_pairs import NAMESPACE, Pair, make_table
 
-from dpo_pack.packing.flops import AttentionKind, ModelShape
-from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import TokenLogps, sequence_table
-from dpo_pack.reference.work import PassPlan, PassSettings, ReferenceWork, find_work, join_tables, plan_pass
+from dpo_pack.packing.lengths import AttentionKind, ModelShape
+from dpo_pack.reference.cache import ReferenceCache, TokenLogps, sequence_table
+from dpo_pack.reference.compute import (
+    PassPlan,
+    PassSettings,
+    ReferenceWork,
+    find_work,
+    join_tables,
+    plan_pass,
+)
 
 CPU = torch.device("cpu")
 # b's first pair is a's first with the sides exchanged, its second has a's first prompt and a new chosen.
@@ -26,7 +32,7 @@ TABLE_B: list[Pair] = [((5, 6, 7), (8, 10, 11), (8, 9)), ((5, 6, 7), (12,), (8, 
 def test_equal_sequences_are_missing_once_over_pairs_and_tables(tmp_path: Path) -> None:
     tables = [make_table(TABLE_A), make_table(TABLE_B)]
     work = find_work(ReferenceCache(tmp_path, NAMESPACE), tables)
-    assert (work.num_unique, work.num_cached, work.num_missing) == (5, 0, 5)
+    assert (work.sides.sum(), work.missing.sum()) == (5, 5)
     groups = [work.group(number) for number in range(3)]
     contents = [(g.context.tolist(), [c.tolist() for c in g.completions]) for g in groups]
     assert contents == [([5, 6, 7], [[8, 9], [8, 10, 11]]), ([5], [[6, 7], [6]]), ([5, 6, 7], [[12]])]
@@ -34,8 +40,6 @@ def test_equal_sequences_are_missing_once_over_pairs_and_tables(tmp_path: Path) 
     # Shared: 3 + 1 (8 is common) + 1 + 2; 1 + 1 + 1 + 0; 3 + 1.
     assert work.row_tokens(work.sides, share_prompt=True).tolist() == [7, 3, 4]
     assert work.row_tokens(work.sides, share_prompt=False).tolist() == [11, 5, 4]
-    keys = [tables[1].chosen_keys[1], tables[0].chosen_keys[0], tables[0].rejected_keys[0]]
-    assert np.array_equal(work.keys(np.array([2, 0])), keys)
 
 
 def test_joined_tables_keep_the_sources_of_their_pairs() -> None:
@@ -49,7 +53,7 @@ def test_joined_tables_keep_the_sources_of_their_pairs() -> None:
 
 def test_the_same_tokens_with_another_boundary_are_another_sequence(tmp_path: Path) -> None:
     table = make_table([((5, 6), (7, 8), (7,)), ((5, 6, 7), (8,), (9,))])
-    assert find_work(ReferenceCache(tmp_path, NAMESPACE), [table]).num_missing == 4
+    assert find_work(ReferenceCache(tmp_path, NAMESPACE), [table]).missing.sum() == 4
 
 
 def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
@@ -57,12 +61,11 @@ def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
     cached = np.stack((table.rejected_keys[0], table.chosen_keys[1]))
     cache.append(sequence_table(cached, np.array([-1.0, -2.0]), np.array([3, 2])))
     work = find_work(cache, [table])
-    assert (work.num_unique, work.num_cached, work.num_missing) == (4, 2, 2)
+    assert (work.sides.sum(), work.missing.sum()) == (4, 2)
     assert work.missing.tolist() == [[True, False], [False, True]]
     groups = [work.group(number) for number in range(2)]
     assert [[c.tolist() for c in group.completions] for group in groups] == [[[8, 9]], [[6]]]
     assert work.row_tokens(work.missing, share_prompt=True).tolist() == [5, 2]
-    assert np.array_equal(work.keys(np.array([1])), table.rejected_keys[1:])
 
 
 def test_nothing_is_missing_once_everything_is_cached(tmp_path: Path) -> None:
@@ -70,17 +73,17 @@ def test_nothing_is_missing_once_everything_is_cached(tmp_path: Path) -> None:
     keys = np.concatenate((table.chosen_keys, table.rejected_keys))
     cache.append(sequence_table(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64)))
     work = find_work(cache, [table, make_table(TABLE_B[:1])])
-    assert (work.num_missing, work.num_cached) == (0, 4) and not work.missing.any()
+    assert work.sides.sum() == 4 and not work.missing.any()
 
 
 def test_sums_alone_are_not_enough_for_who_needs_tokens(tmp_path: Path) -> None:
     cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
     keys = np.concatenate((table.chosen_keys, table.rejected_keys))
     cache.append(sequence_table(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64)))
-    assert find_work(cache, [table], per_token=True).num_missing == 4
+    assert find_work(cache, [table], per_token=True).missing.sum() == 4
     tokens = TokenLogps.of_lengths(np.full(1, -1.0, dtype=np.float32), np.ones(1, dtype=np.int64))
     cache.append(sequence_table(keys[:1], np.full(1, -1.0), np.ones(1, dtype=np.int64), tokens))
-    assert find_work(cache, [table], per_token=True).num_missing == 3
+    assert find_work(cache, [table], per_token=True).missing.sum() == 3
 
 
 # ---- Rows

@@ -1,7 +1,7 @@
 """The packing report: numbers computed by hand, and what a person reads in the terminal."""
 
 import io
-import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,9 @@ from support.inspected_lengths import LENGTHS, inspect, ints
 from support.plans import make_plan
 
 from dpo_pack.packing.bin_packing import PADDED, ROW_OVERHEAD_TOKENS
-from dpo_pack.packing.flops import AttentionKind, ModelShape
-from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths
 from dpo_pack.packing.plan import epoch_order
-from dpo_pack.packing.report import MAX_BALANCE_STEPS, PackingReport, rank_balance, to_json
+from dpo_pack.packing.report import MAX_BALANCE_STEPS, PackingReport, rank_balance
 from dpo_pack.reports.packing_tables import render_packing, tables
 from dpo_pack.reports.tables import parse_numbers
 from dpo_pack.system.errors import RecipeError
@@ -212,7 +211,7 @@ def test_the_terminal_shows_every_table_in_80_columns() -> None:
 
 def test_the_json_has_every_number_of_the_report_and_parses_back() -> None:
     order = epoch_order(4, shuffle=True, seed=0, epoch=0)
-    content = json.loads(to_json(inspect(order=order, ranks=(1, 2), removed_pairs={"empty_completion": 4})))
+    content = asdict(inspect(order=order, ranks=(1, 2), removed_pairs={"empty_completion": 4}))
     assert content["statistics"]["computed_tokens"] == 115
     assert content["statistics"]["padded"][4] == {
         "microbatch_pairs": 16,

@@ -44,8 +44,7 @@ from benchmarking.workloads import (
     synthetic_token_ids,
 )
 
-from dpo_pack.packing.flops import AttentionKind, ModelShape
-from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths
 
 
 @pytest.fixture(scope="module")
