@@ -29,6 +29,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 AnyIntArray = npt.NDArray[np.integer[Any]]
+Bools = npt.NDArray[np.bool_]
 
 # Forward passes that a training step costs; a frozen model under adapters needs no gradients of its weights.
 TRAINING_PASSES, ADAPTER_PASSES = 3.0, 2.0
@@ -51,14 +52,23 @@ class PairLengths:
         prompt, chosen, rejected = self.prompt[pairs], self.chosen[pairs], self.rejected[pairs]
         return PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=self.shared[pairs])
 
-    def row_tokens(self, *, share_prompt: bool) -> IntArray:
-        """Returns each pair's tokens in a packed row, [P]. If `share_prompt`, common prefixes count once."""
-        both = 2 * self.prompt.astype(np.int64) + self.chosen + self.rejected
-        return both - self.shared if share_prompt else both
+    def row_tokens(self, *, share_prompt: bool, sides: Bools | None = None) -> IntArray:
+        """Returns each pair's tokens in a packed row, [P]. If `share_prompt`, common prefixes count once.
 
-    def padded_tokens(self) -> IntArray:
-        """Returns each pair's tokens when it is alone in a padded row, [P]: twice its longer sequence."""
-        return 2 * (self.prompt.astype(np.int64) + np.maximum(self.chosen, self.rejected))
+        sides: [P, (chosen, rejected)] whether the row has this sequence of the pair; default: it has both.
+        """
+        tokens: IntArray = self._sequences(sides).sum(axis=1)
+        if not share_prompt:
+            return tokens
+        return tokens - (self.shared if sides is None else self.shared * sides.all(axis=1))
+
+    def padded_tokens(self, *, sides: Bools | None = None) -> IntArray:
+        """Returns each pair's tokens when it is alone in a padded row, [P]: twice its longest sequence."""
+        return np.asarray(2 * self._sequences(sides).max(axis=1))
+
+    def _sequences(self, sides: Bools | None) -> IntArray:
+        both = self.prompt.astype(np.int64)[:, None] + np.stack((self.chosen, self.rejected), axis=1)
+        return both if sides is None else both * sides
 
     def completion_tokens(self) -> IntArray:
         """Returns each pair's scored tokens, [P]: the output head computes logits for these tokens only."""
@@ -101,7 +111,7 @@ class PromptMerging(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Items:
-    """The n items that bin packers pack. An item is a single pair, or a group of pairs of one prompt."""
+    """The n items that bin packers pack: single pairs, or groups of pairs of one prompt."""
 
     pairs: IntArray
     groups: list[IntArray] | None  # [n] the pairs of each item; None: every pair is an item
@@ -129,7 +139,8 @@ class PairSizes:
         if self.merging is None:
             return Items(pairs=pairs, groups=None, tokens=self.tokens[pairs], costs=self.costs[pairs])
         groups: list[CutGroup] = []
-        for group in self.groups_in(pairs):
+        for positions in self.merging.groups_of(pairs):
+            group = pairs[positions]
             tokens = self._measure(group).tokens
             fits = len(group) == 1 or tokens <= token_budget
             groups += [CutGroup(group, tokens)] if fits else self.merging.cut(group, token_budget)
@@ -140,23 +151,17 @@ class PairSizes:
             costs=np.array([self._measure(group.pairs).cost for group in groups], dtype=np.float64),
         )
 
-    def groups_in(self, row: IntArray) -> list[IntArray]:
-        """Returns the pairs of each group of a row. Without merging every pair is a group."""
-        if self.merging is None:
-            return list(row[:, None])
-        return [row[positions] for positions in self.merging.groups_of(row)]
-
     def tokens_in(self, row: IntArray) -> int:
         """Returns how many tokens a forward pass over the row computes, padding included."""
         if self.merging is not None:
-            return sum(self._measure(group).tokens for group in self.groups_in(row))
+            return sum(self._measure(row[group]).tokens for group in self.merging.groups_of(row))
         tokens = self.tokens[row]
         return int(len(row) * tokens.max() if self.pads else tokens.sum())
 
     def cost_of(self, row: IntArray) -> float:
         """Returns the cost of the row in the unit of `costs`."""
         if self.merging is not None:
-            return sum(self._measure(group).cost for group in self.groups_in(row))
+            return sum(self._measure(row[group]).cost for group in self.merging.groups_of(row))
         costs = self.costs[row]
         return float(len(row) * costs.max() if self.pads else costs.sum())
 
@@ -225,29 +230,22 @@ def sequence_flops(
 
 
 def pair_flops(
-    shape: ModelShape, lengths: PairLengths, *, share_prompt: bool, passes: float = TRAINING_PASSES
+    shape: ModelShape,
+    lengths: PairLengths,
+    *,
+    share_prompt: bool,
+    passes: float = TRAINING_PASSES,
+    sides: Bools | None = None,
 ) -> FloatArray:
     """Returns the FLOPs of each pair in a packed row, [P]. With `share_prompt`, common prefixes count once.
 
     Pairs of a row do not attend to each other, so a row, a rank or a step costs the sum over its pairs.
+    sides: see `PairLengths.row_tokens`.
     """
-    chosen = lengths.prompt.astype(np.int64) + lengths.chosen
-    rejected = lengths.prompt.astype(np.int64) + lengths.rejected
-    areas = []
-    for kind in shape.attention:
-        area = causal_area(chosen, kind.window) + causal_area(rejected, kind.window)
-        areas.append(area - causal_area(lengths.shared, kind.window) if share_prompt else area)
-    tokens, scored = lengths.row_tokens(share_prompt=share_prompt), lengths.completion_tokens()
-    unread = tokens - scored
-    if share_prompt:  # a shared position predicts a token of both completions
-        unread += lengths.shared - lengths.prompt + 1
-    return passes * sequence_flops(
-        shape,
-        tokens=tokens.astype(np.float64),
-        scored_tokens=scored.astype(np.float64),
-        areas=areas,
-        unread_positions=unread.astype(np.float64),
-    )
+    completions = np.stack((lengths.chosen, lengths.rejected), axis=1)
+    is_there = np.ones(completions.shape, dtype=np.bool_) if sides is None else sides
+    repeats = is_there.all(axis=1) & share_prompt
+    return passes * _group_flops(shape, lengths.prompt, completions, is_there, lengths.shared, repeats)
 
 
 def group_size(
@@ -259,21 +257,44 @@ def group_size(
     passes: float = TRAINING_PASSES,
 ) -> GroupSize:
     """Returns the size of one prompt with several completions; `shared` first tokens are computed once."""
-    ends, once = prompt + np.array(completions, dtype=np.int64), np.array([shared])
-    repeats, scored = len(completions) - 1, sum(completions)
-    tokens = int(ends.sum()) - repeats * shared
-    areas = [
-        causal_area(ends, kind.window).sum() - repeats * causal_area(once, kind.window)
+    repeats = len(completions) - 1
+    one = np.array([completions], dtype=np.int64)
+    arrays = (np.array([number], dtype=np.int64) for number in (shared, repeats))
+    (forward,) = _group_flops(shape, np.array([prompt]), one, np.ones(one.shape, dtype=np.bool_), *arrays)
+    tokens = len(completions) * prompt + sum(completions) - repeats * shared
+    return GroupSize(tokens=tokens, cost=passes * float(forward))
+
+
+def _group_flops(
+    shape: ModelShape,
+    prompts: AnyIntArray,
+    completions: AnyIntArray,
+    sides: Bools,
+    shared: AnyIntArray,
+    repeats: AnyIntArray | Bools,
+) -> FloatArray:
+    """Returns the FLOPs of a forward pass over each of n prompts with k completions, [n].
+
+    prompts, shared: [n]. completions: [n, k]; only those count that are True in `sides`. `repeats` copies of
+    the `shared` first tokens are left out, [n].
+    """
+    prompts, completions = prompts.astype(np.int64), completions.astype(np.int64)
+    ends = prompts[:, None] + completions
+    tokens = (ends * sides).sum(axis=1) - repeats * shared
+    scored = (completions * sides).sum(axis=1)
+    # A shared position predicts a token of all completions.
+    unread = tokens - scored + repeats * (shared - prompts + 1)
+    areas: list[FloatArray] = [
+        (causal_area(ends, kind.window) * sides).sum(axis=1) - causal_area(shared, kind.window) * repeats
         for kind in shape.attention
     ]
-    (forward,) = sequence_flops(
+    return sequence_flops(
         shape,
-        tokens=np.array([tokens], dtype=np.float64),
-        scored_tokens=np.array([scored], dtype=np.float64),
+        tokens=tokens.astype(np.float64),
+        scored_tokens=scored.astype(np.float64),
         areas=areas,
-        unread_positions=float(tokens - scored + repeats * (shared - prompt + 1)),
+        unread_positions=unread.astype(np.float64),
     )
-    return GroupSize(tokens=tokens, cost=passes * float(forward))
 
 
 def padded_flops(

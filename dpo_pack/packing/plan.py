@@ -33,10 +33,10 @@ StepRows = tuple[tuple[Row, ...], ...]  # the rows of each rank; a row is an arr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingPlan:
-    """The plan of one epoch. It has `len(plan)` steps; `pack_step(step)[rank][row]` is an array of pairs.
+    """The plan of one epoch, from `PlanSettings.plan`; `pack_step(step)[rank][row]` is an array of pairs.
 
-    `PlanSettings.plan` makes plans. With `packing.scope: step` this takes almost no time, because `pack_step`
-    packs the rows of its step. With scope epoch, rows are packed when the plan is made.
+    With `packing.scope: step`, `pack_step` packs the rows of its step, so a plan is made in almost no time.
+    With scope epoch, rows are packed when the plan is made.
     """
 
     order: IntArray  # [E] pairs in the order they are trained on
@@ -60,9 +60,8 @@ class PackingPlan:
     def pack_step(self, step: int) -> StepRows:
         """Returns the rows of each rank in a step. Every rank has a row if the step has enough items.
 
-        Scope step: the pairs of the step are packed. Scope epoch: each row was packed when the plan was
-        made and goes to one rank. But if the ranks are uneven and packing the step's pairs again makes the
-        slowest rank faster, they are packed again. This can only cost more rows, because rows are not padded.
+        In scope epoch each finished row goes to one rank. But if the ranks are uneven and packing the step's
+        pairs again makes the slowest rank faster, they are packed again. This can only cost more rows.
         """
         pairs = self.pairs(step)
         rows = [] if self.row_begins is None else self._finished_rows(step)
@@ -88,7 +87,7 @@ class PackingPlan:
         return pairs[self.sizes.tokens[pairs] > self.settings.token_budget]
 
     def _rank_times(self, ranks: StepRows) -> list[float]:
-        """Returns each rank's estimated time, [R]: its costs, and ROW_OVERHEAD_TOKENS tokens for each row."""
+        """Returns each rank's costs and those of ROW_OVERHEAD_TOKENS tokens for each of its rows, [R]."""
         tokens = sum(self.sizes.tokens_in(row) for rows in ranks for row in rows)
         costs = [sum(self.sizes.cost_of(row) for row in rows) for rows in ranks]
         overhead = ROW_OVERHEAD_TOKENS * sum(costs) / tokens
@@ -145,9 +144,8 @@ class PlanSettings:
         order: [E] from `epoch_order`. row_costs: [P] positive, from `pair_flops`; default: `row_tokens`.
         equal_rows: all ranks have equally many rows. merging: pairs of one prompt in a row become one group.
 
-        The last step has the remaining pairs or rows. Neither the pairs of a step nor `fingerprint` depends
-        on the number of ranks. `fingerprint` is a hash of the order, the steps, the lengths,
-        the budget, the algorithm and the merging. So a resumed run may have another number of processes.
+        The last step has the remaining pairs or rows. A resumed run may have another number of ranks: neither
+        the pairs of a step nor `fingerprint`, a hash of all that decides steps and rows, depends on it.
         """
         assert self.algorithm in (*BIN_PACKERS, PADDED), f"unknown packing algorithm {self.algorithm}"
         assert min(self.token_budget, self.pairs_per_step, self.window_pairs, num_ranks) >= 1
@@ -211,8 +209,7 @@ def epoch_order(
     the nearest whole number, occur once more. Each epoch draws these pairs anew; all epochs are equally long.
     Without weights every pair occurs once. Without `shuffle` the pairs keep the order of the files.
 
-    This is a pure function of its arguments. It draws from the raw output of PCG64, which is the same in all
-    versions of numpy, so a resumed run continues the same order.
+    The raw output of PCG64 is the same in all versions of numpy, so a resumed run continues the same order.
     """
     shuffle_stream, mixture_stream = (  # different for the same seed and epoch
         np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, epoch))) for stream in (0, 1)

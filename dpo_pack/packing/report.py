@@ -115,9 +115,9 @@ def inspect_packing(
 ) -> PackingReport:
     """Measures the plan of the epoch `order` ([E] pairs, E > 0, from `epoch_order`).
 
-    The costs in the plan must be FLOPs, unless the algorithm is PADDED, which makes padded rows and shares no
-    prompts. `budgets` and the plan's own are compared on ranks[0] ranks; each needs a plan of the epoch.
-    removed_pairs, truncated: counts by reason. describe_pair: returns where the user finds a pair.
+    The costs in the plan must be FLOPs, unless the algorithm is PADDED. `budgets` and the plan's own are
+    compared on ranks[0] ranks. removed_pairs, truncated: counts by reason. describe_pair: returns where the
+    user finds a pair.
     """
     plan, settings = replace(planned, num_ranks=1, equal_rows=False), planned.settings
     return PackingReport(
@@ -155,7 +155,7 @@ def _statistics(
         by_sharing, flops = 0, padded_flops(shape, longest, num_sequences, scored_tokens=scored)
     else:
         by_sharing, flops = unshared - computed, sum(plan.sizes.cost_of(row) for row in rows)
-    padded = []
+    padded, merging = [], plan.sizes.merging
     for microbatch_pairs in PADDED_MICROBATCH_PAIRS:  # of the epoch's order; `plan.order` can be that of rows
         begins = np.arange(0, len(order), microbatch_pairs)
         num_pairs = np.diff(np.append(begins, len(order)))
@@ -169,7 +169,7 @@ def _statistics(
             times_flops=padded_flops(shape, longest // 2, 2 * num_pairs) / flops,
         )
         padded.append(comparison)
-    oversize = plan.oversize_pairs.tolist()
+    groups = [] if merging is None else [group for row in rows for group in merging.groups_of(row)]
     return PackingStatistics(
         num_pairs=len(plan.order),
         num_steps=len(plan),
@@ -179,10 +179,12 @@ def _statistics(
         computed_tokens=computed,
         unshared_tokens=unshared,
         saved_by_sharing_tokens=by_sharing,
-        merged_pairs=sum(len(group) for row in rows for group in plan.sizes.groups_in(row) if len(group) > 1),
+        merged_pairs=sum(len(group) for group in groups if len(group) > 1),
         flops=flops,
         padded=tuple(padded),
-        oversize_pairs={describe_pair(pair): int(plan.sizes.tokens[pair]) for pair in oversize},
+        oversize_pairs={
+            describe_pair(pair): int(plan.sizes.tokens[pair]) for pair in plan.oversize_pairs.tolist()
+        },
     )
 
 
@@ -215,9 +217,8 @@ def _compare_budgets(
 ) -> tuple[BudgetOutcome, ...]:
     """Returns the outcome of each budget, and of that of `plan`, which is for one rank.
 
-    The time of a step is estimated in tokens: its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row
-    of the rank with the most rows. Budgets are compared by the time of a pair, because in scope epoch the
-    budget decides how many pairs a step has.
+    The time of a step, in tokens, is its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row of the
+    rank with the most rows. The time of a pair counts, because in scope epoch a step has any number of pairs.
     """
     sizes, settings, outcomes = plan.sizes, plan.settings, []
     for budget in sorted({settings.token_budget, *budgets}):

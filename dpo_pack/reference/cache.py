@@ -41,7 +41,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.lengths import Bools, FloatArray, IntArray
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, writing, written_aside
 
@@ -60,7 +60,6 @@ KEY, SUM, NUM_TOKENS, TOKENS = "key", "logps_sum", "num_tokens", "token_logps"
 MAX_PART_SEQUENCES = 200_000
 UsedTimes = dict[str, float]  # path of a model -> seconds since 1970
 Keys = npt.NDArray[np.uint8]  # [n, 16]
-Bools = npt.NDArray[np.bool_]
 
 
 # ---- Columns of a part

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import pyarrow as pa
 import torch
 from rich.console import Console
 
-from dpo_pack.data.store import PairTable
+from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.layout import Group, packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.bin_packing import (
@@ -29,8 +30,8 @@ from dpo_pack.packing.bin_packing import (
     padded_rows,
     split_over_ranks,
 )
-from dpo_pack.packing.lengths import FloatArray, IntArray, ModelShape, causal_area, sequence_flops
-from dpo_pack.reference.cache import Bools, KeyIndex, ReferenceCache, TokenLogps, sequence_table
+from dpo_pack.packing.lengths import Bools, IntArray, ModelShape, pair_flops
+from dpo_pack.reference.cache import KeyIndex, ReferenceCache, TokenLogps, sequence_table
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.memory import HostCopies, release_memory
@@ -70,35 +71,6 @@ class ReferenceWork:
         both = zip(self.missing[number], (self.table.chosen, self.table.rejected), strict=True)
         completions = tuple(completion(number) for is_missing, completion in both if is_missing)
         return Group(context=self.table.prompt(number), completions=completions)
-
-    def row_tokens(self, sides: Bools, *, share_prompt: bool, is_padded: bool = False) -> IntArray:
-        """Returns [G]: the tokens, in a row, of each group's sides that are True in `sides` [G, 2].
-
-        With `is_padded`, a group counts as two sequences that are padded to its longest True side.
-        """
-        completions = np.stack((self.table.chosen_lengths, self.table.rejected_lengths), axis=1)
-        lengths = (self.table.prompt_lengths[:, None] + completions.astype(np.int64)) * sides
-        if is_padded:
-            return np.asarray(2 * lengths.max(axis=1))
-        tokens: IntArray = lengths.sum(axis=1)
-        return tokens - self.table.shared_lengths * sides.all(axis=1) if share_prompt else tokens
-
-    def flops(self, sides: Bools, *, share_prompt: bool, shape: ModelShape) -> FloatArray:
-        """Returns [G]: estimated FLOPs of a forward pass over the sides that are True in `sides` [G, 2]."""
-        prompts, shared = self.table.prompt_lengths, self.table.shared_lengths
-        completions = np.stack((self.table.chosen_lengths, self.table.rejected_lengths), axis=1)
-        completions = completions.astype(np.int64)
-        is_shared = sides.all(axis=1) & share_prompt
-        areas = []
-        for kind in shape.attention:
-            area: FloatArray = (causal_area(prompts[:, None] + completions, kind.window) * sides).sum(axis=1)
-            areas.append(area - causal_area(shared, kind.window) * is_shared)
-        tokens = self.row_tokens(sides, share_prompt=share_prompt).astype(np.float64)
-        scored = (completions * sides).sum(axis=1).astype(np.float64)
-        unread = tokens - scored + (shared - prompts + 1) * is_shared
-        return sequence_flops(
-            shape, tokens=tokens, scored_tokens=scored, areas=areas, unread_positions=unread
-        )
 
 
 def find_sequences(table: PairTable, *, per_token: bool = False) -> tuple[KeyIndex, Bools]:
@@ -174,11 +146,12 @@ def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *,
     lockstep must compute the same number of rows: a rank with one row less also computes an idle row, the
     cheapest of all rows.
     """
-    missing, is_padded, shares = work.missing, not is_packed, settings.share_prompt and is_packed
-    flops = work.flops(missing, share_prompt=shares, shape=shape)
+    lengths, shares = pair_lengths(work.table), settings.share_prompt and is_packed
+    flops = pair_flops(shape, lengths, share_prompt=shares, passes=1.0, sides=work.missing)
+    measure = partial(lengths.row_tokens, share_prompt=shares) if is_packed else lengths.padded_tokens
+    whole, missing = measure(sides=work.sides), measure(sides=work.missing)
     build_rows = pack_sequences_longest_first if is_packed else padded_rows
-    is_open = np.asarray(missing.any(axis=1))
-    whole = work.row_tokens(work.sides, share_prompt=shares, is_padded=is_padded)
+    is_open = work.missing.any(axis=1)
     rows = [row[is_open[row]] for row in build_rows(whole, settings.token_budget)]
     rows = [row for row in rows if len(row)]
     costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
@@ -188,7 +161,7 @@ def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *,
         work=work,
         rows=[rows[number] for number in mine[np.argsort(-costs[mine], kind="stable")]],
         idle_rows=[rows[int(costs.argmin())]] * num_idle if num_idle else [],
-        row_tokens=work.row_tokens(missing, share_prompt=shares, is_padded=is_padded),
+        row_tokens=missing,
     )
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.lengths import Bools, FloatArray, IntArray
 from dpo_pack.reference.cache import (
     KEY,
     NAMESPACE_FILE,
@@ -30,7 +30,6 @@ from dpo_pack.reference.cache import (
     SUM,
     TOKENS,
     USED_FILE,
-    Bools,
     KeyIndex,
     Keys,
     ReferenceCache,

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reference_pairs import NAMESPACE, Pair, make_table
 
-from dpo_pack.packing.lengths import AttentionKind, ModelShape
+from dpo_pack.data.store import pair_lengths
+from dpo_pack.packing.lengths import AttentionKind, FloatArray, ModelShape, pair_flops
 from dpo_pack.reference.cache import ReferenceCache, TokenLogps, sequence_table
 from dpo_pack.reference.compute import (
     PassPlan,
@@ -38,8 +39,8 @@ def test_equal_sequences_are_missing_once_over_pairs_and_tables(tmp_path: Path) 
     assert contents == [([5, 6, 7], [[8, 9], [8, 10, 11]]), ([5], [[6, 7], [6]]), ([5, 6, 7], [[12]])]
     assert work.table.row_numbers.tolist() == [1, 2, 2]
     # Shared: 3 + 1 (8 is common) + 1 + 2; 1 + 1 + 1 + 0; 3 + 1.
-    assert work.row_tokens(work.sides, share_prompt=True).tolist() == [7, 3, 4]
-    assert work.row_tokens(work.sides, share_prompt=False).tolist() == [11, 5, 4]
+    assert pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.sides).tolist() == [7, 3, 4]
+    assert pair_lengths(work.table).row_tokens(share_prompt=False, sides=work.sides).tolist() == [11, 5, 4]
 
 
 def test_joined_tables_keep_the_sources_of_their_pairs() -> None:
@@ -65,7 +66,7 @@ def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
     assert work.missing.tolist() == [[True, False], [False, True]]
     groups = [work.group(number) for number in range(2)]
     assert [[c.tolist() for c in group.completions] for group in groups] == [[[8, 9]], [[6]]]
-    assert work.row_tokens(work.missing, share_prompt=True).tolist() == [5, 2]
+    assert pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.missing).tolist() == [5, 2]
 
 
 def test_nothing_is_missing_once_everything_is_cached(tmp_path: Path) -> None:
@@ -91,6 +92,10 @@ def test_sums_alone_are_not_enough_for_who_needs_tokens(tmp_path: Path) -> None:
 SHAPE = ModelShape(
     token_weights=1000.0, head_weights=500, attention=(AttentionKind(num_layers=2, width=64, window=None),)
 )
+
+
+def forward_flops(work: ReferenceWork) -> FloatArray:
+    return pair_flops(SHAPE, pair_lengths(work.table), share_prompt=True, passes=1.0, sides=work.missing)
 
 
 def random_work(num_pairs: int, missing: npt.NDArray[np.bool_] | None = None, seed: int = 0) -> ReferenceWork:
@@ -151,17 +156,17 @@ def test_a_pass_that_goes_on_has_the_rows_it_would_have_had_on_any_number_of_ran
 def test_rows_stay_within_the_budget_and_hold_every_missing_group_once() -> None:
     work = random_work(200)
     rows = plan(work).rows
-    tokens = work.row_tokens(work.missing, share_prompt=True)
+    tokens = pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.missing)
     assert sorted(np.concatenate(rows).tolist()) == list(range(200))
     assert max(tokens[row].sum() for row in rows) <= 100
     for row in plan(work, is_packed=False).rows:
-        longest = work.row_tokens(work.missing, share_prompt=False, is_padded=True)[row].max()
+        longest = pair_lengths(work.table).padded_tokens(sides=work.missing)[row].max()
         assert len(row) * longest <= max(100, longest)
 
 
 def test_the_costliest_row_comes_first_on_every_rank_and_ranks_are_even() -> None:
     work = random_work(400)
-    flops = work.flops(work.missing, share_prompt=True, shape=SHAPE)
+    flops = forward_flops(work)
     loads = []
     for rank in range(4):
         costs = [float(flops[row].sum()) for row in plan(work, rank=rank, num_ranks=4).rows]
@@ -177,7 +182,7 @@ def test_flops_of_a_group_are_those_of_what_is_computed() -> None:
     area = 64 * 2 * 2.0  # per query and key
     both = 2000.0 * (5 + 7 - 4) + 1000.0 * 6 + area * (15 + 28 - 10)
     rejected_only = 2000.0 * 7 + 1000.0 * 4 + area * 28
-    assert work.flops(missing, share_prompt=True, shape=SHAPE).tolist() == [both, rejected_only]
+    assert forward_flops(work).tolist() == [both, rejected_only]
 
 
 @given(seed=st.integers(0, 1000), num_groups=st.integers(1, 40), num_ranks=st.integers(1, 4))
