@@ -58,9 +58,9 @@ class PairLengths:
         sides: [P, (chosen, rejected)] whether the row has this sequence of the pair; default: it has both.
         """
         tokens: IntArray = self._sequences(sides).sum(axis=1)
-        if not share_prompt:
-            return tokens
-        return tokens - (self.shared if sides is None else self.shared * sides.all(axis=1))
+        if share_prompt:
+            tokens = tokens - (self.shared if sides is None else self.shared * sides.all(axis=1))
+        return tokens
 
     def padded_tokens(self, *, sides: Bools | None = None) -> IntArray:
         """Returns each pair's tokens when it is alone in a padded row, [P]: twice its longest sequence."""
@@ -244,7 +244,7 @@ def pair_flops(
     """
     completions = np.stack((lengths.chosen, lengths.rejected), axis=1)
     is_there = np.ones(completions.shape, dtype=np.bool_) if sides is None else sides
-    repeats = is_there.all(axis=1) & share_prompt
+    repeats = (is_there.all(axis=1) & share_prompt).astype(np.int64)
     return passes * _group_flops(shape, lengths.prompt, completions, is_there, lengths.shared, repeats)
 
 
@@ -271,7 +271,7 @@ def _group_flops(
     completions: AnyIntArray,
     sides: Bools,
     shared: AnyIntArray,
-    repeats: AnyIntArray | Bools,
+    repeats: AnyIntArray,
 ) -> FloatArray:
     """Returns the FLOPs of a forward pass over each of n prompts with k completions, [n].
 

@@ -76,13 +76,6 @@ def test_the_fingerprint_changes_with_the_last_bit_of_one_value(
     assert replace(frozen, sums=frozen.sums.copy()).fingerprint == frozen.fingerprint
 
 
-def test_values_that_vanished_from_the_cache_are_a_one_line_error(tmp_path: Path) -> None:
-    cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(random_pairs(2))
-    cache.append(sequence_table(table.chosen_keys, np.array([-1.0, -2.0]), np.array([1, 1])))
-    message = one_line(lambda: FrozenReference.take(cache, [table]))
-    assert message.startswith("2 reference log-probs are no longer in") and str(cache.directory) in message
-
-
 def test_no_flipped_byte_changes_frozen_values_unnoticed(
     frozen_table: tuple[FrozenReference, PairTable], tmp_path: Path
 ) -> None:

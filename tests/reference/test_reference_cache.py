@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,6 @@ from dpo_pack.reference.cache import (
     ReferenceCache,
     TokenLogps,
     default_cache_directory,
-    namespace_digest,
     sequence_table,
 )
 
@@ -86,17 +84,6 @@ def test_each_namespace_has_values_of_its_own(tmp_path: Path) -> None:
         -1.0,
         -2.0,
     ]
-
-
-def test_pandas_reads_a_part(tmp_path: Path) -> None:
-    keys = random_keys(3)
-    [part] = ReferenceCache(tmp_path, NAMESPACE).append(
-        sequence_table(keys, np.array([-1.0, -2.5, -3.0]), np.array([4, 5, 6]))
-    )
-    frame = pytest.importorskip("pandas").read_parquet(part)
-    assert frame["key"].tolist() == [key.tobytes() for key in keys]
-    assert frame["logps_sum"].tolist() == [-1.0, -2.5, -3.0] and frame["num_tokens"].tolist() == [4, 5, 6]
-    assert str(pq.read_schema(part).field("key").type) == "fixed_size_binary[16]"
 
 
 @pytest.mark.parametrize("damage", ["a flipped byte", "cut short", "emptied"])
@@ -179,54 +166,6 @@ def test_a_part_that_cannot_be_read_is_a_one_line_error(tmp_path: Path) -> None:
     (cache.directory / "part-0.parquet").mkdir()  # root may read any file, but nobody a directory
     message = one_line(lambda: cache.lookup(random_keys(1))[0])
     assert "part-0.parquet" in message and "reference.cache_dir" in message
-
-
-def test_a_directory_that_cannot_be_written_is_a_one_line_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    message = one_line(lambda: ReferenceCache(tmp_path / "file" / "cache", NAMESPACE))
-    assert str(tmp_path / "file") in message and "writable" in message
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    for path in cache.directory.iterdir():
-        path.unlink()
-    cache.directory.rmdir()
-    cache.directory.write_text("in the way")
-    message = one_line(
-        lambda: cache.append(sequence_table(random_keys(1), np.zeros(1), np.ones(1, dtype=np.int64)))
-    )
-    assert str(cache.directory) in message
-
-
-def test_several_caches_write_to_one_directory_at_once_without_losing_anything(tmp_path: Path) -> None:
-    num_writers, num_parts = 4, 6
-    keys = random_keys(num_writers * num_parts * 3).reshape(num_writers, num_parts, 3, 16)
-    seen: list[int] = []
-
-    def write(writer: int) -> None:
-        cache = ReferenceCache(tmp_path, NAMESPACE)
-        for part in range(num_parts):
-            cache.append(
-                sequence_table(keys[writer, part], np.full(3, -float(writer)), np.ones(3, dtype=np.int64))
-            )
-            seen.append(
-                int(np.isfinite(cache.lookup(keys[writer].reshape(-1, 16))[0]).sum()) - 3 * (part + 1)
-            )
-
-    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(num_writers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [0] * num_writers * num_parts
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    expected = np.repeat(-np.arange(num_writers, dtype=np.float64), num_parts * 3)
-    np.testing.assert_array_equal(cache.lookup(keys.reshape(-1, 16))[0], expected)
-    assert all(path.suffix in (".parquet", ".json") for path in cache.directory.iterdir())
-
-
-def test_a_namespace_digest_is_32_hex_digits_whatever_the_order_of_keys() -> None:
-    assert namespace_digest({"a": 1, "b": [2]}) == namespace_digest({"b": [2], "a": 1})
-    assert namespace_digest({"a": 1}) != namespace_digest({"a": "1"})
-    assert len(namespace_digest({})) == 32 and int(namespace_digest({}), 16) >= 0
 
 
 # ---- Per-token values

@@ -17,7 +17,6 @@ from support.reference_pairs import (
     SmallMemory,
     load_scorer,
     make_table,
-    one_line,
     random_pairs,
 )
 from support.tiny_recipe import load
@@ -29,7 +28,6 @@ from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import BudgetSearch, fill_cache, find_work
 from dpo_pack.run.setup import Setup
-from dpo_pack.system.errors import ModelError
 from dpo_pack.system.files import read_json
 
 
@@ -90,13 +88,6 @@ def test_the_search_stays_within_what_the_model_is_exact_for(
     scorer = SmallMemory(load_scorer(model_path), most_tokens=10_000)
     assert fill(tmp_path, scorer, console, is_exact=lambda token_budget: token_budget <= 110) == 100
     assert 50 < max(scorer.rows) <= 100
-
-
-def test_where_not_even_a_pair_fits_the_pair_is_named(
-    model_path: Path, tmp_path: Path, console: Console
-) -> None:
-    scorer = SmallMemory(load_scorer(model_path), most_tokens=0)
-    assert "of its data source" in one_line(lambda: fill(tmp_path, scorer, console), ModelError)
 
 
 def test_memory_that_runs_out_later_is_told_and_remembered(

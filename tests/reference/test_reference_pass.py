@@ -28,7 +28,7 @@ from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache, sequence_table
-from dpo_pack.reference.compute import compute_missing, find_work, plan_pass, probe_row
+from dpo_pack.reference.compute import compute_missing, find_work, plan_pass
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.system.errors import CacheError, ModelError
 
@@ -74,38 +74,6 @@ def test_the_pass_keeps_no_gradients(model_path: Path, tmp_path: Path) -> None:
     scorer.register_forward_hook(lambda module, inputs, output: recorded.append(output.sums.requires_grad))
     run_pass(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(2))], scorer)
     assert recorded == [False]
-
-
-def test_a_second_pass_computes_nothing(model_path: Path, tmp_path: Path) -> None:
-    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(3))]
-    scorer = load_scorer(model_path)
-    run_pass(cache, tables, scorer)
-    scorer.register_forward_hook(lambda *_: pytest.fail("computed again"))
-    run_pass(cache, tables, scorer, progress=lambda _: pytest.fail("computed again"))
-
-
-def test_an_interrupted_pass_keeps_every_finished_row_and_goes_on_from_there(
-    model_path: Path, tmp_path: Path
-) -> None:
-    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
-    scorer = load_scorer(model_path)
-    done: list[int] = []
-
-    def stop_after_the_third_row(num_sequences: int) -> None:
-        done.append(num_sequences)
-        if len(done) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_pass(cache, tables, scorer, progress=stop_after_the_third_row)
-    work = find_work(cache, tables)
-    assert num_cached(work) == sum(done) and 0 < work.missing.sum() == 20 - sum(done)
-    kept = cache.lookup(tables[0].chosen_keys)[0]
-    run_pass(cache, tables, scorer, progress=done.append)
-    assert sum(done) == 20
-    values = cache.lookup(tables[0].chosen_keys)[0]
-    assert np.isfinite(values).all()
-    np.testing.assert_array_equal(values[np.isfinite(kept)], kept[np.isfinite(kept)])
 
 
 def test_a_killed_pass_would_keep_all_rows_written_so_far(model_path: Path, tmp_path: Path) -> None:
@@ -195,29 +163,6 @@ def test_a_pass_that_was_killed_and_goes_on_ends_bitwise_as_an_uninterrupted_one
     assert np.isfinite(sums).all() and sums.tobytes() == all_sums(straight, tables).tobytes()
 
 
-def test_no_flipped_byte_in_a_part_changes_what_a_run_gets(model_path: Path, tmp_path: Path) -> None:
-    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(8))]
-    scorer = load_scorer(model_path)
-    settings = replace(SETTINGS, write_every_seconds=0.0)  # a part a row
-    run_pass(cache, tables, scorer, settings)
-    expected = FrozenReference.take(cache, tables).fingerprint
-    parts = sorted(cache.directory.glob("part-*"))
-    assert len(parts) > 2
-    random = np.random.default_rng(0)
-    for _ in range(40):
-        part = parts[random.integers(len(parts))]
-        content = bytearray(part.read_bytes())
-        content[random.integers(len(content))] ^= 1 << random.integers(8)
-        part.write_bytes(content)
-        work = find_work(cache, tables)
-        assert 0 < work.missing.sum() < work.sides.sum()
-        computed: list[int] = []
-        run_pass(cache, tables, scorer, settings, progress=computed.append)
-        assert sum(computed) == work.missing.sum()
-        assert FrozenReference.take(cache, tables).fingerprint == expected
-        assert sorted(cache.directory.glob("part-*.parquet")) == parts
-
-
 def test_a_disk_that_fills_up_stops_the_pass_with_one_line_and_keeps_what_was_written(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,18 +212,6 @@ def test_per_token_values_are_those_of_each_sequence_and_add_up_to_its_sum(
             with torch.no_grad():
                 less = completion_logps_one_by_one(tiny_model("llama"), [(context, rejected[:-1])])
             assert tokens.of(pair)[-1] == pytest.approx(float(before - less), abs=1e-4)
-
-
-def test_a_loss_that_needs_tokens_computes_sequences_of_which_only_sums_are_there(
-    model_path: Path, tmp_path: Path
-) -> None:
-    tables, cache = [make_table(random_pairs(4))], ReferenceCache(tmp_path, NAMESPACE)
-    scorer = load_scorer(model_path)
-    run_pass(cache, tables, scorer)
-    assert find_work(cache, tables).missing.sum() == 0
-    assert find_work(cache, tables, per_token=True).missing.sum() == 8
-    run_pass(cache, tables, scorer, replace(SETTINGS, per_token=True))
-    assert find_work(cache, tables, per_token=True).missing.sum() == 0
 
 
 # ---- Out of memory
@@ -332,12 +265,3 @@ def test_an_error_that_is_not_about_memory_is_not_taken_for_one(
     monkeypatch.setattr(scorer, "forward", fail)
     with pytest.raises(RuntimeError, match="shapes"):
         run_pass(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(2))], scorer)
-
-
-def test_a_probe_says_whether_a_row_of_the_longest_pairs_fits(model_path: Path, tmp_path: Path) -> None:
-    work = find_work(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(20))])
-    scorer = SmallMemory(load_scorer(model_path), most_tokens=100)
-    plan = plan_pass(work, model_shape(scorer.model), SETTINGS, is_packed=scorer.backend is not None)
-    assert probe_row(plan, scorer, SETTINGS, 100)
-    assert not probe_row(plan, scorer, SETTINGS, 160)
-    assert 60 < scorer.rows[0] <= 100 < scorer.rows[1] <= 160

@@ -21,13 +21,8 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import (
-    NUM_TOKENS,
-    SUM,
     ReferenceCache,
     TokenLogps,
-    keys_of,
-    numbers_of,
-    read_part,
     sequence_table,
 )
 from dpo_pack.reference.frozen import FrozenReference
@@ -72,26 +67,6 @@ def test_no_log_prob_of_changed_tokens_is_kept_and_the_next_run_writes_the_token
         assert prepared.data.report["rows_tokenized"] == NUM_PAIRS
     again = prepare_reference(prepared)
     assert all_sums(again.cache, again.tables).tobytes() == sums.tobytes()
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_run_sets_log_probs_that_are_not_finite_aside_and_computes_them_again(
-    value: float, tmp_path: Path
-) -> None:
-    recipe, console = load_recipe(tiny_run(tmp_path)), make_console(quiet=True)
-    filled = prepare_reference(prepare(recipe, console))
-    sums = all_sums(filled.cache, filled.tables)
-    (part,) = filled.cache.directory.glob("part-*")
-    table = read_part(part, per_token=False)
-    assert table is not None
-    wrong = numbers_of(table[SUM]).copy()
-    wrong[7] = value
-    part.unlink()
-    filled.cache.append(sequence_table(keys_of(table), wrong, numbers_of(table[NUM_TOKENS])))
-    again = prepare_reference(prepare(recipe, console))
-    assert again.num_computed == len(wrong) == 44
-    assert all_sums(again.cache, again.tables).tobytes() == sums.tobytes()
-    assert len(list(filled.cache.directory.glob("part-*.damaged"))) == 1
 
 
 def test_a_padding_token_that_the_model_does_not_embed_pads_no_row(tmp_path: Path) -> None:

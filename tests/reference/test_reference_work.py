@@ -14,7 +14,7 @@ from support.reference_pairs import NAMESPACE, Pair, make_table
 
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.packing.lengths import AttentionKind, FloatArray, ModelShape, pair_flops
-from dpo_pack.reference.cache import ReferenceCache, TokenLogps, sequence_table
+from dpo_pack.reference.cache import ReferenceCache, sequence_table
 from dpo_pack.reference.compute import (
     PassPlan,
     PassSettings,
@@ -67,24 +67,6 @@ def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
     groups = [work.group(number) for number in range(2)]
     assert [[c.tolist() for c in group.completions] for group in groups] == [[[8, 9]], [[6]]]
     assert pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.missing).tolist() == [5, 2]
-
-
-def test_nothing_is_missing_once_everything_is_cached(tmp_path: Path) -> None:
-    cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
-    keys = np.concatenate((table.chosen_keys, table.rejected_keys))
-    cache.append(sequence_table(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64)))
-    work = find_work(cache, [table, make_table(TABLE_B[:1])])
-    assert work.sides.sum() == 4 and not work.missing.any()
-
-
-def test_sums_alone_are_not_enough_for_who_needs_tokens(tmp_path: Path) -> None:
-    cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
-    keys = np.concatenate((table.chosen_keys, table.rejected_keys))
-    cache.append(sequence_table(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64)))
-    assert find_work(cache, [table], per_token=True).missing.sum() == 4
-    tokens = TokenLogps.of_lengths(np.full(1, -1.0, dtype=np.float32), np.ones(1, dtype=np.int64))
-    cache.append(sequence_table(keys[:1], np.full(1, -1.0), np.ones(1, dtype=np.int64), tokens))
-    assert find_work(cache, [table], per_token=True).missing.sum() == 3
 
 
 # ---- Rows
