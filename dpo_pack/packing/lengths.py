@@ -212,16 +212,16 @@ def causal_area(lengths: AnyIntArray, window: int | None) -> FloatArray:
 def sequence_flops(
     shape: ModelShape,
     *,
-    tokens: FloatArray,
-    scored_tokens: FloatArray,
+    tokens: FloatArray | IntArray,
+    scored_tokens: FloatArray | IntArray,
     areas: Sequence[FloatArray],
-    unread_positions: FloatArray | float = 0.0,
+    unread_positions: IntArray | float = 0.0,
 ) -> FloatArray:
     """Returns the FLOPs of one forward pass over each of n sequences or rows, [n].
 
     tokens, scored_tokens, unread_positions: [n]. areas: one [n] for each kind of attention.
     """
-    flops = 2.0 * (shape.token_weights + shape.state_products) * tokens
+    flops: FloatArray = 2.0 * (shape.token_weights + shape.state_products) * tokens
     flops += 2.0 * shape.head_weights * scored_tokens
     flops -= 2.0 * shape.last_block_weights * unread_positions
     for kind, area in zip(shape.attention, areas, strict=True):
@@ -288,13 +288,7 @@ def _group_flops(
         (causal_area(ends, kind.window) * sides).sum(axis=1) - causal_area(shared, kind.window) * repeats
         for kind in shape.attention
     ]
-    return sequence_flops(
-        shape,
-        tokens=tokens.astype(np.float64),
-        scored_tokens=scored.astype(np.float64),
-        areas=areas,
-        unread_positions=unread.astype(np.float64),
-    )
+    return sequence_flops(shape, tokens=tokens, scored_tokens=scored, areas=areas, unread_positions=unread)
 
 
 def padded_flops(
@@ -302,7 +296,7 @@ def padded_flops(
     longest: AnyIntArray,
     num_sequences: AnyIntArray,
     *,
-    scored_tokens: AnyIntArray | None = None,
+    scored_tokens: IntArray | None = None,
     passes: float = TRAINING_PASSES,
 ) -> float:
     """Returns the FLOPs of n right-padded batches, all together.
@@ -314,7 +308,7 @@ def padded_flops(
     forward = sequence_flops(
         shape,
         tokens=tokens,
-        scored_tokens=tokens if scored_tokens is None else scored_tokens.astype(np.float64),
+        scored_tokens=tokens if scored_tokens is None else scored_tokens,
         areas=[num_sequences * causal_area(longest, kind.window) for kind in shape.attention],
     )
     return passes * float(forward.sum())

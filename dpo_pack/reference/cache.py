@@ -140,9 +140,9 @@ def sequence_table(
     num_tokens: npt.NDArray[np.integer] | None,
     tokens: TokenLogps | None = None,
 ) -> pa.Table:
-    """Makes a table with the columns of a part: [n, 16] keys, [n] sums in nats, [n] tokens of completions.
+    """Makes a table with the columns of a part, without those of None.
 
-    The columns of None are left out. `pa.array` would import pandas, which takes half a second.
+    keys: [n, 16]. sums: [n], nats. `pa.array` would import pandas, which takes half a second.
     """
     data = np.ascontiguousarray(keys, dtype=np.uint8)
     buffers = [None, pa.py_buffer(data.tobytes())]
@@ -263,10 +263,9 @@ class ReferenceCache:
     """Reference log-probs of one namespace on disk."""
 
     def __init__(self, cache_dir: Path, namespace: Mapping[str, Any], *, used_by: str | None = None) -> None:
-        """Opens or creates the namespace's directory. Writes its namespace.json if it is missing or damaged.
+        """Opens or creates the namespace's directory, with its namespace.json. Raises CacheError.
 
-        `used_by`: the path of the model of a run, for used.json. Raises CacheError if the directory cannot be
-        written.
+        `used_by`: the path of the model of a run, for used.json.
         """
         self.directory = cache_dir / "reference" / namespace_digest(namespace)
         self.named_parts: set[str] = set()  # written by this job; a directory listing may lack them

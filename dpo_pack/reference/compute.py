@@ -142,9 +142,8 @@ def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *,
     groups without a missing sequence are removed. So a row depends neither on which other rows are finished
     nor on the number of ranks, and a pass that is started again after a kill computes the same rows.
 
-    Rows are divided over ranks by their FLOPs, which are estimated from the `shape` of the model. Ranks in
-    lockstep must compute the same number of rows: a rank with one row less also computes an idle row, the
-    cheapest of all rows.
+    Rows are divided over ranks by their FLOPs, estimated from the model's `shape`. Ranks in lockstep compute
+    equally many rows: a rank with one row less also computes an idle row, the cheapest of all rows.
     """
     lengths, shares = pair_lengths(work.table), settings.share_prompt and is_packed
     flops = pair_flops(shape, lengths, share_prompt=shares, passes=1.0, sides=work.missing)
@@ -255,10 +254,9 @@ def compute_missing(
     """Computes the plan's rows and writes them to the cache; returns the token budget that fitted in memory.
 
     If a row does not fit in memory, the budget is halved, and this row and all later rows are split; ranks in
-    lockstep cannot split. `progress` is called with the groups of each finished row. A killed pass loses all
-    rows after the last file that it wrote to the cache. An interrupted pass (Ctrl-C) loses only rows whose
-    results are still on the device (at most two). Raises CacheError if the disk refuses a file, ModelError if
-    a log-prob is not finite or if a row that cannot be split does not fit in memory.
+    lockstep cannot split. `progress` is called with the groups of each finished row. An interrupted pass
+    (Ctrl-C) loses at most two rows, whose results are still on the device. Raises CacheError if the disk
+    refuses a file, ModelError if a log-prob is not finite or a row that cannot be split does not fit.
     """
     budget, rows, written = settings.token_budget, deque(plan.rows), time.monotonic()
     computed: deque[tuple[IntArray, HostCopies]] = deque()  # the groups of a row, and their results
