@@ -64,11 +64,13 @@ class PairLengths:
 
     def padded_tokens(self, *, sides: Bools | None = None) -> IntArray:
         """Returns each pair's tokens when it is alone in a padded row, [P]: twice its longest sequence."""
-        return np.asarray(2 * self._sequences(sides).max(axis=1))
+        longest: IntArray = self._sequences(sides).max(axis=1)
+        return 2 * longest
 
     def _sequences(self, sides: Bools | None) -> IntArray:
         both = self.prompt.astype(np.int64)[:, None] + np.stack((self.chosen, self.rejected), axis=1)
-        return both if sides is None else both * sides
+        masked: IntArray = both if sides is None else both * sides
+        return masked
 
     def completion_tokens(self) -> IntArray:
         """Returns each pair's scored tokens, [P]: the output head computes logits for these tokens only."""
@@ -212,10 +214,10 @@ def causal_area(lengths: AnyIntArray, window: int | None) -> FloatArray:
 def sequence_flops(
     shape: ModelShape,
     *,
-    tokens: FloatArray | IntArray,
-    scored_tokens: FloatArray | IntArray,
+    tokens: npt.NDArray[Any],
+    scored_tokens: npt.NDArray[Any],
     areas: Sequence[FloatArray],
-    unread_positions: IntArray | float = 0.0,
+    unread_positions: npt.NDArray[Any] | float = 0.0,
 ) -> FloatArray:
     """Returns the FLOPs of one forward pass over each of n sequences or rows, [n].
 
@@ -244,7 +246,7 @@ def pair_flops(
     """
     completions = np.stack((lengths.chosen, lengths.rejected), axis=1)
     is_there = np.ones(completions.shape, dtype=np.bool_) if sides is None else sides
-    repeats = (is_there.all(axis=1) & share_prompt).astype(np.int64)
+    repeats: IntArray = np.where(is_there.all(axis=1), int(share_prompt), 0)
     return passes * _group_flops(shape, lengths.prompt, completions, is_there, lengths.shared, repeats)
 
 
