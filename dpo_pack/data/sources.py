@@ -81,8 +81,9 @@ def load_data(
         evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
         eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
     source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
-    weights = {"source_indices": train.source_indices, "source_weights": source_weights}
-    if not len(epoch_order(train.num_pairs, shuffle=False, seed=0, epoch=0, **weights)):
+    origins = train.source_indices
+    order = partial(epoch_order, shuffle=False, seed=0, epoch=0, source_indices=origins)
+    if not len(order(train.num_pairs, source_weights=source_weights)):
         raise DataError(
             "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
         )

@@ -150,7 +150,7 @@ def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *,
     measure = partial(lengths.row_tokens, share_prompt=shares) if is_packed else lengths.padded_tokens
     whole, missing = measure(sides=work.sides), measure(sides=work.missing)
     build_rows = pack_sequences_longest_first if is_packed else padded_rows
-    is_open = work.missing.any(axis=1)
+    is_open = np.asarray(work.missing.any(axis=1))
     rows = [row[is_open[row]] for row in build_rows(whole, settings.token_budget)]
     rows = [row for row in rows if len(row)]
     costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
