@@ -135,7 +135,7 @@ def evaluate(
         if compare is None:
             (results,) = evaluate_models(loaded, [None if model is None else str(model)], console)
             tables.render_results(results, console)
-            return tables.results_json(results)
+            return {name: result.record for name, result in results.items()}
         both = (str(compare[0]), str(compare[1]))
         comparisons = compare_models(*evaluate_models(loaded, both, console), seed=loaded.seed)
         tables.render_comparisons(comparisons, both, console)

@@ -35,7 +35,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,6 @@ from dpo_pack.model.parallel import DistributedPolicy, distribute_policy
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.packing.lengths import PairSizes
-from dpo_pack.packing.report import to_json
 from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe, source_names
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reports.ending import print_ending
@@ -83,7 +82,7 @@ from dpo_pack.run.state import TrainState, find_selection, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
 from dpo_pack.system.errors import CacheError, RunError, first_line
-from dpo_pack.system.files import write_json_atomically, write_text_atomically
+from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.hub import push_command, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.machine import release_memory
@@ -404,7 +403,7 @@ class Trainer:
         keep_log(self.console, run.console_log)
         write_json_atomically(run.data_report, setup.data.report)
         if packing is not None:
-            write_text_atomically(run.packing_report, to_json(packing))
+            write_json_atomically(run.packing_report, asdict(packing))
         if self.frozen is not None:
             self.frozen.save(run.reference)
         run.update(fingerprints=fingerprints)

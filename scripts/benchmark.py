@@ -60,8 +60,7 @@ from benchmarking.shapes import SHAPES, flops_shape
 from benchmarking.work import Work, forward_parts, work_of
 from benchmarking.workloads import HH_VOCABULARY, WORKLOADS, Workload, make_workload
 
-from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape
-from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairLengths
 from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.machine import git_commit
 

@@ -86,20 +86,20 @@ def import_file(
     loaded = load_recipe(recipe, overrides or ())
     check_environment(loaded)
     from dpo_pack.reference.cache import ReferenceCache
+    from dpo_pack.reference.compute import find_work
     from dpo_pack.reference.maintenance import import_logps
-    from dpo_pack.reference.work import find_work
     from dpo_pack.run.setup import prepare
     from dpo_pack.system.console import make_console
 
     prepared = prepare(loaded, make_console(), runs_models=False)
     facts = prepared.reference_facts
-    cache = ReferenceCache(facts.cache_dir, facts.namespace)
+    cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
     num_added = import_logps(file, cache, prepared.tables)
-    cache.note_use(facts.label)
     work = find_work(cache, prepared.tables)
+    num_sequences = int(work.sides.sum())
     say(
-        f"{file}: {num_added:,} sequences added; the cache now has {work.num_cached:,} of the recipe's "
-        f"{work.num_unique:,} sequences"
+        f"{file}: {num_added:,} sequences added; the cache now has "
+        f"{num_sequences - int(work.missing.sum()):,} of the recipe's {num_sequences:,} sequences"
     )
 
 

@@ -207,10 +207,10 @@ def inspect_packing(
         budgets=parse_numbers(budgets, option="--budgets", instance="4096,8192"),
         quiet=json_file == Path("-"),
     )
-    from dpo_pack.packing.report import to_json
     from dpo_pack.reports.pages import packing_page
 
-    _write_files(json_file, lambda: to_json(report), html_file, lambda: packing_page(report))
+    text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
+    _write_files(json_file, lambda: text, html_file, lambda: packing_page(report))
 
 
 @app.command()

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpo_pack.data.store import PairTable, common_prefix_length, key_values, pair_lengths
-from dpo_pack.packing.flops import TRAINING_PASSES, ModelShape, group_size
-from dpo_pack.packing.lengths import CutGroup, GroupSize, IntArray
+from dpo_pack.packing.lengths import TRAINING_PASSES, CutGroup, GroupSize, IntArray, ModelShape, group_size
 
 # So many sizes are kept, because the planner, the report and the code that builds rows ask for them again.
 REMEMBERED_GROUPS = 4096

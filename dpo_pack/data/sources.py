@@ -16,7 +16,7 @@ from dpo_pack.data.keys import BEGINNINGS, content_key
 from dpo_pack.data.store import PairTable, key_values
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import Tokenizer, tokenizer_fingerprint
-from dpo_pack.packing.plan import check_weights
+from dpo_pack.packing.plan import epoch_order
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import DataError
@@ -81,7 +81,12 @@ def load_data(
         evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
         eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
     source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
-    check_weights(train.source_indices, source_weights)
+    origins = train.source_indices
+    order = partial(epoch_order, shuffle=False, seed=0, epoch=0, source_indices=origins)
+    if not len(order(train.num_pairs, source_weights=source_weights)):
+        raise DataError(
+            "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
+        )
     is_pairs = max_new_tokens is None
     report: dict[str, Any] = {
         "train": {

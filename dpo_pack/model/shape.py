@@ -24,7 +24,7 @@ from dpo_pack.model.config import attention_needs, count_experts, layer_windows,
 from dpo_pack.model.fast_layers import last_feed_forward
 from dpo_pack.model.loading import quiet_transformers
 from dpo_pack.model.recurrence import recurrence_sizes
-from dpo_pack.packing.flops import AttentionKind, ModelShape
+from dpo_pack.packing.lengths import AttentionKind, ModelShape
 from dpo_pack.system.errors import RecipeError
 
 

@@ -31,8 +31,7 @@ from dpo_pack.online.phases import (
     phase_metrics,
     run_phase,
 )
-from dpo_pack.packing.flops import ModelShape, pair_flops
-from dpo_pack.packing.lengths import IntArray
+from dpo_pack.packing.lengths import IntArray, ModelShape, pair_flops
 from dpo_pack.packing.plan import PlanSettings, epoch_order
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError

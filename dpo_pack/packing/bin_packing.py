@@ -83,9 +83,9 @@ def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[Row]:
     """Cuts pairs into right-padded batches that together compute the fewest tokens; O(n x pairs in a row).
 
     padded_tokens: [n], from `PairLengths.padded_tokens`. A row of k pairs costs k x the largest of their
-    values, plus ROW_OVERHEAD_TOKENS. The result is the best possible: if two rows swap pairs so that one has
-    the longer pairs, padding never grows. So some best solution cuts the list of pairs, sorted by length,
-    into pieces, and dynamic programming tries every cut.
+    values, plus ROW_OVERHEAD_TOKENS. Some best solution cuts the list of pairs, sorted by length, into
+    pieces: if two rows swap pairs so that one has the longer pairs, padding never grows. Dynamic programming
+    tries every cut.
     """
     order = np.argsort(-padded_tokens, kind="stable")
     tokens = padded_tokens[order]
@@ -110,10 +110,9 @@ def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[Row]:
 
 
 def pack_sequences_longest_first(row_tokens: IntArray, token_budget: int) -> list[Row]:
-    """Packs n items for a pass without gradients: similar lengths share a row, the largest row comes first.
+    """Packs n items by next fit over decreasing lengths, for a pass without gradients.
 
-    row_tokens: [n]. This is next fit over decreasing lengths, so rows are nearly full if items are small
-    against the budget. The row with the most tokens is first: if memory is too small, the pass fails at once.
+    The row with the most tokens comes first, so that a pass for which memory is too small fails at once.
     """
     order = np.argsort(-row_tokens, kind="stable")
     rows = [order[positions] for positions in next_fit(row_tokens[order], token_budget)]
@@ -133,9 +132,8 @@ def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm:
     tokens: [n] of the window's items, in the order of the epoch. order: the window's pairs in that order, [n]
     or more. algorithm: a name in BIN_PACKERS.
 
-    Most packers make the rows of long items first. So that an epoch does not begin with long pairs, rows are
-    sorted by their first item, and then shuffled by the argsort of the first numbers of `order`, which are
-    random. If they are the order of the files instead, rows stay near that order.
+    Most packers make the rows of long items first. So that an epoch does not begin with these, rows are
+    sorted by their first item, and shuffled by the argsort of the first numbers of `order`, if it is random.
     """
     pack = _evenly_filled if algorithm == "best_fit_decreasing" else BIN_PACKERS[algorithm]
     rows = pack(tokens, token_budget)
@@ -148,9 +146,8 @@ def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm:
 def _evenly_filled(tokens: IntArray, token_budget: int) -> list[Row]:
     """Packs items into about `fewest_rows_possible` rows with similar token counts and lengths.
 
-    Each item, longest first, goes to the emptiest of these rows. So every row has long and short items and
-    is as full as the others: ranks with equally many rows are balanced, and steps are alike. If this needs
-    too many more rows, best fit decreasing packs the items too, and the packing with fewer rows is returned.
+    Each item, longest first, goes to the emptiest of these rows, so ranks with equally many rows are balanced
+    and steps are alike. If this needs too many more rows, the rows of best fit decreasing are taken if fewer.
     """
     is_oversize = tokens > token_budget
     bound = fewest_rows_possible(tokens, token_budget)
@@ -187,13 +184,12 @@ BIN_PACKERS: dict[str, BinPacker] = {
 
 
 def split_over_ranks(costs: FloatArray, num_ranks: int, *, equal_counts: bool = False) -> list[IntArray]:
-    """Assigns n items to ranks; returns the positions in [n] of each rank's items, ascending. costs: [n].
+    """Assigns n items or rows to ranks; returns the positions in [n] of each rank's, ascending. costs: [n].
 
     First each item, costliest first, goes to the rank with the least cost so far (longest processing time,
     Graham 1969). Then items are moved or swapped between the slowest rank and another rank, until the slowest
     rank costs at most BALANCE_TOLERANCE times the mean or no single change helps. Every rank has an item if
     n >= R. With `equal_counts` each rank gets n / R items, rounded up or down, and items are only swapped.
-    An item may be a whole row: a row costs the sum over its items.
     """
     if num_ranks == 1:
         return [np.arange(len(costs))]

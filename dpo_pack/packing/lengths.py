@@ -1,10 +1,25 @@
-"""The tokens of a pair in a row (one forward pass), alone or merged with other pairs of the same prompt.
+"""The size of a pair: its tokens in a row, alone or merged, and its floating-point operations (FLOPs).
+
+W weights of the model multiply every token, H weights are those of the output head, and for each attention
+layer A = heads x (query/key dimension + value dimension). A forward pass costs
+
+    2 (W + S) x tokens  +  2 H x scored tokens  +  sum over layers of 2 A x area  -  2 F x unread positions
+
+where S are the products of a token with the states of recurrent layers (most models have none) and F is the
+number of weights of the last layer's feed-forward block. That block runs only at positions that predict a
+scored token (a token of a completion); the other positions are called unread.
+
+The area of a sequence is its number of (query, key) pairs: n (n + 1) / 2 for n tokens, less with a sliding
+window. A backward pass costs two forward passes (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). What
+checkpointing or a chunked head repeats is not counted, as usual for model FLOPs utilisation (Chowdhery et al.
+2022, arXiv 2204.02311, appendix B), nor is what memory traffic decides: norms, softmax, rotary embeddings.
 
 Legend: P pairs of the data set, k pairs of one prompt. Lengths are in tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +29,13 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 AnyIntArray = npt.NDArray[np.integer[Any]]
+Bools = npt.NDArray[np.bool_]
+
+# Forward passes that a training step costs; a frozen model under adapters needs no gradients of its weights.
+TRAINING_PASSES, ADAPTER_PASSES = 3.0, 2.0
+
+
+# ---- Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,23 +47,30 @@ class PairLengths:
     rejected: AnyIntArray
     shared: AnyIntArray  # of the longest common prefix of prompt + chosen and prompt + rejected
 
-    def __post_init__(self) -> None:
-        shapes = {a.shape for a in (self.prompt, self.chosen, self.rejected, self.shared)}
-        assert len(shapes) == 1, f"lengths of different numbers of pairs: {shapes}"
-
     def select(self, pairs: AnyIntArray) -> PairLengths:
         """Returns the lengths of `pairs`, in the order of `pairs`."""
         prompt, chosen, rejected = self.prompt[pairs], self.chosen[pairs], self.rejected[pairs]
         return PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=self.shared[pairs])
 
-    def row_tokens(self, *, share_prompt: bool) -> IntArray:
-        """Returns each pair's tokens in a packed row, [P]. If `share_prompt`, common prefixes count once."""
-        both = 2 * self.prompt.astype(np.int64) + self.chosen + self.rejected
-        return both - self.shared if share_prompt else both
+    def row_tokens(self, *, share_prompt: bool, sides: Bools | None = None) -> IntArray:
+        """Returns each pair's tokens in a packed row, [P]. If `share_prompt`, common prefixes count once.
 
-    def padded_tokens(self) -> IntArray:
-        """Returns each pair's tokens when it is alone in a padded row, [P]: twice its longer sequence."""
-        return 2 * (self.prompt.astype(np.int64) + np.maximum(self.chosen, self.rejected))
+        sides: [P, (chosen, rejected)] whether the row has this sequence of the pair; default: it has both.
+        """
+        tokens: IntArray = self._sequences(sides).sum(axis=1)
+        if share_prompt:
+            tokens = tokens - (self.shared if sides is None else self.shared * sides.all(axis=1))
+        return tokens
+
+    def padded_tokens(self, *, sides: Bools | None = None) -> IntArray:
+        """Returns each pair's tokens when it is alone in a padded row, [P]: twice its longest sequence."""
+        longest: IntArray = self._sequences(sides).max(axis=1)
+        return 2 * longest
+
+    def _sequences(self, sides: Bools | None) -> IntArray:
+        both = self.prompt.astype(np.int64)[:, None] + np.stack((self.chosen, self.rejected), axis=1)
+        masked: IntArray = both if sides is None else both * sides
+        return masked
 
     def completion_tokens(self) -> IntArray:
         """Returns each pair's scored tokens, [P]: the output head computes logits for these tokens only."""
@@ -84,7 +113,7 @@ class PromptMerging(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Items:
-    """The n items that bin packers pack. An item is a single pair, or a group of pairs of one prompt."""
+    """The n items that bin packers pack: single pairs, or groups of pairs of one prompt."""
 
     pairs: IntArray
     groups: list[IntArray] | None  # [n] the pairs of each item; None: every pair is an item
@@ -112,7 +141,8 @@ class PairSizes:
         if self.merging is None:
             return Items(pairs=pairs, groups=None, tokens=self.tokens[pairs], costs=self.costs[pairs])
         groups: list[CutGroup] = []
-        for group in self.groups_in(pairs):
+        for positions in self.merging.groups_of(pairs):
+            group = pairs[positions]
             tokens = self._measure(group).tokens
             fits = len(group) == 1 or tokens <= token_budget
             groups += [CutGroup(group, tokens)] if fits else self.merging.cut(group, token_budget)
@@ -123,23 +153,17 @@ class PairSizes:
             costs=np.array([self._measure(group.pairs).cost for group in groups], dtype=np.float64),
         )
 
-    def groups_in(self, row: IntArray) -> list[IntArray]:
-        """Returns the pairs of each group of a row. Without merging every pair is a group."""
-        if self.merging is None:
-            return list(row[:, None])
-        return [row[positions] for positions in self.merging.groups_of(row)]
-
     def tokens_in(self, row: IntArray) -> int:
         """Returns how many tokens a forward pass over the row computes, padding included."""
         if self.merging is not None:
-            return sum(self._measure(group).tokens for group in self.groups_in(row))
+            return sum(self._measure(row[group]).tokens for group in self.merging.groups_of(row))
         tokens = self.tokens[row]
         return int(len(row) * tokens.max() if self.pads else tokens.sum())
 
     def cost_of(self, row: IntArray) -> float:
         """Returns the cost of the row in the unit of `costs`."""
         if self.merging is not None:
-            return sum(self._measure(group).cost for group in self.groups_in(row))
+            return sum(self._measure(row[group]).cost for group in self.merging.groups_of(row))
         costs = self.costs[row]
         return float(len(row) * costs.max() if self.pads else costs.sum())
 
@@ -147,3 +171,146 @@ class PairSizes:
         if self.merging is None or len(group) == 1:
             return GroupSize(tokens=int(self.tokens[group[0]]), cost=float(self.costs[group[0]]))
         return self.merging.measure(group)
+
+
+# ---- FLOPs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKind:
+    """Layers that have the same kind of attention."""
+
+    num_layers: int
+    width: int  # query heads x (query/key head dimension + value head dimension)
+    window: int | None  # keys that a query sees, the last one at its own position; None: no limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a model that decide its FLOPs; model/shape.py reads them off the architecture."""
+
+    token_weights: float  # weights that multiply every token: only active experts, without the head
+    head_weights: int  # hidden size x vocabulary, tied to the embedding or not
+    attention: tuple[AttentionKind, ...]
+    last_block_weights: float = 0.0  # of the last feed-forward block; 0 if that block runs at every position
+    state_products: float = 0.0  # products of a token with the states of recurrent layers
+    # fp32 numbers of a token that recurrent layers keep for the backward pass; counts in memory only
+    kept_numbers: float = 0.0
+
+
+def causal_area(lengths: AnyIntArray, window: int | None) -> FloatArray:
+    """Returns the number of (query, key) pairs of causal attention over sequences of `lengths`, [n] -> [n].
+
+    The queries from position a to position b of a sequence have area(b) - area(a) such pairs.
+    """
+    n = lengths.astype(np.float64)
+    if window is None:
+        window = int(n.max(initial=0))
+    full: FloatArray = np.minimum(n, window)
+    area: FloatArray = full * (full + 1) / 2 + (n - full) * window
+    return area
+
+
+def sequence_flops(
+    shape: ModelShape,
+    *,
+    tokens: npt.NDArray[Any],
+    scored_tokens: npt.NDArray[Any],
+    areas: Sequence[FloatArray],
+    unread_positions: npt.NDArray[Any] | float = 0.0,
+) -> FloatArray:
+    """Returns the FLOPs of one forward pass over each of n sequences or rows, [n].
+
+    tokens, scored_tokens, unread_positions: [n]. areas: one [n] for each kind of attention.
+    """
+    flops: FloatArray = 2.0 * (shape.token_weights + shape.state_products) * tokens
+    flops += 2.0 * shape.head_weights * scored_tokens
+    flops -= 2.0 * shape.last_block_weights * unread_positions
+    for kind, area in zip(shape.attention, areas, strict=True):
+        flops += 2.0 * kind.num_layers * kind.width * area
+    return flops
+
+
+def pair_flops(
+    shape: ModelShape,
+    lengths: PairLengths,
+    *,
+    share_prompt: bool,
+    passes: float = TRAINING_PASSES,
+    sides: Bools | None = None,
+) -> FloatArray:
+    """Returns the FLOPs of each pair in a packed row, [P]. With `share_prompt`, common prefixes count once.
+
+    Pairs of a row do not attend to each other, so a row, a rank or a step costs the sum over its pairs.
+    sides: see `PairLengths.row_tokens`.
+    """
+    completions = np.stack((lengths.chosen, lengths.rejected), axis=1)
+    is_there = np.ones(completions.shape, dtype=np.bool_) if sides is None else sides
+    repeats: IntArray = np.where(is_there.all(axis=1), int(share_prompt), 0)
+    return passes * _group_flops(shape, lengths.prompt, completions, is_there, lengths.shared, repeats)
+
+
+def group_size(
+    shape: ModelShape,
+    *,
+    prompt: int,
+    completions: Sequence[int],
+    shared: int,
+    passes: float = TRAINING_PASSES,
+) -> GroupSize:
+    """Returns the size of one prompt with several completions; `shared` first tokens are computed once."""
+    repeats = len(completions) - 1
+    one = np.array([completions], dtype=np.int64)
+    arrays = (np.array([number], dtype=np.int64) for number in (shared, repeats))
+    (forward,) = _group_flops(shape, np.array([prompt]), one, np.ones(one.shape, dtype=np.bool_), *arrays)
+    tokens = len(completions) * prompt + sum(completions) - repeats * shared
+    return GroupSize(tokens=tokens, cost=passes * float(forward))
+
+
+def _group_flops(
+    shape: ModelShape,
+    prompts: AnyIntArray,
+    completions: AnyIntArray,
+    sides: Bools,
+    shared: AnyIntArray,
+    repeats: AnyIntArray,
+) -> FloatArray:
+    """Returns the FLOPs of a forward pass over each of n prompts with k completions, [n].
+
+    prompts, shared: [n]. completions: [n, k]; only those count that are True in `sides`. `repeats` copies of
+    the `shared` first tokens are left out, [n].
+    """
+    prompts, completions = prompts.astype(np.int64), completions.astype(np.int64)
+    ends = prompts[:, None] + completions
+    tokens = (ends * sides).sum(axis=1) - repeats * shared
+    scored = (completions * sides).sum(axis=1)
+    # A shared position predicts a token of all completions.
+    unread = tokens - scored + repeats * (shared - prompts + 1)
+    areas: list[FloatArray] = [
+        (causal_area(ends, kind.window) * sides).sum(axis=1) - causal_area(shared, kind.window) * repeats
+        for kind in shape.attention
+    ]
+    return sequence_flops(shape, tokens=tokens, scored_tokens=scored, areas=areas, unread_positions=unread)
+
+
+def padded_flops(
+    shape: ModelShape,
+    longest: AnyIntArray,
+    num_sequences: AnyIntArray,
+    *,
+    scored_tokens: IntArray | None = None,
+    passes: float = TRAINING_PASSES,
+) -> float:
+    """Returns the FLOPs of n right-padded batches, all together.
+
+    longest: [n] the longest sequence of each batch. num_sequences, scored_tokens: [n]. Every position runs
+    through the layers, and through the head if `scored_tokens` is None.
+    """
+    tokens = longest.astype(np.float64) * num_sequences
+    forward = sequence_flops(
+        shape,
+        tokens=tokens,
+        scored_tokens=tokens if scored_tokens is None else scored_tokens,
+        areas=[num_sequences * causal_area(longest, kind.window) for kind in shape.attention],
+    )
+    return passes * float(forward.sum())

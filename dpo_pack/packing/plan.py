@@ -24,22 +24,19 @@ from dpo_pack.packing.bin_packing import (
     split_over_ranks,
 )
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray, PairSizes, PromptMerging
-from dpo_pack.system.errors import DataError
 
 # A part of every plan's fingerprint. Raise it if a change of code gives other steps or rows.
 PLAN_VERSION = 4
-# Numbers of two random streams, so that the two streams differ for the same seed and epoch.
-_SHUFFLE_STREAM, _MIXTURE_STREAM = 0, 1
 
 StepRows = tuple[tuple[Row, ...], ...]  # the rows of each rank; a row is an array of pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingPlan:
-    """The plan of one epoch. It has `len(plan)` steps; `pack_step(step)[rank][row]` is an array of pairs.
+    """The plan of one epoch, from `PlanSettings.plan`; `pack_step(step)[rank][row]` is an array of pairs.
 
-    `PlanSettings.plan` makes plans. With `packing.scope: step` this takes almost no time, because `pack_step`
-    packs the rows of its step. With scope epoch, rows are packed when the plan is made.
+    With `packing.scope: step`, `pack_step` packs the rows of its step, so a plan is made in almost no time.
+    With scope epoch, rows are packed when the plan is made.
     """
 
     order: IntArray  # [E] pairs in the order they are trained on
@@ -54,11 +51,6 @@ class PackingPlan:
     def __len__(self) -> int:
         return len(self.step_begins) - 1
 
-    @property
-    def row_tokens(self) -> IntArray:
-        """The tokens of each pair in a row that has only this pair, [P]."""
-        return self.sizes.tokens
-
     def pairs(self, step: int) -> IntArray:
         """Returns the pairs of a step on all ranks together. The last step can have fewer pairs."""
         if not 0 <= step < len(self):
@@ -68,15 +60,14 @@ class PackingPlan:
     def pack_step(self, step: int) -> StepRows:
         """Returns the rows of each rank in a step. Every rank has a row if the step has enough items.
 
-        Scope step: the pairs of the step are packed. Scope epoch: each row was packed when the plan was
-        made and goes to one rank. But if the ranks are uneven and packing the step's pairs again makes the
-        slowest rank faster, they are packed again. This can only cost more rows, because rows are not padded.
+        In scope epoch each finished row goes to one rank. But if the ranks are uneven and packing the step's
+        pairs again makes the slowest rank faster, they are packed again. This can only cost more rows.
         """
         pairs = self.pairs(step)
         rows = [] if self.row_begins is None else self._finished_rows(step)
         if len(rows) < self.num_ranks or (self.equal_rows and len(rows) % self.num_ranks > 0):
             return self._pack(pairs)
-        costs = np.array([self.cost_of(row) for row in rows])
+        costs = np.array([self.sizes.cost_of(row) for row in rows])
         parts = split_over_ranks(costs, self.num_ranks, equal_counts=self.equal_rows)
         dealt = tuple(tuple(rows[i] for i in part.tolist()) for part in parts)
         times = self._rank_times(dealt)
@@ -89,30 +80,16 @@ class PackingPlan:
         """Yields `pack_step` of every step."""
         return (self.pack_step(step) for step in range(len(self)))
 
-    def is_full(self, step: int) -> bool:
-        """Whether the step is as large as every step of an epoch except the last one."""
-        if self.row_begins is None:
-            return len(self.pairs(step)) == self.settings.pairs_per_step
-        return len(self._finished_rows(step)) == self.settings.rows_per_step
-
     @property
     def oversize_pairs(self) -> IntArray:
         """The pairs of the epoch that exceed the token budget, ascending. Each is alone in its row."""
         pairs = np.unique(self.order)
-        return pairs[self.row_tokens[pairs] > self.settings.token_budget]
-
-    def tokens_in(self, row: Row) -> int:
-        """Returns how many tokens a forward pass over the row computes, padding included."""
-        return self.sizes.tokens_in(row)
-
-    def cost_of(self, row: Row) -> float:
-        """Returns the estimated cost of the row in the unit of the pairs' costs."""
-        return self.sizes.cost_of(row)
+        return pairs[self.sizes.tokens[pairs] > self.settings.token_budget]
 
     def _rank_times(self, ranks: StepRows) -> list[float]:
-        """Returns each rank's estimated time, [R]: its costs, and ROW_OVERHEAD_TOKENS tokens for each row."""
-        tokens = sum(self.tokens_in(row) for rows in ranks for row in rows)
-        costs = [sum(self.cost_of(row) for row in rows) for rows in ranks]
+        """Returns each rank's costs and those of ROW_OVERHEAD_TOKENS tokens for each of its rows, [R]."""
+        tokens = sum(self.sizes.tokens_in(row) for rows in ranks for row in rows)
+        costs = [sum(self.sizes.cost_of(row) for row in rows) for rows in ranks]
         overhead = ROW_OVERHEAD_TOKENS * sum(costs) / tokens
         return [cost + overhead * len(rows) for cost, rows in zip(costs, ranks, strict=True)]
 
@@ -167,9 +144,8 @@ class PlanSettings:
         order: [E] from `epoch_order`. row_costs: [P] positive, from `pair_flops`; default: `row_tokens`.
         equal_rows: all ranks have equally many rows. merging: pairs of one prompt in a row become one group.
 
-        The last step has the remaining pairs or rows. Neither the pairs of a step nor `fingerprint` depends
-        on the number of ranks. `fingerprint` is a hash of the order, the steps, the lengths,
-        the budget, the algorithm and the merging. So a resumed run may have another number of processes.
+        The last step has the remaining pairs or rows. A resumed run may have another number of ranks: neither
+        the pairs of a step nor `fingerprint`, a hash of all that decides steps and rows, depends on it.
         """
         assert self.algorithm in (*BIN_PACKERS, PADDED), f"unknown packing algorithm {self.algorithm}"
         assert min(self.token_budget, self.pairs_per_step, self.window_pairs, num_ranks) >= 1
@@ -233,39 +209,21 @@ def epoch_order(
     the nearest whole number, occur once more. Each epoch draws these pairs anew; all epochs are equally long.
     Without weights every pair occurs once. Without `shuffle` the pairs keep the order of the files.
 
-    This is a pure function of its arguments. It draws from the raw output of PCG64, which is the same in all
-    versions of numpy, so a resumed run continues the same order.
+    The raw output of PCG64 is the same in all versions of numpy, so a resumed run continues the same order.
     """
+    shuffle_stream, mixture_stream = (  # different for the same seed and epoch
+        np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, epoch))) for stream in (0, 1)
+    )
     order = np.arange(num_pairs, dtype=np.int64)
     if source_indices is not None and source_weights is not None:
         assert len(source_weights) and np.all(np.asarray(source_weights) >= 0), source_weights
         copies = np.floor(source_weights).astype(np.int64)[source_indices]  # [P]
-        keys = _random_stream(seed, epoch, _MIXTURE_STREAM).random_raw(num_pairs)
+        keys = mixture_stream.random_raw(num_pairs)
         for source, weight in enumerate(source_weights):
             pairs = np.flatnonzero(source_indices == source)
-            drawn = np.argsort(keys[pairs], kind="stable")[: _num_extra(len(pairs), weight)]
-            copies[pairs[drawn]] += 1
+            num_drawn = int(np.floor(len(pairs) * (weight - np.floor(weight)) + 0.5))
+            copies[pairs[np.argsort(keys[pairs], kind="stable")[:num_drawn]]] += 1
         order = np.repeat(order, copies)
     if shuffle:
-        keys = _random_stream(seed, epoch, _SHUFFLE_STREAM).random_raw(len(order))
-        order = order[np.argsort(keys, kind="stable")]
+        order = order[np.argsort(shuffle_stream.random_raw(len(order)), kind="stable")]
     return order
-
-
-def check_weights(source_indices: AnyIntArray, source_weights: FloatArray) -> None:
-    """Raises DataError if an epoch has no pair under the weights of the sources."""
-    num_pairs = np.bincount(source_indices, minlength=len(source_weights))
-    num_extra = [_num_extra(count, weight) for count, weight in zip(num_pairs, source_weights, strict=True)]
-    if not (np.floor(source_weights) * num_pairs + num_extra).any():
-        raise DataError(
-            "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
-        )
-
-
-def _num_extra(num_pairs: int, weight: float) -> int:
-    """Returns how many pairs of a source occur floor(weight) + 1 times."""
-    return int(np.floor(num_pairs * (weight - np.floor(weight)) + 0.5))
-
-
-def _random_stream(seed: int, epoch: int, stream: int) -> np.random.PCG64:
-    return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, epoch)))

@@ -3,15 +3,13 @@
 packing_report.json has the fields of the dataclasses. Lengths are in tokens; FLOPs are those of training.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dpo_pack.packing.bin_packing import PADDED, ROW_OVERHEAD_TOKENS
-from dpo_pack.packing.flops import ModelShape, padded_flops
-from dpo_pack.packing.lengths import IntArray, PairLengths
+from dpo_pack.packing.lengths import IntArray, ModelShape, PairLengths, padded_flops
 from dpo_pack.packing.plan import PackingPlan
 
 # Pairs in a micro-batch of padded training, which pads to the longest sequence of the micro-batch.
@@ -117,9 +115,9 @@ def inspect_packing(
 ) -> PackingReport:
     """Measures the plan of the epoch `order` ([E] pairs, E > 0, from `epoch_order`).
 
-    The costs in the plan must be FLOPs, unless the algorithm is PADDED, which makes padded rows and shares no
-    prompts. `budgets` and the plan's own are compared on ranks[0] ranks; each needs a plan of the epoch.
-    removed_pairs, truncated: counts by reason. describe_pair: returns where the user finds a pair.
+    The costs in the plan must be FLOPs, unless the algorithm is PADDED. `budgets` and the plan's own are
+    compared on ranks[0] ranks. removed_pairs, truncated: counts by reason. describe_pair: returns where the
+    user finds a pair.
     """
     plan, settings = replace(planned, num_ranks=1, equal_rows=False), planned.settings
     return PackingReport(
@@ -139,11 +137,6 @@ def inspect_packing(
     )
 
 
-def to_json(report: PackingReport) -> str:
-    """Returns the report as JSON text with the names and the nesting of the dataclasses."""
-    return json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
-
-
 def _statistics(
     plan: PackingPlan,
     lengths: PairLengths,
@@ -152,17 +145,17 @@ def _statistics(
     describe_pair: Callable[[int], str],
 ) -> PackingStatistics:
     rows = [row for (of_rank,) in plan for row in of_rank]
-    tokens = np.array([plan.tokens_in(row) for row in rows])
+    tokens = np.array([plan.sizes.tokens_in(row) for row in rows])
     computed = int(tokens.sum())
     unshared = int(lengths.row_tokens(share_prompt=False)[plan.order].sum())
     if plan.settings.algorithm == PADDED:  # it shares no prompts: its tokens beyond `unshared` are padding
-        longest = np.array([plan.row_tokens[row].max() // 2 for row in rows])
+        longest = np.array([plan.sizes.tokens[row].max() // 2 for row in rows])
         scored = np.array([lengths.completion_tokens()[row].sum() for row in rows])
         num_sequences = np.array([2 * len(row) for row in rows])
         by_sharing, flops = 0, padded_flops(shape, longest, num_sequences, scored_tokens=scored)
     else:
-        by_sharing, flops = unshared - computed, sum(plan.cost_of(row) for row in rows)
-    padded = []
+        by_sharing, flops = unshared - computed, sum(plan.sizes.cost_of(row) for row in rows)
+    padded, merging = [], plan.sizes.merging
     for microbatch_pairs in PADDED_MICROBATCH_PAIRS:  # of the epoch's order; `plan.order` can be that of rows
         begins = np.arange(0, len(order), microbatch_pairs)
         num_pairs = np.diff(np.append(begins, len(order)))
@@ -176,7 +169,7 @@ def _statistics(
             times_flops=padded_flops(shape, longest // 2, 2 * num_pairs) / flops,
         )
         padded.append(comparison)
-    oversize = plan.oversize_pairs.tolist()
+    groups = [] if merging is None else [group for row in rows for group in merging.groups_of(row)]
     return PackingStatistics(
         num_pairs=len(plan.order),
         num_steps=len(plan),
@@ -186,10 +179,12 @@ def _statistics(
         computed_tokens=computed,
         unshared_tokens=unshared,
         saved_by_sharing_tokens=by_sharing,
-        merged_pairs=sum(len(group) for row in rows for group in plan.sizes.groups_in(row) if len(group) > 1),
+        merged_pairs=sum(len(group) for group in groups if len(group) > 1),
         flops=flops,
         padded=tuple(padded),
-        oversize_pairs={describe_pair(pair): int(plan.row_tokens[pair]) for pair in oversize},
+        oversize_pairs={
+            describe_pair(pair): int(plan.sizes.tokens[pair]) for pair in plan.oversize_pairs.tolist()
+        },
     )
 
 
@@ -197,10 +192,13 @@ def rank_balance(plan: PackingPlan, *, max_steps: int = MAX_BALANCE_STEPS) -> Ra
     """Measures the loads of ranks in at most `max_steps` steps, the first and the last step included."""
     steps = _spread_steps(plan, max_steps)
     planned = [plan.pack_step(step) for step in steps]
-    costs = np.array([[sum(plan.cost_of(row) for row in rows) for rows in step] for step in planned])
+    costs = np.array([[sum(plan.sizes.cost_of(row) for row in rows) for rows in step] for step in planned])
     num_rows = np.array([[len(rows) for rows in step] for step in planned])  # [steps, R], like costs
     slowest, mean = costs.max(axis=1), costs.mean(axis=1)
-    is_full = np.array([plan.is_full(step) for step in steps])
+    begins, full = plan.step_begins, plan.settings.pairs_per_step
+    if plan.settings.rows_per_step is not None and plan.row_begins is not None:  # scope epoch counts rows
+        begins, full = np.searchsorted(plan.row_begins, begins), plan.settings.rows_per_step
+    is_full = np.diff(begins)[steps] == full
     counted = is_full if is_full.any() else ~is_full
     return RankBalance(
         num_ranks=plan.num_ranks,
@@ -219,9 +217,8 @@ def _compare_budgets(
 ) -> tuple[BudgetOutcome, ...]:
     """Returns the outcome of each budget, and of that of `plan`, which is for one rank.
 
-    The time of a step is estimated in tokens: its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row
-    of the rank with the most rows. Budgets are compared by the time of a pair, because in scope epoch the
-    budget decides how many pairs a step has.
+    The time of a step, in tokens, is its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row of the
+    rank with the most rows. The time of a pair counts, because in scope epoch a step has any number of pairs.
     """
     sizes, settings, outcomes = plan.sizes, plan.settings, []
     for budget in sorted({settings.token_budget, *budgets}):
@@ -232,7 +229,7 @@ def _compare_budgets(
         if changed != settings:
             under = changed.plan(sizes.tokens, order=order, row_costs=sizes.costs, merging=sizes.merging)
         steps = _spread_steps(under, MAX_BUDGET_STEPS)
-        tokens = np.array([under.tokens_in(row) for step in steps for row in under.pack_step(step)[0]])
+        tokens = np.array([under.sizes.tokens_in(row) for step in steps for row in under.pack_step(step)[0]])
         balance = rank_balance(replace(under, num_ranks=num_ranks), max_steps=MAX_BUDGET_STEPS)
         time = tokens.sum() / len(steps) / num_ranks
         time += ROW_OVERHEAD_TOKENS * balance.mean_rows_of_fullest_rank

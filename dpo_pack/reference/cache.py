@@ -4,15 +4,21 @@ The cache stores a value for each *sequence* (prompt and completion), not for ea
 values even if it pairs, mixes, orders or subsamples the data in another way. All values of one model in one
 precision are in one directory, a namespace (`model/fingerprint.py`), of Parquet files, the parts:
 
-    <cache_dir>/reference/<namespace>/namespace.json             the facts that the values depend on
-    <cache_dir>/reference/<namespace>/used.json                  paths of models that used it, and when
-    <cache_dir>/reference/<namespace>/part-<sha256>.parquet      see parts.py
+    <cache_dir>/reference/<namespace>/namespace.json         the facts that the values depend on
+    <cache_dir>/reference/<namespace>/used.json              paths of models that used it, and when
+    <cache_dir>/reference/<namespace>/part-<sha256>.parquet
 
-Jobs never change a part; they only add whole ones. So any number of jobs can read and write at the same time
-without locks. A part whose bytes do not match its name, or with a log-prob that is not finite, is renamed,
-and its sequences are computed again.
+        key          16 bytes, `data/keys.py`'s sequence_key
+        logps_sum    float64, nats
+        num_tokens   int32, tokens of the completion
+        token_logps  list of float32, one for each token; only if a loss needed them
 
-Legend: n requested keys, U different keys.
+Jobs never change a part; they only add whole ones, which are written under a temporary name, synced and
+renamed. So any number of jobs can read and write at the same time without locks. A part whose bytes do not
+match the sha256 in its name, or with a log-prob that is not finite, is renamed, and its sequences are
+computed again.
+
+Legend: n sequences or requested keys, U different keys.
 """
 
 from __future__ import annotations
@@ -25,31 +31,19 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from dpo_pack.packing.lengths import FloatArray, IntArray
-from dpo_pack.reference.parts import (
-    MAX_PART_SEQUENCES,
-    SUM,
-    TOKENS,
-    DamagedPart,
-    KeyIndex,
-    Keys,
-    TokenLogps,
-    keys_of,
-    numbers_of,
-    part_paths,
-    read_part,
-    tokens_of,
-    write_part,
-)
+from dpo_pack.packing.lengths import Bools, FloatArray, IntArray
 from dpo_pack.system.errors import CacheError
-from dpo_pack.system.files import add_to_json, read_json, write_json_atomically
+from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, writing, written_aside
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +55,181 @@ _TEMPORARY = re.compile(
 )
 # An older temporary file is the rest of a killed process, because no process writes a file for so long.
 _LEFTOVER_AFTER_SECONDS = 24 * 3600.0
+KEY, SUM, NUM_TOKENS, TOKENS = "key", "logps_sum", "num_tokens", "token_logps"
+# A part must be small, because the check of its sha256 reads the whole part into memory.
+MAX_PART_SEQUENCES = 200_000
 UsedTimes = dict[str, float]  # path of a model -> seconds since 1970
+Keys = npt.NDArray[np.uint8]  # [n, 16]
+
+
+# ---- Columns of a part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeyIndex:
+    """The different keys of an array, in ascending order of their bytes, so that binary search finds them."""
+
+    strings: npt.NDArray[np.bytes_]  # [U] the different keys as byte strings
+    keys: Keys  # [U, 16] the same
+    first: IntArray  # [U] position of each key's first occurrence in the array
+    inverse: IntArray  # [n] position in `keys` of each key of the array
+
+    @staticmethod
+    def of(keys: Keys) -> KeyIndex:
+        """Makes an index of n keys, [..., 16], which may be in any order and repeat."""
+        strings, first, inverse = np.unique(_as_strings(keys), return_index=True, return_inverse=True)
+        whole = strings.view(np.uint8).reshape(-1, 16)
+        return KeyIndex(strings=strings, keys=whole, first=first, inverse=inverse)
+
+    def find(self, keys: Keys) -> IntArray:
+        """Maps [n, 16] keys to their [n] positions in the index, -1 if a key is not there."""
+        if len(self.strings) == 0:
+            return np.full(len(keys), -1, dtype=np.int64)
+        wanted = _as_strings(keys)
+        order = np.argsort(wanted)  # five times as fast: sorted keys are found in one walk through memory
+        places = np.empty(len(keys), dtype=np.int64)
+        places[order] = np.searchsorted(self.strings, wanted[order])
+        places = np.minimum(places, len(self.strings) - 1)
+        return np.where(self.strings[places] == wanted, places, -1)
+
+
+def _as_strings(keys: Keys) -> npt.NDArray[np.bytes_]:
+    """Turns [n, 16] keys into [n] byte strings. numpy compares them exactly, even with zeros at the end."""
+    return np.ascontiguousarray(keys, dtype=np.uint8).view("S16").reshape(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLogps:
+    """The log-probs of all completion tokens of n sequences, one sequence after another."""
+
+    values: npt.NDArray[np.float32]  # [all tokens], nats
+    lengths: IntArray  # [n] tokens of each sequence
+    offsets: IntArray  # [n + 1] the beginning of each sequence, then the end of the last one
+
+    @staticmethod
+    def of_lengths(values: npt.NDArray[np.float32], lengths: npt.NDArray[np.integer]) -> TokenLogps:
+        offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        values = values.astype(np.float32, copy=False)
+        return TokenLogps(values=values, lengths=lengths.astype(np.int64), offsets=offsets)
+
+    @staticmethod
+    def none(num_sequences: int) -> TokenLogps:
+        """Returns sequences without values."""
+        return TokenLogps.of_lengths(np.zeros(0, dtype=np.float32), np.zeros(num_sequences, dtype=np.int64))
+
+    @staticmethod
+    def join(parts: Sequence[TokenLogps]) -> TokenLogps:
+        """Joins the sequences of one or more parts, one part after another."""
+        values, lengths = [part.values for part in parts], [part.lengths for part in parts]
+        return TokenLogps.of_lengths(np.concatenate(values), np.concatenate(lengths))
+
+    def of(self, sequence: int) -> npt.NDArray[np.float32]:
+        """Returns a view of the values of one sequence."""
+        return self.values[self.offsets[sequence] : self.offsets[sequence + 1]]
+
+    def take(self, sequences: IntArray) -> TokenLogps:
+        """Returns the sequences at these positions, which can repeat; -1 gives a sequence without values."""
+        lengths = np.append(self.lengths, 0)[sequences]
+        from_here = np.repeat(self.offsets[sequences] - (np.cumsum(lengths) - lengths), lengths)
+        return TokenLogps.of_lengths(self.values[from_here + np.arange(len(from_here))], lengths)
+
+
+def sequence_table(
+    keys: Keys,
+    sums: FloatArray,
+    num_tokens: npt.NDArray[np.integer] | None,
+    tokens: TokenLogps | None = None,
+) -> pa.Table:
+    """Makes a table with the columns of a part, without those of None.
+
+    keys: [n, 16]. sums: [n], nats. `pa.array` would import pandas, which takes half a second.
+    """
+    data = np.ascontiguousarray(keys, dtype=np.uint8)
+    buffers = [None, pa.py_buffer(data.tobytes())]
+    columns = {
+        KEY: pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(data), buffers),
+        SUM: _number_column(sums.astype(np.float64, copy=False)),
+    }
+    if num_tokens is not None:
+        columns[NUM_TOKENS] = _number_column(num_tokens.astype(np.int32))
+    if tokens is not None:
+        # A large list, because a run's values may have more tokens than 32-bit offsets can count.
+        offsets, values = _number_column(tokens.offsets), _number_column(tokens.values)
+        columns[TOKENS] = pa.LargeListArray.from_arrays(offsets, values)
+    return pa.table(columns)
+
+
+def _number_column(values: npt.NDArray[Any]) -> pa.Array:
+    buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
+
+
+def keys_of(table: pa.Table) -> Keys:
+    """Returns the [n, 16] keys of a `sequence_table`. Raises ArrowInvalid if one is null."""
+    column = _whole(table[KEY])
+    keys = np.frombuffer(column.buffers()[1], dtype=np.uint8).reshape(-1, 16)
+    return keys[column.offset :][: len(column)]
+
+
+def numbers_of(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
+    """Returns the [n] numbers of a column. Raises ArrowInvalid for nulls. `to_numpy` would import pandas."""
+    return np.from_dlpack(_whole(column))
+
+
+def _whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    if column.null_count:
+        raise pa.ArrowInvalid("a value is null")
+    return column if isinstance(column, pa.Array) else column.combine_chunks()
+
+
+def tokens_of(table: pa.Table) -> TokenLogps:
+    """Returns the log-probs of tokens of a `sequence_table`; a null becomes a sequence without values."""
+    column = table[TOKENS].combine_chunks()
+    lengths = numbers_of(column.value_lengths().fill_null(0))
+    return TokenLogps.of_lengths(numbers_of(column.flatten()), lengths)
+
+
+# ---- Parts
+
+
+class DamagedPart(CacheError):
+    """The bytes of a part have changed since it was written, or it has log-probs that are not finite."""
+
+
+def read_part(part: Path, *, per_token: bool) -> pa.Table | None:
+    """Reads the `sequence_table` of a part; with `per_token` also the log-probs of tokens, if it has them.
+
+    Returns None if the file is missing, because another job has renamed or deleted it. Raises DamagedPart;
+    CacheError if the file cannot be read or is no part of ours.
+    """
+    try:
+        content = part.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CacheError(
+            f"cannot read {part}: {error.strerror}; correct its permissions or set reference.cache_dir"
+        ) from error
+    if part.stem != f"part-{hashlib.sha256(content).hexdigest()}":
+        raise DamagedPart(f"{part} is damaged: its bytes have changed; a run computes its log-probs again")
+    try:
+        # No threads: an Arrow thread may free `content` while Python ends, and then the process aborts.
+        table = pq.ParquetFile(pa.BufferReader(content)).read(
+            columns=[KEY, SUM, NUM_TOKENS, *([TOKENS] if per_token else [])], use_threads=False
+        )
+        is_finite = np.isfinite(numbers_of(table[SUM])).all()
+        if TOKENS in table.column_names:
+            is_finite = is_finite and np.isfinite(tokens_of(table).values).all()
+    except (KeyError, pa.ArrowException) as error:
+        raise CacheError(
+            f"{part} is not a part of a reference cache; move it to another directory"
+        ) from error
+    if not is_finite:
+        raise DamagedPart(f"{part} has log-probs that are not finite; a run computes its log-probs again")
+    return table
+
+
+# ---- Namespaces
 
 
 def default_cache_directory() -> Path:
@@ -94,89 +262,77 @@ def namespace_directories(cache_dir: Path) -> list[Path]:
 class ReferenceCache:
     """Reference log-probs of one namespace on disk."""
 
-    def __init__(self, cache_dir: Path, namespace: Mapping[str, Any]) -> None:
-        """Opens or creates the namespace's directory. Writes its namespace.json if it is missing or damaged.
+    def __init__(self, cache_dir: Path, namespace: Mapping[str, Any], *, used_by: str | None = None) -> None:
+        """Opens or creates the namespace's directory, with its namespace.json. Raises CacheError.
 
-        Raises CacheError if the directory cannot be written.
+        `used_by`: the path of the model of a run, for used.json.
         """
         self.directory = cache_dir / "reference" / namespace_digest(namespace)
         self.named_parts: set[str] = set()  # written by this job; a directory listing may lack them
         if not is_namespace(self.directory):
             write_json_atomically(self.directory / NAMESPACE_FILE, dict(namespace))
-
-    def note_use(self, model: str) -> None:
-        """Writes into used.json that a run with the model at this path uses the namespace now."""
-        add_to_json(self.directory / USED_FILE, UsedTimes, {model: time.time()})
+        if used_by is not None:
+            add_to_json(self.directory / USED_FILE, UsedTimes, {used_by: time.time()})
 
     def check_writable(self) -> None:
         """Raises CacheError if this job cannot add parts. Called before any log-prob is computed."""
         probe = self.directory / f".probe.{uuid.uuid4().hex[:8]}.tmp"
-        try:
+        with writing(self.directory):
             probe.write_bytes(b"probe")
             probe.unlink()
-        except OSError as error:
-            raise CacheError(
-                f"cannot write in {self.directory}: {error.strerror}; free space, or set reference.cache_dir"
-            ) from error
 
-    def lookup(self, keys: Keys, *, per_token: bool = False) -> FloatArray:
-        """Maps [n, 16] sequence keys to [n] summed log-probs, NaN where the cache has no value.
+    def lookup(self, keys: Keys, *, per_token: bool | Bools = False) -> tuple[FloatArray, TokenLogps]:
+        """Maps [n, 16] sequence keys to [n] summed log-probs, and to the log-probs of their tokens.
 
-        With `per_token`, a sequence without log-probs of its tokens has no value. One part is read at a time,
-        so memory grows with the number of keys, not with the size of the cache.
+        per_token: whether a sequence needs those of its tokens; for all of them, or [n]. If it does and the
+        cache has only its sum, it has no value. A sequence has NaN where it has no value, and token values
+        only if it needs them. One part is read at a time, so memory does not grow with the size of the cache.
         """
         index = KeyIndex.of(keys)
-        sums = np.full(len(index), np.nan)
-        for table, rows, places in self._matches(index, per_token=per_token):
-            sums[places] = numbers_of(table[SUM])[rows]
-        return sums[index.inverse]
-
-    def lookup_tokens(self, keys: Keys) -> tuple[FloatArray, TokenLogps]:
-        """Maps [n, 16] sequence keys to [n] sums and to the log-probs of their tokens.
-
-        A sequence gets NaN and no token values if the cache has no token values of it, even if it has a sum.
-        """
-        index = KeyIndex.of(keys)
-        which = np.full(len(index), -1)  # [U] position among the found sequences; -1 if not found
+        needs_tokens = np.broadcast_to(per_token, len(keys))[index.first]  # [U]
+        which = np.full(len(index.keys), -1)  # [U] position among the found sequences; -1 if not found
         sums, tokens, num_found = [np.zeros(0)], [TokenLogps.none(0)], 0
-        for table, rows, places in self._matches(index, per_token=True):
+        # A directory listing of a network file system may lack new files, so this job's own parts are opened
+        # by name. If several parts have a sequence, the last part by name counts: always the same one.
+        names = {part.name for part in self.directory.glob("part-*.parquet")} | self.named_parts
+        for name in sorted(names) if len(which) else ():
+            try:
+                table = read_part(self.directory / name, per_token=bool(needs_tokens.any()))
+            except DamagedPart as damage:
+                aside = (self.directory / name).with_suffix(".damaged")
+                with contextlib.suppress(OSError):  # another job has renamed it, or we may only read here
+                    (self.directory / name).rename(aside)
+                logger.warning("%s; the part is now called %s", damage, aside.name)
+                continue
+            if table is None:
+                continue
+            has_tokens, places = TOKENS in table.column_names, index.find(keys_of(table))
+            rows = np.flatnonzero((places >= 0) & (has_tokens | ~needs_tokens[places]))
+            places = places[rows]
             which[places] = np.arange(num_found, num_found + len(rows))
             sums.append(numbers_of(table[SUM])[rows])
-            tokens.append(tokens_of(table).take(rows))
+            wanted = tokens_of(table) if has_tokens else TokenLogps.none(len(table))
+            tokens.append(wanted.take(np.where(needs_tokens[places], rows, -1)))
             num_found += len(rows)
         which = which[index.inverse]
         return np.append(np.concatenate(sums), np.nan)[which], TokenLogps.join(tokens).take(which)
 
     def append(self, table: pa.Table, metadata: Mapping[str, str] | None = None) -> list[Path]:
-        """Adds the sequences of a `sequence_table`, in parts of bounded size. Raises CacheError."""
-        whole, parts = table.combine_chunks(), []
+        """Adds the sequences of a `sequence_table`, in parts of bounded size; returns these.
+
+        `metadata` records where the values come from. Raises CacheError if the disk refuses a file.
+        """
+        described = {f"dpo_pack.{name}": value for name, value in (metadata or {}).items()}
+        whole, parts = table.combine_chunks().replace_schema_metadata(described), []
         for begin in range(0, len(whole), MAX_PART_SEQUENCES):
-            parts.append(write_part(self.directory, whole.slice(begin, MAX_PART_SEQUENCES), metadata or {}))
+            buffer = pa.BufferOutputStream()
+            pq.write_table(whole.slice(begin, MAX_PART_SEQUENCES), buffer, use_dictionary=False)
+            content = buffer.getvalue().to_pybytes()
+            parts.append(self.directory / f"part-{hashlib.sha256(content).hexdigest()}.parquet")
+            with written_aside(parts[-1]) as temporary:
+                temporary.write_bytes(content)
             self.named_parts.add(parts[-1].name)
         return parts
-
-    def _matches(self, index: KeyIndex, *, per_token: bool) -> Iterator[tuple[pa.Table, IntArray, IntArray]]:
-        """Yields (content, matching rows, their positions in `index`) of each part that has some keys.
-
-        With `per_token`, only parts with log-probs of tokens count. A directory listing of a network file
-        system may lack new files, so this job's own parts are opened by name. If several parts have a
-        sequence, callers use the last part by name: always the same one.
-        """
-        listed = {part.name for part in part_paths(self.directory)}
-        for part in sorted(self.directory / name for name in listed | self.named_parts) if len(index) else ():
-            try:
-                table = read_part(part, per_token=per_token)
-            except DamagedPart as damage:
-                aside = part.with_suffix(".damaged")
-                with contextlib.suppress(OSError):  # another job has renamed it, or we may only read here
-                    part.rename(aside)
-                logger.warning("%s; the part is now called %s", damage, aside.name)
-                continue
-            if table is not None and (not per_token or TOKENS in table.column_names):
-                places = index.find(keys_of(table))
-                rows = np.flatnonzero(places >= 0)
-                if len(rows):
-                    yield table, rows, places[rows]
 
 
 def find_leftovers(cache_dir: Path) -> list[Path]:

@@ -1,33 +1,41 @@
-"""The pass that fills the reference cache: computes the log-probs that the cache lacks, without gradients."""
+"""The reference pass: computes the log-probs that the cache lacks, without gradients.
+
+A group is a pair, so that its prompt is computed once, or one side of a pair. A row is what one forward pass
+computes. A plan says which groups share a row, and which rank computes the row. It depends only on lengths,
+on the keys in the cache and on settings.
+
+Legend: G groups.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from rich.console import Console
 
-from dpo_pack.model.layout import packed_row, padded_row
+from dpo_pack.data.store import PairTable, pair_lengths
+from dpo_pack.model.layout import Group, packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.bin_packing import (
     next_fit,
+    pack_sequences_longest_first,
+    padded_rows,
+    split_over_ranks,
 )
-from dpo_pack.packing.flops import ModelShape
-from dpo_pack.packing.lengths import IntArray
-from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import TokenLogps, sequence_table
-from dpo_pack.reference.work import PassPlan, PassSettings, ReferenceWork, plan_pass
+from dpo_pack.packing.lengths import Bools, IntArray, ModelShape, pair_flops
+from dpo_pack.reference.cache import KeyIndex, ReferenceCache, TokenLogps, sequence_table
 from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
-from dpo_pack.system.machine import host_copies, release_memory
+from dpo_pack.system.machine import release_memory
 from dpo_pack.system.ranks import largest_numbers
 
 # Longer rows are not faster on CPU: the allocator does not keep blocks as large as their activations, so each
@@ -40,6 +48,123 @@ LARGEST_TOKEN_BUDGET = 2**17
 # Where no budget is searched, rows on an accelerator are longer than in training by this factor, because
 # without gradients a layer's activations are freed after the layer.
 START_FACTOR = 4
+# How many rows a device has in its queue while the host reads the results of an earlier row; else none.
+ROWS_BEHIND = {"cuda": 1}
+
+
+# ---- What is missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReferenceWork:
+    """The groups that rows consist of, and which of their sequences the cache lacks.
+
+    Of equal sequences only the first one is in a group, so a group can be one side of a pair.
+    """
+
+    table: PairTable  # [G] the pair of each group
+    sides: Bools  # [G, (chosen, rejected)] True if this is the first of equal sequences
+    missing: Bools  # [G, 2] True if `sides` is True and the cache lacks the sequence
+
+    def group(self, number: int) -> Group:
+        """Returns a group with its missing sequences only."""
+        both = zip(self.missing[number], (self.table.chosen, self.table.rejected), strict=True)
+        completions = tuple(completion(number) for is_missing, completion in both if is_missing)
+        return Group(context=self.table.prompt(number), completions=completions)
+
+
+def find_sequences(table: PairTable, *, per_token: bool = False) -> tuple[KeyIndex, Bools]:
+    """Returns an index of the sequences of all pairs (chosen, rejected, chosen, ...), and for each different
+    sequence whether its per-token values are needed: all with `per_token`, else where tokens have weights."""
+    index = KeyIndex.of(np.stack((table.chosen_keys, table.rejected_keys), axis=1))
+    needs_tokens = np.full(len(index.keys), per_token)
+    needs_tokens[index.inverse[np.repeat(table.has_token_weights, 2)]] = True
+    return index, needs_tokens
+
+
+def find_work(
+    cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
+) -> ReferenceWork:
+    """Finds the sequences of which the cache lacks what a run needs, see `find_sequences`."""
+    table = join_tables(tables)
+    index, needs_tokens = find_sequences(table, per_token=per_token)
+    sums, _ = cache.lookup(index.keys, per_token=needs_tokens)
+    sides, missing = np.zeros((2, 2 * table.num_pairs), dtype=np.bool_)
+    sides[index.first] = True
+    missing[index.first] = np.isnan(sums)
+    sides, missing = sides.reshape(-1, 2), missing.reshape(-1, 2)
+    pairs = np.flatnonzero(sides.any(axis=1))
+    return ReferenceWork(table=table.select(pairs), sides=sides[pairs], missing=missing[pairs])
+
+
+def join_tables(tables: Sequence[PairTable]) -> PairTable:
+    """Makes one table of all pairs, one table after another."""
+    names = [column.name for column in fields(PairTable) if column.name != "stores"]
+    columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in names}
+    num_stores = np.array([len(table.stores) for table in tables], dtype=np.int16)
+    begins = np.cumsum(num_stores) - num_stores
+    columns["source_indices"] = columns["source_indices"] + np.repeat(begins, [t.num_pairs for t in tables])
+    return PairTable(stores=tuple(store for table in tables for store in table.stores), **columns)
+
+
+# ---- Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSettings:
+    """The settings of a pass: how rows are built, and how often results are written to disk."""
+
+    token_budget: int
+    share_prompt: bool
+    device: torch.device
+    per_token: bool = False  # also keep the log-prob of each token, which some losses need
+    rank: int = 0
+    num_ranks: int = 1
+    in_lockstep: bool = False  # True for a sharded model: all ranks compute a row at the same time
+    write_every_seconds: float = 20.0
+    metadata: Mapping[str, str] = field(default_factory=dict)  # a note in each part, for people who read it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassPlan:
+    """The rows of this rank."""
+
+    work: ReferenceWork
+    rows: Sequence[IntArray]  # the groups of each row
+    idle_rows: Sequence[IntArray]  # computed last, results unused: other ranks still compute a row
+    row_tokens: IntArray  # [G] tokens of each group, padding included
+
+
+def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *, is_packed: bool) -> PassPlan:
+    """Plans the rows of this rank. The costliest row is first, so that a lack of memory shows at once.
+
+    Rows are planned over *all* sequences of the tables (`work.sides`), as if the cache were empty; then
+    groups without a missing sequence are removed. So a row depends neither on which other rows are finished
+    nor on the number of ranks, and a pass that is started again after a kill computes the same rows.
+
+    Rows are divided over ranks by their FLOPs, estimated from the model's `shape`. Ranks in lockstep compute
+    equally many rows: a rank with one row less also computes an idle row, the cheapest of all rows.
+    """
+    lengths, shares = pair_lengths(work.table), settings.share_prompt and is_packed
+    flops = pair_flops(shape, lengths, share_prompt=shares, passes=1.0, sides=work.missing)
+    measure = partial(lengths.row_tokens, share_prompt=shares) if is_packed else lengths.padded_tokens
+    whole, missing = measure(sides=work.sides), measure(sides=work.missing)
+    build_rows = pack_sequences_longest_first if is_packed else padded_rows
+    is_open = np.asarray(work.missing.any(axis=1))
+    rows = [row[is_open[row]] for row in build_rows(whole, settings.token_budget)]
+    rows = [row for row in rows if len(row)]
+    costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
+    mine = split_over_ranks(costs, settings.num_ranks, equal_counts=settings.in_lockstep)[settings.rank]
+    num_idle = -(-len(rows) // settings.num_ranks) - len(mine) if settings.in_lockstep else 0
+    return PassPlan(
+        work=work,
+        rows=[rows[number] for number in mine[np.argsort(-costs[mine], kind="stable")]],
+        idle_rows=[rows[int(costs.argmin())]] * num_idle if num_idle else [],
+        row_tokens=missing,
+    )
+
+
+# ---- Filling the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +239,9 @@ def probe_row(plan: PassPlan, scorer: CompletionLogps, settings: PassSettings, t
         return _try_row(plan.work, row, scorer, settings) is not None
 
 
+# ---- Forward passes
+
+
 @torch.no_grad()
 def compute_missing(
     cache: ReferenceCache,
@@ -126,43 +254,35 @@ def compute_missing(
     """Computes the plan's rows and writes them to the cache; returns the token budget that fitted in memory.
 
     If a row does not fit in memory, the budget is halved, and this row and all later rows are split; ranks in
-    lockstep cannot split. `progress` is called with the groups of each finished row. A killed pass loses all
-    rows after the last file that it wrote to the cache. An interrupted pass (Ctrl-C) loses only rows whose
-    results are still on the device (at most two). Raises CacheError if the disk refuses a file, ModelError if
-    a log-prob is not finite or if a row that cannot be split does not fit in memory.
+    lockstep cannot split. `progress` is called with the groups of each finished row. An interrupted pass
+    (Ctrl-C) loses at most two rows, whose results are still on the device. Raises CacheError if the disk
+    refuses a file, ModelError if a log-prob is not finite or a row that cannot be split does not fit.
     """
-    budget = settings.token_budget
-    rows = deque(plan.rows)
+    budget, rows, written = settings.token_budget, deque(plan.rows), time.monotonic()
     computed: deque[tuple[IntArray, Callable[[], Sequence[Any]]]] = deque()  # groups, results
     finished: list[pa.Table] = []
-    written = time.monotonic()
-
-    def finish_row() -> None:
-        nonlocal finished, written
-        members, results = computed.popleft()
-        # One `append` adds keys and values together, so that a signal cannot come between them.
-        finished.append(_finished_row(plan.work, members, results))
-        progress(members)
-        if time.monotonic() - written > settings.write_every_seconds:
-            cache.append(pa.concat_tables(finished), settings.metadata)
-            finished, written = [], time.monotonic()
-
     try:
-        while rows:
-            members = rows.popleft()
-            result = _try_row(plan.work, members, scorer, settings)
-            if result is None:
-                budget = _halved(budget, members, plan, settings)
-                rows.appendleft(members)
-                rows = deque(row[part] for row in rows for part in next_fit(plan.row_tokens[row], budget))
-                continue
-            tensors = [result.sums, result.num_tokens]
-            tensors += [result.token_logps.float()] if settings.per_token else []
-            computed.append((members, host_copies(tensors)))
-            if len(computed) > _num_rows_behind(settings.device):
-                finish_row()
-        while computed:
-            finish_row()
+        while rows or computed:
+            if rows:
+                members = rows.popleft()
+                result = _try_row(plan.work, members, scorer, settings)
+                if result is None:
+                    budget = _halved(budget, members, plan, settings)
+                    rows.appendleft(members)
+                    rows = deque(row[part] for row in rows for part in next_fit(plan.row_tokens[row], budget))
+                    continue
+                tensors = [result.sums, result.num_tokens]
+                tensors += [result.token_logps.float()] if settings.per_token else []
+                computed.append((members, host_copies(tensors)))
+                if len(computed) <= ROWS_BEHIND.get(settings.device.type, 0):
+                    continue
+            members, results = computed.popleft()
+            # One `append` adds keys and values together, so that a signal cannot come between them.
+            finished.append(_finished_row(plan.work, members, results))
+            progress(members)
+            if time.monotonic() - written > settings.write_every_seconds:
+                cache.append(pa.concat_tables(finished), settings.metadata)
+                finished, written = [], time.monotonic()
         for members in plan.idle_rows:
             if _try_row(plan.work, members, scorer, settings) is None:
                 _halved(budget, members, plan, settings)
@@ -210,11 +330,6 @@ def _halved(budget: int, members: IntArray, plan: PassPlan, settings: PassSettin
     return budget
 
 
-def _num_rows_behind(device: torch.device) -> int:
-    """Returns how many later rows the device has in its queue when the host reads a row's results."""
-    return 1 if device.type == "cuda" else 0
-
-
 def _finished_row(work: ReferenceWork, members: IntArray, results: Callable[[], Sequence[Any]]) -> pa.Table:
     """Returns the `sequence_table` of a row's groups. Raises ModelError if a log-prob is not finite."""
     sums, num_tokens, *token_logps = results()
@@ -227,4 +342,5 @@ def _finished_row(work: ReferenceWork, members: IntArray, results: Callable[[], 
             "model.dtype: float32, whose numbers have a larger range"
         )
     tokens = TokenLogps.of_lengths(token_logps[0], num_tokens) if token_logps else None
-    return sequence_table(work.keys(members), sums, num_tokens, tokens)
+    keys = np.stack((work.table.chosen_keys[members], work.table.rejected_keys[members]), axis=1)
+    return sequence_table(keys[work.missing[members]], sums, num_tokens, tokens)

@@ -16,19 +16,19 @@ import pyarrow.parquet as pq
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.packing.lengths import FloatArray
-from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import (
+from dpo_pack.reference.cache import (
     SUM,
     TOKENS,
     KeyIndex,
     Keys,
+    ReferenceCache,
     TokenLogps,
     keys_of,
     numbers_of,
     sequence_table,
     tokens_of,
 )
-from dpo_pack.reference.work import find_sequences, join_tables
+from dpo_pack.reference.compute import find_sequences, join_tables
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import written_aside
 from dpo_pack.training.batches import PairReference
@@ -50,16 +50,13 @@ class FrozenReference:
         """Copies the values of the tables' sequences from `cache`, per token where `find_sequences` says so.
         Raises CacheError if a value is missing."""
         index, needs_tokens = find_sequences(join_tables(tables), per_token=per_token)
-        keys, sums = index.keys, np.empty(len(index))
-        sums[needs_tokens], found = cache.lookup_tokens(keys[needs_tokens])
-        sums[~needs_tokens] = cache.lookup(keys[~needs_tokens])
+        sums, tokens = cache.lookup(index.keys, per_token=needs_tokens)
         if np.isnan(sums).any():
             raise CacheError(
                 f"{int(np.isnan(sums).sum())} reference log-probs are no longer in {cache.directory}, "
                 "although they were computed; run the command again"
             )
-        tokens = found.take(np.where(needs_tokens, needs_tokens.cumsum() - 1, -1))
-        return FrozenReference(keys=keys, sums=sums, tokens=tokens)
+        return FrozenReference(keys=index.keys, sums=sums, tokens=tokens)
 
     @property
     def fingerprint(self) -> str:

@@ -1,7 +1,7 @@
 """The work of `dpopack cache`: lists and prunes reference caches, exports and imports log-probs.
 
 These functions change or delete only files that dpo-pack has written; they know such files by their names.
-An exported file has the columns of a part (see parts.py) and may have more. `token_logps` is null or empty
+An exported file has the columns of a part (see cache.py) and may have more. `token_logps` is null or empty
 for a sequence of which only the sum is known.
 """
 
@@ -17,33 +17,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.lengths import Bools, FloatArray, IntArray
 from dpo_pack.reference.cache import (
-    NAMESPACE_FILE,
-    PART_NAME,
-    USED_FILE,
-    ReferenceCache,
-    UsedTimes,
-    find_leftovers,
-    namespace_digest,
-    namespace_directories,
-)
-from dpo_pack.reference.parts import (
     KEY,
+    NAMESPACE_FILE,
     NUM_TOKENS,
+    PART_NAME,
     SUM,
     TOKENS,
+    USED_FILE,
     KeyIndex,
     Keys,
+    ReferenceCache,
     TokenLogps,
+    UsedTimes,
+    find_leftovers,
     keys_of,
+    namespace_digest,
+    namespace_directories,
     numbers_of,
-    part_paths,
     read_part,
     sequence_table,
     tokens_of,
@@ -83,7 +79,7 @@ def _namespace_at(directory: Path) -> Namespace:
     described = read_json(directory / NAMESPACE_FILE) or {}
     times = read_json(directory / USED_FILE, UsedTimes) or {}
     used = {model: seconds for model, seconds in times.items() if 0 <= seconds <= time.time()}
-    parts = part_paths(directory)
+    parts = sorted(directory.glob("part-*.parquet"))
     keys, has_tokens = [np.zeros((0, 16), dtype=np.uint8)], [np.zeros(0, dtype=np.bool_)]
     for part in parts:
         with contextlib.suppress(OSError, KeyError, pa.ArrowException):  # a run will set it aside
@@ -98,7 +94,7 @@ def _namespace_at(directory: Path) -> Namespace:
         models=tuple(sorted(used, key=lambda model: -used[model])),
         parameters=str(described.get("parameters")),
         autocast=described.get("autocast"),
-        sequences=len(index),
+        sequences=len(index.keys),
         sequences_per_token=len(np.unique(index.inverse[with_tokens])),
         parts=len(parts),
         damaged_parts=sum(file.suffix == ".damaged" for file in files),
@@ -166,7 +162,8 @@ def export_namespace(cache_dir: Path, prefix: str, target: Path) -> int:
             f"{cache_dir} has {len(found)} namespaces whose names begin with {prefix!r}; name one with "
             "--namespace (`dpopack cache list`)"
         )
-    tables: list[Any] = [read_part(part, per_token=True) for part in part_paths(found[0])]
+    parts = sorted(found[0].glob("part-*.parquet"))
+    tables: list[Any] = [read_part(part, per_token=True) for part in parts]
     if not tables or any(table is None for table in tables):
         raise CacheError(f"{found[0]} has no log-probs to export, or is being changed; try again")
     table = pa.concat_tables(tables, promote_options="default")
@@ -209,7 +206,7 @@ def import_logps(file: Path, cache: ReferenceCache, tables: Sequence[PairTable])
     for per_token in (True, False):  # rows with token values come first, because they also give the sum
         rows = np.flatnonzero((tokens.lengths > 0) == per_token)
         rows = rows[KeyIndex.of(keys[rows]).first]
-        rows = rows[np.isnan(cache.lookup(keys[rows], per_token=per_token))]
+        rows = rows[np.isnan(cache.lookup(keys[rows], per_token=per_token)[0])]
         of_rows = tokens.take(rows) if per_token else None
         added = sequence_table(keys[rows], sums[rows], num_tokens[rows], of_rows)
         cache.append(added, {"origin": f"imported from {file.name}"})
@@ -219,7 +216,7 @@ def import_logps(file: Path, cache: ReferenceCache, tables: Sequence[PairTable])
 
 def _problems(
     keys: Keys, sums: FloatArray, num_tokens: IntArray, tokens: TokenLogps, tables: Sequence[PairTable]
-) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+) -> Iterator[tuple[str, Bools]]:
     """Yields what may be wrong, and in which rows it is. A test is only valid if those before it passed."""
     yield f"{SUM} must be a finite number, at most 0", ~(np.isfinite(sums) & (sums <= _LARGEST_LOGP))
     index = KeyIndex.of(np.concatenate([s for t in tables for s in (t.chosen_keys, t.rejected_keys)]))

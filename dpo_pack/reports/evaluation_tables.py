@@ -72,7 +72,6 @@ def render_comparisons(
 
 
 def _print_parts(record: Mapping[str, Any], console: Console, *, sign: str) -> None:
-    """Prints accuracy and margin for each source and for each range of length ratios."""
     for breakdown, words in BREAKDOWNS.items():
         cells = part_cells(record, breakdown, sign=sign)
         if cells.rows:
@@ -111,10 +110,6 @@ def pairs_and_prompts(record: Mapping[str, Any]) -> str:
     num_prompts = record.get("prompts", num_pairs)  # earlier releases wrote no number of prompts
     pairs, prompts = f"{num_pairs:,} pairs", f"{num_prompts:,} prompts"
     return prompts if not num_pairs else pairs if num_pairs == num_prompts else f"{pairs} of {prompts}"
-
-
-def results_json(results: Mapping[str, HeldOutResult]) -> dict[str, Any]:
-    return {name: result.record for name, result in results.items()}
 
 
 def comparisons_json(comparisons: Mapping[str, Comparison], models: tuple[str, str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from dpo_pack.reports.tables import Cells, cells_of, counted, terminal_table
 _OVERSIZE_PAIRS_SHOWN = 5
 
 
-# For each kind of segment: colour, ASCII cell, Unicode cell, and full name.
 def render_packing(report: PackingReport, console: Console) -> None:
     """Prints the report as tables for 80 columns."""
     console.print(Text.assemble((headline(report), "bold"), f"; {rows_sentence(report)}"))
@@ -20,7 +19,7 @@ def render_packing(report: PackingReport, console: Console) -> None:
 
 
 def headline(report: PackingReport) -> str:
-    """Returns the numbers of pairs and steps as a phrase."""
+    """Returns the numbers of pairs and steps."""
     ours = report.statistics
     steps, mean = f"{ours.num_pairs:,} pairs in {ours.num_steps:,} steps", ours.num_pairs / ours.num_steps
     if report.pairs_per_step is None:

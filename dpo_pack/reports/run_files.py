@@ -92,8 +92,8 @@ def lowest_margins(run: RunFiles) -> list[dict[str, Any]]:
     """Returns the pairs with the lowest mean margins of pairs.parquet, lowest first.
 
     A pair has source, row, margin (the mean over all times that it was trained on), num_times, last_step and
-    texts (prompt, chosen, rejected; None if their tokens are not at hand). The last margin alone shows less:
-    in later epochs the policy has seen the pair already, and has learned many wrong labels by heart.
+    texts (prompt, chosen, rejected; None if their tokens are not at hand). The last margin alone shows less,
+    because by then the policy has learned many wrong labels by heart.
     """
     tables = []
     for part in sorted((run.path / "pairs.parquet").glob("part-*.parquet")):
@@ -144,6 +144,5 @@ def _texts(run: RunFiles, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, in
 
 
 def _shortened(text: str) -> str:
-    """Returns a long text without its middle, and says so in its place."""
     left_out, half = len(text) - _MOST_CHARACTERS, _MOST_CHARACTERS // 2
     return text if left_out <= 0 else f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"

@@ -23,10 +23,10 @@ class Cells(NamedTuple):
     picked: int | None = None  # index of the highlighted row
 
 
-def cells_of(values: Sequence[object], columns: Mapping[str, str], *, picked: int | None = None) -> Cells:
+def cells_of(values: Sequence[object], columns: Mapping[str, str]) -> Cells:
     """Returns one row for each value. `columns` maps a title to a cell format, such as "{.num_rows:,}"."""
     rows = [[form.format(value) for form in columns.values()] for value in values]
-    return Cells(list(columns), rows, picked)
+    return Cells(list(columns), rows)
 
 
 def counted(count: int, word: str) -> str:

@@ -211,8 +211,9 @@ def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *,
         )
     if packing.share_prompt and not recipe.shares_prompts:
         console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
-    if plan is not None and len(oversize := plan.oversize_pairs):
-        longest = int(plan.row_tokens[oversize].max())
+    oversize = () if plan is None else plan.oversize_pairs
+    if plan is not None and len(oversize):
+        longest = int(plan.sizes.tokens[oversize].max())
         console.print(
             f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "
             f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"

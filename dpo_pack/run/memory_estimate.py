@@ -28,8 +28,7 @@ from dpo_pack.model.lora import read_adapter
 from dpo_pack.model.parallel import DistributedPolicy
 from dpo_pack.model.quantize import bits_per_weight
 from dpo_pack.model.scorer import Precision
-from dpo_pack.packing.flops import ModelShape
-from dpo_pack.packing.lengths import IntArray
+from dpo_pack.packing.lengths import IntArray, ModelShape
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.run.models import StateBytes, num_gradients, num_local_ranks, training_bytes
 from dpo_pack.run.setup import Setup, longest_sequence
@@ -228,10 +227,10 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
         longest_pair = 2 * (longest_sequence(setup.tables) + recipe.online.max_new_tokens)
         tokens = keys = scored = max(recipe.packing.token_budget, longest_pair)
     else:
-        longest_pair = int(plan.row_tokens[np.unique(plan.order)].max())  # on any rank
+        longest_pair = int(plan.sizes.tokens[np.unique(plan.order)].max())  # on any rank
         pairs = largest_row(plan, rank=ranks.rank())
         lengths = pair_lengths(setup.data.train).select(pairs)
-        tokens = keys = plan.tokens_in(pairs)
+        tokens = keys = plan.sizes.tokens_in(pairs)
         if policy.is_packed and recipe.shares_prompts:
             keys = int(lengths.row_tokens(share_prompt=False).sum())
         scored = int(lengths.completion_tokens().sum())
@@ -265,8 +264,8 @@ def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:
     rows = [row for ranked in islice(plan, _STEPS_SEARCHED) for row in ranked[rank]]
     oversize = plan.oversize_pairs
     if len(oversize):
-        rows.append(oversize[[int(plan.row_tokens[oversize].argmax())]])
-    return max(rows, key=plan.tokens_in, default=plan.pairs(0)[:1])
+        rows.append(oversize[[int(plan.sizes.tokens[oversize].argmax())]])
+    return max(rows, key=plan.sizes.tokens_in, default=plan.pairs(0)[:1])
 
 
 def _can_stay_gathered(facts: MemoryFacts) -> bool:

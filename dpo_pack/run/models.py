@@ -32,7 +32,7 @@ from dpo_pack.model.parallel import ALONE, Strategy, shard_model
 from dpo_pack.model.quantize import Quantization, check_quantizable, quantization_settings
 from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
 from dpo_pack.model.shape import RouterBalance, model_shape, num_parameters, router_balance, without_weights
-from dpo_pack.packing.flops import ModelShape
+from dpo_pack.packing.lengths import ModelShape
 from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.rows import Proof, ProofOutcome
 from dpo_pack.proofs.start_up import compiling_obstacle, prove

@@ -18,15 +18,13 @@ from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.config import check_rows
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.bin_packing import PADDED
-from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
-from dpo_pack.packing.lengths import PairSizes
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairSizes, pair_flops
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.packing.report import PackingReport, inspect_packing
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache, namespace_digest
-from dpo_pack.reference.compute import BudgetSearch, fill_cache
+from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache, find_work
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.reference.work import PassSettings, ReferenceWork, find_work
 from dpo_pack.run.models import CPU, ModelFacts
 from dpo_pack.run.setup import (
     Setup,
@@ -195,18 +193,18 @@ def prepare_reference(
     if facts is not setup.policy_facts:
         check_data(setup, facts)
     tables = setup.tables if tables is None else tables
-    cache = ReferenceCache(facts.cache_dir, facts.namespace)
-    cache.note_use(facts.label)
+    cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
     per_token = setup.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
     work = find_work(cache, tables, per_token=per_token)
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
     work = replace(work, missing=ranks.first_says(work.missing))
-    todo = work.num_missing
+    todo = int(work.missing.sum())
+    num_cached = int(work.sides.sum()) - todo
     console.print(
         f"Reference log-probs of {sum(table.num_pairs for table in tables):,} pairs: "
-        f"{work.num_cached:,} of {work.num_unique:,} different sequences cached"
+        f"{num_cached:,} of {num_cached + todo:,} different sequences cached"
         f"{f', {todo:,} to compute' if todo else ''}"
-        f"{f' (cache: {facts.cache_dir})' if work.num_cached else ''}"
+        f"{f' (cache: {facts.cache_dir})' if num_cached else ''}"
     )
     seconds = 0.0
     if todo:
@@ -221,7 +219,7 @@ def prepare_reference(
         tables=tables,
         per_token=per_token,
         num_computed=todo,
-        num_cached=work.num_cached,
+        num_cached=num_cached,
         seconds=seconds,
     )
 

@@ -22,7 +22,7 @@ from dpo_pack.data.view import Fault, LeftOutRow, PackedRow, ShownRecipe, Source
 from dpo_pack.data.workers import tokenize_rows
 from dpo_pack.model.config import known_positions
 from dpo_pack.packing.bin_packing import PADDED
-from dpo_pack.packing.flops import ModelShape
+from dpo_pack.packing.lengths import ModelShape
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.run.models import CPU, resolve_model
@@ -223,6 +223,6 @@ def _packed_row(
     }
     return PackedRow(
         pairs={places[pair]: {part: int(tokens[pair]) for part, tokens in parts.items()} for pair in row},
-        tokens=plan.tokens_in(row),
+        tokens=plan.sizes.tokens_in(row),
         token_budget=settings.token_budget,
     )

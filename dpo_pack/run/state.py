@@ -119,7 +119,7 @@ class TrainState:
     step: int = 0  # optimizer steps taken
     num_pairs: int = 0  # pairs trained on so far; copies of a pair count
     num_tokens: int = 0  # tokens that the policy has computed so far
-    num_flops: float = 0.0  # FLOPs of training on this rank's rows, see packing/flops.py
+    num_flops: float = 0.0  # FLOPs of training on this rank's rows, see packing/lengths.py
     train_seconds: float = 0.0  # seconds in steps, without start-up, evaluation, checkpoints
     evaluation: dict[str, dict[str, Any]] = field(default_factory=dict)  # latest metrics, by held-out set
     owes_evaluation: bool = True  # the evaluation after `step` steps is due and not finished

@@ -214,10 +214,10 @@ def global_batch(
     of_ranks, pairs = plan.pack_step(step), plan.pairs(step)
     num_tokens = int(real_tokens[pairs].sum())
     if builder.merging is not None:
-        num_tokens = sum(plan.tokens_in(row) for rows in of_ranks for row in rows)
+        num_tokens = sum(plan.sizes.tokens_in(row) for rows in of_ranks for row in rows)
     least_passes = max(map(len, of_ranks)) if plan.equal_rows else 1
     # A smaller row fits into the previous row's memory. Ranks that compute rows together wait less.
-    largest_first = sorted(of_ranks[rank], key=plan.tokens_in, reverse=True)
+    largest_first = sorted(of_ranks[rank], key=plan.sizes.tokens_in, reverse=True)
     idle_rows: list[Row] = []
     if len(largest_first) < least_passes:
         row = builder.build(pairs[[real_tokens[pairs].argmin()]]).row  # of the step's shortest pair

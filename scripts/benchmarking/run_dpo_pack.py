@@ -56,7 +56,7 @@ def run_dpo_pack(
         step_tokens=[int(tokens[plan.pairs(step)].sum()) for step in range(len(steps))],
         reference_seconds=trainer.log.reference_seconds,
         startup_seconds=startup_seconds,
-        computed_tokens=sum(plan.tokens_in(row) for ranks in plan for rows in ranks for row in rows),
+        computed_tokens=sum(plan.sizes.tokens_in(row) for ranks in plan for rows in ranks for row in rows),
         losses=[step["loss"] for step in steps],
         grad_norms=[step["grad_norm"] for step in steps],
         chosen_logps=[step["logps/chosen"] for step in steps],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarking.workloads import BOS_ID, EOS_ID, FIRST_ORDINARY_ID, PAD_ID
-from dpo_pack.packing.flops import ModelShape
+from dpo_pack.packing.lengths import ModelShape
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 32768}
 _QWEN: dict[str, Any] = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dpo_pack.packing.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, pair_flops
-from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairLengths, pair_flops
 
 REFERENCE_PASSES = 1.0
 

@@ -16,8 +16,7 @@ from dpo_pack.model.fast_layers import last_feed_forward, trim_last_layer
 from dpo_pack.model.layout import Group, Row, packed_row
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape, without_weights
-from dpo_pack.packing.flops import pair_flops
-from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.lengths import PairLengths, pair_flops
 
 
 def ids(*values: int) -> np.ndarray:

@@ -16,7 +16,7 @@ import dpo_pack.run.models as strategies
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.parallel import Strategy
 from dpo_pack.model.scorer import resolve_precision
-from dpo_pack.packing.flops import pair_flops
+from dpo_pack.packing.lengths import pair_flops
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.models import choose_strategy, resolve_model
 from dpo_pack.run.pairs import plan_settings, row_builder

@@ -14,15 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpo_pack.model.config import count_experts
 from dpo_pack.model.shape import model_shape, without_weights
-from dpo_pack.packing.flops import (
+from dpo_pack.packing.lengths import (
     AttentionKind,
+    IntArray,
     ModelShape,
+    PairLengths,
     causal_area,
     group_size,
     padded_flops,
     pair_flops,
 )
-from dpo_pack.packing.lengths import IntArray, PairLengths
 
 SHAPE = ModelShape(
     token_weights=1000.0,

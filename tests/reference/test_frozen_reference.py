@@ -11,9 +11,8 @@ import pytest
 from support.reference_pairs import NAMESPACE, make_table, one_line, random_pairs
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.cache import ReferenceCache, TokenLogps, sequence_table
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.reference.parts import TokenLogps, sequence_table
 from dpo_pack.system.errors import CacheError
 
 
@@ -75,13 +74,6 @@ def test_the_fingerprint_changes_with_the_last_bit_of_one_value(
     changed[3] = np.nextafter(changed[3], 0.0)
     assert replace(frozen, sums=changed).fingerprint != frozen.fingerprint
     assert replace(frozen, sums=frozen.sums.copy()).fingerprint == frozen.fingerprint
-
-
-def test_values_that_vanished_from_the_cache_are_a_one_line_error(tmp_path: Path) -> None:
-    cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(random_pairs(2))
-    cache.append(sequence_table(table.chosen_keys, np.array([-1.0, -2.0]), np.array([1, 1])))
-    message = one_line(lambda: FrozenReference.take(cache, [table]))
-    assert message.startswith("2 reference log-probs are no longer in") and str(cache.directory) in message
 
 
 def test_no_flipped_byte_changes_frozen_values_unnoticed(

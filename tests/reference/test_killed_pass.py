@@ -15,12 +15,13 @@ from support.reference_pairs import (
     all_sums,
     load_scorer,
     make_table,
+    num_cached,
     random_pairs,
     run_pass,
 )
 
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.work import find_work
+from dpo_pack.reference.compute import find_work
 
 
 @pytest.mark.slow
@@ -53,10 +54,10 @@ def test_a_pass_killed_at_any_file_operation_loses_and_falsifies_nothing(
             write_files(tmp_path, files)
             sums, work = all_sums(killed, tables), find_work(killed, tables)
             resumed: list[int] = []
-            kept.append(work.num_cached)
+            kept.append(num_cached(work))
             run_pass(killed, tables, scorer, progress=resumed.append)
             is_false = (np.isfinite(sums) & (sums != expected)).any()
-            if is_false or sum(resumed) != work.num_missing or (all_sums(killed, tables) != expected).any():
+            if is_false or sum(resumed) != work.missing.sum() or (all_sums(killed, tables) != expected).any():
                 wrong.append(f"moment {number}")
             wrong += [str(path) for path in killed.directory.glob("*.damaged")]
         return kept, wrong

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.reference_pairs import NAMESPACE, one_line, random_keys
 
-from dpo_pack.reference.cache import ReferenceCache, default_cache_directory, namespace_digest
-from dpo_pack.reference.parts import KeyIndex, Keys, TokenLogps, sequence_table
+from dpo_pack.reference.cache import (
+    KeyIndex,
+    Keys,
+    ReferenceCache,
+    TokenLogps,
+    default_cache_directory,
+    sequence_table,
+)
 
 
 def test_a_part_that_no_listing_has_yet_is_read_by_its_name(
@@ -28,24 +33,24 @@ def test_a_part_that_no_listing_has_yet_is_read_by_its_name(
     there, here = ReferenceCache(tmp_path, NAMESPACE), ReferenceCache(tmp_path, NAMESPACE)
     keys = random_keys(2)
     [part] = there.append(sequence_table(keys, np.array([-1.0, -2.0]), np.array([3, 4])))
-    monkeypatch.setattr("dpo_pack.reference.cache.part_paths", lambda directory: [])
-    assert np.isnan(here.lookup(keys)).all()
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [])
+    assert np.isnan(here.lookup(keys)[0]).all()
     here.named_parts |= there.named_parts
-    assert here.lookup(keys).tolist() == [-1.0, -2.0]
+    assert here.lookup(keys)[0].tolist() == [-1.0, -2.0]
     part.unlink()
-    assert np.isnan(here.lookup(keys)).all()
+    assert np.isnan(here.lookup(keys)[0]).all()
 
 
 def test_lookup_finds_what_was_appended_in_any_order_and_nan_for_the_rest(tmp_path: Path) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
     keys = random_keys(5)
     sums = np.array([-1.5, -2.0, 0.0, -1e-12, -4e3])
-    assert np.isnan(cache.lookup(keys)).all()
+    assert np.isnan(cache.lookup(keys)[0]).all()
     cache.append(sequence_table(keys[:3], sums[:3], np.array([3, 4, 5])))
     cache.append(sequence_table(keys[3:], sums[3:], np.array([6, 7])))
     wanted = np.concatenate((keys[[4, 1]], random_keys(1, seed=1), keys[[1, 0, 2, 3]]))
-    np.testing.assert_array_equal(cache.lookup(wanted), [-4e3, -2.0, np.nan, -2.0, -1.5, 0.0, -1e-12])
-    assert cache.lookup(keys[:0]).shape == (0,)
+    np.testing.assert_array_equal(cache.lookup(wanted)[0], [-4e3, -2.0, np.nan, -2.0, -1.5, 0.0, -1e-12])
+    assert cache.lookup(keys[:0])[0].shape == (0,)
 
 
 def test_of_a_sequence_that_many_jobs_computed_the_last_part_by_name_counts(
@@ -66,27 +71,19 @@ def test_of_a_sequence_that_many_jobs_computed_the_last_part_by_name_counts(
             Path, "glob", lambda path, pattern, b=backwards: sorted(listing(path, pattern), reverse=b)
         )
         cache = ReferenceCache(tmp_path, NAMESPACE)
-        assert set(cache.lookup(keys)) == {values[max(values)]}
-        assert set(cache.lookup_tokens(keys)[0]) == {values[max(values)]}
+        assert set(cache.lookup(keys)[0]) == {values[max(values)]}
+        assert set(cache.lookup(keys, per_token=True)[0]) == {values[max(values)]}
 
 
 def test_each_namespace_has_values_of_its_own(tmp_path: Path) -> None:
     keys = random_keys(2)
     ReferenceCache(tmp_path, NAMESPACE).append(sequence_table(keys, np.array([-1.0, -2.0]), np.array([1, 1])))
     other = ReferenceCache(tmp_path, {**NAMESPACE, "parameters": "bfloat16"})
-    assert np.isnan(other.lookup(keys)).all()
-    assert ReferenceCache(tmp_path, dict(reversed(NAMESPACE.items()))).lookup(keys).tolist() == [-1.0, -2.0]
-
-
-def test_pandas_reads_a_part(tmp_path: Path) -> None:
-    keys = random_keys(3)
-    [part] = ReferenceCache(tmp_path, NAMESPACE).append(
-        sequence_table(keys, np.array([-1.0, -2.5, -3.0]), np.array([4, 5, 6]))
-    )
-    frame = pytest.importorskip("pandas").read_parquet(part)
-    assert frame["key"].tolist() == [key.tobytes() for key in keys]
-    assert frame["logps_sum"].tolist() == [-1.0, -2.5, -3.0] and frame["num_tokens"].tolist() == [4, 5, 6]
-    assert str(pq.read_schema(part).field("key").type) == "fixed_size_binary[16]"
+    assert np.isnan(other.lookup(keys)[0]).all()
+    assert ReferenceCache(tmp_path, dict(reversed(NAMESPACE.items()))).lookup(keys)[0].tolist() == [
+        -1.0,
+        -2.0,
+    ]
 
 
 @pytest.mark.parametrize("damage", ["a flipped byte", "cut short", "emptied"])
@@ -106,11 +103,11 @@ def test_a_damaged_part_is_set_aside_with_a_warning_and_the_others_still_count(
     }
     part.write_bytes(damaged[damage])
     with caplog.at_level(logging.WARNING):
-        np.testing.assert_array_equal(cache.lookup(keys), [np.nan, np.nan, -3.0, -4.0])
+        np.testing.assert_array_equal(cache.lookup(keys)[0], [np.nan, np.nan, -3.0, -4.0])
     assert len(caplog.records) == 1 and part.name in caplog.text and "damaged" in caplog.text
     assert not part.exists() and part.with_suffix(".damaged").exists()
     cache.append(sequence_table(keys[:2], np.array([-1.0, -2.0]), ones))
-    assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert cache.lookup(keys)[0].tolist() == [-1.0, -2.0, -3.0, -4.0]
     assert len(caplog.records) == 1
 
 
@@ -127,12 +124,12 @@ def test_a_part_with_a_log_prob_that_is_not_finite_is_set_aside_and_the_others_s
     )
     cache.append(sequence_table(keys[2:], np.array([-3.0]), ones, token_logps([-3.0])))
     with caplog.at_level(logging.WARNING):
-        found = cache.lookup(keys, per_token=in_tokens)
+        found = cache.lookup(keys, per_token=in_tokens)[0]
     np.testing.assert_array_equal(found, [np.nan, np.nan, -3.0])
     assert len(caplog.records) == 1 and part.name in caplog.text and "not finite" in caplog.text
     assert not part.exists() and part.with_suffix(".damaged").exists()
     cache.append(sequence_table(keys[:1], np.array([-1.0]), ones, token_logps([-1.0])))
-    np.testing.assert_array_equal(cache.lookup_tokens(keys)[0], [-1.0, np.nan, -3.0])
+    np.testing.assert_array_equal(cache.lookup(keys, per_token=True)[0], [-1.0, np.nan, -3.0])
 
 
 def test_a_damaged_part_that_another_job_sets_aside_first_stops_nobody(
@@ -149,7 +146,7 @@ def test_a_damaged_part_that_another_job_sets_aside_first_stops_nobody(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", rename_twice)
-    assert np.isnan(cache.lookup(keys)).all()
+    assert np.isnan(cache.lookup(keys)[0]).all()
     assert not part.exists()
 
 
@@ -161,60 +158,14 @@ def test_a_part_that_vanishes_between_listing_and_reading_is_only_missing(
     gone = cache.append(sequence_table(keys, np.array([-1.0]), np.array([1])))[0].with_stem("part-gone")
     listing = Path.glob
     monkeypatch.setattr(Path, "glob", lambda path, pattern: [gone, *listing(path, pattern)])
-    assert cache.lookup(keys).tolist() == [-1.0]
+    assert cache.lookup(keys)[0].tolist() == [-1.0]
 
 
 def test_a_part_that_cannot_be_read_is_a_one_line_error(tmp_path: Path) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
     (cache.directory / "part-0.parquet").mkdir()  # root may read any file, but nobody a directory
-    message = one_line(lambda: cache.lookup(random_keys(1)))
+    message = one_line(lambda: cache.lookup(random_keys(1))[0])
     assert "part-0.parquet" in message and "reference.cache_dir" in message
-
-
-def test_a_directory_that_cannot_be_written_is_a_one_line_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    message = one_line(lambda: ReferenceCache(tmp_path / "file" / "cache", NAMESPACE))
-    assert str(tmp_path / "file") in message and "writable" in message
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    for path in cache.directory.iterdir():
-        path.unlink()
-    cache.directory.rmdir()
-    cache.directory.write_text("in the way")
-    message = one_line(
-        lambda: cache.append(sequence_table(random_keys(1), np.zeros(1), np.ones(1, dtype=np.int64)))
-    )
-    assert str(cache.directory) in message
-
-
-def test_several_caches_write_to_one_directory_at_once_without_losing_anything(tmp_path: Path) -> None:
-    num_writers, num_parts = 4, 6
-    keys = random_keys(num_writers * num_parts * 3).reshape(num_writers, num_parts, 3, 16)
-    seen: list[int] = []
-
-    def write(writer: int) -> None:
-        cache = ReferenceCache(tmp_path, NAMESPACE)
-        for part in range(num_parts):
-            cache.append(
-                sequence_table(keys[writer, part], np.full(3, -float(writer)), np.ones(3, dtype=np.int64))
-            )
-            seen.append(int(np.isfinite(cache.lookup(keys[writer].reshape(-1, 16))).sum()) - 3 * (part + 1))
-
-    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(num_writers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [0] * num_writers * num_parts
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    expected = np.repeat(-np.arange(num_writers, dtype=np.float64), num_parts * 3)
-    np.testing.assert_array_equal(cache.lookup(keys.reshape(-1, 16)), expected)
-    assert all(path.suffix in (".parquet", ".json") for path in cache.directory.iterdir())
-
-
-def test_a_namespace_digest_is_32_hex_digits_whatever_the_order_of_keys() -> None:
-    assert namespace_digest({"a": 1, "b": [2]}) == namespace_digest({"b": [2], "a": 1})
-    assert namespace_digest({"a": 1}) != namespace_digest({"a": "1"})
-    assert len(namespace_digest({})) == 32 and int(namespace_digest({}), 16) >= 0
 
 
 # ---- Per-token values
@@ -230,21 +181,21 @@ def test_per_token_values_come_back_with_the_sums_they_belong_to(tmp_path: Path)
     first = token_logps([-1.0, -0.5], [-2.0])
     cache.append(sequence_table(keys[:2], np.array([-1.5, -2.0]), np.array([2, 1]), first))
     cache.append(sequence_table(keys[2:3], np.array([-3.0]), np.array([3]), token_logps([-1.0, -1.0, -1.0])))
-    sums, tokens = cache.lookup_tokens(keys[[2, 3, 0, 1, 2]])
+    sums, tokens = cache.lookup(keys[[2, 3, 0, 1, 2]], per_token=True)
     np.testing.assert_array_equal(sums, [-3.0, np.nan, -1.5, -2.0, -3.0])
     found = [tokens.of(sequence).tolist() for sequence in range(len(tokens.lengths))]
     assert found == [[-1.0] * 3, [], [-1.0, -0.5], [-2.0], [-1.0] * 3]
     assert tokens.values.dtype == np.float32
-    assert cache.lookup(keys[:3]).tolist() == [-1.5, -2.0, -3.0]
+    assert cache.lookup(keys[:3])[0].tolist() == [-1.5, -2.0, -3.0]
 
 
 def test_a_sequence_without_per_token_values_is_a_miss_for_who_needs_them(tmp_path: Path) -> None:
     cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(2)
     cache.append(sequence_table(keys, np.array([-1.5, -2.0]), np.array([2, 1])))
-    assert np.isnan(cache.lookup(keys, per_token=True)).all()
+    assert np.isnan(cache.lookup(keys, per_token=True)[0]).all()
     cache.append(sequence_table(keys[:1], np.array([-1.75]), np.array([2]), token_logps([-1.0, -0.75])))
-    np.testing.assert_array_equal(cache.lookup(keys, per_token=True), [-1.75, np.nan])
-    sums, tokens = cache.lookup_tokens(keys)
+    np.testing.assert_array_equal(cache.lookup(keys, per_token=True)[0], [-1.75, np.nan])
+    sums, tokens = cache.lookup(keys, per_token=True)
     assert sums[0] == -1.75 and tokens.lengths.tolist() == [2, 0] and np.isnan(sums[1])
 
 
@@ -259,7 +210,7 @@ def test_many_sequences_are_written_in_parts_of_bounded_size(
     parts = list(cache.directory.glob("part-*.parquet"))
     assert sorted(pq.read_metadata(part).num_rows for part in parts) == [1, 2, 2]
     assert pq.read_schema(parts[0]).metadata[b"dpo_pack.origin"] == b"test"
-    found, values = cache.lookup_tokens(keys)
+    found, values = cache.lookup(keys, per_token=True)
     assert found.tolist() == sums.tolist() and values.values.tolist() == tokens.values.tolist()
 
 
@@ -277,7 +228,7 @@ def test_a_cache_that_cannot_be_written_says_so_before_anything_is_computed(
 
     monkeypatch.setattr(Path, "write_bytes", refuse)
     message = one_line(cache.check_writable)
-    assert os.strerror(code) in message and "reference.cache_dir" in message
+    assert os.strerror(code) in message and str(cache.directory) in message
 
 
 def test_a_writable_cache_is_left_as_it_was_by_the_check(tmp_path: Path) -> None:
@@ -296,9 +247,8 @@ def test_a_cache_that_may_only_be_read_can_still_be_used(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    cache.note_use("some/model")
-    assert cache.lookup(keys).tolist() == [-1.0]
+    cache = ReferenceCache(tmp_path, NAMESPACE, used_by="some/model")
+    assert cache.lookup(keys)[0].tolist() == [-1.0]
 
 
 def test_parts_are_written_and_read_without_pandas_and_listed_without_torch(tmp_path: Path) -> None:
@@ -307,11 +257,11 @@ def test_parts_are_written_and_read_without_pandas_and_listed_without_torch(tmp_
         "import sys, numpy as np\n"
         "from pathlib import Path\n"
         "from dpo_pack.reference.cache import ReferenceCache\n"
-        "from dpo_pack.reference.parts import sequence_table\n"
+        "from dpo_pack.reference.cache import sequence_table\n"
         f"cache = ReferenceCache(Path({str(tmp_path)!r}), {{'model': 'one'}})\n"
         "keys = np.arange(48, dtype=np.uint8).reshape(3, 16)\n"
         "cache.append(sequence_table(keys, np.array([-1.0, -2.0, -3.0]), np.array([1, 2, 3])))\n"
-        "assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0]\n"
+        "assert cache.lookup(keys)[0].tolist() == [-1.0, -2.0, -3.0]\n"
         "assert 'pandas' not in sys.modules, 'pandas was imported'\n"
         "from dpo_pack.reference import maintenance\n"
         f"(found,) = maintenance.find_namespaces(Path({str(tmp_path)!r}))\n"
@@ -354,7 +304,7 @@ KEYS = st.lists(
 def test_every_key_is_found_where_it_is_and_no_other(keys: list[bytes], others: list[bytes]) -> None:
     index = KeyIndex.of(as_keys(keys))
     distinct = sorted(set(keys))
-    assert len(index) == len(distinct)
+    assert len(index.keys) == len(distinct)
     assert index.first.tolist() == [keys.index(key) for key in distinct]
     assert [distinct[place] for place in index.inverse] == keys
     wanted = keys + others

@@ -80,29 +80,6 @@ def head_config(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     return ()
 
 
-def template_that_adds_a_token(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    text = (work / "pairs.jsonl").read_text() + (work / "heldout.jsonl").read_text()
-    (work / "pairs.jsonl").write_text(text.replace('"ask', '"ask ask'))
-    (work / "heldout.jsonl").write_text(text.splitlines()[-1] + "\n")
-    return ()
-
-
-def prompt_boundary(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """The same token ids, the completion one token shorter and the prompt one longer."""
-    prepared = prepare(load_recipe(work / "recipe.yaml"), make_console(quiet=True))
-    table = prepared.data.train
-    rows = []
-    for pair in range(table.num_pairs):
-        prompt, chosen, rejected = (of(pair).tolist() for of in (table.prompt, table.chosen, table.rejected))
-        if chosen[0] == rejected[0] and len(rejected) > 1 < len(chosen):
-            rows.append(
-                {"prompt_ids": [*prompt, chosen[0]], "chosen_ids": chosen[1:], "rejected_ids": rejected[1:]}
-            )
-    assert rows
-    (work / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return ("data.train=${recipe_dir}/ids.jsonl", "data.eval=[]")
-
-
 @pytest.mark.parametrize(
     "change",
     [one_element, numerics_version, modelling_source, parameter_dtype, head_config],
@@ -121,15 +98,12 @@ def test_another_autocast_computes_all_of_them_again(filled: Path, tmp_path: Pat
     assert num_computed(work / "recipe.yaml", "model.autocast=bfloat16") == NUM_SEQUENCES
 
 
-@pytest.mark.parametrize(
-    "change", [template_that_adds_a_token, prompt_boundary], ids=["tokenizer ids", "prompt boundary"]
-)
-def test_other_token_ids_or_another_boundary_are_other_sequences(
-    change: Change, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_token_ids_are_other_sequences(filled: Path, tmp_path: Path) -> None:
     work = Path(shutil.copytree(filled, tmp_path / "work"))
-    overrides = change(work, monkeypatch)
-    prepared = prepare(load_recipe(work / "recipe.yaml", overrides), make_console(quiet=True))
+    text = (work / "pairs.jsonl").read_text() + (work / "heldout.jsonl").read_text()
+    (work / "pairs.jsonl").write_text(text.replace('"ask', '"ask ask'))
+    (work / "heldout.jsonl").write_text(text.splitlines()[-1] + "\n")
+    prepared = prepare(load_recipe(work / "recipe.yaml"), make_console(quiet=True))
     table = prepared.data.train
     num_train = len({key.tobytes() for key in (*table.chosen_keys, *table.rejected_keys)})
     assert prepare_reference(prepared).num_computed >= num_train > 0

@@ -17,6 +17,7 @@ from support.reference_pairs import (
     all_sums,
     load_scorer,
     make_table,
+    num_cached,
     one_line,
     random_pairs,
     run_pass,
@@ -26,11 +27,9 @@ from support.tiny_models import tiny_model
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.model.shape import model_shape
-from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import compute_missing, probe_row
+from dpo_pack.reference.cache import ReferenceCache, sequence_table
+from dpo_pack.reference.compute import compute_missing, find_work, plan_pass
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.reference.parts import sequence_table
-from dpo_pack.reference.work import find_work, plan_pass
 from dpo_pack.system.errors import CacheError, ModelError
 
 
@@ -77,38 +76,6 @@ def test_the_pass_keeps_no_gradients(model_path: Path, tmp_path: Path) -> None:
     assert recorded == [False]
 
 
-def test_a_second_pass_computes_nothing(model_path: Path, tmp_path: Path) -> None:
-    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(3))]
-    scorer = load_scorer(model_path)
-    run_pass(cache, tables, scorer)
-    scorer.register_forward_hook(lambda *_: pytest.fail("computed again"))
-    run_pass(cache, tables, scorer, progress=lambda _: pytest.fail("computed again"))
-
-
-def test_an_interrupted_pass_keeps_every_finished_row_and_goes_on_from_there(
-    model_path: Path, tmp_path: Path
-) -> None:
-    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
-    scorer = load_scorer(model_path)
-    done: list[int] = []
-
-    def stop_after_the_third_row(num_sequences: int) -> None:
-        done.append(num_sequences)
-        if len(done) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_pass(cache, tables, scorer, progress=stop_after_the_third_row)
-    work = find_work(cache, tables)
-    assert work.num_cached == sum(done) and 0 < work.num_missing == 20 - sum(done)
-    kept = cache.lookup(tables[0].chosen_keys)
-    run_pass(cache, tables, scorer, progress=done.append)
-    assert sum(done) == 20
-    values = cache.lookup(tables[0].chosen_keys)
-    assert np.isfinite(values).all()
-    np.testing.assert_array_equal(values[np.isfinite(kept)], kept[np.isfinite(kept)])
-
-
 def test_a_killed_pass_would_keep_all_rows_written_so_far(model_path: Path, tmp_path: Path) -> None:
     cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
     done: list[int] = []
@@ -116,7 +83,7 @@ def test_a_killed_pass_would_keep_all_rows_written_so_far(model_path: Path, tmp_
 
     def look(num_sequences: int) -> None:
         done.append(num_sequences)
-        on_disk.append(find_work(cache, tables).num_cached)
+        on_disk.append(num_cached(find_work(cache, tables)))
 
     scorer = load_scorer(model_path)
     run_pass(cache, tables, scorer, replace(SETTINGS, write_every_seconds=0.0), progress=look)
@@ -183,7 +150,7 @@ def test_a_pass_that_was_killed_and_goes_on_ends_bitwise_as_an_uninterrupted_one
         with pytest.raises(KeyboardInterrupt):
             run_pass(killed, tables, scorer, progress=stop)
     work = find_work(killed, tables)
-    assert 0 < work.num_missing < work.num_unique - 7
+    assert 0 < work.missing.sum() < work.sides.sum() - 7
     for rank in range(num_ranks):
         settings = replace(SETTINGS, rank=rank, num_ranks=num_ranks)
         compute_missing(
@@ -194,29 +161,6 @@ def test_a_pass_that_was_killed_and_goes_on_ends_bitwise_as_an_uninterrupted_one
         )
     sums = all_sums(killed, tables)
     assert np.isfinite(sums).all() and sums.tobytes() == all_sums(straight, tables).tobytes()
-
-
-def test_no_flipped_byte_in_a_part_changes_what_a_run_gets(model_path: Path, tmp_path: Path) -> None:
-    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(8))]
-    scorer = load_scorer(model_path)
-    settings = replace(SETTINGS, write_every_seconds=0.0)  # a part a row
-    run_pass(cache, tables, scorer, settings)
-    expected = FrozenReference.take(cache, tables).fingerprint
-    parts = sorted(cache.directory.glob("part-*"))
-    assert len(parts) > 2
-    random = np.random.default_rng(0)
-    for _ in range(40):
-        part = parts[random.integers(len(parts))]
-        content = bytearray(part.read_bytes())
-        content[random.integers(len(content))] ^= 1 << random.integers(8)
-        part.write_bytes(content)
-        work = find_work(cache, tables)
-        assert 0 < work.num_missing < work.num_unique
-        computed: list[int] = []
-        run_pass(cache, tables, scorer, settings, progress=computed.append)
-        assert sum(computed) == work.num_missing
-        assert FrozenReference.take(cache, tables).fingerprint == expected
-        assert sorted(cache.directory.glob("part-*.parquet")) == parts
 
 
 def test_a_disk_that_fills_up_stops_the_pass_with_one_line_and_keeps_what_was_written(
@@ -242,9 +186,9 @@ def test_a_disk_that_fills_up_stops_the_pass_with_one_line_and_keeps_what_was_wr
     names = sorted(path.suffix for path in cache.directory.iterdir())
     assert names == [".json", ".parquet", ".parquet"]
     work = find_work(cache, tables)
-    assert 0 < work.num_cached < work.num_unique
+    assert 0 < work.missing.sum() < work.sides.sum()
     run_pass(cache, tables, scorer, settings)
-    assert find_work(cache, tables).num_missing == 0
+    assert find_work(cache, tables).missing.sum() == 0
 
 
 # ---- Per-token values
@@ -255,7 +199,7 @@ def test_per_token_values_are_those_of_each_sequence_and_add_up_to_its_sum(
 ) -> None:
     table, cache = make_table(random_pairs(6)), ReferenceCache(tmp_path, NAMESPACE)
     run_pass(cache, [table], load_scorer(model_path), replace(SETTINGS, per_token=True))
-    sums, tokens = cache.lookup_tokens(table.rejected_keys)
+    sums, tokens = cache.lookup(table.rejected_keys, per_token=True)
     assert tokens.lengths.tolist() == table.rejected_lengths.tolist()
     for pair in range(6):
         assert tokens.of(pair).sum() == pytest.approx(sums[pair], abs=1e-4)
@@ -270,18 +214,6 @@ def test_per_token_values_are_those_of_each_sequence_and_add_up_to_its_sum(
             assert tokens.of(pair)[-1] == pytest.approx(float(before - less), abs=1e-4)
 
 
-def test_a_loss_that_needs_tokens_computes_sequences_of_which_only_sums_are_there(
-    model_path: Path, tmp_path: Path
-) -> None:
-    tables, cache = [make_table(random_pairs(4))], ReferenceCache(tmp_path, NAMESPACE)
-    scorer = load_scorer(model_path)
-    run_pass(cache, tables, scorer)
-    assert find_work(cache, tables).num_missing == 0
-    assert find_work(cache, tables, per_token=True).num_missing == 8
-    run_pass(cache, tables, scorer, replace(SETTINGS, per_token=True))
-    assert find_work(cache, tables, per_token=True).num_missing == 0
-
-
 # ---- Out of memory
 
 
@@ -293,7 +225,7 @@ def test_out_of_memory_in_the_middle_halves_the_budget_and_loses_no_finished_row
     done: list[int] = []
     fitted = run_pass(cache, tables, scorer, replace(SETTINGS, token_budget=128), progress=done.append)
     assert fitted < 64  # halved twice
-    assert sum(done) == 40 == find_work(cache, tables).num_cached
+    assert sum(done) == 40 == num_cached(find_work(cache, tables))
     assert len(scorer.rows) == len(done) + 2  # a row that was finished was never computed again
     assert max(scorer.rows[3:]) <= 64 < max(scorer.rows[:3])
     expected = ReferenceCache(tmp_path / "expected", NAMESPACE)
@@ -311,7 +243,7 @@ def test_ranks_in_lockstep_cannot_split_a_row_and_say_which_budget_would_do(
     message = one_line(lambda: run_pass(cache, tables, scorer, settings, progress=done.append), ModelError)
     budget = int(message.rpartition("reference.token_budget: ")[2])
     assert message.startswith("reference.token_budget: ") and 0 < budget <= 64
-    assert find_work(cache, tables).num_cached == sum(done) > 0
+    assert num_cached(find_work(cache, tables)) == sum(done) > 0
 
 
 def test_a_pair_too_large_for_memory_is_named(model_path: Path, tmp_path: Path) -> None:
@@ -333,12 +265,3 @@ def test_an_error_that_is_not_about_memory_is_not_taken_for_one(
     monkeypatch.setattr(scorer, "forward", fail)
     with pytest.raises(RuntimeError, match="shapes"):
         run_pass(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(2))], scorer)
-
-
-def test_a_probe_says_whether_a_row_of_the_longest_pairs_fits(model_path: Path, tmp_path: Path) -> None:
-    work = find_work(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(20))])
-    scorer = SmallMemory(load_scorer(model_path), most_tokens=100)
-    plan = plan_pass(work, model_shape(scorer.model), SETTINGS, is_packed=scorer.backend is not None)
-    assert probe_row(plan, scorer, SETTINGS, 100)
-    assert not probe_row(plan, scorer, SETTINGS, 160)
-    assert 60 < scorer.rows[0] <= 100 < scorer.rows[1] <= 160

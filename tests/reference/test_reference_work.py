@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reference_pairs import NAMESPACE, Pair, make_table
 
-from dpo_pack.packing.flops import AttentionKind, ModelShape
-from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.parts import TokenLogps, sequence_table
-from dpo_pack.reference.work import PassPlan, PassSettings, ReferenceWork, find_work, join_tables, plan_pass
+from dpo_pack.data.store import pair_lengths
+from dpo_pack.packing.lengths import AttentionKind, FloatArray, ModelShape, pair_flops
+from dpo_pack.reference.cache import ReferenceCache, sequence_table
+from dpo_pack.reference.compute import (
+    PassPlan,
+    PassSettings,
+    ReferenceWork,
+    find_work,
+    join_tables,
+    plan_pass,
+)
 
 CPU = torch.device("cpu")
 # b's first pair is a's first with the sides exchanged, its second has a's first prompt and a new chosen.
@@ -26,16 +33,14 @@ TABLE_B: list[Pair] = [((5, 6, 7), (8, 10, 11), (8, 9)), ((5, 6, 7), (12,), (8, 
 def test_equal_sequences_are_missing_once_over_pairs_and_tables(tmp_path: Path) -> None:
     tables = [make_table(TABLE_A), make_table(TABLE_B)]
     work = find_work(ReferenceCache(tmp_path, NAMESPACE), tables)
-    assert (work.num_unique, work.num_cached, work.num_missing) == (5, 0, 5)
+    assert (work.sides.sum(), work.missing.sum()) == (5, 5)
     groups = [work.group(number) for number in range(3)]
     contents = [(g.context.tolist(), [c.tolist() for c in g.completions]) for g in groups]
     assert contents == [([5, 6, 7], [[8, 9], [8, 10, 11]]), ([5], [[6, 7], [6]]), ([5, 6, 7], [[12]])]
     assert work.table.row_numbers.tolist() == [1, 2, 2]
     # Shared: 3 + 1 (8 is common) + 1 + 2; 1 + 1 + 1 + 0; 3 + 1.
-    assert work.row_tokens(work.sides, share_prompt=True).tolist() == [7, 3, 4]
-    assert work.row_tokens(work.sides, share_prompt=False).tolist() == [11, 5, 4]
-    keys = [tables[1].chosen_keys[1], tables[0].chosen_keys[0], tables[0].rejected_keys[0]]
-    assert np.array_equal(work.keys(np.array([2, 0])), keys)
+    assert pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.sides).tolist() == [7, 3, 4]
+    assert pair_lengths(work.table).row_tokens(share_prompt=False, sides=work.sides).tolist() == [11, 5, 4]
 
 
 def test_joined_tables_keep_the_sources_of_their_pairs() -> None:
@@ -49,7 +54,7 @@ def test_joined_tables_keep_the_sources_of_their_pairs() -> None:
 
 def test_the_same_tokens_with_another_boundary_are_another_sequence(tmp_path: Path) -> None:
     table = make_table([((5, 6), (7, 8), (7,)), ((5, 6, 7), (8,), (9,))])
-    assert find_work(ReferenceCache(tmp_path, NAMESPACE), [table]).num_missing == 4
+    assert find_work(ReferenceCache(tmp_path, NAMESPACE), [table]).missing.sum() == 4
 
 
 def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
@@ -57,30 +62,11 @@ def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
     cached = np.stack((table.rejected_keys[0], table.chosen_keys[1]))
     cache.append(sequence_table(cached, np.array([-1.0, -2.0]), np.array([3, 2])))
     work = find_work(cache, [table])
-    assert (work.num_unique, work.num_cached, work.num_missing) == (4, 2, 2)
+    assert (work.sides.sum(), work.missing.sum()) == (4, 2)
     assert work.missing.tolist() == [[True, False], [False, True]]
     groups = [work.group(number) for number in range(2)]
     assert [[c.tolist() for c in group.completions] for group in groups] == [[[8, 9]], [[6]]]
-    assert work.row_tokens(work.missing, share_prompt=True).tolist() == [5, 2]
-    assert np.array_equal(work.keys(np.array([1])), table.rejected_keys[1:])
-
-
-def test_nothing_is_missing_once_everything_is_cached(tmp_path: Path) -> None:
-    cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
-    keys = np.concatenate((table.chosen_keys, table.rejected_keys))
-    cache.append(sequence_table(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64)))
-    work = find_work(cache, [table, make_table(TABLE_B[:1])])
-    assert (work.num_missing, work.num_cached) == (0, 4) and not work.missing.any()
-
-
-def test_sums_alone_are_not_enough_for_who_needs_tokens(tmp_path: Path) -> None:
-    cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
-    keys = np.concatenate((table.chosen_keys, table.rejected_keys))
-    cache.append(sequence_table(keys, np.full(4, -1.0), np.ones(4, dtype=np.int64)))
-    assert find_work(cache, [table], per_token=True).num_missing == 4
-    tokens = TokenLogps.of_lengths(np.full(1, -1.0, dtype=np.float32), np.ones(1, dtype=np.int64))
-    cache.append(sequence_table(keys[:1], np.full(1, -1.0), np.ones(1, dtype=np.int64), tokens))
-    assert find_work(cache, [table], per_token=True).num_missing == 3
+    assert pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.missing).tolist() == [5, 2]
 
 
 # ---- Rows
@@ -88,6 +74,10 @@ def test_sums_alone_are_not_enough_for_who_needs_tokens(tmp_path: Path) -> None:
 SHAPE = ModelShape(
     token_weights=1000.0, head_weights=500, attention=(AttentionKind(num_layers=2, width=64, window=None),)
 )
+
+
+def forward_flops(work: ReferenceWork) -> FloatArray:
+    return pair_flops(SHAPE, pair_lengths(work.table), share_prompt=True, passes=1.0, sides=work.missing)
 
 
 def random_work(num_pairs: int, missing: npt.NDArray[np.bool_] | None = None, seed: int = 0) -> ReferenceWork:
@@ -148,17 +138,17 @@ def test_a_pass_that_goes_on_has_the_rows_it_would_have_had_on_any_number_of_ran
 def test_rows_stay_within_the_budget_and_hold_every_missing_group_once() -> None:
     work = random_work(200)
     rows = plan(work).rows
-    tokens = work.row_tokens(work.missing, share_prompt=True)
+    tokens = pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.missing)
     assert sorted(np.concatenate(rows).tolist()) == list(range(200))
     assert max(tokens[row].sum() for row in rows) <= 100
     for row in plan(work, is_packed=False).rows:
-        longest = work.row_tokens(work.missing, share_prompt=False, is_padded=True)[row].max()
+        longest = pair_lengths(work.table).padded_tokens(sides=work.missing)[row].max()
         assert len(row) * longest <= max(100, longest)
 
 
 def test_the_costliest_row_comes_first_on_every_rank_and_ranks_are_even() -> None:
     work = random_work(400)
-    flops = work.flops(work.missing, share_prompt=True, shape=SHAPE)
+    flops = forward_flops(work)
     loads = []
     for rank in range(4):
         costs = [float(flops[row].sum()) for row in plan(work, rank=rank, num_ranks=4).rows]
@@ -174,7 +164,7 @@ def test_flops_of_a_group_are_those_of_what_is_computed() -> None:
     area = 64 * 2 * 2.0  # per query and key
     both = 2000.0 * (5 + 7 - 4) + 1000.0 * 6 + area * (15 + 28 - 10)
     rejected_only = 2000.0 * 7 + 1000.0 * 4 + area * 28
-    assert work.flops(missing, share_prompt=True, shape=SHAPE).tolist() == [both, rejected_only]
+    assert forward_flops(work).tolist() == [both, rejected_only]
 
 
 @given(seed=st.integers(0, 1000), num_groups=st.integers(1, 40), num_ranks=st.integers(1, 4))

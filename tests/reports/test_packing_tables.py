@@ -1,7 +1,6 @@
 """The packing report: numbers computed by hand, and what a person reads in the terminal."""
 
 import io
-import json
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,10 @@ from support.inspected_lengths import LENGTHS, inspect, ints
 from support.plans import make_plan
 
 from dpo_pack.packing.bin_packing import PADDED, ROW_OVERHEAD_TOKENS
-from dpo_pack.packing.flops import AttentionKind, ModelShape
-from dpo_pack.packing.lengths import PairLengths
-from dpo_pack.packing.plan import epoch_order
-from dpo_pack.packing.report import MAX_BALANCE_STEPS, PackingReport, rank_balance, to_json
+from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths
+from dpo_pack.packing.report import MAX_BALANCE_STEPS, PackingReport, rank_balance
 from dpo_pack.reports.packing_tables import render_packing, tables
 from dpo_pack.reports.tables import parse_numbers
-from dpo_pack.system.errors import RecipeError
 
 
 def rendered(report: PackingReport, *, width: int = 80) -> str:
@@ -210,35 +206,6 @@ def test_the_terminal_shows_every_table_in_80_columns() -> None:
         assert f"4 pairs in 2 steps {steps}" in text
 
 
-def test_the_json_has_every_number_of_the_report_and_parses_back() -> None:
-    order = epoch_order(4, shuffle=True, seed=0, epoch=0)
-    content = json.loads(to_json(inspect(order=order, ranks=(1, 2), removed_pairs={"empty_completion": 4})))
-    assert content["statistics"]["computed_tokens"] == 115
-    assert content["statistics"]["padded"][4] == {
-        "microbatch_pairs": 16,
-        "tokens": 400,
-        "saved_by_packing_tokens": 400 - 182,
-        "times_computed_tokens": 400 / 115,
-        "times_flops": 400 / 115,
-    }
-    assert [balance["num_ranks"] for balance in content["balance"]] == [1, 2]
-    assert content["removed_pairs"] == {"empty_completion": 4}
-    # The fingerprint is that of the plan that is trained, whatever the number of ranks.
-    plan = make_plan(
-        LENGTHS.row_tokens(share_prompt=True), order=order, token_budget=50, pairs_per_step=3, num_ranks=8
-    )
-    assert content["plan_fingerprint"] == plan.fingerprint
-
-
 @pytest.mark.parametrize(("text", "numbers"), [("8", (8,)), ("1, 8,64", (1, 8, 64))])
 def test_numbers_of_an_option_are_read_from_a_list(text: str, numbers: tuple[int, ...]) -> None:
     assert parse_numbers(text, option="--ranks", instance="1,8,64") == numbers
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,,8", "1,-2", "two", "1.5"])
-def test_numbers_that_are_not_positive_and_whole_are_refused_with_an_instance(text: str) -> None:
-    with pytest.raises(RecipeError, match=r"--ranks .*--ranks 1,8,64"):
-        parse_numbers(text, option="--ranks", instance="1,8,64")
-
-
-# ---- One row as `dpopack show` draws it

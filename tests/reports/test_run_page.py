@@ -224,11 +224,6 @@ def test_the_pairs_with_the_lowest_mean_margins_come_first_with_their_text(run: 
     assert "pairs row 4: margin -5, times trained: 1, last at step 1" in text and "two <b>" in text
 
 
-def test_without_the_token_cache_pairs_have_source_and_row(run: Path) -> None:
-    write_pairs(run, [2.0, -3.0])
-    assert "pairs row 2: margin -3, times trained: 1, last at step 1" in said(run_page([run]))
-
-
 # ---- Several runs
 
 
@@ -287,13 +282,6 @@ def test_the_page_of_an_online_run_has_win_rates_and_scores_and_nothing_empty(tm
     for part in ("reward accuracy", "online/", "Prompts so far"):
         assert part not in shown, part
     assert curves(page, "Wins against the start, held out")[0]["values"] == [[0.6] * 3] * 3
-
-
-def test_online_and_offline_runs_share_a_page(tmp_path: Path) -> None:
-    text = said(run_page([write_online_run(tmp_path / "on"), write_run(tmp_path / "off")]))
-    assert "online.max_new_tokens 8" in text
-    assert "ask on, step 3 measured on 7 prompts wins against the start 0.600" in text
-    assert "held<out> off, step 30 measured on 7 pairs reward accuracy 0.750" in text
 
 
 def test_a_list_in_which_only_some_items_are_mappings_is_told_key_by_key() -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import mutate
 import pytest
@@ -126,33 +125,3 @@ def test_what_does_not_end_is_killed_and_a_work_gets_the_status_of_each_job() ->
 
     mutate.in_forks([work(), work()], jobs=2)
     assert sorted(endings, key=str) == [3, 3, None, None]
-
-
-def test_forks_beside_each_other_note_only_the_lines_that_they_execute(root: Path, tmp_path: Path) -> None:
-    file = str(root / "planted/module.py")
-    lines = mutate.Lines()
-    lines.base, lines.total = {file: 0}, MODULE.count("\n") + 2
-    code = compile(MODULE, file, "exec")
-    calls = {"is_long": ("four",), "total": ([1],)}
-
-    def work(name: str) -> mutate.Work:
-        def call(_: str) -> int:
-            lines.begin()
-            planted: dict[str, Any] = {}
-            exec(code, planted)
-            for number in range(20):  # both forks are at work for the same time
-                before = sys.gettrace()
-                sys.settrace(lines.trace)
-                planted[name](*calls[name])
-                sys.settrace(before)
-                time.sleep(0.01)
-                (tmp_path / f"{name}{number}").write_text(bin(lines.take()))
-            return 0
-
-        yield mutate.Job(call, 60.0)
-
-    mutate.in_forks([work(name) for name in calls], jobs=2)
-    for name, executed in (("is_long", [5, 6]), ("total", [8, 9, 10, 11, 12])):
-        for number in range(20):
-            digits = (tmp_path / f"{name}{number}").read_text()[:1:-1]
-            assert [place for place, digit in enumerate(digits) if digit == "1"] == executed

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.packing.bin_packing import PADDED
-from dpo_pack.packing.flops import ModelShape, pair_flops
-from dpo_pack.packing.lengths import IntArray, PairLengths, PromptMerging
+from dpo_pack.packing.lengths import IntArray, ModelShape, PairLengths, PromptMerging, pair_flops
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.packing.report import PackingReport, inspect_packing
 

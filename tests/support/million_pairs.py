@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dpo_pack.packing.flops import AttentionKind, ModelShape, pair_flops
-from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths, pair_flops
 from dpo_pack.packing.plan import PlanSettings, epoch_order
 from support.logps_memory import peak_resident_bytes
 

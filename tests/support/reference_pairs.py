@@ -18,8 +18,7 @@ from dpo_pack.model.loading import load_model
 from dpo_pack.model.scorer import CompletionLogps, Precision, RowLogps
 from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import compute_missing
-from dpo_pack.reference.work import PassSettings, find_work, plan_pass
+from dpo_pack.reference.compute import PassSettings, ReferenceWork, compute_missing, find_work, plan_pass
 from dpo_pack.system.errors import CacheError, DpoPackError
 from support.tiny_models import VOCABULARY
 
@@ -104,10 +103,14 @@ def run_pass(
     )
 
 
+def num_cached(work: ReferenceWork) -> int:
+    return int(work.sides.sum() - work.missing.sum())
+
+
 def all_sums(cache: ReferenceCache, tables: Sequence[PairTable]) -> npt.NDArray[np.float64]:
     """Sums of all chosen, then all rejected sequences of each table in turn."""
     keys = [side for table in tables for side in (table.chosen_keys, table.rejected_keys)]
-    return cache.lookup(np.concatenate(keys))
+    return cache.lookup(np.concatenate(keys))[0]
 
 
 class SmallMemory(CompletionLogps):

@@ -20,6 +20,7 @@ from support.reference_pairs import (
     all_sums,
     load_scorer,
     make_table,
+    num_cached,
     one_line,
     random_pairs,
     run_pass,
@@ -33,7 +34,7 @@ from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.work import find_work
+from dpo_pack.reference.compute import find_work
 from dpo_pack.run.models import load_weights, resolve_model
 from dpo_pack.system.errors import ModelError
 from dpo_pack.system.machine import host_copies
@@ -145,7 +146,7 @@ def test_the_next_batch_is_made_before_the_host_waits_for_the_step(
 @pytest.fixture
 def one_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are read as they are on CUDA, when the next one is queued."""
-    monkeypatch.setattr(reference_pass, "_num_rows_behind", lambda device: 1)
+    monkeypatch.setitem(reference_pass.ROWS_BEHIND, "cpu", 1)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -156,10 +157,10 @@ def test_a_pass_that_reads_a_row_behind_fills_the_cache_bit_for_bit(
     settings = replace(SETTINGS, per_token=per_token)
     at_once, behind = ReferenceCache(tmp_path / "a", NAMESPACE), ReferenceCache(tmp_path / "b", NAMESPACE)
     run_pass(at_once, tables, scorer, settings)
-    monkeypatch.setattr(reference_pass, "_num_rows_behind", lambda device: 1)
+    monkeypatch.setitem(reference_pass.ROWS_BEHIND, "cpu", 1)
     run_pass(behind, tables, scorer, settings)
     assert all_sums(behind, tables).tobytes() == all_sums(at_once, tables).tobytes()
-    assert find_work(behind, tables, per_token=per_token).num_missing == 0
+    assert find_work(behind, tables, per_token=per_token).missing.sum() == 0
 
 
 def test_a_row_is_read_when_the_next_one_is_queued(
@@ -190,10 +191,10 @@ def test_behind_as_well_an_interrupted_pass_keeps_what_was_read_and_a_full_memor
 
     with pytest.raises(KeyboardInterrupt):
         run_pass(cache, tables, scorer, progress=stop_after_the_third_row)
-    assert find_work(cache, tables).num_cached == sum(done)
+    assert num_cached(find_work(cache, tables)) == sum(done)
     small = SmallMemory(scorer, most_tokens=1000, fails_at=(2,))
     run_pass(cache, tables, small, progress=done.append)
-    assert find_work(cache, tables).num_missing == 0 and sum(done) == 40
+    assert find_work(cache, tables).missing.sum() == 0 and sum(done) == 40
 
 
 def test_behind_as_well_a_log_prob_that_is_not_finite_stops_the_pass(

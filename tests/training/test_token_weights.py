@@ -21,8 +21,8 @@ from dpo_pack.losses import LOSSES, Objective, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.compute import PassSettings, find_work
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.reference.work import PassSettings, find_work
 from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.metrics import averages, pair_values
 from dpo_pack.training.step_loss import score_pairs, with_reference
@@ -214,20 +214,20 @@ def test_a_bare_sum_in_the_cache_is_computed_once_more_and_then_no_mask_needs_an
     run_pass(cache, [plain], scorers[1], SETTINGS)
     masked = table_of(ROWS)
     # The third pair has no weights, so its sums suffice. The first completion is in two pairs.
-    assert find_work(cache, [masked]).num_missing == 3
+    assert find_work(cache, [masked]).missing.sum() == 3
     run_pass(cache, [masked], scorers[1], replace(SETTINGS, per_token=True))
-    assert find_work(cache, [masked]).num_missing == 0
+    assert find_work(cache, [masked]).missing.sum() == 0
     other = table_of([(c, [0.0] * (len(c) - 1) + [3.0], r, rw) for c, _, r, rw in ROWS[:2]])
-    assert find_work(cache, [other, plain]).num_missing == 0
+    assert find_work(cache, [other, plain]).missing.sum() == 0
     frozen = FrozenReference.take(cache, [masked, other])
     frozen.save(tmp_path / "reference.parquet")
     again = FrozenReference.load(tmp_path / "reference.parquet")
     assert again.fingerprint == frozen.fingerprint and again.covers(masked)
     assert not FrozenReference.take(cache, [plain]).covers(masked)
-    tokens = cache.lookup_tokens(masked.chosen_keys[:1])[1].of(0)
+    tokens = cache.lookup(masked.chosen_keys[:1], per_token=True)[1].of(0)
     assert again.of(masked).sums[0, 0] == pytest.approx(float(tokens[[0, 1, 4]].sum()))
     assert again.of(other).sums[0, 0] == pytest.approx(float(3 * tokens[-1]))
-    assert again.of(plain).sums[0, 0] == cache.lookup(masked.chosen_keys[:1])[0]
+    assert again.of(plain).sums[0, 0] == cache.lookup(masked.chosen_keys[:1])[0][0]
 
 
 def test_weights_change_the_fingerprint_of_pairs_and_weights_of_one_are_no_weights() -> None:
