@@ -21,13 +21,14 @@ from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.select import select_backend
 from dpo_pack.model.config import attention_needs, check_packs, known_positions, own_attention
-from dpo_pack.model.layout import Group, Row, common_prefix_length, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.liger import stock_layers
 from dpo_pack.model.loading import load_config, load_errors, quiet_transformers, replace_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, Precision
 from dpo_pack.online.interface import Failure, Rollout, Scores
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
+from dpo_pack.packing.lengths import Group, common_prefix_length
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.recurrence import prove_recurrence
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_groups, proof_row

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dpo_pack.model.config import routes_tokens
-from dpo_pack.model.layout import Group
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, pair_sums, proof_row
 
 # The part of a pair in which a token changes, and which sequences have that part (0 chosen, 1 rejected).

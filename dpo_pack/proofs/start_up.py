@@ -23,11 +23,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.compiling import outermost_layers
 from dpo_pack.model.config import routes_tokens
-from dpo_pack.model.layout import Group
 from dpo_pack.model.liger import stock_layers
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.recurrence import RecurrentCall, torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.leaks import prove_causality, prove_isolation
 from dpo_pack.proofs.recurrence import prove_recurrence

@@ -1,6 +1,6 @@
 """A part of the reference cache: a Parquet file whose name has the sha256 of its bytes.
 
-    part-<sha256>.parquet    key          16 bytes, `data/keys.py`'s sequence_key
+    part-<sha256>.parquet    key          16 bytes, `data/store.py`'s sequence_key
                              logps_sum    float64, nats
                              num_tokens   int32, tokens of the completion
                              token_logps  list of float32, one for each token; only if a loss needed them

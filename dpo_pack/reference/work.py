@@ -17,10 +17,9 @@ import numpy.typing as npt
 import torch
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.model.layout import Group
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows, split_over_ranks
 from dpo_pack.packing.flops import ModelShape, causal_area, sequence_flops
-from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.lengths import FloatArray, Group, IntArray
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.parts import KeyIndex, Keys
 
@@ -52,9 +51,7 @@ class ReferenceWork:
 
     def group(self, number: int) -> Group:
         """Returns a group with its missing sequences only."""
-        both = zip(self.missing[number], (self.table.chosen, self.table.rejected), strict=True)
-        completions = tuple(completion(number) for is_missing, completion in both if is_missing)
-        return Group(context=self.table.prompt(number), completions=completions)
+        return self.table.group(number, self.missing[number].tolist())
 
     def keys(self, groups: IntArray) -> Keys:
         """Returns the [n, 16] keys of the groups' missing sequences; of a group, the chosen one is first."""

@@ -27,10 +27,10 @@ from dpo_pack.losses import (
     wpo_weights,
 )
 from dpo_pack.model.attention.segments import on_device
-from dpo_pack.model.layout import Group, Row, common_prefix_length, packed_row, padded_row
+from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.scorer import RowLogps
-from dpo_pack.packing.lengths import FloatArray, IntArray, PromptMerging
+from dpo_pack.packing.lengths import FloatArray, Group, IntArray, PromptMerging, common_prefix_length
 from dpo_pack.packing.plan import PackingPlan
 
 
@@ -180,17 +180,15 @@ class RowBuilder:
         groups: list[Group] = []
         if self.merging is None:
             for pair in pairs.tolist():
-                completions = (self.table.chosen(pair), self.table.rejected(pair))
-                groups.append(Group(context=self.table.prompt(pair), completions=completions))
+                groups.append(self.table.group(pair))
             return groups, np.arange(2 * len(pairs))
         sequences = np.zeros((len(pairs), 2), dtype=np.int64)
         num_sequences = 0
         for positions in self.merging.groups_of(pairs):
-            merged = merge_group(self.table, pairs[positions].tolist())
-            context = self.table.prompt(int(pairs[positions[0]]))
-            groups.append(Group(context=context, completions=merged.completions))
-            sequences[positions] = num_sequences + merged.pair_completions
-            num_sequences += len(merged.completions)
+            group, pair_completions = merge_group(self.table, pairs[positions].tolist())
+            groups.append(group)
+            sequences[positions] = num_sequences + pair_completions
+            num_sequences += len(group.completions)
         return groups, sequences.ravel()
 
     def _put(self, values: npt.NDArray[np.floating]) -> Tensor:

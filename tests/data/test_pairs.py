@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.tiny_tokenizer import tiny_tokenizer
 
-from dpo_pack.data import ingest
+from dpo_pack.data import ingest, sources
 from dpo_pack.data.formats import FORMATS, Pair, Row
-from dpo_pack.data.keys import content_key
-from dpo_pack.data.locating import locate_source
-from dpo_pack.data.sources import Data, load_data, split_by_prompt
+from dpo_pack.data.ingest import Ingestion
+from dpo_pack.data.sources import Data, load_data, locate_source, split_by_prompt
+from dpo_pack.data.store import content_key
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.recipe.types import Problem
@@ -74,9 +74,9 @@ def test_pairs_of_all_sources_are_in_order_with_source_row_and_weight(tmp_path: 
     first = write(tmp_path / "first.jsonl", rows(0, 1))
     second = write(tmp_path / "second.jsonl", [{**rows(2)[0], "weight": 0.25}])
     splits = load(tmp_path, [first, {"path": second, "weight": 1.5}])
-    assert [TOKENIZER.decode(splits.train.prompt(pair)) for pair in range(3)] == ["q0", "q1", "q2"]
-    assert TOKENIZER.decode(splits.train.chosen(2)) == " yes 2</s>"
-    assert TOKENIZER.decode(splits.train.rejected(0)) == " no</s>"
+    assert [TOKENIZER.decode(splits.train.group(pair).context) for pair in range(3)] == ["q0", "q1", "q2"]
+    assert TOKENIZER.decode(splits.train.group(2).completions[0]) == " yes 2</s>"
+    assert TOKENIZER.decode(splits.train.group(0).completions[1]) == " no</s>"
     assert splits.train.source_indices.tolist() == [0, 0, 1]
     assert splits.train.row_numbers.tolist() == [1, 2, 1]
     assert splits.train.weights.tolist() == [1.0, 1.0, 0.25]
@@ -162,7 +162,9 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_ch
 
     def key(source: SourceRecipe) -> str:
         located = locate_source(source, "data.train.0", tmp_path / "hashes.json")
-        return ingest._store_key(located, source, data, "tokenizer", "preference")
+        ingestion = Ingestion(located=located, source=source, data=data, tokenizer=TOKENIZER)
+        with ingestion.start():
+            return sources._store_key(ingestion, "tokenizer")
 
     assert key(MoreOptions(path=path, added_later=1)) != key(MoreOptions(path=path))
     # Stores that earlier versions wrote are found.
@@ -207,7 +209,7 @@ def test_a_format_gets_the_options_that_it_names_and_another_value_is_tokenised_
     for prefix in ("Q: ", "Ask: "):
         data = DataRecipe(train=(PrefixedSource(path=path, format="preference", prefix=prefix),))
         splits = load_data(data, tokenizer=TOKENIZER, seed=0, cache_dir=tmp_path / "cache")
-        prompts.append(TOKENIZER.decode(splits.train.prompt(0)))
+        prompts.append(TOKENIZER.decode(splits.train.group(0).context))
     assert prompts == ["Q: q0", "Ask: q0"]
     with pytest.raises(ValueError, match="needs format: preference"):
         PrefixedSource(path=path, format="alpaca", prefix="Q: ")
@@ -219,7 +221,7 @@ def test_another_system_prompt_is_tokenised_anew(tmp_path: Path) -> None:
     path, tokenizer = write(tmp_path / "a.jsonl", [row]), tiny_tokenizer(chat_template=True)
     loads = [load(tmp_path, path, tokenizer, system_prompt=text) for text in (None, "Be kind.", "Be brief.")]
     assert len({splits.fingerprint for splits in loads}) == 3
-    assert "Be brief." in tokenizer.decode(loads[2].train.prompt(0))
+    assert "Be brief." in tokenizer.decode(loads[2].train.group(0).context)
 
 
 def test_another_split_of_a_directory_is_tokenised_anew(
@@ -425,7 +427,7 @@ def test_texts_without_a_prompt_column_are_refused_where_another_column_may_be_t
     source = {"path": str(path), "columns": {"prompt": "question"}}
     splits = load(tmp_path, source, on_bad_row=on_bad_row)
     assert splits.train.num_pairs == len(QUESTIONS)
-    assert TOKENIZER.decode(splits.train.prompt(1)) == QUESTIONS[1]["question"]
+    assert TOKENIZER.decode(splits.train.group(1).context) == QUESTIONS[1]["question"]
 
 
 IMPLICIT = [
@@ -450,7 +452,7 @@ def test_a_column_with_text_may_be_the_prompt(tmp_path: Path, values: list[Any])
     path = write(tmp_path / "a.jsonl", [{**row, "other": v} for row, v in zip(IMPLICIT, values, strict=True)])
     assert "no column 'prompt', and 'other' may be it" in refused(tmp_path, path)
     splits = load(tmp_path, {"path": path, "columns": {"prompt": None}})
-    assert TOKENIZER.decode(splits.train.prompt(2)) == "Question 2?"
+    assert TOKENIZER.decode(splits.train.group(2).context) == "Question 2?"
 
 
 def test_columns_of_ids_scores_and_categories_are_not_taken_for_the_prompt_and_are_named(
@@ -462,7 +464,7 @@ def test_columns_of_ids_scores_and_categories_are_not_taken_for_the_prompt_and_a
     ]
     path = write(tmp_path / "a.jsonl", [{**row, **more} for row, more in zip(IMPLICIT, others, strict=True)])
     splits = load(tmp_path, path)
-    assert TOKENIZER.decode(splits.train.prompt(2)) == "Question 2?"
+    assert TOKENIZER.decode(splits.train.group(2).context) == "Question 2?"
     source = splits.report["train"]["sources"][0]
     assert source["columns_not_read"] == ["id", "source", "score", "rank", "tags"]
     few = write(tmp_path / "few.jsonl", [{**row, "word": "sky"} for row in IMPLICIT[:5]])
@@ -651,8 +653,8 @@ def test_conversations_from_a_parquet_file_with_a_repeated_text_prompt(tmp_path:
     row = {"prompt": "the sky?", "chosen": dialogue("blue"), "rejected": dialogue("green"), "score": 1.0}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     splits = load(tmp_path, str(tmp_path / "a.parquet"), tiny_tokenizer(chat_template=True))
-    assert TOKENIZER.decode(splits.train.prompt(0)) == "<s>user\nthe sky?</s>\n<s>assistant\n"
-    assert TOKENIZER.decode(splits.train.chosen(0)) == "blue</s>\n"
+    assert TOKENIZER.decode(splits.train.group(0).context) == "<s>user\nthe sky?</s>\n<s>assistant\n"
+    assert TOKENIZER.decode(splits.train.group(0).completions[0]) == "blue</s>\n"
     assert splits.report["train"]["sources"][0]["format"] == "conversational"
     assert "chat template" in refused(tmp_path, str(tmp_path / "a.parquet"))
 
@@ -873,7 +875,7 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
                 file.write(json.dumps(row) + "\n")
         tracemalloc.start()
         try:
-            ingest.load_source(
+            sources.load_source(
                 SourceRecipe(path=str(path)),
                 "data.train.0",
                 data=data,

@@ -15,8 +15,9 @@ from support.memory_limit import memory_limit
 
 from dpo_pack.data import readers
 from dpo_pack.data.formats import FORMATS, BadRow, Pair
-from dpo_pack.data.locating import LocatedSource, locate_source
+from dpo_pack.data.ingest import LocatedSource
 from dpo_pack.data.readers import READERS, ColumnNames, NumberedRow, OpenRows, data_suffix
+from dpo_pack.data.sources import locate_source
 from dpo_pack.recipe.schema import SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 from transformers.utils import logging as transformers_logging
 
-from dpo_pack.data import keys
+from dpo_pack.data.sources import file_hash
 from dpo_pack.model import fingerprint
 from dpo_pack.model.fingerprint import files_fingerprint, reference_namespace, weight_files
 from dpo_pack.model.scorer import Precision
@@ -410,13 +410,13 @@ def test_a_memo_with_other_content_is_forgotten(entry: object, model: Path) -> N
     memo, file = model.parent / "memo.json", model / "model.safetensors"
     tensors, whole = (
         files_fingerprint(weight_files(model), memo),
-        keys.file_hash(file, model.parent / "hashes.json"),
+        file_hash(file, model.parent / "hashes.json"),
     )
     for path in (memo, model.parent / "hashes.json"):
         known = json.loads(path.read_text())
         path.write_text("[1]" if entry is None else json.dumps(dict.fromkeys(known, entry)))
     assert files_fingerprint(weight_files(model), memo) == tensors
-    assert keys.file_hash(file, model.parent / "hashes.json") == whole
+    assert file_hash(file, model.parent / "hashes.json") == whole
 
 
 def test_a_memo_that_cannot_be_written_ends_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +428,7 @@ def test_a_memo_that_cannot_be_written_ends_nothing(model: Path, monkeypatch: py
 
     monkeypatch.setattr(files, "write_json_atomically", refuse)
     assert digest(model, memo_path=model.parent / "other.json") == expected
-    assert len(keys.file_hash(model / "config.json", model.parent / "hashes.json")) == 64
+    assert len(file_hash(model / "config.json", model.parent / "hashes.json")) == 64
 
 
 def test_an_index_left_behind_by_an_earlier_save_is_not_followed(model: Path) -> None:

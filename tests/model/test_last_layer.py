@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.last_layer import last_feed_forward, trim_last_layer
-from dpo_pack.model.layout import Group, Row, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.packing.flops import pair_flops
-from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.lengths import Group, PairLengths
 
 
 def ids(*values: int) -> np.ndarray:

@@ -16,11 +16,12 @@ from torch.nn import functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dpo_pack.model.attention.segments import RowSegments, make_gather
-from dpo_pack.model.layout import Group, packed_row
+from dpo_pack.model.layout import packed_row
 from dpo_pack.model.recurrence import RecurrentCall, kept_numbers, wrap_recurrent_layers
 from dpo_pack.model.recurrence.kernels import row_delta_rule
 from dpo_pack.model.recurrence.pieces import row_history, row_pieces
 from dpo_pack.model.shape import model_shape, without_weights
+from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import UnsupportedModelError
 
 
