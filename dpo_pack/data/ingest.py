@@ -136,7 +136,7 @@ class Ingestion:
             )
 
     def reads_more_than(self, store: TokenStore) -> bool:
-        """Returns True if an earlier release wrote the store and did not read a column that is read now."""
+        """Says if an earlier release wrote the store and did not read a column that is read now."""
         added = {"chosen_weights", "rejected_weights"} - self.source.columns.keys()
         not_read = store.summary.get("columns_not_read", ())
         return store.summary.get("format") == "tokenized" and not added.isdisjoint(not_read)

@@ -33,6 +33,8 @@ from dpo_pack.data.store import (
     PairTable,
     TokenStore,
     content_key,
+    directory_hash,
+    file_hash,
     join_stores,
     key_values,
     open_store,
@@ -44,7 +46,6 @@ from dpo_pack.packing.plan import check_weights
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import CacheError, DataError, RecipeError, first_line
-from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.hub import check_dataset
 
 HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
@@ -96,13 +97,9 @@ def load_data(
 ) -> Data:
     """Reads and tokenises the sources, unless their tokens are in `cache_dir` already.
 
-    `seed` decides which pairs a held-out fraction takes. `progress` is called after each batch of rows
-    with the name of the task, the rows that are done, and the rows in all (None if not known).
-
-    With `max_new_tokens`, the rows are prompts, each with room for so many more tokens. Rows have the same
-    formats as rows of pairs; their completions are not used.
-
-    Raises DataError, ModelError (the tokenizer lacks a feature), RecipeError and CacheError.
+    `seed` decides which pairs a held-out fraction takes. With `max_new_tokens`, the rows are prompts, each
+    with room for so many more tokens; their completions are not used. Raises DataError, ModelError (the
+    tokenizer lacks a feature), RecipeError and CacheError.
     """
     load = partial(
         load_source,
@@ -228,15 +225,13 @@ def _report(
     for name, source in eval_sources.items():
         report["eval"][name]["source"] = _source_report(name, source, is_pairs)
     if is_pairs:
-        train_pairs, train_prompts = _pair_values(train), key_values(train.whole_prompt_keys)
+        pairs, prompts = _pair_values(train), np.unique(key_values(train.whole_prompt_keys))
         eval_pairs = [_pair_values(table) for table in evals.values()]
         eval_prompts = [key_values(table.whole_prompt_keys) for table in evals.values()]
-        in_eval = np.isin(train_pairs, np.concatenate([train_pairs[:0], *eval_pairs]))
-        prompts_in_eval = np.isin(
-            np.unique(train_prompts), np.concatenate([train_prompts[:0], *eval_prompts])
-        )
-        report["train_pairs_in_eval"] = int(in_eval.sum())
-        report["train_prompts_in_eval"] = int(prompts_in_eval.sum())  # distinct ones
+        of_pairs = np.isin(pairs, np.concatenate([pairs[:0], *eval_pairs]))
+        of_prompts = np.isin(prompts, np.concatenate([prompts[:0], *eval_prompts]))
+        report["train_pairs_in_eval"] = int(of_pairs.sum())
+        report["train_prompts_in_eval"] = int(of_prompts.sum())
         every = (*sources.values(), *eval_sources.values())
         report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
     return report
@@ -245,13 +240,8 @@ def _report(
 def _source_report(name: str, source: LoadedSource, is_pairs: bool) -> dict[str, Any]:
     """Returns the settings of a source in the recipe, and the counts of its rows."""
     settings, store = source.recipe, source.store
-    counts: dict[str, Any] = {
-        "name": name,
-        "path": settings.path,
-        "split": settings.split,
-        "weight": settings.weight,
-        **store.summary,
-    }
+    of_recipe = {"path": settings.path, "split": settings.split, "weight": settings.weight}
+    counts: dict[str, Any] = {"name": name, **of_recipe, **store.summary}
     if is_pairs:
         counts |= _describe(PairTable.of([store]), is_pairs)
         counts["token_store"] = str(store.directory)
@@ -269,12 +259,8 @@ def _describe(pairs: PairTable, is_pairs: bool) -> dict[str, Any]:
             "distinct_prompts": num_prompts,
             "lengths_tokens": {"prompt": _summarize_lengths(prompts)},
         }
-    lengths = {
-        "prompt": prompts,
-        "chosen": chosen,
-        "rejected": rejected,
-        "longest_sequence": prompts + np.maximum(chosen, rejected),
-    }
+    lengths = {"prompt": prompts, "chosen": chosen, "rejected": rejected}
+    lengths["longest_sequence"] = prompts + np.maximum(chosen, rejected)
     return {
         "pairs": pairs.num_pairs,
         "prompts": num_prompts,
@@ -422,7 +408,7 @@ def _find_directory(
     path: Path, split: str, names: ColumnNames, hash_memo: Path | None
 ) -> tuple[str, Callable[[], OpenRows]]:
     """Tells how to open a directory: `datasets` saved it, with or without splits, or it has data files."""
-    load = _load_saved
+    is_saved = True
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if (child / "state.json").is_file())
         if split not in splits:
@@ -433,12 +419,14 @@ def _find_directory(
         if split != DEFAULT_SPLIT:
             raise RecipeError(f"{names.key}.split: {names.label} is saved without splits; leave split out")
     elif any(data_suffix(file) in READERS for file in path.rglob("*")):
-        load = _load_dataset
+        is_saved = False
     else:
         suffixes = ", ".join(READERS)
         raise DataError(f"{names.label}: no data files in it ({suffixes}); correct {names.key}.path")
     fingerprint = "" if hash_memo is None else directory_hash(path, hash_memo)
-    return fingerprint, lambda: _open_dataset(load(str(path), split, names), names)
+    return fingerprint, lambda: _open_dataset(
+        _load_dataset(str(path), split, names, is_saved=is_saved), names
+    )
 
 
 def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
@@ -458,23 +446,17 @@ def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
     return open_rows(read, names, "row", columns=columns, num_rows=len(dataset))
 
 
-def _load_saved(path: str, split: str, names: ColumnNames) -> Any:
+def _load_dataset(
+    path: str, split: str, names: ColumnNames, *, is_saved: bool = False, **hub_options: str
+) -> Any:
+    """Loads a data set of the hub or a directory; `is_saved`: one that `save_to_disk` wrote."""
     import datasets
 
     try:
-        return datasets.load_from_disk(path)
-    except Exception as error:  # the library raises errors of Arrow, of JSON and of its own
-        raise DataError(
-            f"{names.label}: `datasets` cannot load it ({_cause(error)}); save it again with save_to_disk"
-        ) from error
-
-
-def _load_dataset(path: str, split: str, names: ColumnNames, **hub_options: str) -> Any:
-    import datasets
-
-    try:
+        if is_saved:
+            return datasets.load_from_disk(path)
         return datasets.load_dataset(path, split=split, **hub_options)
-    except Exception as error:  # the library raises errors of HTTP, of Arrow and of its own
+    except Exception as error:  # the library raises errors of HTTP, Arrow, JSON and of its own
         if "Unknown split" in str(error):
             raise DataError(
                 f"{names.label}: {_cause(error)}; set {names.key}.split to the split you want"
@@ -483,11 +465,11 @@ def _load_dataset(path: str, split: str, names: ColumnNames, **hub_options: str)
             raise DataError(
                 f"{names.label}: {' '.join(str(error).split())[:500]}; set {names.key}.config to one of them"
             ) from error
-        remedy = (
-            f"mend the files or name one of them in {names.key}.path"
-            if Path(path).is_dir()
-            else f"no local file has this name: correct {names.key}.path, or check the network and HF_TOKEN"
-        )
+        remedy = f"no local file has this name: correct {names.key}.path, or check the network and HF_TOKEN"
+        if Path(path).is_dir():
+            remedy = f"mend the files or name one of them in {names.key}.path"
+        if is_saved:
+            remedy = "save it again with save_to_disk"
         raise DataError(f"{names.label}: `datasets` cannot load it ({_cause(error)}); {remedy}") from error
 
 
@@ -496,35 +478,3 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FileHash:
-    stamp: str  # identifies one state of the file
-    sha256: str
-
-
-_FileHashes = dict[str, _FileHash]  # by path
-
-
-def file_hash(path: Path, memo_path: Path) -> str:
-    """Returns sha256 of a file's bytes, in hex. The JSON file `memo_path` keeps the hash for later calls."""
-    status = path.stat()
-    # Every change of content changes ctime, even if a program sets mtime back (cp -p, rsync -t).
-    stamp = f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
-    name = str(path.resolve())
-    memo: dict[str, _FileHash] = read_json(memo_path, _FileHashes) or {}
-    if name in memo and memo[name].stamp == stamp:
-        return memo[name].sha256
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    add_to_json(memo_path, _FileHashes, {name: _FileHash(stamp=stamp, sha256=digest)})
-    return digest
-
-
-def directory_hash(directory: Path, memo_path: Path) -> str:
-    """Returns one key for the relative names and contents of files below `directory`, except hidden files."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    names = [path.relative_to(directory) for path in files]
-    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    return content_key([[name.as_posix(), file_hash(directory / name, memo_path)] for name in visible])

@@ -1,4 +1,4 @@
-"""Content keys, and stores: tokenised pairs on disk, read through a memory map.
+"""Keys of content, and stores: tokenised pairs on disk, read through a memory map.
 
 The caches find their entries by keys that depend on content only, not on a location or a time.
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dpo_pack.packing.lengths import AnyIntArray, Group, PairLengths, common_prefix_length
 from dpo_pack.system.errors import CacheError
-from dpo_pack.system.files import read_json, write_json_atomically, written_aside
+from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, written_aside
 
 KEY_BYTES = 16
 TokenIds = NDArray[np.int32]
@@ -52,6 +52,38 @@ def content_key(content: object) -> str:
     """Returns 32 hex digits that name a JSON-able value."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileHash:
+    stamp: str  # identifies one state of the file
+    sha256: str
+
+
+_FileHashes = dict[str, _FileHash]  # by path
+
+
+def file_hash(path: Path, memo_path: Path) -> str:
+    """Returns sha256 of a file's bytes, in hex. The JSON file `memo_path` keeps the hash for later calls."""
+    status = path.stat()
+    # Every change of content changes ctime, even if a program sets mtime back (cp -p, rsync -t).
+    stamp = f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+    name = str(path.resolve())
+    memo: dict[str, _FileHash] = read_json(memo_path, _FileHashes) or {}
+    if name in memo and memo[name].stamp == stamp:
+        return memo[name].sha256
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    add_to_json(memo_path, _FileHashes, {name: _FileHash(stamp=stamp, sha256=digest)})
+    return digest
+
+
+def directory_hash(directory: Path, memo_path: Path) -> str:
+    """Returns one key for the relative names and contents of files below `directory`, except hidden files."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    names = [path.relative_to(directory) for path in files]
+    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    return content_key([[name.as_posix(), file_hash(directory / name, memo_path)] for name in visible])
 
 
 def sequence_key(prompt_ids: AnyIntArray, completion_ids: AnyIntArray) -> bytes:

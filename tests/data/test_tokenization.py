@@ -206,17 +206,6 @@ def test_a_row_that_cannot_be_tokenised_is_dropped_with_its_reason_and_the_other
     assert batch.pairs.records["row_number"].tolist() == ([1, 3] if reason else [1, 2, 3])
 
 
-def test_an_invalid_row_of_the_reader_is_dropped_with_the_reader_s_reason() -> None:
-    rows: list[NumberedRow] = [(4, BadRow("invalid_json", "no")), (6, TEXT_ROWS[0])]
-    batch = tokenize_batch(rows, settings("preference"), TOKENIZER)
-    assert [(number, bad.reason, bad.detail) for number, bad in batch.dropped] == [(4, "invalid_json", "no")]
-    assert batch.num_rows == 2
-
-
-def test_a_batch_without_a_pair_is_empty() -> None:
-    assert len(tokenize([{}], "preference").pairs.records) == 0
-
-
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
@@ -380,14 +369,6 @@ def test_a_prompt_beyond_its_own_limit_is_refused_where_prompts_are_not_cut(trun
     assert len(truncate(pair_of(3, 1, 1), limits, None).context) == 3
     with pytest.raises(BadRow, match="prompt_too_long"):
         truncate(pair_of(4, 1, 1), limits, None)
-
-
-def test_completions_that_cutting_makes_equal_are_refused() -> None:
-    limits = LengthLimits(max_length=4, max_prompt_length=None, truncation="completion_right")
-    ids = np.array([1, 2, 3, 4, 5], dtype=np.int32)
-    pair = Group(context=ids[:2], completions=(ids[2:], np.array([3, 4, 9], dtype=np.int32)))
-    with pytest.raises(BadRow, match="identical_after_truncation"):
-        truncate(pair, limits, None)
 
 
 def test_what_truncation_does_is_counted() -> None:

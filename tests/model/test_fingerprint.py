@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 from transformers.utils import logging as transformers_logging
 
-from dpo_pack.data.sources import file_hash
+from dpo_pack.data.store import file_hash
 from dpo_pack.model import fingerprint
 from dpo_pack.model.fingerprint import files_fingerprint, reference_namespace, weight_files
 from dpo_pack.model.scorer import Precision
