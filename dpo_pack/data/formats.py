@@ -268,8 +268,7 @@ def texts_of_columns(rows: Sequence[Row], *, beside: Container[str | None]) -> d
     texts: dict[str, list[str]] = {}
     for row in rows:
         for column, value in row.items():
-            found = [] if column in beside else [text for text in _strings(value) if _is_text(text)]
-            if found:
+            if column not in beside and (found := list(_texts(value))):
                 texts.setdefault(column, []).extend(found)
     return texts
 
@@ -284,22 +283,18 @@ def are_labels(texts: Sequence[str]) -> bool:
 _FEWEST_LABELS = 20  # fewer texts may be single words by chance
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _texts(value: Any) -> Iterator[str]:
     values = [value]
     while values:
         value = values.pop()
         if isinstance(value, str):
-            yield value
+            try:
+                float(value)
+            except ValueError:
+                if value.strip():
+                    yield value
         elif isinstance(value, list | dict):
             values.extend(value.values() if isinstance(value, dict) else value)
-
-
-def _is_text(value: str) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return bool(value.strip())
-    return False
 
 
 def with_system_message(prompt: list[Any], content: str) -> list[Any]:
@@ -327,10 +322,7 @@ def _as_messages(
     prompt: Callable[[Row], list[Message]],
     completions: Callable[..., tuple[list[Message], list[Message]]] = chosen_and_rejected,
 ) -> dict[str, Any]:
-    """Makes the functions `pair` and `prompt` of a `Format` whose parts become messages.
-
-    `completions` gets the format's options as keyword arguments; `prompt` does not.
-    """
+    """Makes the functions of a `Format` whose parts become messages. Only `completions` gets its options."""
 
     def read_pair(row: Row, **options: Any) -> Pair:
         chosen, rejected = completions(row, **options)

@@ -27,10 +27,8 @@ Progress = Callable[[str, int, int | None], None]  # task, rows done, rows in al
 
 # data.truncation decides about rows with these reasons; data.on_bad_row decides about all other bad rows.
 _TRUNCATION_REASONS = (
-    "too_long",
-    "prompt_too_long",
-    "identical_after_truncation",
-    "unscored_after_truncation",
+    *("too_long", "prompt_too_long"),
+    *("identical_after_truncation", "unscored_after_truncation"),
 )
 LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
 _NAMED_COLUMNS = 20  # an error message names at most so many columns
@@ -100,20 +98,12 @@ class Ingestion:
             yield rows, settings
 
     def batches(
-        self,
-        rows: Iterator[NumberedRow],
-        settings: TokenizationSettings,
-        progress: Progress | None = None,
+        self, rows: Iterator[NumberedRow], settings: TokenizationSettings, progress: Progress | None = None
     ) -> Iterator[TokenizedBatch]:
         """Yields the rows of `start` as tokens. Raises DataError if bad rows stop the run or none is kept."""
         wanted = 0 if self.max_rows is not None or self.data.num_workers == "auto" else self.data.num_workers
-        batches = tokenize_rows(
-            islice(rows, self.max_rows),
-            settings,
-            self.tokenizer,
-            num_workers=wanted,
-            max_pairs=self.source.max_pairs,
-        )
+        taken, max_pairs = islice(rows, self.max_rows), self.source.max_pairs
+        batches = tokenize_rows(taken, settings, self.tokenizer, num_workers=wanted, max_pairs=max_pairs)
         with closing(batches):
             for batch in batches:
                 self.count(batch)
@@ -290,7 +280,6 @@ class Ingestion:
         return 2 * self.dropped_counts[reason] > self.num_rows
 
     def _check_rows(self, which: str) -> None:
-        """Raises DataError if dropped rows stop the run. It names the first one and counts each reason."""
         stopping = [reason for reason in self.first_dropped if self.stops_run(reason)]
         if not stopping:
             return
@@ -319,6 +308,8 @@ class Ingestion:
         shorter = "" if self.completion_tokens is None else ", lower online.max_new_tokens"
         if bad.reason == "no_common_prompt" and "prompt" not in FIELDS_OF_FORMAT[self.format]:
             return None
+        if bad.reason == "nothing_scored" and self.format == "tokenized":
+            return None
         return {
             "missing_column": f"name the column in {self.located.key}.columns",
             "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
@@ -326,9 +317,7 @@ class Ingestion:
             "tie": "remove such rows",
             "rewritten_turns": "set data.scored_turns: all, or name a template that has "
             "{% generation %} marks in tokenizer.chat_template",
-            "nothing_scored": None
-            if self.format == "tokenized"
-            else "set data.scored_turns: all, or mend the rows",
+            "nothing_scored": "set data.scored_turns: all, or mend the rows",
             "media": "remove them from the data if the text alone is enough",
             "too_long": f"raise data.max_length{shorter} or choose another data.truncation",
             "prompt_too_long": "raise data.max_prompt_length or choose another data.truncation",

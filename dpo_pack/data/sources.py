@@ -110,10 +110,13 @@ def load_data(
         progress=progress,
         max_new_tokens=max_new_tokens,
     )
-    sources = _load_all(load, "train", data.train)
+    loaded: dict[str, dict[str, LoadedSource]] = {}
+    for part, of_part in (("train", data.train), ("eval", data.eval_sources)):
+        stores = [load(source, f"data.{part}.{number}") for number, source in enumerate(of_part)]
+        loaded[part] = dict(zip(source_names(of_part), stores, strict=True))
+    sources, eval_sources = loaded["train"], loaded["eval"]
     train = PairTable.of([source.store for source in sources.values()])
     prompts = tuple(prompt for source in sources.values() for prompt in source.prompts)
-    eval_sources: dict[str, LoadedSource] = {}
     held_out_by = None
     if isinstance(data.eval, EvalFraction):
         *parts, held_out_by = _split(train, sources, data.eval.fraction, seed)
@@ -121,7 +124,6 @@ def load_data(
         prompts, held_out_prompts = (tuple(prompts[n] for n in part) if prompts else () for part in parts)
         evals, eval_prompts = {HELD_OUT: held_out}, {HELD_OUT: held_out_prompts}
     else:
-        eval_sources = _load_all(load, "eval", data.eval)
         evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
         eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
     source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
@@ -138,11 +140,6 @@ def load_data(
         prompts=prompts,
         eval_prompts={} if is_pairs else eval_prompts,
     )
-
-
-def _load_all(load: Any, part: str, sources: Sequence[SourceRecipe]) -> dict[str, LoadedSource]:
-    loaded = [load(source, f"data.{part}.{number}") for number, source in enumerate(sources)]
-    return dict(zip(source_names(sources), loaded, strict=True))
 
 
 # ---------------------------------------------------------------------------------------- held-out fraction
@@ -210,7 +207,6 @@ def _report(
     *,
     is_pairs: bool,
 ) -> dict[str, Any]:
-    """Returns the content of data_report.json."""
     report: dict[str, Any] = {
         "train": {
             **_describe(train, is_pairs),
@@ -407,7 +403,7 @@ def locate_source(
 def _find_directory(
     path: Path, split: str, names: ColumnNames, hash_memo: Path | None
 ) -> tuple[str, Callable[[], OpenRows]]:
-    """Tells how to open a directory: `datasets` saved it, with or without splits, or it has data files."""
+    # `datasets` saved the directory, with or without splits, or it has data files.
     is_saved = True
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if (child / "state.json").is_file())
@@ -474,7 +470,6 @@ def _load_dataset(
 
 
 def _cause(error: BaseException) -> str:
-    """Returns the first line of the innermost error, because libraries name the cause in that error."""
-    while error.__cause__ is not None:
+    while error.__cause__ is not None:  # libraries name the cause in the innermost error
         error = error.__cause__
     return first_line(error)

@@ -294,7 +294,7 @@ def _whole_prompt_key(pair: Pair) -> bytes:
 def _encode(
     parsed: Sequence[tuple[int, Pair, tuple[str, ...]]], settings: TokenizationSettings, tokenizer: Tokenizer
 ) -> Iterator[TokenIds]:
-    """Yields the ids of each text. The tokenizer gets many texts in a call, so that its threads have work."""
+    # The tokenizer gets many texts in a call, so that its threads have work.
     texts = [text for _, _, of_row in parsed for text in of_row]
     start = 0
     while start < len(texts):
@@ -507,7 +507,7 @@ def tokenize_rows(
 def _workers(
     settings: TokenizationSettings, tokenizer: Tokenizer, num_workers: int
 ) -> Iterator[Callable[[list[NumberedRow]], _Result]]:
-    """Yields a function that starts to tokenise a batch and returns a function that waits for the result."""
+    """Gives a function that starts to tokenise a batch and returns a function that waits for the result."""
     if num_workers < 2:
         yield lambda batch: partial(tokenize_batch, batch, settings, tokenizer)
         return
