@@ -70,10 +70,9 @@ class Ingestion:
 
     @contextmanager
     def start(self) -> Iterator[tuple[Iterator[NumberedRow], TokenizationSettings]]:
-        """Opens the source and finds the format; gives all rows and how to tokenise them.
+        """Opens the source, finds the format; gives all rows and how to tokenise them.
 
-        Raises DataError if the source cannot be read as this format, ModelError if the tokenizer lacks a
-        feature that the format needs.
+        Raises DataError, and ModelError if the tokenizer lacks a feature that the format needs.
         """
         opened = self.located.open()
         self.row_word, self.rows_in_all = opened.row_word, opened.num_rows
@@ -148,10 +147,7 @@ class Ingestion:
         }
 
     def _known_format(self, rows: Iterator[NumberedRow]) -> tuple[str, Iterator[NumberedRow]]:
-        """Returns the format and all rows of the source. With `auto`, the first readable row decides.
-
-        Raises DataError if two formats make different pairs of this row.
-        """
+        """Returns the format and all rows of the source. With `auto`, the first readable row decides."""
         if self.source.format != "auto":
             return self.source.format, rows
         seen: list[NumberedRow] = []
@@ -181,10 +177,7 @@ class Ingestion:
         return likely or "preference", chain(seen, rows)
 
     def _check_columns_are_read(self) -> None:
-        """Raises DataError if the format does not read a column that the recipe names.
-
-        If no row has one of these columns, the error names that one: without it, no format could be found.
-        """
+        # If no row has one of the columns, the error names that one: without it, no format could be found.
         named = {ours: theirs for ours, theirs in self.source.columns.items() if theirs is not None}
         unread = [ours for ours in named if ours not in FIELDS_OF_FORMAT[self.format]]
         if not unread:
@@ -224,8 +217,7 @@ class Ingestion:
     def _with_known_prompts(self, opened: OpenRows, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
         """Returns the rows; a row of texts becomes a BadRow if it is uncertain what its prompt is.
 
-        Without a prompt column, the common beginning of chosen and rejected is the prompt. Raises DataError
-        if another column may be the prompt.
+        Without a prompt column, it is what chosen and rejected begin with, if no other column may be it.
         """
         format, prompt = FORMATS[self.format], self.source.columns.get("prompt", "prompt")
         if not format.infers_prompts or prompt is None:
@@ -294,8 +286,7 @@ class Ingestion:
     def advice(self, bad: BadRow) -> str:
         """Returns the remedy, with `skip` if rows like this one stop a run and are fewer than half of all.
 
-        To skip most rows of a source would hide what is wrong with it. Returns "" if the recipe leaves the
-        rows out and no other key would keep them.
+        To skip most rows would hide what is wrong. "": the recipe leaves them out and no key keeps them.
         """
         remedy = self.remedy(bad) or ("mend the rows" if self.stops_run(bad.reason) else "")
         may_skip = bad.reason not in _TRUNCATION_REASONS and not self._is_in_most_rows(bad.reason)
@@ -325,10 +316,9 @@ class Ingestion:
 
 
 def _refuse_without_prompt(numbered: NumberedRow, known: Container[str | None] | None) -> NumberedRow:
-    """Returns the row; instead of a row without the column `prompt` a BadRow, if that column may be missing.
+    """Returns the row, or a BadRow if it lacks the column `prompt` and another column than `known` has texts.
 
-    `known` are the columns that are not the prompt: the row is refused if another column has texts, because
-    that column may be the prompt. `known` is None if other rows have the column `prompt`.
+    `known` is None if other rows have the column `prompt`: then it must not be missing.
     """
     number, row = numbered
     if isinstance(row, BadRow) or "prompt" in row:

@@ -259,7 +259,6 @@ def _open_json(path: Path, names: ColumnNames) -> OpenRows:
 
 
 def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
-    """Opens a comma-separated file with a header line; every value is text."""
     try:
         with closing(_read_csv(path)) as records:
             header = next(records)[1]

@@ -142,19 +142,15 @@ def load_data(
     )
 
 
-# ---------------------------------------------------------------------------------------- held-out fraction
-
-
 def _split(
     train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int
 ) -> tuple[Positions, Positions, str]:
     """Returns the training pairs, the held-out pairs, and what pairs share that are held out together."""
     if not any(source.store.summary.get("prompts_inferred") for source in sources.values()):
         return *split_by_prompt(train.whole_prompt_keys, fraction, seed), "prompt"
-    # Nobody knows where a prompt without a column ends, but pairs of one prompt begin with the same
-    # characters. So pairs with equal first characters are held out together. The number of characters is the
-    # smallest in BEGINNINGS that leaves (1 - fraction) / 2 of the pairs to train on, because more characters
-    # may be a part of an answer.
+    # Nobody knows where a prompt without a column ends, but pairs of one prompt begin alike. So pairs with
+    # equal first characters are held out together. More characters may be a part of an answer: their number
+    # is the smallest in BEGINNINGS that leaves (1 - fraction) / 2 of the pairs to train on.
     for num_bytes, num_characters in enumerate(BEGINNINGS, start=1):
         with suppress(DataError):
             kept, held_out = split_by_prompt(train.whole_prompt_keys[:, :num_bytes], fraction, seed)
@@ -195,9 +191,6 @@ def split_by_prompt(
     return np.flatnonzero(~is_held_out[prompt_of_pair]), np.flatnonzero(is_held_out[prompt_of_pair])
 
 
-# --------------------------------------------------------------------------------------------------- report
-
-
 def _report(
     train: PairTable,
     evals: dict[str, PairTable],
@@ -234,7 +227,6 @@ def _report(
 
 
 def _source_report(name: str, source: LoadedSource, is_pairs: bool) -> dict[str, Any]:
-    """Returns the settings of a source in the recipe, and the counts of its rows."""
     settings, store = source.recipe, source.store
     of_recipe = {"path": settings.path, "split": settings.split, "weight": settings.weight}
     counts: dict[str, Any] = {"name": name, **of_recipe, **store.summary}
@@ -275,9 +267,6 @@ def _pair_values(pairs: PairTable) -> NDArray[np.void]:
     return key_values(np.concatenate([pairs.chosen_keys, pairs.rejected_keys], axis=1))
 
 
-# ------------------------------------------------------------------------------------------------- one source
-
-
 def load_source(
     source: SourceRecipe,
     key: str,
@@ -293,8 +282,7 @@ def load_source(
     """Returns the pairs of one source; `key` is its recipe key, "data.train.0".
 
     With `max_new_tokens`, rows are prompts that leave room for so many tokens in data.max_length. With
-    `max_rows`, only so many rows are read, and nothing is written. Raises DataError if the source has an
-    error, ModelError if the tokenizer lacks a feature that rows need.
+    `max_rows`, only so many rows are read, and nothing is written. Raises DataError and ModelError.
     """
     is_prompts = max_new_tokens is not None
     hash_memo = cache_dir / "file_hashes.json" if max_rows is None else None
@@ -353,17 +341,13 @@ def _store_key(ingestion: Ingestion, tokenizer_key: str) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------ where it is
-
-
 def locate_source(
     source: SourceRecipe, key: str, hash_memo: Path | None, *, prompts_suffice: bool = False
 ) -> LocatedSource:
     """Finds a source and computes a key of its content. `hash_memo` is a file that keeps the hashes of files.
 
-    If `hash_memo` is None, files are not hashed, and their key is empty. If `prompts_suffice`, the rows of
-    the source need no completions. Raises DataError if the source or split does not exist, RecipeError if the
-    recipe names a split of a source without splits.
+    If it is None, the key is empty. If `prompts_suffice`, the rows need no completions. Raises DataError if
+    the source or split does not exist, RecipeError if keys of the recipe do not fit the source.
     """
     label = source.path
     names = ColumnNames(mapping=source.columns, label=label, key=key, prompts_suffice=prompts_suffice)
