@@ -93,7 +93,8 @@ def prompt_boundary(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, .
     table = prepared.data.train
     rows = []
     for pair in range(table.num_pairs):
-        prompt, chosen, rejected = (of(pair).tolist() for of in (table.prompt, table.chosen, table.rejected))
+        group = table.group(pair)
+        prompt, chosen, rejected = (ids.tolist() for ids in (group.context, *group.completions))
         if chosen[0] == rejected[0] and len(rejected) > 1 < len(chosen):
             rows.append(
                 {"prompt_ids": [*prompt, chosen[0]], "chosen_ids": chosen[1:], "rejected_ids": rejected[1:]}
