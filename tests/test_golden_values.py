@@ -15,9 +15,9 @@ import torch
 from support.golden import KINDS, LOGP_BOUND, MODELS, Golden, log_probs, plain_log_probs, read_golden
 
 from dpo_pack.data import tokenization
-from dpo_pack.data.truncation import PairIds
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing import bin_packing
+from dpo_pack.packing.lengths import Group
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,10 +59,11 @@ def complaint_about(kind: str, expected: dict[str, Any] | None = None) -> str:
 def test_other_token_ids_name_the_version_of_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
     split = tokenization.split_at_boundary
 
-    def one_token_late(*sequences: Any) -> PairIds:
+    def one_token_late(*sequences: Any) -> Group:
         pair = split(*sequences)
-        prompt = np.append(pair.prompt, pair.chosen[:1])
-        return PairIds(prompt=prompt, chosen=pair.chosen[1:], rejected=pair.rejected[1:])
+        chosen, rejected = pair.completions
+        prompt = np.append(pair.context, chosen[:1])
+        return Group(context=prompt, completions=(chosen[1:], rejected[1:]))
 
     monkeypatch.setattr(tokenization, "split_at_boundary", one_token_late)
     complaint = complaint_about("token_ids")

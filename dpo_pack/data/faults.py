@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.data.formats import FORMATS
-from dpo_pack.data.tokenization import EndTokens, TokenizationSettings, TokenizedPair, template_opens_turn
-from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.data.truncation import LengthLimits, TokenIds
+from dpo_pack.data.tokenization import EndTokens, LengthLimits, TokenizationSettings, TokenizedPair
+from dpo_pack.data.tokenizer import Tokenizer, template_opens_turn
+from dpo_pack.packing.lengths import AnyIntArray, Group
 
 SIDES = ("chosen", "rejected")
 Finding = tuple[str, str]  # what is wrong with a pair, and a remedy
@@ -31,16 +31,21 @@ class Origin:
     def is_chat(self) -> bool:
         return FORMATS[self.settings.format].content == "messages"
 
-    def text(self, ids: TokenIds, begin: int = 0) -> str:
+    def text(self, ids: AnyIntArray, begin: int = 0) -> str:
         """Returns the text of the tokens from position `begin` on, with special tokens and all spaces."""
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         before, text = (str(self.tokenizer.decode(some.tolist(), **options)) for some in (ids[:begin], ids))
         return text[len(before) :]
 
 
-def sequence(pair: TokenizedPair, side: str) -> TokenIds:
+def sequence(pair: TokenizedPair, side: str) -> AnyIntArray:
     """Returns the prompt and the completion of a side, which is "chosen" or "rejected", before truncation."""
-    return np.concatenate([pair.whole.prompt, pair.whole.completion(side)])
+    return np.concatenate([pair.whole.context, pair.whole.completions[SIDES.index(side)]])
+
+
+def longest_length(pair: Group) -> int:
+    """Returns the number of tokens of the prompt and the longer completion together."""
+    return len(pair.context) + max(map(len, pair.completions))
 
 
 def text_of(pair: TokenizedPair, part: str) -> str:
@@ -94,7 +99,7 @@ def _scored_header(pair: TokenizedPair, origin: Origin) -> Finding | None:
     answer = text_of(pair, "chosen").strip()[:_QUOTED_CHARACTERS]
     if not origin.is_chat or not answer:
         return None
-    completion = origin.text(sequence(pair, "chosen"), len(pair.whole.prompt))
+    completion = origin.text(sequence(pair, "chosen"), len(pair.whole.context))
     header, found, _ = completion.partition(answer)
     if not found or not header.strip() or template_opens_turn(pair.pair, origin.tokenizer):
         return None
@@ -106,10 +111,10 @@ def _scored_header(pair: TokenizedPair, origin: Origin) -> Finding | None:
 
 
 def _moved_boundary(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    added = pair.alone[len(pair.whole.prompt) :].tolist()
+    added = pair.alone[len(pair.whole.context) :].tolist()
     if not added or added == [origin.tokenizer.eos_token_id]:  # some tokenizers add EOS to every text
         return None
-    end = quoted(origin.text(pair.alone, len(pair.whole.prompt)))
+    end = quoted(origin.text(pair.alone, len(pair.whole.context)))
     if not origin.is_chat:
         return (
             f"the end of the prompt, {end}, and the beginning of a completion become one token",
@@ -123,7 +128,8 @@ def _moved_boundary(pair: TokenizedPair, origin: Origin) -> Finding | None:
 
 
 def _no_end(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    missing = [side for side in SIDES if not origin.ends.found_in(pair.whole.completion(side))]
+    both = zip(SIDES, pair.whole.completions, strict=True)
+    missing = [side for side, completion in both if not origin.ends.found_in(completion)]
     if not missing:
         return None
     ends = (f"{side} ends with {quoted(origin.text(sequence(pair, side), -3))}" for side in missing)
@@ -138,7 +144,7 @@ def _no_end(pair: TokenizedPair, origin: Origin) -> Finding | None:
 
 
 def _cut_prompt(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    num_tokens, num_kept = len(pair.whole.prompt), len(pair.fitted.prompt)
+    num_tokens, num_kept = len(pair.whole.context), len(pair.fitted.context)
     if num_kept == num_tokens:
         return None
     note = f"{num_tokens - num_kept:,} of the prompt's {num_tokens:,} tokens are cut, the oldest ones"
@@ -146,23 +152,24 @@ def _cut_prompt(pair: TokenizedPair, origin: Origin) -> Finding | None:
 
 
 def _cut_completion(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    num_cut = {side: len(pair.whole.completion(side)) - len(pair.fitted.completion(side)) for side in SIDES}
-    cut = [f"{number:,} tokens of {side}" for side, number in num_cut.items() if number]
+    lengths = (map(len, completions) for completions in (pair.whole.completions, pair.fitted.completions))
+    changes = zip(SIDES, *lengths, strict=True)
+    cut = [f"{before - after:,} tokens of {side}" for side, before, after in changes if after < before]
     note = f"{' and '.join(cut)} are cut, and EOS with them"
     return (note, _keep_whole(pair, origin.settings.limits)) if cut else None
 
 
 def _keep_whole(pair: TokenizedPair, limits: LengthLimits) -> str:
     lengths = {
-        "data.max_length": (pair.whole.longest_length, limits.max_length),
-        "data.max_prompt_length": (len(pair.whole.prompt), limits.max_prompt_length),
+        "data.max_length": (longest_length(pair.whole), limits.max_length),
+        "data.max_prompt_length": (len(pair.whole.context), limits.max_prompt_length),
     }
     keys = [f"{key}: {length}" for key, (length, limit) in lengths.items() if limit and length > limit]
     return f"{' with '.join(keys)} keeps these pairs whole; data.truncation: drop leaves them out"
 
 
 def _too_many_positions(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    length, positions = pair.fitted.longest_length, origin.num_positions
+    length, positions = longest_length(pair.fitted), origin.num_positions
     if positions is None or length <= positions:
         return None
     note = f"prompt and completion have {length:,} tokens, and the model is exact for {positions:,} positions"

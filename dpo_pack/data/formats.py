@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from typing import Any, Literal
 
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, SourceRecipe
@@ -29,9 +30,8 @@ class Pair:
     """A prompt with a preferred and a dispreferred completion, as text, as messages or as token ids."""
 
     prompt: str | list[Message] | list[int]
-    chosen: str | list[Message] | list[int] = (
-        ""  # the same type as the prompt; "" when only the prompts are read
-    )
+    # The completions have the prompt's type; they are "" when only the prompts are read.
+    chosen: str | list[Message] | list[int] = ""
     rejected: str | list[Message] | list[int] = ""
     weight: float = 1.0  # a factor of the pair's loss
     # The weight of each completion token in a sum of log-probs; None: all are 1. Only token ids have weights.
@@ -123,7 +123,12 @@ def _conversation(row: Row) -> Pair:
         _check_last_turns(chosen, rejected)
         prompt_length = common
     elif isinstance(row["prompt"], str):
-        _check_prompt_is_repeated(row["prompt"], chosen[:common])
+        users = [message for message in chosen[:common] if message["role"] == "user"]
+        if all(message.get("content") != row["prompt"] for message in users):
+            detail = (
+                "prompt is text, but chosen and rejected do not both begin with a user message of that text"
+            )
+            raise BadRow("prompt_mismatch", detail)
         prompt_length = common
     else:
         prompt = _messages(row, "prompt")
@@ -203,8 +208,9 @@ def alpaca_prompt(row: Row) -> list[Message]:
     for turn in history if isinstance(history, list) else [None]:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise BadRow("wrong_type", "history is not a list of [question, answer]")
-        turns += [_new_message("user", turn[0]), _new_message("assistant", turn[1])]
-    return [*turns, _new_message("user", "\n".join(text for text in (instruction, input) if text))]
+        turns += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    question = "\n".join(text for text in (instruction, input) if text)
+    return [*turns, {"role": "user", "content": question}]
 
 
 def dialogue_prompt(row: Row, column: str) -> list[Message]:
@@ -262,8 +268,7 @@ def texts_of_columns(rows: Sequence[Row], *, beside: Container[str | None]) -> d
     texts: dict[str, list[str]] = {}
     for row in rows:
         for column, value in row.items():
-            found = [] if column in beside else [text for text in _strings(value) if _is_text(text)]
-            if found:
+            if column not in beside and (found := list(_texts(value))):
                 texts.setdefault(column, []).extend(found)
     return texts
 
@@ -278,22 +283,18 @@ def are_labels(texts: Sequence[str]) -> bool:
 _FEWEST_LABELS = 20  # fewer texts may be single words by chance
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _texts(value: Any) -> Iterator[str]:
     values = [value]
     while values:
         value = values.pop()
         if isinstance(value, str):
-            yield value
+            try:
+                float(value)
+            except ValueError:
+                if value.strip():
+                    yield value
         elif isinstance(value, list | dict):
             values.extend(value.values() if isinstance(value, dict) else value)
-
-
-def _is_text(value: str) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return bool(value.strip())
-    return False
 
 
 def with_system_message(prompt: list[Any], content: str) -> list[Any]:
@@ -304,7 +305,6 @@ def with_system_message(prompt: list[Any], content: str) -> list[Any]:
 
 
 def _with_system(row: Row, pair: Pair) -> Pair:
-    """Returns the pair with the text of the column `system` as its first message, if there is text."""
     system, prompt = row.get("system"), pair.prompt
     if not isinstance(system, str | None):
         raise BadRow("wrong_type", f"system is {_kind(system)}, not text")
@@ -313,9 +313,8 @@ def _with_system(row: Row, pair: Pair) -> Pair:
     assert isinstance(prompt, list) and isinstance(system, str)
     with_system = with_system_message(prompt, system)
     if with_system[0]["content"] != system:
-        raise BadRow(
-            "two_system_prompts", "the prompt begins with another system message than the column system"
-        )
+        detail = "the prompt begins with another system message than the column system"
+        raise BadRow("two_system_prompts", detail)
     return replace(pair, prompt=with_system)
 
 
@@ -323,10 +322,7 @@ def _as_messages(
     prompt: Callable[[Row], list[Message]],
     completions: Callable[..., tuple[list[Message], list[Message]]] = chosen_and_rejected,
 ) -> dict[str, Any]:
-    """Makes the functions `pair` and `prompt` of a `Format` whose parts become messages.
-
-    `completions` gets the format's options as keyword arguments; `prompt` does not.
-    """
+    """Makes the functions of a `Format` whose parts become messages. Only `completions` gets its options."""
 
     def read_pair(row: Row, **options: Any) -> Pair:
         chosen, rejected = completions(row, **options)
@@ -340,10 +336,9 @@ def _as_messages(
 
 
 def _answer(row: Row, column: str) -> list[Message]:
-    """Returns an answer as messages: a text, a message (also of ShareGPT) or a list of messages."""
     value = _value(row, column)
     if isinstance(value, str):
-        return [_new_message("assistant", value)]
+        return [{"role": "assistant", "content": value}]
     if isinstance(value, list):
         return [_message(message, column) for message in value]
     if not isinstance(value, dict):
@@ -360,18 +355,15 @@ def _message(value: Any, column: str) -> Any:
         return value
     if value["from"] not in _SHAREGPT_ROLES:
         known = ", ".join(_SHAREGPT_ROLES)
-        raise BadRow(
-            "unknown_role", f"{column} has a message from {str(value['from'])[:40]!r}; known: {known}"
-        )
-    return _new_message(_SHAREGPT_ROLES[value["from"]], value.get("value"))
+        detail = f"{column} has a message from {str(value['from'])[:40]!r}; known: {known}"
+        raise BadRow("unknown_role", detail)
+    return {"role": _SHAREGPT_ROLES[value["from"]], "content": value.get("value")}
 
 
 def _turns(text: str) -> list[Message]:
-    """Returns the messages of a text prompt.
+    """Returns the messages of a text prompt: one of the user, or those of a dialogue with marks.
 
-    It is one message of the user, or a dialogue with marks: that of HH-RLHF and Nectar, "\\n\\nHuman: ...
-    \\n\\nAssistant: " with the answer missing at its end, or that of HelpSteer 2, whose marks are before all
-    turns but the first.
+    In HH-RLHF and Nectar the last mark has no answer. In HelpSteer 2 the first turn has no mark.
     """
     if text.startswith("\n\nHuman:") and text.rstrip().endswith(_ASSISTANT_TURN):
         parts = re.split(r"\n\n(Human|Assistant):", text.rstrip())[1:-2]
@@ -379,21 +371,13 @@ def _turns(text: str) -> list[Message]:
     else:
         parts = ["User", *re.split(r"\n<extra_id_1>(User|Assistant)\n", text)]
     roles = {"Human": "user", "User": "user", "Assistant": "assistant"}
-    return [_new_message(roles[mark], words) for mark, words in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def _new_message(role: str, content: Any) -> Message:
-    return {"role": role, "content": content}
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": roles[mark], "content": words} for mark, words in turns]
 
 
 _SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
+    **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
+    **{"system": "system", "tool": "tool", "observation": "tool"},
 }
 
 
@@ -433,7 +417,6 @@ def _is_transcript(row: Row) -> bool:
 
 
 def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
-    """Makes a pair of texts or of messages, with the row's weight. Raises BadRow if a completion is empty."""
     is_text = isinstance(prompt, str)
     for column, completion in (("chosen", chosen), ("rejected", rejected)):
         if not completion.strip() if is_text else all(_is_blank(message) for message in completion):
@@ -477,20 +460,10 @@ def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
             start -= 1
         prompts.append(messages[:start])
     if prompts[0] != prompts[1]:
-        raise BadRow(
-            "no_common_prompt", "no prompt column, and chosen and rejected differ before their last answer"
-        )
+        detail = "no prompt column, and chosen and rejected differ before their last answer"
+        raise BadRow("no_common_prompt", detail)
     if not prompts[0]:
         raise BadRow("no_common_prompt", "no prompt column, and chosen has no message before its last answer")
-
-
-def _check_prompt_is_repeated(prompt: str, common: list[Message]) -> None:
-    """Raises BadRow unless the text prompt is a user message in the common part of the conversations."""
-    if all(message.get("content") != prompt for message in common if message["role"] == "user"):
-        raise BadRow(
-            "prompt_mismatch",
-            "prompt is text, but chosen and rejected do not both begin with a user message of that text",
-        )
 
 
 def _is_blank(message: Message) -> bool:
@@ -530,7 +503,8 @@ def _messages(row: Row, column: str) -> list[Message]:
         content = message.setdefault("content", None)
         if not (content is None or isinstance(content, str | list)):
             raise BadRow("wrong_type", f"the content of message {number} of {column} is {_kind(content)}")
-        if any(_is_media_item(item) for part in _parts(message) for item in part.items()):
+        items = chain.from_iterable(part.items() for part in _parts(message))
+        if any(holds_media(*item) or (item[0] == "type" and is_media_name(str(item[1]))) for item in items):
             detail = f"message {number} of {column} has images, video or audio, and only text is read"
             raise BadRow("media", detail)
     return messages
@@ -566,12 +540,6 @@ _MEDIA_NAME = re.compile(
 )
 
 
-def _is_media_item(item: tuple[str, Any]) -> bool:
-    """Returns True if this (key, value) of a message or of its content's part is media or a type of media."""
-    key, value = item
-    return holds_media(key, value) or (key == "type" and isinstance(value, str) and is_media_name(value))
-
-
 def _without_nulls(value: Any, column: str) -> Any:
     """Removes the keys that hold null, at any depth. Raises BadRow if the value is nested too deeply.
 
@@ -600,7 +568,6 @@ def _token_ids(row: Row, column: str) -> list[int]:
 
 
 def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None:
-    """Returns a weight for each token of a completion; None if the row has none. Raises BadRow."""
     weights = row.get(column)
     if weights is None:
         return None
@@ -621,7 +588,6 @@ def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None
 
 
 def _number(row: Row, column: str) -> float:
-    """Returns a finite number. Raises BadRow for any other value."""
     value = _value(row, column)
     number = _as_float(value)
     if not math.isfinite(number):

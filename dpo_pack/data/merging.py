@@ -1,35 +1,34 @@
 """Merges the pairs of one prompt into a group. A group computes the prompt and each completion only once.
 
 Rankings and all-pairs data sets have many pairs of few completions. In a row (the pairs of one forward pass)
-such pairs become one `layout.Group` of n completions, and an index says which two of them a pair has. The
-planner, which fills rows, asks `TableMerging` which pairs merge and how large the groups are; `merge_group`
-makes a group.
+such pairs become one `Group` of n completions, and an index says which two of them a pair has. The planner,
+which fills rows, asks `TableMerging` which pairs merge and how large the groups are; `merge_group` makes one.
 
 Legend: P pairs of a table, k pairs of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dpo_pack.data.store import PairTable, common_prefix_length, key_values, pair_lengths
-from dpo_pack.packing.lengths import TRAINING_PASSES, CutGroup, GroupSize, IntArray, ModelShape, group_size
+from dpo_pack.data.store import PairTable, key_values, pair_lengths
+from dpo_pack.packing.lengths import (
+    TRAINING_PASSES,
+    CutGroup,
+    Group,
+    GroupSize,
+    IntArray,
+    ModelShape,
+    common_prefix_length,
+    group_size,
+)
 
 # So many sizes are kept, because the planner, the report and the code that builds rows ask for them again.
 REMEMBERED_GROUPS = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedGroup:
-    """The different completions of some pairs of one prompt."""
-
-    completions: tuple[NDArray[np.int32], ...]  # token ids, in the order of their first pairs
-    pair_completions: IntArray  # [k, (chosen, rejected)] positions in `completions`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,11 +51,12 @@ class TableMerging:
             return [np.array([position]) for position in range(len(pairs))]
         order = np.argsort(first[inverse], kind="stable")
         groups = np.split(order, np.flatnonzero(np.diff(first[inverse][order])) + 1)
-        return [part for positions in groups for part in self._saving(pairs[positions], positions)]
-
-    def _saving(self, group: IntArray, positions: IntArray) -> Iterable[IntArray]:
-        saves = len(group) == 1 or self.measure(group).tokens < self.tokens[group].sum()
-        return [positions] if saves else positions[:, None]
+        saving: list[IntArray] = []
+        for positions in groups:
+            group = pairs[positions]
+            saves = len(group) == 1 or self.measure(group).tokens < self.tokens[group].sum()
+            saving += [positions] if saves else list(positions[:, None])
+        return saving
 
     def measure(self, pairs: IntArray) -> GroupSize:
         """Returns the size of one group of [k] pairs of one prompt, computed from their token ids."""
@@ -71,7 +71,7 @@ class TableMerging:
         """
         table = self.table
         prompt = int(table.prompt_lengths[pairs[0]])
-        shared = shared_length(table, int(pairs[0]), merge_group(table, pairs.tolist()).completions)
+        shared = _shared_length(merge_group(table, pairs.tolist())[0])
         sides = ((table.chosen_keys, table.chosen_lengths), (table.rejected_keys, table.rejected_lengths))
         groups: list[CutGroup] = []
         begin, tokens, seen = 0, shared, set[bytes]()
@@ -91,11 +91,14 @@ def prompt_merging(table: PairTable, shape: ModelShape, *, passes: float = TRAIN
 
     @lru_cache(maxsize=REMEMBERED_GROUPS)
     def size_of(pairs: tuple[int, ...]) -> GroupSize:
-        merged = merge_group(table, pairs)
-        prompt = int(table.prompt_lengths[pairs[0]])
-        shared = shared_length(table, pairs[0], merged.completions)
-        lengths = [len(completion) for completion in merged.completions]
-        return group_size(shape, prompt=prompt, completions=lengths, shared=shared, passes=passes)
+        group, _ = merge_group(table, pairs)
+        return group_size(
+            shape,
+            prompt=len(group.context),
+            completions=[len(completion) for completion in group.completions],
+            shared=_shared_length(group),
+            passes=passes,
+        )
 
     _, prompts = np.unique(key_values(table.prompt_keys), return_inverse=True)
     return TableMerging(
@@ -106,24 +109,26 @@ def prompt_merging(table: PairTable, shape: ModelShape, *, passes: float = TRAIN
     )
 
 
-def merge_group(table: PairTable, pairs: Sequence[int]) -> MergedGroup:
-    """Merges `pairs` of `table`, which have the same prompt; equal completions become one."""
+def merge_group(table: PairTable, pairs: Sequence[int]) -> tuple[Group, IntArray]:
+    """Merges `pairs` of `table`, which have the same prompt; equal completions become one.
+
+    Returns the group and, for each pair, [k, (chosen, rejected)] positions in its completions, which are in
+    the order of their first pairs.
+    """
     numbers: dict[bytes, int] = {}
-    completions: list[NDArray[np.int32]] = []
+    read: list[Group] = []  # of one completion each
     pair_completions = np.zeros((len(pairs), 2), dtype=np.int64)
-    sides = ((table.chosen_keys, table.chosen), (table.rejected_keys, table.rejected))
     for position, pair in enumerate(pairs):
-        for side, (keys, read) in enumerate(sides):
-            number = numbers.setdefault(keys[pair].tobytes(), len(completions))
-            if number == len(completions):
-                completions.append(read(pair))
+        for side, keys in enumerate((table.chosen_keys, table.rejected_keys)):
+            number = numbers.setdefault(keys[pair].tobytes(), len(read))
+            if number == len(read):
+                read.append(table.group(pair, (side == 0, side == 1)))
             pair_completions[position, side] = number
-    return MergedGroup(completions=tuple(completions), pair_completions=pair_completions)
+    completions = tuple(one.completions[0] for one in read)
+    return Group(context=read[0].context, completions=completions), pair_completions
 
 
-def shared_length(table: PairTable, pair: int, completions: Sequence[NDArray[np.int32]]) -> int:
-    """Returns the tokens of the prompt of `pair` plus those of the common beginning of all `completions`."""
-    first, *others = completions
-    return int(table.prompt_lengths[pair]) + min(
-        (common_prefix_length(first, other) for other in others), default=0
-    )
+def _shared_length(group: Group) -> int:
+    """Returns the tokens of the prompt plus those of the common beginning of all completions."""
+    completions = group.completions
+    return len(group.context) + (common_prefix_length(completions) if len(completions) > 1 else 0)

@@ -27,8 +27,9 @@ from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 from dpo_pack.system.errors import DataError, first_line
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
-# Takes the columns to read (None: all). Yields rows with the column names that the source has.
-RowReader = Callable[[Sequence[str] | None], Iterator[NumberedRow]]
+# Takes the columns to read (None: all). Yields rows with the column names that the source has: mappings,
+# BadRows, or other values of JSON, which are no rows.
+RowReader = Callable[[Sequence[str] | None], Iterator[tuple[int, Any]]]
 Columns = Sequence[tuple[str, str]]  # the names and types of columns, in Arrow's words
 
 READ_ROWS = 100  # columnar files are decoded in batches of at most so many rows
@@ -180,13 +181,9 @@ class OpenRows:
     first_rows: Callable[[], list[Mapping[str, Any]]]  # first rows, all columns by their own names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
-    """An opened columnar file."""
-
-    schema: Any  # Arrow's
-    num_rows: int | None  # None if it is not known before the end
-    batches: Callable[[list[str]], Iterable[Any]]  # yields Arrow record batches with at least these columns
+# An opened columnar file: Arrow's schema, the number of rows (None if it is not known before the end), and a
+# function that yields Arrow record batches with at least these columns.
+_Table = tuple[Any, int | None, Callable[[list[str]], Iterable[Any]]]
 
 
 def data_suffix(path: Path) -> str:
@@ -208,47 +205,40 @@ def open_rows(
     Raises DataError if the source cannot be read or lacks the columns that it needs.
     """
 
-    def guarded(wanted: Sequence[str] | None) -> Generator[NumberedRow, None, None]:
-        number = 0
-        try:
-            for number, row in read(wanted):
-                yield number, row
-        except errors as error:
-            raise _unreadable(names.label, row_word, number, error) from error
-
-    def first_rows() -> list[Mapping[str, Any]]:
-        with closing(guarded(None)) as rows:
-            return [row for _, row in islice(rows, _FIRST_ROWS) if isinstance(row, dict)]
-
     @lru_cache(maxsize=64)
-    def mapping_of(columns: tuple[str, ...], is_first: bool) -> Mapping[str, str | None]:
+    def mapping_of(present: tuple[str, ...], is_first: bool) -> Mapping[str, str | None]:
         try:
-            return names.completed(columns)
+            return names.completed(present)
         except DataError:
             if is_first:
                 raise
             return names.mapping  # only this row is at fault, not the source: it is a bad row
 
-    def renamed() -> Generator[NumberedRow, None, None]:
-        with closing(guarded(wanted)) as rows:
-            for number, row in rows:
-                if isinstance(row, dict):
+    def read_rows(wanted: Sequence[str] | None, *, renames: bool) -> Generator[NumberedRow, None, None]:
+        number = 0
+        try:
+            for number, row in read(wanted):
+                if not isinstance(row, dict | BadRow):
+                    row = BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
+                elif renames and isinstance(row, dict):
                     mapping = mapping_of(tuple(row), not found)
                     found.update(dict.fromkeys(row))
                     used.update(mapping)
                     row = names.rename(row, mapping)
                 yield number, row
+        except errors as error:
+            raise _unreadable(names.label, row_word, number, error) from error
+
+    def first_rows() -> list[Mapping[str, Any]]:
+        with closing(read_rows(None, renames=False)) as rows:
+            return [row for _, row in islice(rows, _FIRST_ROWS) if isinstance(row, dict)]
 
     wanted = None if columns is None else names.select(columns)
     found = dict.fromkeys(name for name, _ in columns or ())
     used = dict(names.mapping)
+    rows = read_rows(wanted, renames=True)
     return OpenRows(
-        rows=renamed(),
-        row_word=row_word,
-        columns=found,
-        mapping=used,
-        num_rows=num_rows,
-        first_rows=first_rows,
+        rows=rows, row_word=row_word, columns=found, mapping=used, num_rows=num_rows, first_rows=first_rows
     )
 
 
@@ -269,7 +259,6 @@ def _open_json(path: Path, names: ColumnNames) -> OpenRows:
 
 
 def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
-    """Opens a comma-separated file with a header line; every value is text."""
     try:
         with closing(_read_csv(path)) as records:
             header = next(records)[1]
@@ -292,14 +281,14 @@ def _open_columnar(
 
     errors = (*_FILE_ERRORS, pa.ArrowException)
     try:
-        with open_table(path) as table:
-            schema, num_rows = table.schema, table.num_rows
+        with open_table(path) as (schema, num_rows, _):
+            pass
     except errors as error:
         raise _unreadable(names.label, "row", 0, error) from error
 
     def batches(columns: list[str]) -> Iterator[Any]:
-        with open_table(path) as table:
-            for batch in table.batches(columns):
+        with open_table(path) as (_, _, read_batches):
+            for batch in read_batches(columns):
                 for part in _small_parts(batch.select(columns)):
                     yield {name: part.column(name).to_pylist() for name in columns}
 
@@ -331,22 +320,17 @@ def _small_parts(batch: Any) -> Iterator[Any]:
 def _parquet_table(path: Path) -> Iterator[_Table]:
     import pyarrow.parquet as pq
 
+    def batches(columns: list[str]) -> Iterator[Any]:
+        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+        for group in groups:  # check the sizes before anything is decompressed
+            for column in map(group.column, range(group.num_columns)):
+                is_read = column.path_in_schema.split(".")[0] in columns
+                if is_read and column.total_uncompressed_size > group.num_rows * _MAX_ROW_SIZE:
+                    raise _RowTooLong
+        yield from file.iter_batches(batch_size=READ_ROWS, columns=columns)
+
     with pq.ParquetFile(path) as file:
-        yield _Table(
-            schema=file.schema_arrow,
-            num_rows=file.metadata.num_rows,
-            batches=lambda columns: _parquet_batches(file, columns),
-        )
-
-
-def _parquet_batches(file: Any, columns: list[str]) -> Iterator[Any]:
-    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-    for group in groups:  # check the sizes before anything is decompressed
-        for column in map(group.column, range(group.num_columns)):
-            is_read = column.path_in_schema.split(".")[0] in columns
-            if is_read and column.total_uncompressed_size > group.num_rows * _MAX_ROW_SIZE:
-                raise _RowTooLong
-    yield from file.iter_batches(batch_size=READ_ROWS, columns=columns)
+        yield file.schema_arrow, file.metadata.num_rows, batches
 
 
 @contextmanager
@@ -359,7 +343,7 @@ def _arrow_table(path: Path) -> Iterator[_Table]:
         file.seek(0)
         with pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file) as reader:
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            yield _Table(schema=reader.schema, num_rows=None, batches=lambda columns: batches)
+            yield reader.schema, None, lambda columns: batches
 
 
 def rows_of_columns(batches: Iterable[Mapping[str, list[Any]]]) -> Iterator[NumberedRow]:
@@ -371,7 +355,7 @@ def rows_of_columns(batches: Iterable[Mapping[str, list[Any]]]) -> Iterator[Numb
             yield number, dict(zip(batch, values, strict=True))
 
 
-def _read_json_lines(path: Path) -> Iterator[NumberedRow]:
+def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with _open_binary(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_ROW_SIZE + 1), b""), start=1):
             if len(line) > _MAX_ROW_SIZE:
@@ -382,25 +366,22 @@ def _read_json_lines(path: Path) -> Iterator[NumberedRow]:
                 yield number, _json_row(line)
 
 
-def _json_row(line: bytes) -> dict[str, Any] | BadRow:
+def _json_row(line: bytes) -> Any:
     try:
         row = _JSON.decode(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
         reason = "not_utf8"
         detail = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start + 1})"
     except json.JSONDecodeError as error:
-        reason, detail = "invalid_json", f"invalid JSON ({_json_problem(error)} at column {error.colno})"
+        reason, detail = (
+            "invalid_json",
+            f"invalid JSON ({error.msg.removesuffix(' at')} at column {error.colno})",
+        )
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
         reason, detail = "invalid_json", f"invalid JSON ({first_line(error)})"
     else:
-        return _object_row(row)
-    return BadRow(reason, detail, line.decode(errors="backslashreplace").strip())
-
-
-def _object_row(row: object) -> dict[str, Any] | BadRow:
-    if isinstance(row, dict | BadRow):
         return row
-    return BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
+    return BadRow(reason, detail, line.decode(errors="backslashreplace").strip())
 
 
 def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRow:
@@ -415,11 +396,10 @@ def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRow:
 _JSON = json.JSONDecoder(object_pairs_hook=_json_object)
 
 
-def _read_json_array(path: Path, label: str) -> Iterator[NumberedRow]:
-    """Decodes the objects of the array one by one from a buffer that holds only a part of the file."""
+def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
+    """Decodes the values of the array one by one from a buffer that holds only a part of the file."""
     with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig") as text:
-        for number, value in enumerate(_array_values(text, label), start=1):
-            yield number, _object_row(value)
+        yield from enumerate(_array_values(text, label), start=1)
 
 
 def _array_values(text: TextIO, label: str) -> Iterator[object]:
@@ -441,7 +421,7 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
                 number, num_read = number + 1, 0
                 continue
             except json.JSONDecodeError as error:
-                problem = f"{_json_problem(error)} {error.pos - position + 1} characters into it"
+                problem = f"{error.msg.removesuffix(' at')} {error.pos - position + 1} characters into it"
             except (ValueError, RecursionError) as error:
                 problem = first_line(error)
         # A long row is decoded again after each read. The buffer doubles, so the cost is linear in length.
@@ -507,10 +487,6 @@ def _unreadable(label: str, row_word: str, number: int, error: Exception) -> Dat
         what, remedy = first_line(error), "the file is damaged or incomplete: copy or download it again"
     where = f"after {row_word} {number}" if number else "at its beginning"
     return DataError(f"{label}: cannot be read {where} ({what}); {remedy}")
-
-
-def _json_problem(error: json.JSONDecodeError) -> str:
-    return error.msg.removesuffix(" at")  # some messages end with " at", because a position follows
 
 
 READERS: dict[str, Callable[[Path, ColumnNames], OpenRows]] = {

@@ -1,7 +1,13 @@
-"""Loads the sources of a recipe: pairs or prompts for training and evaluation, and a report about rows."""
+"""Loads the sources of a recipe: pairs or prompts for training and evaluation, and a report about rows.
+
+A source is a file, a directory or a hub id. The token ids of its pairs are kept in a directory on disk, its
+store, so the next run need not tokenise them. Prompts are kept in memory only, because judges read their
+text, which a store does not have.
+"""
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,18 +17,59 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.data.ingest import LoadedSource, Progress, load_source
-from dpo_pack.data.keys import BEGINNINGS, content_key
-from dpo_pack.data.store import PairTable, key_values
-from dpo_pack.data.tokenization import Prompt
-from dpo_pack.data.tokenizer import Tokenizer, tokenizer_fingerprint
+from dpo_pack.data.formats import FORMATS
+from dpo_pack.data.ingest import Ingestion, LocatedSource, Progress
+from dpo_pack.data.readers import (
+    READ_ROWS,
+    READERS,
+    ColumnNames,
+    NumberedRow,
+    OpenRows,
+    data_suffix,
+    open_rows,
+    rows_of_columns,
+)
+from dpo_pack.data.store import (
+    PairTable,
+    TokenStore,
+    content_key,
+    directory_hash,
+    file_hash,
+    join_stores,
+    key_values,
+    open_store,
+    write_store,
+)
+from dpo_pack.data.tokenization import BEGINNINGS, TOKENIZATION_VERSION, Prompt, tokenizer_fingerprint
+from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.packing.plan import epoch_order
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
-from dpo_pack.system.errors import DataError
+from dpo_pack.system.errors import CacheError, DataError, RecipeError, first_line
+from dpo_pack.system.hub import check_dataset
 
 HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
+DEFAULT_SPLIT = "train"
 Positions = NDArray[np.int64]
+_HUB_KEYS = {"config": "name", "data_dir": "data_dir", "revision": "revision"}  # ours -> of `datasets`
+_MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio|Pdf|Nifti)\(")  # column types of `datasets` that are refused
+
+# The recipe keys that do not change a source's tokens. The name of a store is a hash of the other keys. So if
+# somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
+# A hub data set's content, which `datasets` names, depends on config, data_dir and revision.
+_SOURCE_KEYS_BESIDE_TOKENS = {"path", "name", "weight", "config", "data_dir", "revision"}
+_DATA_KEYS_BESIDE_TOKENS = {"train", "eval", "shuffle", "num_workers", "scored_turns"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedSource:
+    """The pairs of a source. A source of prompts only has pairs whose completions have no tokens."""
+
+    recipe: SourceRecipe
+    store: TokenStore
+    rows_tokenized: int  # 0 if the store was in the cache
+    prompts: tuple[Prompt, ...] = ()  # one for each pair of the store
+    columns_read: Mapping[str, str] = field(default_factory=dict)  # field -> column, of rows read now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,13 +97,9 @@ def load_data(
 ) -> Data:
     """Reads and tokenises the sources, unless their tokens are in `cache_dir` already.
 
-    `seed` decides which pairs a held-out fraction takes. `progress` is called after each batch of rows
-    with the name of the task, the rows that are done, and the rows in all (None if not known).
-
-    With `max_new_tokens`, the rows are prompts, each with room for so many more tokens. Rows have the same
-    formats as rows of pairs; their completions are not used.
-
-    Raises DataError, ModelError (the tokenizer lacks a feature), RecipeError and CacheError.
+    `seed` decides which pairs a held-out fraction takes. With `max_new_tokens`, the rows are prompts, each
+    with room for so many more tokens; their completions are not used. Raises DataError, ModelError (the
+    tokenizer lacks a feature), RecipeError and CacheError.
     """
     load = partial(
         load_source,
@@ -67,17 +110,20 @@ def load_data(
         progress=progress,
         max_new_tokens=max_new_tokens,
     )
-    sources = _load_all(load, "train", data.train)
-    train, prompts = PairTable.of([source.store for source in sources.values()]), _prompts_of(sources)
-    eval_sources: dict[str, LoadedSource] = {}
+    loaded: dict[str, dict[str, LoadedSource]] = {}
+    for part, of_part in (("train", data.train), ("eval", data.eval_sources)):
+        stores = [load(source, f"data.{part}.{number}") for number, source in enumerate(of_part)]
+        loaded[part] = dict(zip(source_names(of_part), stores, strict=True))
+    sources, eval_sources = loaded["train"], loaded["eval"]
+    train = PairTable.of([source.store for source in sources.values()])
+    prompts = tuple(prompt for source in sources.values() for prompt in source.prompts)
     held_out_by = None
     if isinstance(data.eval, EvalFraction):
-        kept, held_out, held_out_by = _split(train, sources, data.eval.fraction, seed)
-        evals = {HELD_OUT: train.select(held_out)}
-        eval_prompts = {HELD_OUT: _select(prompts, held_out)}
-        train, prompts = train.select(kept), _select(prompts, kept)
+        *parts, held_out_by = _split(train, sources, data.eval.fraction, seed)
+        train, held_out = (train.select(part) for part in parts)
+        prompts, held_out_prompts = (tuple(prompts[n] for n in part) if prompts else () for part in parts)
+        evals, eval_prompts = {HELD_OUT: held_out}, {HELD_OUT: held_out_prompts}
     else:
-        eval_sources = _load_all(load, "eval", data.eval)
         evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
         eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
     source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
@@ -88,50 +134,17 @@ def load_data(
             "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
         )
     is_pairs = max_new_tokens is None
-    report: dict[str, Any] = {
-        "train": {
-            **(_describe_pairs(train) if is_pairs else _describe_prompts(train)),
-            "sources": [_source_report(name, source, is_pairs) for name, source in sources.items()],
-        },
-        "eval": {
-            name: _describe_pairs(table) if is_pairs else {"prompts": table.num_pairs}
-            for name, table in evals.items()
-        },
-        "held_out_by": held_out_by,
-    }
-    for name, source in eval_sources.items():
-        report["eval"][name]["source"] = _source_report(name, source, is_pairs)
-    if is_pairs:
-        report |= _overlap(train, list(evals.values()))
-        every = (*sources.values(), *eval_sources.values())
-        report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
     weighted = content_key([train.fingerprint, source_weights.tolist()])
     return Data(
         train=train,
         eval=evals if is_pairs else {},
         source_weights=source_weights,
-        report=report,
+        report=_report(train, evals, sources, eval_sources, held_out_by, is_pairs=is_pairs),
         fingerprint=weighted if is_pairs else train.fingerprint,
         eval_fingerprint=content_key([[name, table.fingerprint] for name, table in evals.items()]),
         prompts=prompts,
         eval_prompts={} if is_pairs else eval_prompts,
     )
-
-
-def _load_all(load: Any, part: str, sources: Sequence[SourceRecipe]) -> dict[str, LoadedSource]:
-    loaded = [load(source, f"data.{part}.{number}") for number, source in enumerate(sources)]
-    return dict(zip(source_names(sources), loaded, strict=True))
-
-
-def _prompts_of(sources: dict[str, LoadedSource]) -> tuple[Prompt, ...]:
-    return tuple(prompt for source in sources.values() for prompt in source.prompts)
-
-
-def _select(prompts: tuple[Prompt, ...], indices: Positions) -> tuple[Prompt, ...]:
-    return tuple(prompts[index] for index in indices.tolist()) if prompts else ()
-
-
-# ---------------------------------------------------------------------------------------- held-out fraction
 
 
 def _split(
@@ -140,10 +153,9 @@ def _split(
     """Returns the training pairs, the held-out pairs, and what pairs share that are held out together."""
     if not any(source.store.summary.get("prompts_inferred") for source in sources.values()):
         return *split_by_prompt(train.whole_prompt_keys, fraction, seed), "prompt"
-    # Nobody knows where a prompt without a column ends, but pairs of one prompt begin with the same
-    # characters. So pairs with equal first characters are held out together. The number of characters is the
-    # smallest in BEGINNINGS that leaves (1 - fraction) / 2 of the pairs to train on, because more characters
-    # may be a part of an answer.
+    # Nobody knows where a prompt without a column ends, but pairs of one prompt begin alike. So pairs with
+    # equal first characters are held out together. More characters may be a part of an answer: their number
+    # is the smallest in BEGINNINGS that leaves (1 - fraction) / 2 of the pairs to train on.
     for num_bytes, num_characters in enumerate(BEGINNINGS, start=1):
         with suppress(DataError):
             kept, held_out = split_by_prompt(train.whole_prompt_keys[:, :num_bytes], fraction, seed)
@@ -184,61 +196,69 @@ def split_by_prompt(
     return np.flatnonzero(~is_held_out[prompt_of_pair]), np.flatnonzero(is_held_out[prompt_of_pair])
 
 
-# --------------------------------------------------------------------------------------------------- report
+def _report(
+    train: PairTable,
+    evals: dict[str, PairTable],
+    sources: dict[str, LoadedSource],
+    eval_sources: dict[str, LoadedSource],
+    held_out_by: str | None,
+    *,
+    is_pairs: bool,
+) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "train": {
+            **_describe(train, is_pairs),
+            "sources": [_source_report(name, source, is_pairs) for name, source in sources.items()],
+        },
+        "eval": {
+            name: _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
+            for name, table in evals.items()
+        },
+        "held_out_by": held_out_by,
+    }
+    for name, source in eval_sources.items():
+        report["eval"][name]["source"] = _source_report(name, source, is_pairs)
+    if is_pairs:
+        pairs, prompts = _pair_values(train), np.unique(key_values(train.whole_prompt_keys))
+        eval_pairs = [_pair_values(table) for table in evals.values()]
+        eval_prompts = [key_values(table.whole_prompt_keys) for table in evals.values()]
+        of_pairs = np.isin(pairs, np.concatenate([pairs[:0], *eval_pairs]))
+        of_prompts = np.isin(prompts, np.concatenate([prompts[:0], *eval_prompts]))
+        report["train_pairs_in_eval"] = int(of_pairs.sum())
+        report["train_prompts_in_eval"] = int(of_prompts.sum())
+        every = (*sources.values(), *eval_sources.values())
+        report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
+    return report
 
 
 def _source_report(name: str, source: LoadedSource, is_pairs: bool) -> dict[str, Any]:
-    """Returns the settings of a source in the recipe, and the counts of its rows."""
     settings, store = source.recipe, source.store
-    counts: dict[str, Any] = {
-        "name": name,
-        "path": settings.path,
-        "split": settings.split,
-        "weight": settings.weight,
-        **store.summary,
-    }
+    of_recipe = {"path": settings.path, "split": settings.split, "weight": settings.weight}
+    counts: dict[str, Any] = {"name": name, **of_recipe, **store.summary}
     if is_pairs:
-        counts |= _describe_pairs(PairTable.of([store]))
+        counts |= _describe(PairTable.of([store]), is_pairs)
         counts["token_store"] = str(store.directory)
         counts["token_store_reused"] = source.rows_tokenized == 0
     return counts
 
 
-def _describe_pairs(pairs: PairTable) -> dict[str, Any]:
+def _describe(pairs: PairTable, is_pairs: bool) -> dict[str, Any]:
     """Returns counts and length percentiles, JSON-able. Duplicate pairs are counted but not removed."""
     prompts, chosen, rejected = pairs.prompt_lengths, pairs.chosen_lengths, pairs.rejected_lengths
-    lengths = {
-        "prompt": prompts,
-        "chosen": chosen,
-        "rejected": rejected,
-        "longest_sequence": prompts + np.maximum(chosen, rejected),
-    }
+    num_prompts = len(np.unique(key_values(pairs.whole_prompt_keys)))
+    if not is_pairs:
+        return {
+            "prompts": pairs.num_pairs,
+            "distinct_prompts": num_prompts,
+            "lengths_tokens": {"prompt": _summarize_lengths(prompts)},
+        }
+    lengths = {"prompt": prompts, "chosen": chosen, "rejected": rejected}
+    lengths["longest_sequence"] = prompts + np.maximum(chosen, rejected)
     return {
         "pairs": pairs.num_pairs,
-        "prompts": len(np.unique(key_values(pairs.whole_prompt_keys))),
+        "prompts": num_prompts,
         "duplicate_pairs": pairs.num_pairs - len(np.unique(_pair_values(pairs))),
         "lengths_tokens": {name: _summarize_lengths(values) for name, values in lengths.items()},
-    }
-
-
-def _describe_prompts(prompts: PairTable) -> dict[str, Any]:
-    return {
-        "prompts": prompts.num_pairs,
-        "distinct_prompts": len(np.unique(key_values(prompts.whole_prompt_keys))),
-        "lengths_tokens": {"prompt": _summarize_lengths(prompts.prompt_lengths)},
-    }
-
-
-def _overlap(train: PairTable, evals: Sequence[PairTable]) -> dict[str, int]:
-    """Counts the training pairs, and the distinct training prompts, that are also in an eval set."""
-    if not evals:
-        return {"train_pairs_in_eval": 0, "train_prompts_in_eval": 0}
-    eval_pairs = np.concatenate([_pair_values(pairs) for pairs in evals])
-    eval_prompts = np.concatenate([key_values(pairs.whole_prompt_keys) for pairs in evals])
-    train_prompts = np.unique(key_values(train.whole_prompt_keys))
-    return {
-        "train_pairs_in_eval": int(np.isin(_pair_values(train), eval_pairs).sum()),
-        "train_prompts_in_eval": int(np.isin(train_prompts, eval_prompts).sum()),
     }
 
 
@@ -250,3 +270,195 @@ def _summarize_lengths(lengths: NDArray[np.int32]) -> dict[str, float]:
 
 def _pair_values(pairs: PairTable) -> NDArray[np.void]:
     return key_values(np.concatenate([pairs.chosen_keys, pairs.rejected_keys], axis=1))
+
+
+def load_source(
+    source: SourceRecipe,
+    key: str,
+    *,
+    data: DataRecipe,
+    tokenizer: Tokenizer,
+    tokenizer_key: str,
+    cache_dir: Path,
+    progress: Progress | None = None,
+    max_new_tokens: int | None = None,
+    max_rows: int | None = None,
+) -> LoadedSource:
+    """Returns the pairs of one source; `key` is its recipe key, "data.train.0".
+
+    With `max_new_tokens`, rows are prompts that leave room for so many tokens in data.max_length. With
+    `max_rows`, only so many rows are read, and nothing is written. Raises DataError and ModelError.
+    """
+    is_prompts = max_new_tokens is not None
+    hash_memo = cache_dir / "file_hashes.json" if max_rows is None else None
+    ingestion = Ingestion(
+        located=locate_source(source, key, hash_memo, prompts_suffice=is_prompts),
+        source=source,
+        data=data,
+        tokenizer=tokenizer,
+        completion_tokens=max_new_tokens,
+        max_rows=max_rows,
+    )
+    with ingestion.start() as (rows, settings):
+        batches = ingestion.batches(rows, settings, progress)
+        if is_prompts or max_rows is not None:
+            read = list(batches)
+            return LoadedSource(
+                recipe=source,
+                store=join_stores([batch.pairs for batch in read], ingestion.summary()),
+                rows_tokenized=ingestion.num_rows,
+                prompts=tuple(prompt for batch in read for prompt in batch.prompts),
+                columns_read=ingestion.columns_read,
+            )
+        directory = cache_dir / "tokens" / _store_key(ingestion, tokenizer_key)
+        store = open_store(directory)
+        if store is not None and ingestion.reads_more_than(store):
+            store.forget()
+            store = None
+        if store is None:
+            write_store(directory, (batch.pairs for batch in batches), ingestion.summary)
+            store = open_store(directory)
+    if store is None:
+        raise CacheError(f"{directory} was removed or damaged while it was written; run again")
+    return LoadedSource(recipe=source, store=store, rows_tokenized=ingestion.num_rows)
+
+
+def _store_key(ingestion: Ingestion, tokenizer_key: str) -> str:
+    """Returns the name of a source's store: a hash of everything that decides the token ids.
+
+    Options of other formats are not hashed. So a new option of one format leaves other formats' stores valid.
+    """
+    data, format = ingestion.data, FORMATS[ingestion.format]
+    others = {option for other in FORMATS.values() for option in other.options}
+    others.difference_update(format.options)
+    # Stores of earlier releases, which scored all turns, have no such key.
+    masks_turns = format.content == "messages" and data.scored_turns == "assistant"
+    return content_key(
+        {
+            **({"scored_turns": data.scored_turns} if masks_turns else {}),
+            "version": TOKENIZATION_VERSION,
+            "source": ingestion.located.fingerprint,
+            "tokenizer": tokenizer_key,
+            **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS | others),
+            **data.model_dump(mode="json", exclude=_DATA_KEYS_BESIDE_TOKENS),
+            "found_format": ingestion.format,
+        }
+    )
+
+
+def locate_source(
+    source: SourceRecipe, key: str, hash_memo: Path | None, *, prompts_suffice: bool = False
+) -> LocatedSource:
+    """Finds a source and computes a key of its content. `hash_memo` is a file that keeps the hashes of files.
+
+    If it is None, the key is empty. If `prompts_suffice`, the rows need no completions. Raises DataError if
+    the source or split does not exist, RecipeError if keys of the recipe do not fit the source.
+    """
+    label = source.path
+    names = ColumnNames(mapping=source.columns, label=label, key=key, prompts_suffice=prompts_suffice)
+    path = Path(label)
+    hub_options = {name: value for name in _HUB_KEYS if (value := getattr(source, name)) is not None}
+    fingerprint = ""
+    open_source: Callable[[], OpenRows]
+    try:
+        if path.exists() and hub_options:
+            name = next(iter(hub_options))
+            raise RecipeError(
+                f"{key}.{name}: only data sets of the hub have one, and {label} is a local path; "
+                f"leave {name} out, or name the files in {key}.path"
+            )
+        if path.is_file():
+            if source.split != DEFAULT_SPLIT:
+                raise RecipeError(f"{key}.split: {label} is a file, which has no splits; leave split out")
+            reader = READERS.get(data_suffix(path))
+            if reader is None:
+                raise DataError(f"{label}: no reader for this kind of file; there are: {', '.join(READERS)}")
+            fingerprint = "" if hash_memo is None else file_hash(path, hash_memo)
+            open_source = partial(reader, path, names)
+        elif path.is_dir():
+            fingerprint, open_source = _find_directory(path, source.split, names, hash_memo)
+        elif data_suffix(path) in READERS or label.startswith((".", "/", "~")) or label.count("/") > 1:
+            raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
+        else:  # a hub id is "name" or "owner/name"
+            check_dataset(label, f"{key}.path")
+            options = {_HUB_KEYS[name]: value for name, value in hub_options.items()}
+            dataset = _load_dataset(label, source.split, names, **options)
+            fingerprint, open_source = str(dataset._fingerprint), partial(_open_dataset, dataset, names)
+    except OSError as error:
+        raise DataError(f"{label}: {error.strerror or error}; check the path and its permissions") from error
+    return LocatedSource(label=label, key=key, fingerprint=fingerprint, open=open_source)
+
+
+def _find_directory(
+    path: Path, split: str, names: ColumnNames, hash_memo: Path | None
+) -> tuple[str, Callable[[], OpenRows]]:
+    # `datasets` saved the directory, with or without splits, or it has data files.
+    is_saved = True
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(child.name for child in path.iterdir() if (child / "state.json").is_file())
+        if split not in splits:
+            there_are = ", ".join(splits)
+            raise DataError(f"{names.label}: no split {split!r}; {names.key}.split can be: {there_are}")
+        path = path / split
+    elif (path / "state.json").is_file():
+        if split != DEFAULT_SPLIT:
+            raise RecipeError(f"{names.key}.split: {names.label} is saved without splits; leave split out")
+    elif any(data_suffix(file) in READERS for file in path.rglob("*")):
+        is_saved = False
+    else:
+        suffixes = ", ".join(READERS)
+        raise DataError(f"{names.label}: no data files in it ({suffixes}); correct {names.key}.path")
+    fingerprint = "" if hash_memo is None else directory_hash(path, hash_memo)
+    return fingerprint, lambda: _open_dataset(
+        _load_dataset(str(path), split, names, is_saved=is_saved), names
+    )
+
+
+def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
+    # `datasets` would decode images while it reads a row, so such columns are refused by their types.
+    media = [name for name, kind in dataset.features.items() if _MEDIA_TYPE.search(repr(kind))]
+    if media:
+        raise DataError(
+            f"{names.label}: column {media[0]!r} has images, video or audio, and only text is read; "
+            "remove the column if the text alone is enough"
+        )
+
+    def read(columns: Sequence[str] | None) -> Iterator[NumberedRow]:
+        wanted = list(columns or dataset.column_names)
+        return rows_of_columns(dataset.select_columns(wanted).iter(batch_size=READ_ROWS))
+
+    columns = [(field.name, str(field.type)) for field in dataset.features.arrow_schema]
+    return open_rows(read, names, "row", columns=columns, num_rows=len(dataset))
+
+
+def _load_dataset(
+    path: str, split: str, names: ColumnNames, *, is_saved: bool = False, **hub_options: str
+) -> Any:
+    """Loads a data set of the hub or a directory; `is_saved`: one that `save_to_disk` wrote."""
+    import datasets
+
+    try:
+        if is_saved:
+            return datasets.load_from_disk(path)
+        return datasets.load_dataset(path, split=split, **hub_options)
+    except Exception as error:  # the library raises errors of HTTP, Arrow, JSON and of its own
+        if "Unknown split" in str(error):
+            raise DataError(
+                f"{names.label}: {_cause(error)}; set {names.key}.split to the split you want"
+            ) from error
+        if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
+            raise DataError(
+                f"{names.label}: {' '.join(str(error).split())[:500]}; set {names.key}.config to one of them"
+            ) from error
+        remedy = f"no local file has this name: correct {names.key}.path, or check the network and HF_TOKEN"
+        if Path(path).is_dir():
+            remedy = f"mend the files or name one of them in {names.key}.path"
+        if is_saved:
+            remedy = "save it again with save_to_disk"
+        raise DataError(f"{names.label}: `datasets` cannot load it ({_cause(error)}); {remedy}") from error
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:  # libraries name the cause in the innermost error
+        error = error.__cause__
+    return first_line(error)

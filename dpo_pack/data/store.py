@@ -1,15 +1,17 @@
-"""Stores tokenised pairs on disk and reads them through a memory map.
+"""Keys of content, and stores: tokenised pairs on disk, read through a memory map.
+
+The caches find their entries by keys that depend on content only, not on a location or a time.
 
 A store is a directory with the token ids, one record for each pair, and a manifest. If a token has another
-weight than 1, there is also a file with the weights of all tokens. A store is written under a
-temporary name and then renamed, so it is whole or absent. A changed byte is noticed: opening a store
-compares its manifest, records and weights with a checksum. The tokens of a pair are compared with their hash
-only when they are read, so a store of gigabytes opens at once. P is the number of pairs; lengths are in
-tokens.
+weight than 1, there is also a file with the weights of all tokens. A store is written under a temporary name
+and then renamed, so it is whole or absent. A changed byte is noticed: opening a store compares its manifest,
+records and weights with a checksum. The tokens of a pair are compared with their hash only when they are
+read, so a store of gigabytes opens at once. P is the number of pairs; lengths are in tokens.
 """
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -18,12 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.data.keys import KEY_BYTES, content_key, sequence_key
-from dpo_pack.data.truncation import PairIds, TokenIds, TokenWeights
-from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.lengths import AnyIntArray, Group, PairLengths, common_prefix_length
 from dpo_pack.system.errors import CacheError
-from dpo_pack.system.files import read_json, write_json_atomically, written_aside
+from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, written_aside
 
+KEY_BYTES = 16
+TokenIds = NDArray[np.int32]
+TokenWeights = NDArray[np.float32]
 TOKEN_DTYPE, WEIGHT_DTYPE = np.dtype("<i4"), np.dtype("<f4")
 RECORD_DTYPE = np.dtype(
     [
@@ -43,6 +46,55 @@ Records = NDArray[np.void]  # of RECORD_DTYPE
 
 _TOKENS, _WEIGHTS, _RECORDS, _MANIFEST = "tokens.bin", "weights.bin", "records.bin", "manifest.json"
 NO_TOKENS = np.zeros(0, dtype=TOKEN_DTYPE)
+
+
+def content_key(content: object) -> str:
+    """Returns 32 hex digits that name a JSON-able value."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileHash:
+    stamp: str  # identifies one state of the file
+    sha256: str
+
+
+_FileHashes = dict[str, _FileHash]  # by path
+
+
+def file_hash(path: Path, memo_path: Path) -> str:
+    """Returns sha256 of a file's bytes, in hex. The JSON file `memo_path` keeps the hash for later calls."""
+    status = path.stat()
+    # Every change of content changes ctime, even if a program sets mtime back (cp -p, rsync -t).
+    stamp = f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+    name = str(path.resolve())
+    memo: dict[str, _FileHash] = read_json(memo_path, _FileHashes) or {}
+    if name in memo and memo[name].stamp == stamp:
+        return memo[name].sha256
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    add_to_json(memo_path, _FileHashes, {name: _FileHash(stamp=stamp, sha256=digest)})
+    return digest
+
+
+def directory_hash(directory: Path, memo_path: Path) -> str:
+    """Returns one key for the relative names and contents of files below `directory`, except hidden files."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    names = [path.relative_to(directory) for path in files]
+    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    return content_key([[name.as_posix(), file_hash(directory / name, memo_path)] for name in visible])
+
+
+def sequence_key(prompt_ids: AnyIntArray, completion_ids: AnyIntArray) -> bytes:
+    """Returns 16 bytes that name a sequence: its token ids and the position where its completion begins.
+
+    The bytes are blake2b over the prompt's length as int64 and all ids as int32, both little-endian.
+    """
+    digest = hashlib.blake2b(len(prompt_ids).to_bytes(8, "little"), digest_size=KEY_BYTES)
+    digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").data)
+    digest.update(np.ascontiguousarray(completion_ids, dtype="<i4").data)
+    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,13 +156,13 @@ class PairTable:
         sizes = [len(store.records) for store in stores]
         # A column of the table has the name of a field of the records, with an "s" at its end.
         columns = {f"{name}s": np.ascontiguousarray(records[name]) for name in RECORD_DTYPE.fields or ()}
-        weighed = (np.concatenate(columns) for columns in zip(*map(_weigh, stores), strict=True))
-        differs, chosen_scored, rejected_scored = weighed
+        of_tokens = (np.concatenate(arrays) for arrays in zip(*map(_measure_tokens, stores), strict=True))
+        offsets, has_token_weights, chosen_scored, rejected_scored = of_tokens
         return PairTable(
             stores=tuple(stores),
             source_indices=np.repeat(np.arange(len(stores), dtype=np.int16), sizes),
-            offsets=np.concatenate([_offsets(store) for store in stores]),
-            has_token_weights=differs,
+            offsets=offsets,
+            has_token_weights=has_token_weights,
             chosen_scored=chosen_scored,
             rejected_scored=rejected_scored,
             **columns,
@@ -132,18 +184,25 @@ class PairTable:
                 digest.update(self.offsets.data)
         return digest.hexdigest()
 
-    def prompt(self, pair: int) -> TokenIds:
-        """Returns the token ids of the prompt as a view. Raises CacheError if the file has changed."""
-        return self._sequence(pair, self.prompt_keys, 0, 0)[0]
+    def group(self, pair: int, sides: Sequence[bool] = (True, True)) -> Group:
+        """Returns the token ids, as views, of the prompt and of the completions that are True in `sides`.
 
-    def chosen(self, pair: int) -> TokenIds:
-        """Returns the token ids of the chosen completion as a view. Raises CacheError as `prompt` does."""
-        return self._sequence(pair, self.chosen_keys, 0, self.chosen_lengths[pair])[1]
-
-    def rejected(self, pair: int) -> TokenIds:
-        """Returns the token ids of the rejected completion as a view. Raises CacheError as `prompt` does."""
-        before, length = self.chosen_lengths[pair], self.rejected_lengths[pair]
-        return self._sequence(pair, self.rejected_keys, before, length)[1]
+        Raises CacheError if they do not have the keys that the record has, so the file has changed.
+        """
+        store, begin = self.stores[self.source_indices[pair]], int(self.offsets[pair])
+        middle = begin + int(self.prompt_lengths[pair])
+        end = middle + int(self.chosen_lengths[pair])
+        prompt = store.tokens[begin:middle]
+        chosen, rejected = (
+            store.tokens[middle:end],
+            store.tokens[end : end + int(self.rejected_lengths[pair])],
+        )
+        both = ((self.chosen_keys, chosen), (self.rejected_keys, rejected))
+        read = [one for one, is_read in zip(both, sides, strict=True) if is_read]
+        for keys, completion in read or [(self.prompt_keys, NO_TOKENS)]:
+            if sequence_key(prompt, completion) != keys[pair].tobytes():
+                raise store.damaged(int(self.row_numbers[pair]))
+        return Group(context=prompt, completions=tuple(completion for _, completion in read))
 
     def token_weights(self, pair: int) -> tuple[TokenWeights, TokenWeights]:
         """Returns the weights of the chosen completion's tokens, and those of the rejected completion's."""
@@ -160,48 +219,39 @@ class PairTable:
         columns = (column.name for column in fields(self) if column.name != "stores")
         return replace(self, **{name: getattr(self, name)[indices] for name in columns})
 
-    def _sequence(
-        self, pair: int, keys: NDArray[np.uint8], before: np.int32 | int, length: np.int32 | int
-    ) -> tuple[TokenIds, TokenIds]:
-        """Returns the prompt, and the completion that begins `before` tokens after the prompt's end.
-
-        Raises CacheError if these tokens do not have the key that the record has, so they have changed.
-        """
-        store = self.stores[self.source_indices[pair]]
-        begin = self.offsets[pair]
-        end = begin + self.prompt_lengths[pair]
-        prompt, completion = store.tokens[begin:end], store.tokens[end + before : end + before + length]
-        if sequence_key(prompt, completion) != keys[pair].tobytes():
-            raise store.damaged(int(self.row_numbers[pair]))
-        return prompt, completion
-
 
 def join_pairs(
-    pairs: Sequence[PairIds],
+    pairs: Sequence[Group],
     weights: Sequence[float],
     row_numbers: Sequence[int],
     whole_prompt_keys: Sequence[bytes] | None = None,
 ) -> TokenStore:
     """Puts pairs into a store in memory. `whole_prompt_keys` are not needed for uncut prompts."""
+    parts = [(pair.context, *pair.completions) for pair in pairs]  # (prompt, chosen, rejected)
     records = np.zeros(len(pairs), dtype=RECORD_DTYPE)
-    records["prompt_length"] = [len(pair.prompt) for pair in pairs]
-    records["chosen_length"] = [len(pair.chosen) for pair in pairs]
-    records["rejected_length"] = [len(pair.rejected) for pair in pairs]
-    records["shared_length"] = [
-        len(pair.prompt) + common_prefix_length(pair.chosen, pair.rejected) for pair in pairs
-    ]
+    for position, name in enumerate(("prompt_length", "chosen_length", "rejected_length")):
+        records[name] = [len(of_pair[position]) for of_pair in parts]
+    records["shared_length"] = [len(p.context) + common_prefix_length(p.completions) for p in pairs]
     records["weight"] = weights
     records["row_number"] = row_numbers
-    records["prompt_key"] = _keys(sequence_key(pair.prompt, NO_TOKENS) for pair in pairs)
-    records["whole_prompt_key"] = (
-        records["prompt_key"] if whole_prompt_keys is None else _keys(whole_prompt_keys)
-    )
-    records["chosen_key"] = _keys(sequence_key(pair.prompt, pair.chosen) for pair in pairs)
-    records["rejected_key"] = _keys(sequence_key(pair.prompt, pair.rejected) for pair in pairs)
-    parts = [part for pair in pairs for part in (pair.prompt, pair.chosen, pair.rejected)]
-    return TokenStore(
-        tokens=np.concatenate([NO_TOKENS, *parts]), records=records, token_weights=_join_weights(pairs)
-    )
+    prompt_keys = [sequence_key(prompt, NO_TOKENS) for prompt, _, _ in parts]
+    keys = {
+        "prompt_key": prompt_keys,
+        "chosen_key": [sequence_key(prompt, chosen) for prompt, chosen, _ in parts],
+        "rejected_key": [sequence_key(prompt, rejected) for prompt, _, rejected in parts],
+        "whole_prompt_key": prompt_keys if whole_prompt_keys is None else whole_prompt_keys,
+    }
+    for name, of_pairs in keys.items():
+        records[name] = np.frombuffer(b"".join(of_pairs), dtype=np.uint8).reshape(-1, KEY_BYTES)
+    token_weights = None
+    if any(pair.weights is not None for pair in pairs):
+        ones = [[np.ones(len(ids), dtype=WEIGHT_DTYPE) for ids in of_pair] for of_pair in parts]
+        both = zip(pairs, ones, strict=True)
+        given = [(one[0], *(one[1:] if pair.weights is None else pair.weights)) for pair, one in both]
+        token_weights = np.concatenate([of_part for of_pair in given for of_part in of_pair])
+        token_weights = None if (token_weights == 1).all() else token_weights
+    tokens = np.concatenate([NO_TOKENS, *(ids for of_pair in parts for ids in of_pair)])
+    return TokenStore(tokens=tokens, records=records, token_weights=token_weights)
 
 
 def join_stores(stores: Sequence[TokenStore], summary: Mapping[str, Any]) -> TokenStore:
@@ -217,29 +267,6 @@ def join_stores(stores: Sequence[TokenStore], summary: Mapping[str, Any]) -> Tok
         token_weights=weights,
         summary=summary,
     )
-
-
-def _join_weights(pairs: Sequence[PairIds]) -> TokenWeights | None:
-    """Returns the weights of all tokens in a store's order; None if every weight is 1."""
-    if all(pair.chosen_weights is None and pair.rejected_weights is None for pair in pairs):
-        return None
-    parts = []
-    for pair in pairs:
-        given = (
-            (pair.prompt, None),
-            (pair.chosen, pair.chosen_weights),
-            (pair.rejected, pair.rejected_weights),
-        )
-        parts += [np.ones(len(ids), dtype=WEIGHT_DTYPE) if of is None else of for ids, of in given]
-    weights = np.concatenate(parts)
-    return None if (weights == 1).all() else weights
-
-
-def common_prefix_length(ids: TokenIds, other_ids: TokenIds) -> int:
-    """Returns the number of tokens in the common beginning of both arrays."""
-    shorter = min(len(ids), len(other_ids))
-    differs = ids[:shorter] != other_ids[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
 
 
 def write_store(
@@ -268,7 +295,7 @@ def write_store(
                 records.write(batch.records.tobytes())
                 num_tokens += len(batch.tokens)
         summary = summarize()
-        checksum = _checksum(*_map_files(temporary), summary)
+        _, checksum = _map_files(temporary, summary)
         write_json_atomically(temporary / _MANIFEST, {"checksum": checksum, "summary": summary})
         if open_store(directory) is not None:
             raise _WrittenMeanwhile
@@ -277,20 +304,16 @@ def write_store(
 def open_store(directory: Path) -> TokenStore | None:
     """Opens the store in `directory`. Returns None if no store is there, or if the store is damaged."""
     manifest = read_json(directory / _MANIFEST)
+    summary = manifest.get("summary") if isinstance(manifest, dict) else None
+    if not isinstance(summary, dict):
+        return None
     try:
-        tokens, records, weights = _map_files(directory)
+        store, checksum = _map_files(directory, summary)
     except (FileNotFoundError, ValueError):  # ValueError: a file is empty or ends within an entry
         return None
     except OSError as error:
         raise CacheError(f"cannot read {directory}: {error.strerror}; check its permissions") from error
-    summary = manifest.get("summary") if isinstance(manifest, dict) else None
-    if not isinstance(summary, dict) or manifest.get("checksum") != _checksum(
-        tokens, records, weights, summary
-    ):
-        return None
-    return TokenStore(
-        tokens=tokens, records=records, token_weights=weights, summary=summary, directory=directory
-    )
+    return store if manifest.get("checksum") == checksum else None
 
 
 class _WrittenMeanwhile(Exception):
@@ -302,50 +325,36 @@ def key_values(keys: NDArray[np.uint8]) -> NDArray[np.void]:
     return np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).ravel()
 
 
-def _offsets(store: TokenStore) -> NDArray[np.int64]:
-    records = store.records
-    sizes = records["prompt_length"].astype(np.int64) + records["chosen_length"] + records["rejected_length"]
-    offsets: NDArray[np.int64] = np.cumsum(sizes) - sizes
-    return offsets
-
-
-def _weigh(store: TokenStore) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
-    """Returns [P] whether a token's weight is not 1, and the sums of weights of chosen and of rejected."""
+def _measure_tokens(store: TokenStore) -> tuple[NDArray[Any], ...]:
+    """Returns four [P]: offsets, whether a weight is not 1, sums of the weights of chosen and of rejected."""
     records, weights = store.records, store.token_weights
     chosen, rejected = (records[name].astype(np.float64) for name in ("chosen_length", "rejected_length"))
+    sizes = records["prompt_length"].astype(np.int64) + records["chosen_length"] + records["rejected_length"]
+    offsets = np.cumsum(sizes) - sizes
     if weights is None:
-        return np.zeros(len(records), dtype=np.bool_), chosen, rejected
-    chosen_begins = _offsets(store) + records["prompt_length"]
+        return offsets, np.zeros(len(records), dtype=np.bool_), chosen, rejected
+    chosen_begins = offsets + records["prompt_length"]
     middles = chosen_begins + records["chosen_length"]
-    ends = middles + records["rejected_length"]
-    # `reduceat` takes the values from each position to the next one. The last `end` is the end of the file.
-    begins = np.stack((chosen_begins, middles, ends), axis=1).ravel()[:-1]
+    # `reduceat` takes the values from each position to the next one. The last end is the end of the file.
+    begins = np.stack((chosen_begins, middles, offsets + sizes), axis=1).ravel()[:-1]
     sums = np.add.reduceat(weights, begins, dtype=np.float64)
     differs = np.logical_or.reduceat(weights != 1, begins)
-    return differs[0::3] | differs[1::3], sums[0::3], sums[1::3]
+    return offsets, differs[0::3] | differs[1::3], sums[0::3], sums[1::3]
 
 
-def _keys(keys: Iterable[bytes]) -> NDArray[np.uint8]:
-    return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
-
-
-def _map_files(directory: Path) -> tuple[TokenIds, Records, TokenWeights | None]:
-    weights = directory / _WEIGHTS
-    return (
-        np.asarray(np.memmap(directory / _TOKENS, dtype=TOKEN_DTYPE, mode="r")),
-        np.asarray(np.memmap(directory / _RECORDS, dtype=RECORD_DTYPE, mode="r")),
-        np.asarray(np.memmap(weights, dtype=WEIGHT_DTYPE, mode="r")) if weights.exists() else None,
-    )
-
-
-def _checksum(
-    tokens: TokenIds, records: Records, weights: TokenWeights | None, summary: dict[str, Any]
-) -> str:
-    """Returns a hash of a store. Of the tokens only the count is hashed: records have the tokens' hashes."""
+def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, str]:
+    """Returns a store and its checksum. Of the tokens only the count is hashed: records have their hashes."""
+    tokens = np.asarray(np.memmap(directory / _TOKENS, dtype=TOKEN_DTYPE, mode="r"))
+    records = np.asarray(np.memmap(directory / _RECORDS, dtype=RECORD_DTYPE, mode="r"))
     parts = [len(tokens), hashlib.blake2b(records.view(np.uint8).data).hexdigest(), summary]
-    if weights is not None:
+    weights = None
+    if (directory / _WEIGHTS).exists():
+        weights = np.asarray(np.memmap(directory / _WEIGHTS, dtype=WEIGHT_DTYPE, mode="r"))
         parts.append(hashlib.blake2b(weights.data).hexdigest())
-    return content_key(parts)
+    store = TokenStore(
+        tokens=tokens, records=records, token_weights=weights, summary=summary, directory=directory
+    )
+    return store, content_key(parts)
 
 
 def pair_lengths(table: PairTable) -> PairLengths:

@@ -1,24 +1,46 @@
-"""Turns rows into token ids: chat templates, EOS, the boundary between prompt and completion.
+"""Turns rows into token ids: chat templates, EOS, the boundary between prompt and completion, truncation.
 
 The ids are those of TRL 1.16 (`DPOTrainer._prepare_dataset`): the prompt, and the prompt with each
 completion, are tokenised as whole texts. The completions begin where these three sequences first differ.
+Rows are tokenised in this process or in several processes; the result is the same. Lengths are in tokens.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-from dpo_pack.data.chat import assistant_weights, has_other_turns, rendering
 from dpo_pack.data.formats import FORMATS, BadRow, Message, Pair, with_system_message
-from dpo_pack.data.keys import beginning_key, prompt_key
 from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.store import NO_TOKENS, TokenStore, common_prefix_length, join_pairs
-from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.data.truncation import LengthLimits, PairIds, TokenIds, TokenWeights, truncate
-from dpo_pack.system.errors import ModelError, RecipeError
+from dpo_pack.data.store import (
+    KEY_BYTES,
+    NO_TOKENS,
+    TokenIds,
+    TokenStore,
+    TokenWeights,
+    content_key,
+    join_pairs,
+)
+from dpo_pack.data.tokenizer import Tokenizer, apply_chat_template, assistant_weights, has_other_turns
+from dpo_pack.packing.lengths import AnyIntArray, Group, common_prefix_length
+from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
 TOKENIZATION_VERSION = 3
@@ -27,10 +49,29 @@ TOKENIZATION_VERSION = 3
 _ENCODE_CHARS = 1 << 21
 # A longer text is refused, because encoding takes a second and 200 MB for a million characters.
 _MAX_TEXT_CHARS = 1 << 22
+# Byte n of the key of an inferred prompt hashes the first BEGINNINGS[n] characters. Steps are small, so that
+# a split takes few characters more than it needs: those after a short prompt are an answer's.
+BEGINNINGS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+Truncation = Literal["drop", "prompt_left", "completion_right", "error"]
 DroppedRow = tuple[int, BadRow]  # the number of a row without a pair or prompt, and the reason
 
 # The end of a turn is among so many last tokens, because a template may write a line break after it.
 _TURN_END_TOKENS = 3
+
+# The rows of a batch: at most so many, and no more after so many bytes.
+_BATCH_ROWS = 512
+_BATCH_BYTES = 1 << 24
+_BATCHES_PER_WORKER = 2  # submitted ahead, so that no worker waits for the reader
+_Result = Callable[[], "TokenizedBatch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthLimits:
+    """The largest allowed lengths, and the option that decides what happens to longer pairs."""
+
+    max_length: int  # prompt + one completion
+    max_prompt_length: int | None
+    truncation: Truncation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +103,8 @@ class TokenizedPair:
     row_number: int
     pair: Pair
     alone: TokenIds  # the prompt, tokenised without a completion
-    whole: PairIds  # before truncation
-    fitted: PairIds  # the tokens that the model gets
+    whole: Group  # before truncation
+    fitted: Group  # the tokens that the model gets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +115,32 @@ class TokenizedBatch:
     pairs: TokenStore  # if rows are prompts, the completions have no tokens
     prompts: tuple[Prompt, ...]  # one for each pair; empty if rows are pairs
     dropped: tuple[DroppedRow, ...]  # in row order
-    counts: Counter[str]  # counts of kept pairs and of their completions, see _pair_notes
+    counts: Counter[str]  # counts of kept pairs and of their completions, see _count
     kept: tuple[TokenizedPair, ...] = ()  # the pairs; empty if rows are prompts
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """Returns a key of all parts of a tokenizer that change token ids, templates included, but not its path.
+
+    The versions of the libraries are part of the key, because fixes in the libraries change ids.
+    """
+    settings = {
+        "class": type(tokenizer).__name__,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "chat_template": tokenizer.chat_template,
+        "split_special_tokens": tokenizer.split_special_tokens,
+        "versions": [version("tokenizers"), version("transformers")],
+    }
+    if tokenizer.is_fast:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        # Every call of the tokenizer sets and unsets these two entries. Our calls neither truncate nor pad.
+        del backend["truncation"], backend["padding"]
+        return content_key([settings, backend])
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save_pretrained(directory)
+        files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+        hashes = [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
+    return content_key([settings, hashes])
 
 
 def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label: str) -> None:
@@ -107,35 +172,32 @@ def tokenize_batch(
     rows: Sequence[NumberedRow], settings: TokenizationSettings, tokenizer: Tokenizer
 ) -> TokenizedBatch:
     """Returns the token ids of the rows that give a pair or a prompt, and the reasons of all other rows."""
-    is_text = FORMATS[settings.format].content != "token_ids"
-    is_dialogue = FORMATS[settings.format].content == "messages" and settings.completion_tokens is None
-    parsed: list[tuple[int, Pair, tuple[str, ...]]] = []  # for the texts see render
-    weights: dict[int, list[TokenWeights | None]] = {}  # by row number, of rows with several turns
+    content, is_pairs = FORMATS[settings.format].content, settings.completion_tokens is None
+    is_dialogue = content == "messages" and is_pairs
+    parsed: list[tuple[int, Pair, tuple[str, ...]]] = []
+    turns: dict[int, list[TokenWeights | None]] = {}  # weights by row number, of rows with several turns
     dropped: list[DroppedRow] = []
     for number, row in rows:
         try:
-            pair = parse_row(row, settings, tokenizer)
-            texts = render(pair, settings, tokenizer) if is_text else ()
+            pair, texts = read_row(row, settings, tokenizer)
             if is_dialogue and settings.scored_turns == "assistant" and has_other_turns(pair):
-                weights[number] = assistant_weights(pair, texts[1:], tokenizer)
+                turns[number] = assistant_weights(pair, texts[1:], tokenizer)
             parsed.append((number, pair, texts))
         except BadRow as bad:
             dropped.append((number, bad.with_traceback(None)))
-    if is_text:
-        ids = _encode([text for _, _, texts in parsed for text in texts], settings, tokenizer)
-    else:
-        ids = _given_ids([pair for _, pair, _ in parsed], settings)
-    sequences_per_row = 3 if settings.completion_tokens is None else 1
+    ids = _given_ids(parsed, settings) if content == "token_ids" else _encode(parsed, settings, tokenizer)
     ends, counts = EndTokens.of(tokenizer, settings.format), Counter[str]()
-    kept: list[tuple[int, Pair, PairIds]] = []
+    kept: list[tuple[int, Pair, Group]] = []
     prompts: list[Prompt] = []
     tokenized: list[TokenizedPair] = []
-    for (number, pair, texts), *sequences in zip(parsed, *[ids] * sequences_per_row, strict=True):
+    for (number, pair, texts), *sequences in zip(parsed, *[ids] * (3 if is_pairs else 1), strict=True):
         try:
-            if settings.completion_tokens is None:
-                whole = with_weights(split_at_boundary(*sequences), pair, weights.get(number))
+            if is_pairs:
+                whole = split_at_boundary(*sequences)
+                if number in turns or (pair.chosen_weights, pair.rejected_weights) != (None, None):
+                    whole = _with_weights(whole, pair, turns.get(number))
                 fitted = truncate(whole, settings.limits, tokenizer.bos_token_id)
-                counts.update(_pair_notes(len(sequences[0]), whole, fitted, ends))
+                _count(counts, len(sequences[0]), whole, fitted, ends)
                 tokenized.append(
                     TokenizedPair(
                         row_number=number, pair=pair, alone=sequences[0], whole=whole, fitted=fitted
@@ -144,7 +206,7 @@ def tokenize_batch(
             else:
                 prompt, is_truncated = _fit_prompt(number, pair, texts, sequences[0], settings, tokenizer)
                 prompts.append(prompt)
-                fitted = PairIds(prompt=prompt.ids, chosen=NO_TOKENS, rejected=NO_TOKENS)
+                fitted = Group(context=prompt.ids, completions=(NO_TOKENS, NO_TOKENS))
                 counts["prompts_truncated"] += is_truncated
         except BadRow as bad:
             dropped.append((number, bad.with_traceback(None)))
@@ -153,11 +215,10 @@ def tokenize_batch(
             counts["prompts_inferred"] += pair.has_inferred_prompt
             if is_dialogue and has_other_turns(pair):
                 counts["pairs_with_other_turns"] += 1
-    pairs = [fitted for _, _, fitted in kept]
     return TokenizedBatch(
         num_rows=len(rows),
         pairs=join_pairs(
-            pairs,
+            [fitted for _, _, fitted in kept],
             [pair.weight for _, pair, _ in kept],
             [number for number, _, _ in kept],
             [_whole_prompt_key(pair) for _, pair, _ in kept],
@@ -169,58 +230,40 @@ def tokenize_batch(
     )
 
 
-def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: TokenIds) -> PairIds:
-    """Splits the sequences where one of the two longer sequences first differs from the prompt's tokens.
+def read_row(
+    row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, tokenizer: Tokenizer
+) -> tuple[Pair, tuple[str, ...]]:
+    """Returns the pair of a row, or its prompt alone if rows are prompts, and its texts. Raises BadRow.
 
-    This boundary is before the end of the prompt if a token covers the end of the prompt and the beginning of
-    a completion, or if a template renders the prompt alone differently. Raises BadRow if a part is empty.
+    The texts are the prompt and, for a pair, prompt + chosen and prompt + rejected; none for token ids.
     """
-    boundary = min(common_prefix_length(prompt, with_chosen), common_prefix_length(prompt, with_rejected))
-    if boundary == 0:
-        raise BadRow("empty_prompt", "no prompt token comes before the completions")
-    pair = PairIds(prompt=prompt[:boundary], chosen=with_chosen[boundary:], rejected=with_rejected[boundary:])
-    for column, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-        if len(completion) == 0:
-            raise BadRow("empty_completion", f"the {column} completion has no tokens")
-    if np.array_equal(pair.chosen, pair.rejected):
-        raise BadRow("identical_completions", "chosen and rejected are the same, so the pair prefers nothing")
-    return pair
-
-
-def with_weights(ids: PairIds, pair: Pair, of_turns: Sequence[TokenWeights | None] | None) -> PairIds:
-    """Returns the token ids with the weights of the row, or with those of its turns.
-
-    `of_turns` has the weights of all tokens of prompt + chosen and of prompt + rejected, or None. Raises
-    BadRow if a completion has no token that is scored.
-    """
-    given: Sequence[Any] = (pair.chosen_weights, pair.rejected_weights)
-    if of_turns is not None:
-        given = [None if of_side is None else of_side[len(ids.prompt) :] for of_side in of_turns]
-    weights = [None if of_side is None else np.asarray(of_side, dtype=np.float32) for of_side in given]
-    for side, of_side in zip(("chosen", "rejected"), weights, strict=True):
-        assert of_side is None or len(of_side) == len(ids.completion(side))
-        if of_side is not None and not of_side.any():
-            raise BadRow("nothing_scored", f"{side} has nothing that the assistant says")
-    return replace(ids, chosen_weights=weights[0], rejected_weights=weights[1])
-
-
-def _whole_prompt_key(pair: Pair) -> bytes:
-    return beginning_key(str(pair.prompt)) if pair.has_inferred_prompt else prompt_key(pair.prompt)
-
-
-def parse_row(row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, tokenizer: Tokenizer) -> Pair:
-    """Returns the pair of a row, or its prompt alone if rows are prompts. Raises BadRow."""
     if isinstance(row, BadRow):
         raise row
-    format = FORMATS[settings.format]
-    read = format.pair if settings.completion_tokens is None else format.prompt
-    pair = read(row, **settings.format_options)
-    if settings.system_prompt is not None:
-        assert isinstance(pair.prompt, list), "check_tokenizer refuses it for other formats"
-        pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))
+    format, is_pair = FORMATS[settings.format], settings.completion_tokens is None
+    pair = (format.pair if is_pair else format.prompt)(row, **settings.format_options)
     if format.content == "token_ids":
         _check_vocabulary(pair, len(tokenizer))
-    return pair
+        return pair, ()
+    completions = (pair.chosen, pair.rejected) if is_pair else ()
+    texts: tuple[str, ...]
+    if isinstance(pair.prompt, str):
+        eos = tokenizer.eos_token or ""
+        ended = (str(completion).removesuffix(eos) + eos for completion in completions)
+        texts = (pair.prompt, *(pair.prompt + completion for completion in ended))
+    else:
+        if settings.system_prompt is not None:
+            pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))
+        texts = apply_chat_template(pair, completions, tokenizer)
+    for text in texts:
+        if len(text) > _MAX_TEXT_CHARS:
+            limit = f"more than {_MAX_TEXT_CHARS:,}"
+            raise BadRow("text_too_long", f"prompt and completion have {len(text):,} characters, {limit}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            lone = f"\\u{ord(text[error.start]):04x}"
+            raise BadRow("invalid_unicode", f"a text has half of a surrogate pair ({lone})") from None
+    return pair, texts
 
 
 def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
@@ -233,53 +276,26 @@ def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
                 raise BadRow("token_id_out_of_range", detail)
 
 
-def render(pair: Pair, settings: TokenizationSettings, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Returns the text of the prompt and, for a pair, the texts prompt + chosen and prompt + rejected."""
-    completions = () if settings.completion_tokens is not None else (pair.chosen, pair.rejected)
-    texts: tuple[str, ...]
-    if isinstance(pair.prompt, str):
-        eos = tokenizer.eos_token or ""
-        ended = (str(completion).removesuffix(eos) + eos for completion in completions)
-        texts = (pair.prompt, *(pair.prompt + completion for completion in ended))
-    else:
-        texts = _apply_chat_template(pair, completions, tokenizer)
-    for text in texts:
-        if len(text) > _MAX_TEXT_CHARS:
-            limit = f"more than {_MAX_TEXT_CHARS:,}"
-            raise BadRow("text_too_long", f"prompt and completion have {len(text):,} characters, {limit}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            lone = f"\\u{ord(text[error.start]):04x}"
-            raise BadRow("invalid_unicode", f"a text has half of a surrogate pair ({lone})") from None
-    return texts
+def _whole_prompt_key(pair: Pair) -> bytes:
+    """Returns 16 bytes that name a whole prompt of a source: a text, messages or token ids.
 
-
-def _apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Tokenizer) -> tuple[str, ...]:
-    prompt: Any = pair.prompt
-    options = {**pair.template_options, "tokenize": False}
-    with rendering():
-        return (
-            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options),
-            *(tokenizer.apply_chat_template(prompt + completion, **options) for completion in completions),
-        )
-
-
-def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
-    """Returns True if the chat template writes the beginning of an answer after the prompt of a pair.
-
-    Also True if the template renders no prompt without this beginning.
+    The tokenizer and the chat template do not change the key, so all models hold out the same prompts. Of an
+    inferred prompt, each byte names a beginning, see BEGINNINGS.
     """
-    try:
-        # [] is a completion of no messages.
-        with_opening, without = _apply_chat_template(pair, ([],), tokenizer)
-    except BadRow:
-        return True
-    return with_opening != without
+    if pair.has_inferred_prompt:
+        parts = (str(pair.prompt)[:length].encode(errors="surrogatepass") for length in BEGINNINGS)
+        return b"".join(hashlib.blake2b(part, digest_size=1).digest() for part in parts)
+    text = json.dumps(
+        pair.prompt, sort_keys=True, default=str
+    )  # Arrow has values that JSON lacks, such as dates
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
 
-def _encode(texts: list[str], settings: TokenizationSettings, tokenizer: Tokenizer) -> Iterator[TokenIds]:
-    """Yields the ids of each text. The tokenizer gets many texts in a call, so that its threads have work."""
+def _encode(
+    parsed: Sequence[tuple[int, Pair, tuple[str, ...]]], settings: TokenizationSettings, tokenizer: Tokenizer
+) -> Iterator[TokenIds]:
+    # The tokenizer gets many texts in a call, so that its threads have work.
+    texts = [text for _, _, of_row in parsed for text in of_row]
     start = 0
     while start < len(texts):
         end, num_chars = start, 0
@@ -297,14 +313,100 @@ def _encode(texts: list[str], settings: TokenizationSettings, tokenizer: Tokeniz
         start = end
 
 
-def _given_ids(pairs: Sequence[Pair], settings: TokenizationSettings) -> Iterator[TokenIds]:
+def _given_ids(
+    parsed: Sequence[tuple[int, Pair, tuple[str, ...]]], settings: TokenizationSettings
+) -> Iterator[TokenIds]:
     """Yields the same sequences as `_encode`, for rows that are token ids already."""
-    for pair in pairs:
+    for _, pair, _ in parsed:
         prompt = np.array(pair.prompt, dtype=np.int32)
         yield prompt
         if settings.completion_tokens is None:
             for completion in (pair.chosen, pair.rejected):
                 yield np.concatenate([prompt, np.array(completion, dtype=np.int32)])
+
+
+def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: TokenIds) -> Group:
+    """Splits the sequences where one of the two longer sequences first differs from the prompt's tokens.
+
+    This boundary is before the end of the prompt if a token covers the end of the prompt and the beginning of
+    a completion, or if a template renders the prompt alone differently. Raises BadRow if a part is empty.
+    """
+    boundary = common_prefix_length((prompt, with_chosen, with_rejected))
+    if boundary == 0:
+        raise BadRow("empty_prompt", "no prompt token comes before the completions")
+    chosen, rejected = with_chosen[boundary:], with_rejected[boundary:]
+    for column, completion in (("chosen", chosen), ("rejected", rejected)):
+        if len(completion) == 0:
+            raise BadRow("empty_completion", f"the {column} completion has no tokens")
+    if np.array_equal(chosen, rejected):
+        raise BadRow("identical_completions", "chosen and rejected are the same, so the pair prefers nothing")
+    return Group(context=prompt[:boundary], completions=(chosen, rejected))
+
+
+def _with_weights(ids: Group, pair: Pair, of_turns: Sequence[TokenWeights | None] | None) -> Group:
+    """Returns the token ids with the weights of the row, or with those of its turns.
+
+    `of_turns` has the weights of all tokens of prompt + chosen and of prompt + rejected, or None. Raises
+    BadRow if a completion has no token that is scored.
+    """
+    given: Sequence[Any] = (pair.chosen_weights, pair.rejected_weights)
+    if of_turns is not None:
+        given = [None if of_side is None else of_side[len(ids.context) :] for of_side in of_turns]
+    weights = []
+    for side, of_side, completion in zip(("chosen", "rejected"), given, ids.completions, strict=True):
+        weights.append(np.asarray(np.ones(len(completion)) if of_side is None else of_side, dtype=np.float32))
+        assert len(weights[-1]) == len(completion)
+        if not weights[-1].any():
+            raise BadRow("nothing_scored", f"{side} has nothing that the assistant says")
+    return replace(ids, weights=tuple(weights))
+
+
+def truncate(pair: Group, limits: LengthLimits, bos_token_id: int | None) -> Group:
+    """Returns the pair, cut to the limits by one of these rules (`limits.truncation`).
+
+    - `prompt_left` cuts the oldest prompt tokens. One or more stay; if two or more stay, BOS stays first.
+    - `completion_right` cuts the ends of completions, never a prompt.
+    - `drop` and `error` cut nothing.
+
+    Raises BadRow `prompt_too_long` or `too_long` for a pair that still does not fit,
+    `identical_after_truncation` if cutting makes the completions equal, and `unscored_after_truncation` if it
+    leaves a completion without a token that is scored.
+    """
+    cuts_prompt = limits.truncation == "prompt_left"
+    prompt_limit, max_length = limits.max_prompt_length, limits.max_length
+    if prompt_limit is not None and len(pair.context) > prompt_limit:
+        if not cuts_prompt:
+            detail = f"the prompt has {len(pair.context)} tokens, data.max_prompt_length is {prompt_limit}"
+            raise BadRow("prompt_too_long", detail)
+        pair = _with_newest_prompt(pair, prompt_limit, bos_token_id)
+    completion_length = max(map(len, pair.completions))
+    if len(pair.context) + completion_length <= max_length:
+        return pair
+    if cuts_prompt and completion_length < max_length:
+        return _with_newest_prompt(pair, max_length - completion_length, bos_token_id)
+    if limits.truncation == "completion_right" and len(pair.context) < max_length:
+        return _with_shorter_completions(pair, max_length - len(pair.context))
+    detail = f"{len(pair.context)} prompt and {completion_length} completion tokens"
+    raise BadRow("too_long", f"{detail}, data.max_length is {max_length}")
+
+
+def _with_newest_prompt(pair: Group, length: int, bos_token_id: int | None) -> Group:
+    # Models attend heavily to the first position and expect BOS there, so BOS is kept.
+    if length > 1 and pair.context[0] == bos_token_id:
+        return replace(pair, context=np.concatenate([pair.context[:1], pair.context[1 - length :]]))
+    return replace(pair, context=pair.context[-length:])
+
+
+def _with_shorter_completions(pair: Group, length: int) -> Group:
+    chosen, rejected = (completion[:length] for completion in pair.completions)
+    if np.array_equal(chosen, rejected):
+        detail = f"the first {length} tokens of the completions, all that data.max_length leaves, are equal"
+        raise BadRow("identical_after_truncation", detail)
+    weights = None if pair.weights is None else tuple(of_side[:length] for of_side in pair.weights)
+    if weights is not None and not all(of_side.any() for of_side in weights):
+        detail = f"the first {length} tokens of a completion, all that data.max_length leaves, are not scored"
+        raise BadRow("unscored_after_truncation", detail)
+    return replace(pair, completions=(chosen, rejected), weights=weights)
 
 
 def _fit_prompt(
@@ -324,13 +426,11 @@ def _fit_prompt(
     if not text or len(ids) == 0:
         raise BadRow("empty_prompt", "the prompt is empty")
     room = np.zeros(settings.completion_tokens or 0, dtype=np.int32)
-    fitted = truncate(
-        PairIds(prompt=ids, chosen=room, rejected=room), settings.limits, tokenizer.bos_token_id
-    )
+    whole = Group(context=ids, completions=(room, room))
+    fitted = truncate(whole, settings.limits, tokenizer.bos_token_id).context.astype(np.int32, copy=False)
     is_conversation = FORMATS[settings.format].content == "messages"
     messages: Any = tuple(pair.prompt) if is_conversation else None
-    prompt = Prompt(ids=fitted.prompt, text=text, messages=messages, row_number=number)
-    return prompt, len(fitted.prompt) < len(ids)
+    return Prompt(ids=fitted, text=text, messages=messages, row_number=number), len(fitted) < len(ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,19 +449,94 @@ class EndTokens:
         special = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         return EndTokens(ids=eos | special, window=_TURN_END_TOKENS)
 
-    def found_in(self, completion: TokenIds) -> list[int]:
+    def found_in(self, completion: AnyIntArray) -> list[int]:
         """Returns the end tokens that the completion has at its end; an empty list if it has no end."""
         return [token for token in completion[-self.window :].tolist() if token in self.ids]
 
 
-def _pair_notes(num_prompt_tokens: int, whole: PairIds, fitted: PairIds, ends: EndTokens) -> Counter[str]:
-    """Returns the report's counts of a kept pair: two counts of pairs, then three of completions."""
-    notes = Counter[str](
-        prompt_boundary_moved=len(whole.prompt) < num_prompt_tokens,
-        prompt_truncated=len(fitted.prompt) < len(whole.prompt),
+def _count(
+    counts: Counter[str], num_prompt_tokens: int, whole: Group, fitted: Group, ends: EndTokens
+) -> None:
+    """Adds a kept pair to the report's counts: two counts of pairs, then three of completions."""
+    counts["prompt_boundary_moved"] += len(whole.context) < num_prompt_tokens
+    counts["prompt_truncated"] += len(fitted.context) < len(whole.context)
+    for before, after in zip(whole.completions, fitted.completions, strict=True):
+        had_end = bool(ends.found_in(before))
+        counts["completions_truncated"] += len(after) < len(before)
+        counts["completions_without_eos"] += not had_end
+        counts["eos_lost"] += had_end and not ends.found_in(after)
+
+
+def tokenize_rows(
+    rows: Iterator[NumberedRow],
+    settings: TokenizationSettings,
+    tokenizer: Tokenizer,
+    *,
+    num_workers: int,
+    max_pairs: int | None,
+) -> Generator[TokenizedBatch, None, None]:
+    """Yields batches in row order, until the rows end or `max_pairs` pairs are kept.
+
+    To read no rows in vain, a batch never has more rows than pairs are still missing.
+    """
+    wanted = sys.maxsize if max_pairs is None else max_pairs
+    most_under_way = num_workers * _BATCHES_PER_WORKER if num_workers > 1 else 1
+    under_way: deque[tuple[int, _Result]] = deque()
+    with _workers(settings, tokenizer, num_workers) as submit:
+        while True:
+            while len(under_way) < most_under_way:
+                batch, num_bytes = [], 0
+                for row in islice(rows, min(_BATCH_ROWS, wanted)):
+                    batch.append(row)
+                    num_bytes += len(pickle.dumps(row))  # measures any type, in a microsecond a row
+                    if num_bytes > _BATCH_BYTES:
+                        break
+                if not batch:
+                    break
+                wanted -= len(batch)  # assumes that all rows are kept; corrected below
+                under_way.append((len(batch), submit(batch)))
+            if not under_way:
+                return
+            num_rows, result = under_way.popleft()
+            tokenized = result()
+            wanted += num_rows - len(tokenized.pairs.records)
+            yield tokenized
+
+
+@contextmanager
+def _workers(
+    settings: TokenizationSettings, tokenizer: Tokenizer, num_workers: int
+) -> Iterator[Callable[[list[NumberedRow]], _Result]]:
+    """Gives a function that starts to tokenise a batch and returns a function that waits for the result."""
+    if num_workers < 2:
+        yield lambda batch: partial(tokenize_batch, batch, settings, tokenizer)
+        return
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of the tokenizer's threads
+        initializer=_start_worker,
+        initargs=(settings, tokenizer),
     )
-    for before, after in ((whole.chosen, fitted.chosen), (whole.rejected, fitted.rejected)):
-        notes["completions_truncated"] += len(after) < len(before)
-        notes["completions_without_eos"] += not ends.found_in(before)
-        notes["eos_lost"] += bool(ends.found_in(before)) and not ends.found_in(after)
-    return notes
+    try:
+        yield lambda batch: pool.submit(_tokenize_in_worker, batch).result
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that tokenised was killed, probably because memory ran out; set data.num_workers: 0"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker: tuple[TokenizationSettings, Tokenizer] | None = None
+
+
+def _start_worker(settings: TokenizationSettings, tokenizer: Tokenizer) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, but the parent stops them
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
+    _worker = settings, tokenizer
+
+
+def _tokenize_in_worker(batch: list[NumberedRow]) -> TokenizedBatch:
+    assert _worker is not None
+    return tokenize_batch(batch, *_worker)

@@ -1,23 +1,30 @@
-"""The methods of a tokenizer that data/ uses, and the key that names a tokenizer in the caches."""
+"""The methods of a tokenizer that data/ uses, and what its chat template makes of a conversation.
+
+The assistant's tokens of a completion are scored. A completion of one message of the assistant is scored as a
+whole; nothing here looks at it. In any other completion, `{% generation %}` marks of the chat template say
+which tokens are the assistant's. Without marks, the conversation is rendered once more up to each of its
+turns: the text that a turn adds is the turn's.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os.path
+import re
 import resource
 import signal
-import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from dpo_pack.data.formats import Message
-from dpo_pack.data.keys import content_key
-from dpo_pack.system.errors import ModelError
+import numpy as np
 
+from dpo_pack.data.formats import BadRow, Message, Pair
+from dpo_pack.data.store import TokenWeights
+from dpo_pack.system.errors import ModelError, first_line
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 _TEMPLATE_SECONDS = 5.0  # CPU time to render one row
 _TEMPLATE_BYTES = 1 << 30
 _STATM = Path("/proc/self/statm")  # on Linux; the first number is the process's size in pages
@@ -93,25 +100,118 @@ def _stop_template(signum: int, frame: object) -> None:
     raise _TemplateRuns
 
 
-def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Returns a key of all parts of a tokenizer that change token ids, templates included, but not its path.
+@contextmanager
+def rendering() -> Iterator[None]:
+    """Context in which the chat template renders a row. Raises BadRow if the template raises any error."""
+    try:
+        with bounded_template("mend the template, or name another one in tokenizer.chat_template"):
+            yield
+    except (ModelError, BadRow):
+        raise
+    except Exception as error:  # a template is a program that came with the model: it may raise any error
+        detail = f"the chat template cannot render the row ({first_line(error)})"
+        raise BadRow("template_error", detail) from error
 
-    The versions of the libraries are part of the key, because fixes in the libraries change ids.
+
+def apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Returns the texts of the prompt, before an answer, and of the prompt with each of `completions`."""
+    prompt: Any = pair.prompt
+    options = {**pair.template_options, "tokenize": False}
+    with rendering():
+        return (
+            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options),
+            *(tokenizer.apply_chat_template(prompt + completion, **options) for completion in completions),
+        )
+
+
+def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
+    """Returns True if the chat template writes the beginning of an answer after the prompt of a pair.
+
+    Also True if the template renders no prompt without this beginning.
     """
-    settings = {
-        "class": type(tokenizer).__name__,
-        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "chat_template": tokenizer.chat_template,
-        "split_special_tokens": tokenizer.split_special_tokens,
-        "versions": [version("tokenizers"), version("transformers")],
-    }
-    if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Every call of the tokenizer sets and unsets these two entries. Our calls neither truncate nor pad.
-        del backend["truncation"], backend["padding"]
-        return content_key([settings, backend])
-    with tempfile.TemporaryDirectory() as directory:
-        tokenizer.save_pretrained(directory)
-        files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
-        hashes = [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
-    return content_key([settings, hashes])
+    try:
+        # [] is a completion of no messages.
+        with_opening, without = apply_chat_template(pair, ([],), tokenizer)
+    except BadRow:
+        return True
+    return with_opening != without
+
+
+def has_other_turns(pair: Pair) -> bool:
+    """Returns True if a completion is anything but one message of the assistant."""
+    completions: Any = (pair.chosen, pair.rejected)
+    return any(map(_is_dialogue, completions))
+
+
+def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) -> list[TokenWeights | None]:
+    """Returns, for prompt + chosen and prompt + rejected, a weight of each token: 1 for the assistant's.
+
+    None if the completion is one message of the assistant. `texts` are the two texts, rendered. Raises BadRow
+    if the turns are not found, ModelError if the tokenizer cannot say where its tokens are in the text.
+    """
+    prompt: Any = pair.prompt
+    completions: Any = {"chosen": pair.chosen, "rejected": pair.rejected}
+    weights: list[TokenWeights | None] = []
+    for (column, completion), text in zip(completions.items(), texts, strict=True):
+        if not _is_dialogue(completion):
+            weights.append(None)
+            continue
+        if not tokenizer.is_fast:
+            raise ModelError(
+                f"the tokenizer ({type(tokenizer).__name__}) does not say where tokens are in a text, which "
+                "is needed to score only what the assistant says; set data.scored_turns: all"
+            )
+        options = {**pair.template_options}
+        with rendering():
+            if _MARK.search(tokenizer.get_chat_template(None, options.get("tools"))):
+                encoding = tokenizer.apply_chat_template(
+                    prompt + completion, return_dict=True, return_assistant_tokens_mask=True, **options
+                )
+                weights.append(np.array(encoding["assistant_masks"], dtype=np.float32))
+                continue
+            spans = _turns(prompt + completion, len(prompt), text, column, options, tokenizer)
+        encoding = tokenizer([text], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        begins, ends = np.array(encoding["offset_mapping"][0], dtype=np.int64).T
+        scored = np.zeros(len(begins), dtype=np.float32)
+        for begin, end in spans:
+            scored[(begins < end) & (ends > begin)] = 1  # tokens with a character of a turn
+        weights.append(scored)
+    return weights
+
+
+def _is_dialogue(completion: Sequence[Message]) -> bool:
+    return len(completion) != 1 or completion[0]["role"] != "assistant"
+
+
+def _turns(
+    messages: list[Message],
+    num_prompt: int,
+    text: str,
+    column: str,
+    options: dict[str, Any],
+    tokenizer: Tokenizer,
+) -> list[tuple[int, int]]:
+    """Returns (begin, end) in `text` of each message of the assistant after the prompt.
+
+    A message begins where the template's generation prompt ends. Raises BadRow if the text of the messages up
+    to a turn is not the beginning of `text`.
+    """
+
+    def render(number: int, **more: Any) -> str:
+        return str(tokenizer.apply_chat_template(messages[:number], tokenize=False, **options, **more))
+
+    spans = []
+    for number in range(num_prompt, len(messages)):
+        if messages[number]["role"] != "assistant":
+            continue
+        before, through = render(number), render(number + 1)
+        if not (text.startswith(before) and text.startswith(through)):
+            detail = (
+                f"message {number - num_prompt + 1} of {column}: the chat template writes earlier turns in "
+                "another way if more turns follow, so the assistant's tokens in them cannot be found"
+            )
+            raise BadRow("rewritten_turns", detail)
+        opened = render(number, add_generation_prompt=True)
+        begin = max(len(before), len(os.path.commonprefix([opened, text])))
+        spans.append((begin, len(through)))
+    return spans

@@ -6,11 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpo_pack.data.faults import RULES, SIDES, Origin, find_in, quoted, sequence, text_of
+from dpo_pack.data.faults import RULES, SIDES, Origin, find_in, longest_length, quoted, sequence, text_of
 from dpo_pack.data.formats import FORMATS, are_labels
-from dpo_pack.data.store import common_prefix_length
 from dpo_pack.data.tokenization import TokenizedPair
-from dpo_pack.data.truncation import TokenIds
+from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length
 
 # Tokens decode to this if their last bytes begin a character, whose other bytes are in the next tokens.
 _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
@@ -119,7 +118,7 @@ def find_faults(pairs: Sequence[TokenizedPair], origin: Origin) -> Iterator[Faul
     for name, rule in RULES.items():
         found = [(pair, finding) for pair in pairs if (finding := rule.find(pair, origin)) is not None]
         if found and len(found) >= rule.least_share * len(pairs):
-            _, (_, remedy) = max(found, key=lambda one: one[0].whole.longest_length)
+            _, (_, remedy) = max(found, key=lambda one: longest_length(one[0].whole))
             yield _fault(name, rule.sentence, remedy, [pair for pair, _ in found], of=len(pairs))
     for part in ("prompt", *SIDES):
         texts = [text_of(pair, part).strip() for pair in pairs]
@@ -143,14 +142,15 @@ def _fault(name: str, sentence: str, remedy: str, found: Sequence[TokenizedPair]
 def shown_pair(pair: TokenizedPair, origin: Origin, content: Any, faults: Sequence[Fault]) -> ShownPair:
     """Returns the pair with the texts of its tokens, and with those of its source's faults that it has."""
     whole, fitted, found = pair.whole, pair.fitted, find_in(pair, origin)
-    num_prompt = len(whole.prompt)
+    num_prompt = len(whole.context)
     # `prompt_left` cuts the tokens before `end`; BOS stays if there is room for it.
-    begin = int(len(fitted.prompt) > 1 and whole.prompt[0] == origin.tokenizer.bos_token_id)
-    end = begin + num_prompt - len(fitted.prompt)
+    begin = int(len(fitted.context) > 1 and whole.context[0] == origin.tokenizer.bos_token_id)
+    end = begin + num_prompt - len(fitted.context)
     sides: dict[str, list[Token]] = {}
     ends_with: dict[str, str] = {}
-    for side, weights in (("chosen", whole.chosen_weights), ("rejected", whole.rejected_weights)):
-        ids, num_kept = sequence(pair, side), num_prompt + len(fitted.completion(side))
+    of_sides = zip(SIDES, fitted.completions, whole.weights or (None, None), strict=True)
+    for side, completion, weights in of_sides:
+        ids, num_kept = sequence(pair, side), num_prompt + len(completion)
         scored = np.zeros(len(ids))
         scored[num_prompt:num_kept] = 1.0 if weights is None else weights[: num_kept - num_prompt]
         texts = token_texts(ids, origin)
@@ -164,19 +164,19 @@ def shown_pair(pair: TokenizedPair, origin: Origin, content: Any, faults: Sequen
             )
             for at, (id, text, weight) in enumerate(zip(ids.tolist(), texts, scored.tolist(), strict=True))
         ]
-        ends_with[side] = origin.text(np.array(origin.ends.found_in(fitted.completion(side))[-1:]))
+        ends_with[side] = origin.text(np.array(origin.ends.found_in(completion)[-1:]))
     return ShownPair(
         row=pair.row_number,
         content=content,
         chosen=sides["chosen"],
         rejected=sides["rejected"],
-        shared_tokens=len(fitted.prompt) + common_prefix_length(fitted.chosen, fitted.rejected),
+        shared_tokens=len(fitted.context) + common_prefix_length(fitted.completions),
         ends_with=ends_with,
         warnings=[found[fault.name][0] for fault in faults if fault.name in found],
     )
 
 
-def token_texts(ids: TokenIds, origin: Origin) -> list[str]:
+def token_texts(ids: AnyIntArray, origin: Origin) -> list[str]:
     """Returns the text of each token; joined, they are the text of the sequence.
 
     Alone, a token may decode to another text: without a space at its beginning, or to a part of a character.

@@ -35,19 +35,7 @@ import torch
 from torch import Tensor
 
 from dpo_pack.model.attention.segments import RowSegments, make_gather, make_segments, on_device
-from dpo_pack.packing.lengths import IntArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """One context and the completions that continue it.
-
-    `context` is [C] token ids, C >= 1: its last token predicts the first token of each completion.
-    `completions` are one or more [L_i] arrays of token ids, L_i >= 1.
-    """
-
-    context: npt.NDArray[np.integer]
-    completions: tuple[npt.NDArray[np.integer], ...]
+from dpo_pack.packing.lengths import Group, common_prefix_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +89,7 @@ def packed_row(groups: Sequence[Group], device: torch.device, *, share_prompt: b
             key_lengths.append(end)
             shared_lengths.append(shared)
             num_tokens += end - begin
-    arrays = {name: _concatenate(parts) for name, parts in pieces.items()}
+    arrays = {name: np.concatenate(parts).astype(np.int64, copy=False) for name, parts in pieces.items()}
     is_shared = sum(key_lengths) > num_tokens
     segments = make_segments(
         query_lengths,
@@ -123,21 +111,6 @@ def packed_row(groups: Sequence[Group], device: torch.device, *, share_prompt: b
     )
 
 
-def common_prefix_length(sequences: Sequence[npt.NDArray[np.integer]]) -> int:
-    """Returns the number of leading tokens that are the same in all `sequences` ([L_i] each)."""
-    shortest = min(len(sequence) for sequence in sequences)
-    first = sequences[0][:shortest]
-    for other in sequences[1:]:
-        differs = np.flatnonzero(first != other[: len(first)])
-        if len(differs):
-            first = first[: differs[0]]
-    return len(first)
-
-
-def _concatenate(pieces: Sequence[npt.NDArray[np.integer]]) -> IntArray:
-    return np.concatenate(pieces).astype(np.int64, copy=False)
-
-
 def padded_row(groups: Sequence[Group], *, device: torch.device) -> Row:
     """Returns a right-padded batch of the same sequences in the same order, without shared prefixes.
 
@@ -154,14 +127,15 @@ def padded_row(groups: Sequence[Group], *, device: torch.device) -> Row:
         np.arange(len(context) - 1, length - 1) + number * longest
         for number, ((context, _), length) in enumerate(zip(sequences, lengths, strict=True))
     ]
+    targets = np.concatenate([completion for _, completion in sequences])
     is_real = np.arange(longest)[None, :] < lengths[:, None]
     return Row(
         input_ids=on_device(ids, device),
         position_ids=torch.arange(longest, device=device).expand(len(sequences), longest),
         attention_mask=on_device(is_real.astype(np.int64), device),
         segments=None,
-        logit_index=on_device(_concatenate(logit_index), device),
-        targets=on_device(_concatenate([completion for _, completion in sequences]), device),
+        logit_index=on_device(np.concatenate(logit_index), device),
+        targets=on_device(targets.astype(np.int64), device),
         completion_lengths=on_device(completion_lengths, device),
         num_tokens=int(lengths.sum()),
     )

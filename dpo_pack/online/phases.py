@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dpo_pack.data.truncation import PairIds
 from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judge, Rollout, Scores
 from dpo_pack.online.pairing import Pairing, PairingSettings, make_pairs
+from dpo_pack.packing.lengths import Group
 from dpo_pack.system.files import written_aside
 
 
@@ -123,7 +123,7 @@ def phase_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 class PendingPair:
     """A pair that no step has trained on yet."""
 
-    ids: PairIds
+    ids: Group
     prompt_index: int  # position in the training prompts
     margin: float  # score of chosen - score of rejected
     weights_step: int  # how many steps the policy had taken when it wrote the pair
@@ -132,10 +132,9 @@ class PendingPair:
 def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingPair]:
     return [
         PendingPair(
-            ids=PairIds(
-                prompt=outcome.draw.prompt.ids,
-                chosen=outcome.completions[chosen].ids,
-                rejected=outcome.completions[rejected].ids,
+            ids=Group(
+                context=outcome.draw.prompt.ids,
+                completions=(outcome.completions[chosen].ids, outcome.completions[rejected].ids),
             ),
             prompt_index=outcome.draw.prompt_index,
             margin=float(outcome.pairing.scores[chosen] - outcome.pairing.scores[rejected]),
@@ -149,7 +148,7 @@ def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingP
 
 def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
     """Returns the pairs as tensors: checkpoints are read without unpickling other objects."""
-    parts = [part for pair in pairs for part in (pair.ids.prompt, pair.ids.chosen, pair.ids.rejected)]
+    parts = [part for pair in pairs for part in (pair.ids.context, *pair.ids.completions)]
     return {
         "tokens": torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int32), *parts])),
         "lengths": torch.tensor([len(part) for part in parts], dtype=torch.int64),  # [3 P]
@@ -165,7 +164,7 @@ def load_pending(state: dict[str, Any]) -> list[PendingPair]:
     columns = (state[name].tolist() for name in ("prompt_indices", "margins", "weights_steps"))
     return [
         PendingPair(
-            ids=PairIds(prompt=parts[3 * n], chosen=parts[3 * n + 1], rejected=parts[3 * n + 2]),
+            ids=Group(context=parts[3 * n], completions=(parts[3 * n + 1], parts[3 * n + 2])),
             prompt_index=prompt_index,
             margin=margin,
             weights_step=weights_step,

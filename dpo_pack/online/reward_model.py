@@ -27,12 +27,13 @@ from dpo_pack.model.config import (
     replace_settings,
 )
 from dpo_pack.model.fast_layers import stock_layers
-from dpo_pack.model.layout import Group, Row, common_prefix_length, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.loading import load_config, load_errors, quiet_transformers
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, Precision
 from dpo_pack.online.interface import Failure, Rollout, Scores
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
+from dpo_pack.packing.lengths import Group, common_prefix_length
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.recurrence import prove_recurrence
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_groups, proof_row

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.data.keys import content_key
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.sources import Data
-from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
+from dpo_pack.data.store import PairTable, content_key, join_pairs, pair_lengths
 from dpo_pack.online.interface import Draw, Generator, Judge
 from dpo_pack.online.pairing import PairingSettings
 from dpo_pack.online.phases import (

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dpo_pack.model.layout import Group
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.online.interface import Completion, Draw, Failure
 from dpo_pack.online.sampling import SamplingSettings, completion_of, completion_seed, end_tokens
 from dpo_pack.online.vllm_weights import checkpoint_tensors
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_row
 from dpo_pack.system.errors import ModelError
 from dpo_pack.system.machine import install_command, release_memory

@@ -39,6 +39,32 @@ TRAINING_PASSES, ADAPTER_PASSES = 3.0, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One context and the completions that continue it. A pair is a group of two, the chosen one first.
+
+    `context` is [C] token ids, C >= 1: its last token predicts the first token of each completion.
+    `completions` are one or more [L_i] arrays of token ids, L_i >= 1.
+    """
+
+    context: AnyIntArray
+    completions: tuple[AnyIntArray, ...]
+    # [L_i] the weight of each token in the sum of its completion's log-probs; None: all weights are 1. Only
+    # of pairs on their way to a store: `PairTable.token_weights` reads the weights of a pair in a store.
+    weights: tuple[npt.NDArray[np.float32], ...] | None = None
+
+
+def common_prefix_length(sequences: Sequence[AnyIntArray]) -> int:
+    """Returns the number of leading tokens that are the same in all `sequences` ([L_i] each)."""
+    shortest = min(len(sequence) for sequence in sequences)
+    first = sequences[0][:shortest]
+    for other in sequences[1:]:
+        differs = np.flatnonzero(first != other[: len(first)])
+        if len(differs):
+            first = first[: differs[0]]
+    return len(first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairLengths:
     """Token counts of P pairs: four integer arrays [P]."""
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from dpo_pack.model.attention import AttentionBackend
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_segments
 from dpo_pack.model.config import attention_needs, effective_window, layer_windows
-from dpo_pack.model.layout import Group, Row
+from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_row, replaced
 from dpo_pack.system.errors import UnsupportedModelError
 

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpo_pack.model.layout import Group, Row, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.recurrence import RecurrentCall, RowFunction
 from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.kernel import error_proof, relative_errors, worst
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_groups, proof_row, replaced
 from dpo_pack.system.errors import first_line

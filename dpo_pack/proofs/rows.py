@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpo_pack.model.layout import Group, Row, packed_row, padded_row
+from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import UnsupportedModelError
 
 PADDED_REMEDY = "use packing.mode: padded, and report the model's family"

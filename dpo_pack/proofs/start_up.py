@@ -23,10 +23,10 @@ from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.compiling import outermost_layers
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.fast_layers import stock_layers
-from dpo_pack.model.layout import Group
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.recurrence import RecurrentCall, torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.recurrence import prove_recurrence
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, pair_sums, proof_groups, proof_row, replaced

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ import torch
 from rich.console import Console
 
 from dpo_pack.data.store import PairTable, pair_lengths
-from dpo_pack.model.layout import Group, packed_row, padded_row
+from dpo_pack.model.layout import packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.bin_packing import (
     next_fit,
@@ -30,12 +31,12 @@ from dpo_pack.packing.bin_packing import (
     padded_rows,
     split_over_ranks,
 )
-from dpo_pack.packing.lengths import Bools, IntArray, ModelShape, pair_flops
+from dpo_pack.packing.lengths import Bools, Group, IntArray, ModelShape, pair_flops
 from dpo_pack.reference.cache import KeyIndex, ReferenceCache, TokenLogps, sequence_table
 from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
-from dpo_pack.system.machine import release_memory
+from dpo_pack.system.machine import host_copies, release_memory
 from dpo_pack.system.ranks import largest_numbers
 
 # Longer rows are not faster on CPU: the allocator does not keep blocks as large as their activations, so each
@@ -68,9 +69,7 @@ class ReferenceWork:
 
     def group(self, number: int) -> Group:
         """Returns a group with its missing sequences only."""
-        both = zip(self.missing[number], (self.table.chosen, self.table.rejected), strict=True)
-        completions = tuple(completion(number) for is_missing, completion in both if is_missing)
-        return Group(context=self.table.prompt(number), completions=completions)
+        return self.table.group(number, self.missing[number].tolist())
 
 
 def find_sequences(table: PairTable, *, per_token: bool = False) -> tuple[KeyIndex, Bools]:

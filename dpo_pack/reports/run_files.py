@@ -135,10 +135,13 @@ def _texts(run: RunFiles, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, in
                 continue
             table = PairTable.of([store])
             for pair in np.flatnonzero(np.isin(table.row_numbers, rows)).tolist():
-                parts = {"prompt": table.prompt, "chosen": table.chosen, "rejected": table.rejected}
+                group = table.group(pair)
+                parts = zip(
+                    ("prompt", "chosen", "rejected"), (group.context, *group.completions), strict=True
+                )
                 texts[source["name"], int(table.row_numbers[pair])] = [
-                    (part, _shortened(tokenizer.decode(ids(pair).tolist(), skip_special_tokens=False)))
-                    for part, ids in parts.items()
+                    (part, _shortened(tokenizer.decode(ids.tolist(), skip_special_tokens=False)))
+                    for part, ids in parts
                 ]
     return texts
 

@@ -20,10 +20,9 @@ from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dpo_pack.data.sources import Data
-from dpo_pack.data.store import PairTable, key_values
+from dpo_pack.data.store import PairTable, TokenIds, key_values
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import bounded_template
-from dpo_pack.data.truncation import TokenIds
 from dpo_pack.model.config import known_positions
 from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.parallel import is_sharded
@@ -188,7 +187,8 @@ def sample_prompts(
         lengths = table.prompt_lengths
         pairs = np.flatnonzero((lengths > 0) & (lengths <= most_tokens))
         _, first = np.unique(key_values(table.prompt_keys[pairs]), return_index=True)
-        return [table.prompt(int(pair)) for pair in pairs[np.sort(first)[:num]]]
+        contexts = (table.group(pair).context for pair in pairs[np.sort(first)[:num]].tolist())
+        return [context.astype(np.int32, copy=False) for context in contexts]
 
     sets = {name: of_pairs(pairs) for name, pairs in data.eval.items()}
     for name, prompts in data.eval_prompts.items():

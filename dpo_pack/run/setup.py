@@ -21,8 +21,8 @@ from accelerate.utils import patch_environment
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.data.ingest import LoadedSource, columns_sentence, load_source
-from dpo_pack.data.sources import HELD_OUT, Data, load_data
+from dpo_pack.data.ingest import columns_sentence
+from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_source
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
@@ -279,7 +279,8 @@ def check_tokens(model: ModelFacts, tokenizer: Tokenizer, tables: Sequence[PairT
             int(ids.max(initial=0))  # an online run's prompts have no completions yet
             for table in tables
             for pair in range(table.num_pairs)
-            for ids in (table.prompt(pair), table.chosen(pair), table.rejected(pair))
+            for group in [table.group(pair)]
+            for ids in (group.context, *group.completions)
         )
     if largest >= num_embeddings:
         raise ModelError(

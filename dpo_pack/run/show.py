@@ -13,13 +13,12 @@ from rich.console import Console
 from dpo_pack.data.faults import Origin
 from dpo_pack.data.formats import FORMATS, BadRow
 from dpo_pack.data.ingest import Ingestion
-from dpo_pack.data.locating import locate_source
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.readers import NumberedRow
+from dpo_pack.data.sources import locate_source
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
-from dpo_pack.data.tokenization import EndTokens, TokenizedPair
+from dpo_pack.data.tokenization import EndTokens, TokenizedPair, tokenize_rows
 from dpo_pack.data.view import Fault, LeftOutRow, PackedRow, ShownRecipe, SourceView, find_faults, shown_pair
-from dpo_pack.data.workers import tokenize_rows
 from dpo_pack.model.config import known_positions
 from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.lengths import ModelShape
@@ -110,13 +109,11 @@ def _view_source(
     num_positions: int | None,
 ) -> tuple[SourceView, list[TokenizedPair]]:
     key, tokenizer, max_pairs = ingestion.located.key, ingestion.tokenizer, ingestion.source.max_pairs
-    opened = ingestion.open()
     pairs: list[TokenizedPair] = []
     contents: dict[int, Any] = {}  # of the rows of `pairs`
     dropped: list[LeftOutRow] = []
     taken: dict[int, Any] = {}  # the rows that are being tokenised
-    with closing(opened.rows), console.status("Reading data") as status:
-        rows, settings = ingestion.start(opened)
+    with ingestion.start() as (rows, settings), console.status("Reading data") as status:
         selected = _selected(rows, taken, asked_rows, reads_all=reads_all)
         batches = tokenize_rows(selected, settings, tokenizer, num_workers=0, max_pairs=max_pairs)
         with closing(batches):
@@ -148,12 +145,12 @@ def _view_source(
     view = SourceView(
         name=name,
         label=label,
-        row_word=opened.row_word,
+        row_word=ingestion.row_word,
         format=ingestion.format,
         columns=ingestion.columns_read,
-        columns_not_read=ingestion.columns_not_read,
+        columns_not_read=ingestion.summary()["columns_not_read"],
         rows_read=ingestion.num_rows,
-        rows=ingestion.num_rows if is_at_end else opened.num_rows,
+        rows=ingestion.num_rows if is_at_end else ingestion.rows_in_all,
         pairs_kept=ingestion.num_kept,
         warnings=faults,
         left_out=left_out,

@@ -19,8 +19,8 @@ from torch import Tensor
 from dpo_pack.data.merging import merge_group
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.attention.segments import on_device
-from dpo_pack.model.layout import Group, Row, common_prefix_length, packed_row, padded_row
-from dpo_pack.packing.lengths import FloatArray, IntArray, PromptMerging
+from dpo_pack.model.layout import Row, packed_row, padded_row
+from dpo_pack.packing.lengths import FloatArray, Group, IntArray, PromptMerging, common_prefix_length
 from dpo_pack.packing.plan import PackingPlan, PlanSettings, epoch_order
 
 
@@ -125,10 +125,7 @@ class RowBuilder:
         table = self.table
         in_order = sequences = np.arange(2 * len(pairs))
         if self.merging is None:
-            groups = [
-                Group(context=table.prompt(pair), completions=(table.chosen(pair), table.rejected(pair)))
-                for pair in pairs.tolist()
-            ]
+            groups = [table.group(pair) for pair in pairs.tolist()]
         else:
             groups, sequences = self._merged_groups(pairs, self.merging)
         if self.is_packed:
@@ -170,11 +167,10 @@ class RowBuilder:
         sequences = np.zeros((len(pairs), 2), dtype=np.int64)
         num_sequences = 0
         for positions in merging.groups_of(pairs):
-            merged = merge_group(self.table, pairs[positions].tolist())
-            context = self.table.prompt(int(pairs[positions[0]]))
-            groups.append(Group(context=context, completions=merged.completions))
-            sequences[positions] = num_sequences + merged.pair_completions
-            num_sequences += len(merged.completions)
+            group, pair_completions = merge_group(self.table, pairs[positions].tolist())
+            groups.append(group)
+            sequences[positions] = num_sequences + pair_completions
+            num_sequences += len(group.completions)
         return groups, sequences.ravel()
 
     def _put(self, values: npt.NDArray[np.floating]) -> Tensor:

@@ -131,6 +131,6 @@ def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe
 def digest_of_table(table: PairTable) -> str:
     """Of the token ids as the layout reads them, in the order of training."""
     return digest_of(
-        (table.prompt(pair).tolist(), table.chosen(pair).tolist(), table.rejected(pair).tolist())
-        for pair in range(table.num_pairs)
+        tuple(ids.tolist() for ids in (group.context, *group.completions))
+        for group in map(table.group, range(table.num_pairs))
     )

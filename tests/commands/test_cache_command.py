@@ -19,7 +19,7 @@ from support.tiny_run import NUM_PAIRS, tiny_run
 from typer.testing import CliRunner
 
 from dpo_pack.commands.cache_commands import cache_app
-from dpo_pack.data.keys import sequence_key
+from dpo_pack.data.store import sequence_key
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference import maintenance
 from dpo_pack.reference.cache import (
@@ -328,7 +328,8 @@ def test_an_export_that_does_not_say_its_model_any_more_is_refused(
 
 def test_own_log_probs_come_by_key(recipe: Path, tmp_path: Path) -> None:
     table = prepared_of(recipe).data.train
-    keys = [sequence_key(table.prompt(pair), table.chosen(pair)) for pair in range(NUM_PAIRS)]
+    groups = map(table.group, range(NUM_PAIRS))
+    keys = [sequence_key(group.context, group.completions[0]) for group in groups]
     columns = {
         "key": pa.array(keys, pa.binary(16)),
         "logps_sum": -table.chosen_lengths.astype(float),

@@ -202,7 +202,7 @@ def test_the_lines_of_the_docs_read_a_popular_data_set(
         return datasets.Dataset.from_list([row])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("dpo_pack.data.locating.check_dataset", lambda path, key: None)
+    monkeypatch.setattr("dpo_pack.data.sources.check_dataset", lambda path, key: None)
     source = documented()[name]
     kept = {key: source[key] for key in ("config", "data_dir", "revision") if key in source}
     splits = load(tmp_path, source)
@@ -212,10 +212,8 @@ def test_the_lines_of_the_docs_read_a_popular_data_set(
         **{"name" if key == "config" else key: value for key, value in kept.items()},
     }
     assert splits.report["train"]["sources"][0]["format"] == format
-    prompt, chosen, rejected = (
-        TOKENIZER.decode(ids)
-        for ids in (splits.train.prompt(0), splits.train.chosen(0), splits.train.rejected(0))
-    )
+    group = splits.train.group(0)
+    prompt, chosen, rejected = (TOKENIZER.decode(ids) for ids in (group.context, *group.completions))
     assert prompt.count("why") == 1 and "good" in chosen and "bad" in rejected
     if num_messages:
         assert prompt.count("<s>") == num_messages + 1 and prompt.endswith("<s>assistant\n")
@@ -244,8 +242,8 @@ def test_the_answer_to_messages_is_a_text_a_message_or_a_list(
     column: str, chosen: Any, rejected: Any, tmp_path: Path
 ) -> None:
     splits = loaded(tmp_path, [{column: [ASK], "chosen": chosen, "rejected": rejected}], {})
-    assert TOKENIZER.decode(splits.train.prompt(0)) == "<s>user\nwhy</s>\n<s>assistant\n"
-    assert TOKENIZER.decode(splits.train.chosen(0)).startswith("good")
+    assert TOKENIZER.decode(splits.train.group(0).context) == "<s>user\nwhy</s>\n<s>assistant\n"
+    assert TOKENIZER.decode(splits.train.group(0).completions[0]).startswith("good")
     renamed = [{"prompt": [ASK], "chosen": chosen, "rejected": rejected}]
     again = loaded(tmp_path, renamed, {"columns": {"messages": "prompt"}})
     assert again.train.fingerprint == splits.train.fingerprint
@@ -288,7 +286,7 @@ def test_of_two_columns_that_say_which_answer_is_better_the_recipe_picks_one(tmp
     assert message == (f": 2 columns may say which answer is better; set data.train.0.columns: {choices}")
     for column, chosen in (("better_response_id", "bad"), ("safer_response_id", "good")):
         splits = loaded(tmp_path, [PKU], {"columns": {"better": column}})
-        assert TOKENIZER.decode(splits.train.chosen(0)).startswith(chosen)
+        assert TOKENIZER.decode(splits.train.group(0).completions[0]).startswith(chosen)
         assert "prompt_source" in splits.report["train"]["sources"][0]["columns_not_read"]
         assert "response_0" not in splits.report["train"]["sources"][0]["columns_not_read"]
 
@@ -381,7 +379,7 @@ def test_rows_of_kto_are_refused_with_what_to_do(name: str, tmp_path: Path) -> N
 def test_a_system_column_is_read_of_conversations_where_the_recipe_names_it(tmp_path: Path) -> None:
     row = {**WHOLE, "system": "be kind"}
     texts = [
-        TOKENIZER.decode(loaded(tmp_path, [row], source).train.prompt(0))
+        TOKENIZER.decode(loaded(tmp_path, [row], source).train.group(0).context)
         for source in ({}, {"columns": {"system": "system"}})
     ]
     assert texts[1] == "<s>system\nbe kind</s>\n" + texts[0]
@@ -396,7 +394,7 @@ def test_a_system_prompt_of_texts_is_refused_with_the_columns_that_make_messages
     message = refusal(tmp_path, [ORCA], columns={"prompt": "question", "system": "system"})
     assert "columns: {instruction: question, system: system}" in message
     splits = loaded(tmp_path, [ORCA], {"columns": {"instruction": "question", "system": "system"}})
-    assert TOKENIZER.decode(splits.train.prompt(0)).startswith("<s>system\nbe kind</s>")
+    assert TOKENIZER.decode(splits.train.group(0).context).startswith("<s>system\nbe kind</s>")
 
 
 @pytest.mark.parametrize("system", [None, "", " "])
@@ -474,7 +472,7 @@ def test_a_config_that_is_missing_is_refused_with_its_key(
         raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['a', 'b']")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("dpo_pack.data.locating.check_dataset", lambda path, key: None)
+    monkeypatch.setattr("dpo_pack.data.sources.check_dataset", lambda path, key: None)
     with pytest.raises(DataError, match=r"configs: \['a', 'b'\]; set data\.train\.0\.config to one") as error:
         load(tmp_path, {"path": "owner/pairs"})
     assert "\n" not in str(error.value)

@@ -19,7 +19,6 @@ from dpo_pack.data.formats import (
     _as_messages,
     is_media_name,
     possible_formats,
-    with_system_message,
 )
 from dpo_pack.data.ingest import _TRUNCATION_REASONS
 
@@ -126,12 +125,6 @@ def test_a_text_prompt_that_the_conversations_lack_is_refused() -> None:
         FORMATS["conversational"].pair(row)
 
 
-def test_a_tool_call_without_content_is_a_completion() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    row = {"prompt": [user("hi")], "chosen": [call], "rejected": [assistant("no")]}
-    assert FORMATS["conversational"].pair(row).chosen == [call]
-
-
 def test_keys_that_hold_null_are_as_good_as_absent_at_any_depth() -> None:
     call = {"function": {"name": "f", "arguments": {"city": "Paris", "expr": None, "days": [1, None]}}}
     row: dict[str, Any] = {
@@ -196,11 +189,6 @@ def test_tools_and_template_arguments_travel_with_the_pair(tools: object) -> Non
     }
     without = FORMATS["conversational"].pair({**row, "tools": [], "chat_template_kwargs": None})
     assert without.template_options == {}
-
-
-def test_token_ids_are_taken_as_they_are() -> None:
-    pair = FORMATS["tokenized"].pair({"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": [8, 2]})
-    assert parts(pair) == ([5, 6], [7], [8, 2])
 
 
 TEXTS = {"prompt": "q", "chosen": "a", "rejected": "b"}
@@ -281,18 +269,6 @@ def test_a_bad_row_is_refused_with_its_reason(format: str, row: dict[str, Any], 
     assert raised.value.detail and "\n" not in raised.value.detail
 
 
-def test_tools_that_are_text_must_be_json() -> None:
-    with pytest.raises(BadRow) as raised:
-        FORMATS["conversational"].pair({**MESSAGES, "tools": "not JSON"})
-    assert raised.value.detail == "tools is text but not JSON"
-
-
-def test_a_missing_column_is_named_beside_those_there_are() -> None:
-    with pytest.raises(BadRow) as raised:
-        FORMATS["preference"].pair({"question": "q", "chosen": "a"})
-    assert raised.value.detail == "no column 'rejected' (there are: question, chosen)"
-
-
 @pytest.mark.parametrize(
     ("row", "format"),
     [
@@ -307,13 +283,6 @@ def test_a_missing_column_is_named_beside_those_there_are() -> None:
 )
 def test_the_format_is_told_from_a_row(row: dict[str, Any], format: str) -> None:
     assert possible_formats(row, {})[0] == format
-
-
-def test_a_row_of_no_format_is_refused() -> None:
-    row = {"text": "a"}
-    assert possible_formats(row, {}) == ["preference"]
-    with pytest.raises(BadRow, match="missing_column"):
-        FORMATS["preference"].pair(row)
 
 
 def test_every_reason_for_a_bad_row_has_a_row_in_the_docs() -> None:
@@ -336,10 +305,3 @@ def test_a_format_made_by_as_messages_may_have_options_of_its_completions() -> N
     pair = functions["pair"]({"question": "q"}, good="fine")
     assert parts(pair) == ([user("q")], [assistant("fine")], [assistant("bad")])
     assert functions["prompt"]({"question": "q"}, good="fine").prompt == [user("q")]
-
-
-def test_a_system_prompt_is_set_before_conversations_that_have_none() -> None:
-    expected = [{"role": "system", "content": "Be kind."}, user("q")]
-    assert with_system_message([user("q")], "Be kind.") == expected
-    own = [{"role": "system", "content": "Be short."}, user("q")]
-    assert with_system_message(own, "Be kind.") == own

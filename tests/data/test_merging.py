@@ -24,10 +24,10 @@ from support.tiny_recipe import load, message_of
 from support.tiny_tokenizer import tiny_tokenizer
 from test_train import make_recipe
 
-from dpo_pack.data.merging import MergedGroup, merge_group, prompt_merging
+from dpo_pack.data.merging import merge_group, prompt_merging
 from dpo_pack.data.store import PairTable, pair_lengths
-from dpo_pack.model.layout import Group, packed_row
-from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairSizes, pair_flops
+from dpo_pack.model.layout import packed_row
+from dpo_pack.packing.lengths import AttentionKind, Group, IntArray, ModelShape, PairSizes, pair_flops
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.pairs import offline_source, trained_pair_sizes
 from dpo_pack.run.setup import prepare, prepare_data, prepare_tokenizer
@@ -88,12 +88,12 @@ def table(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> PairTable:
 
 
 def test_equal_completions_of_a_prompt_become_one_and_every_pair_knows_its_own(table: PairTable) -> None:
-    merged = merge_group(table, [0, 1, 5])  # of a ranking a, b, c, d: ab, ac, cd
+    merged, pair_completions = merge_group(table, [0, 1, 5])  # of a ranking a, b, c, d: ab, ac, cd
     assert len(merged.completions) == 4
-    assert merged.pair_completions.tolist() == [[0, 1], [0, 2], [2, 3]]
-    for pair, (chosen, rejected) in zip([0, 1, 5], merged.pair_completions.tolist(), strict=True):
-        assert np.array_equal(merged.completions[chosen], table.chosen(pair))
-        assert np.array_equal(merged.completions[rejected], table.rejected(pair))
+    assert pair_completions.tolist() == [[0, 1], [0, 2], [2, 3]]
+    for pair, (chosen, rejected) in zip([0, 1, 5], pair_completions.tolist(), strict=True):
+        assert np.array_equal(merged.completions[chosen], table.group(pair).completions[0])
+        assert np.array_equal(merged.completions[rejected], table.group(pair).completions[1])
 
 
 def test_prompts_are_numbered_by_their_token_ids(table: PairTable) -> None:
@@ -105,7 +105,7 @@ def test_prompts_are_numbered_by_their_token_ids(table: PairTable) -> None:
 def test_a_group_is_measured_as_the_layout_lays_it_out(table: PairTable) -> None:
     merging = prompt_merging(table, SHAPE)
     for pairs in ([0, 1], [0, 1, 2, 3, 4, 5], [7, 7], [12, 17]):
-        group = Group(context=table.prompt(pairs[0]), completions=merge_group(table, pairs).completions)
+        group, _ = merge_group(table, pairs)
         row = packed_row([group], torch.device("cpu"), share_prompt=True)
         assert row.segments is not None
         size = merging.measure(np.array(pairs))
@@ -223,7 +223,7 @@ def test_cutting_many_pairs_of_a_prompt_looks_at_each_a_few_times(monkeypatch: p
     table = make_table([([3] * 4, [10, number], [11, number]) for number in range(300)])
     looked_at: list[int] = []
 
-    def counting(table: PairTable, pairs: Sequence[int]) -> MergedGroup:
+    def counting(table: PairTable, pairs: Sequence[int]) -> tuple[Group, IntArray]:
         looked_at.append(len(pairs))
         return merge_group(table, pairs)
 

@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.tiny_tokenizer import tiny_tokenizer
 
-from dpo_pack.data import ingest
+from dpo_pack.data import ingest, sources
 from dpo_pack.data.formats import FORMATS, Pair, Row
-from dpo_pack.data.keys import content_key
-from dpo_pack.data.locating import locate_source
-from dpo_pack.data.sources import Data, load_data, split_by_prompt
+from dpo_pack.data.ingest import Ingestion
+from dpo_pack.data.sources import Data, load_data, locate_source, split_by_prompt
+from dpo_pack.data.store import content_key
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.recipe.types import Problem
 from dpo_pack.run import setup
 from dpo_pack.run.setup import prepare_data
-from dpo_pack.system.errors import CacheError, DataError, DpoPackError, RecipeError
+from dpo_pack.system.errors import CacheError, DataError, DpoPackError
 
 TOKENIZER = tiny_tokenizer()
 
@@ -74,9 +74,9 @@ def test_pairs_of_all_sources_are_in_order_with_source_row_and_weight(tmp_path: 
     first = write(tmp_path / "first.jsonl", rows(0, 1))
     second = write(tmp_path / "second.jsonl", [{**rows(2)[0], "weight": 0.25}])
     splits = load(tmp_path, [first, {"path": second, "weight": 1.5}])
-    assert [TOKENIZER.decode(splits.train.prompt(pair)) for pair in range(3)] == ["q0", "q1", "q2"]
-    assert TOKENIZER.decode(splits.train.chosen(2)) == " yes 2</s>"
-    assert TOKENIZER.decode(splits.train.rejected(0)) == " no</s>"
+    assert [TOKENIZER.decode(splits.train.group(pair).context) for pair in range(3)] == ["q0", "q1", "q2"]
+    assert TOKENIZER.decode(splits.train.group(2).completions[0]) == " yes 2</s>"
+    assert TOKENIZER.decode(splits.train.group(0).completions[1]) == " no</s>"
     assert splits.train.source_indices.tolist() == [0, 0, 1]
     assert splits.train.row_numbers.tolist() == [1, 2, 1]
     assert splits.train.weights.tolist() == [1.0, 1.0, 0.25]
@@ -119,27 +119,6 @@ def test_what_does_not_change_tokens_does_not_tokenise_again(tmp_path: Path) -> 
     assert again.report["rows_tokenized"] == 0
 
 
-@pytest.mark.parametrize(
-    ("source", "settings"),
-    [
-        ({"columns": {"chosen": "rejected", "rejected": "chosen"}}, {}),
-        ({"max_pairs": 2}, {}),
-        ({"format": "preference"}, {}),
-        ({}, {"max_length": 100}),
-        ({}, {"max_prompt_length": 50}),
-        ({}, {"truncation": "prompt_left"}),
-        ({}, {"on_bad_row": "skip"}),
-    ],
-)
-def test_what_may_change_tokens_is_tokenised_anew(
-    tmp_path: Path, source: dict[str, Any], settings: dict[str, Any]
-) -> None:
-    path = write(tmp_path / "a.jsonl", rows(0, 1, 2))
-    load(tmp_path, path)
-    assert load(tmp_path, {"path": path, **source}, **settings).report["rows_tokenized"] > 0
-    assert load(tmp_path, path).report["rows_tokenized"] == 0
-
-
 def test_rows_that_are_taken_for_another_format_than_before_are_tokenised_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,26 +141,19 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_ch
 
     def key(source: SourceRecipe) -> str:
         located = locate_source(source, "data.train.0", tmp_path / "hashes.json")
-        return ingest._store_key(located, source, data, "tokenizer", "preference")
+        ingestion = Ingestion(located=located, source=source, data=data, tokenizer=TOKENIZER)
+        with ingestion.start():
+            return sources._store_key(ingestion, "tokenizer")
 
     assert key(MoreOptions(path=path, added_later=1)) != key(MoreOptions(path=path))
     # Stores that earlier versions wrote are found.
     fingerprint = locate_source(data.train[0], "data.train.0", tmp_path / "hashes.json").fingerprint
     assert key(data.train[0]) == content_key(
         {
-            "version": 3,
-            "source": fingerprint,
-            "split": "train",
-            "format": "auto",
-            "columns": {},
-            "max_pairs": None,
-            "max_length": 2048,
-            "max_prompt_length": None,
-            "truncation": "prompt_left",
-            "on_bad_row": "error",
+            **{"version": 3, "source": fingerprint, "tokenizer": "tokenizer", "found_format": "preference"},
+            **{"split": "train", "format": "auto", "columns": {}, "max_pairs": None, "max_length": 2048},
+            **{"max_prompt_length": None, "truncation": "prompt_left", "on_bad_row": "error"},
             "system_prompt": None,
-            "tokenizer": "tokenizer",
-            "found_format": "preference",
         }
     )
 
@@ -207,7 +179,7 @@ def test_a_format_gets_the_options_that_it_names_and_another_value_is_tokenised_
     for prefix in ("Q: ", "Ask: "):
         data = DataRecipe(train=(PrefixedSource(path=path, format="preference", prefix=prefix),))
         splits = load_data(data, tokenizer=TOKENIZER, seed=0, cache_dir=tmp_path / "cache")
-        prompts.append(TOKENIZER.decode(splits.train.prompt(0)))
+        prompts.append(TOKENIZER.decode(splits.train.group(0).context))
     assert prompts == ["Q: q0", "Ask: q0"]
     with pytest.raises(ValueError, match="needs format: preference"):
         PrefixedSource(path=path, format="alpaca", prefix="Q: ")
@@ -219,19 +191,7 @@ def test_another_system_prompt_is_tokenised_anew(tmp_path: Path) -> None:
     path, tokenizer = write(tmp_path / "a.jsonl", [row]), tiny_tokenizer(chat_template=True)
     loads = [load(tmp_path, path, tokenizer, system_prompt=text) for text in (None, "Be kind.", "Be brief.")]
     assert len({splits.fingerprint for splits in loads}) == 3
-    assert "Be brief." in tokenizer.decode(loads[2].train.prompt(0))
-
-
-def test_another_split_of_a_directory_is_tokenised_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    (tmp_path / "files").mkdir()
-    write(tmp_path / "files" / "train.jsonl", rows(0, 1))
-    write(tmp_path / "files" / "test.jsonl", rows(2, 3, 4))
-    directory = str(tmp_path / "files")
-    splits = load(tmp_path, directory, eval={"path": directory, "split": "test"})
-    assert (splits.train.num_pairs, splits.eval["files-test"].num_pairs) == (2, 3)
+    assert "Be brief." in tokenizer.decode(loads[2].train.group(0).context)
 
 
 def test_changed_rows_and_changed_tokenizers_are_tokenised_anew(tmp_path: Path) -> None:
@@ -242,14 +202,6 @@ def test_changed_rows_and_changed_tokenizers_are_tokenised_anew(tmp_path: Path) 
     assert changed.report["rows_tokenized"] == 3
     assert changed.fingerprint != first.fingerprint
     assert load(tmp_path, path, tiny_tokenizer(chat_template=True)).report["rows_tokenized"] == 3
-
-
-def test_another_source_is_tokenised_alone(tmp_path: Path) -> None:
-    first, second = write(tmp_path / "a.jsonl", rows(0, 1)), write(tmp_path / "b.jsonl", rows(2, 3, 4))
-    load(tmp_path, first)
-    both = load(tmp_path, [second, first])
-    assert both.report["rows_tokenized"] == 3
-    assert both.train.num_pairs == 5
 
 
 def test_a_store_that_was_damaged_is_written_again(tmp_path: Path) -> None:
@@ -282,12 +234,6 @@ def test_the_first_bad_row_stops_with_its_line_and_the_way_out(tmp_path: Path) -
         "invalid_json: 1 of 4 rows, missing_column: 1; mend the rows, or set data.on_bad_row: skip"
     )
     assert not (tmp_path / "cache" / "tokens").exists() or not any((tmp_path / "cache" / "tokens").iterdir())
-
-
-def test_a_line_cut_short_is_told_in_plain_words(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text('{"prompt": "q')
-    assert "invalid JSON (Unterminated string starting at column 12)" in refused(tmp_path, str(path))
 
 
 def test_skipped_rows_are_counted_and_listed_by_reason(tmp_path: Path) -> None:
@@ -369,16 +315,6 @@ def test_a_source_without_rows_or_without_pairs_is_refused(tmp_path: Path) -> No
     assert refused(tmp_path, long, max_length=20).endswith("choose another data.truncation")
 
 
-def test_a_bad_row_says_how_many_there_are_of_its_kind(tmp_path: Path) -> None:
-    empty, null = {**rows(0)[0], "rejected": " "}, {**rows(0)[0], "chosen": None}
-    path = write(tmp_path / "a.jsonl", [*rows(*range(8)), empty, null, empty])
-    assert refused(tmp_path, path) == (
-        f"{path} line 9: the rejected completion is empty; empty_completion: 2 of 11 rows, wrong_type: 1; "
-        "mend the rows, or set data.on_bad_row: skip"
-    )
-    assert not list((tmp_path / "cache" / "tokens").iterdir())
-
-
 def test_a_fault_of_most_rows_does_not_suggest_to_skip_them(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*rows(0), *[{**rows(1)[0], "chosen": None}] * 3])
     message = refused(tmp_path, path)
@@ -425,7 +361,7 @@ def test_texts_without_a_prompt_column_are_refused_where_another_column_may_be_t
     source = {"path": str(path), "columns": {"prompt": "question"}}
     splits = load(tmp_path, source, on_bad_row=on_bad_row)
     assert splits.train.num_pairs == len(QUESTIONS)
-    assert TOKENIZER.decode(splits.train.prompt(1)) == QUESTIONS[1]["question"]
+    assert TOKENIZER.decode(splits.train.group(1).context) == QUESTIONS[1]["question"]
 
 
 IMPLICIT = [
@@ -450,7 +386,7 @@ def test_a_column_with_text_may_be_the_prompt(tmp_path: Path, values: list[Any])
     path = write(tmp_path / "a.jsonl", [{**row, "other": v} for row, v in zip(IMPLICIT, values, strict=True)])
     assert "no column 'prompt', and 'other' may be it" in refused(tmp_path, path)
     splits = load(tmp_path, {"path": path, "columns": {"prompt": None}})
-    assert TOKENIZER.decode(splits.train.prompt(2)) == "Question 2?"
+    assert TOKENIZER.decode(splits.train.group(2).context) == "Question 2?"
 
 
 def test_columns_of_ids_scores_and_categories_are_not_taken_for_the_prompt_and_are_named(
@@ -462,7 +398,7 @@ def test_columns_of_ids_scores_and_categories_are_not_taken_for_the_prompt_and_a
     ]
     path = write(tmp_path / "a.jsonl", [{**row, **more} for row, more in zip(IMPLICIT, others, strict=True)])
     splits = load(tmp_path, path)
-    assert TOKENIZER.decode(splits.train.prompt(2)) == "Question 2?"
+    assert TOKENIZER.decode(splits.train.group(2).context) == "Question 2?"
     source = splits.report["train"]["sources"][0]
     assert source["columns_not_read"] == ["id", "source", "score", "rank", "tags"]
     few = write(tmp_path / "few.jsonl", [{**row, "word": "sky"} for row in IMPLICIT[:5]])
@@ -610,27 +546,6 @@ def test_a_first_row_that_cannot_be_read_does_not_decide_the_format(tmp_path: Pa
     assert (source["format"], source["pairs_kept"]) == ("conversational", 1)
 
 
-def test_a_compressed_file_of_transcripts_loses_exactly_its_bad_rows(tmp_path: Path) -> None:
-    start = "\n\nHuman: hello\n\nAssistant: Hello!"
-    rows = [
-        {
-            "chosen": f"{start}\n\nHuman: what is {number}?\n\nAssistant: a number",
-            "rejected": f"{start}\n\nHuman: what is {number}?\n\nAssistant: no idea, it is {number}",
-        }
-        for number in range(200)
-    ]
-    for number in (86, 120):
-        rows[number]["chosen"] = rows[number]["chosen"].removesuffix(" a number")
-    rows[150]["rejected"] = rows[151]["rejected"]
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    assert "line 87: the chosen completion is empty" in refused(tmp_path, str(path))
-    source = load(tmp_path, str(path), on_bad_row="skip").report["train"]["sources"][0]
-    dropped = {reason: entry["rows"] for reason, entry in source["dropped"].items()}
-    assert dropped == {"empty_completion": 2, "no_common_prompt": 1}
-    assert (source["format"], source["rows_read"], source["pairs_kept"]) == ("transcript", 200, 197)
-
-
 @pytest.mark.slow
 def test_real_transcripts_lose_exactly_their_known_bad_rows(tmp_path: Path, shared_dir: Path) -> None:
     path = shared_dir / "data" / "hh_harmless_base_test.jsonl.gz"
@@ -642,25 +557,6 @@ def test_real_transcripts_lose_exactly_their_known_bad_rows(tmp_path: Path, shar
         "no_common_prompt": 5,
     }
     assert (source["format"], source["rows_read"], source["pairs_kept"]) == ("transcript", 2312, 2303)
-
-
-def test_conversations_from_a_parquet_file_with_a_repeated_text_prompt(tmp_path: Path) -> None:
-    def dialogue(answer: str) -> list[dict[str, str]]:
-        return [{"role": "user", "content": "the sky?"}, {"role": "assistant", "content": answer}]
-
-    row = {"prompt": "the sky?", "chosen": dialogue("blue"), "rejected": dialogue("green"), "score": 1.0}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    splits = load(tmp_path, str(tmp_path / "a.parquet"), tiny_tokenizer(chat_template=True))
-    assert TOKENIZER.decode(splits.train.prompt(0)) == "<s>user\nthe sky?</s>\n<s>assistant\n"
-    assert TOKENIZER.decode(splits.train.chosen(0)) == "blue</s>\n"
-    assert splits.report["train"]["sources"][0]["format"] == "conversational"
-    assert "chat template" in refused(tmp_path, str(tmp_path / "a.parquet"))
-
-
-def test_a_system_prompt_for_text_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", rows(0))
-    with pytest.raises(RecipeError, match="data.system_prompt applies to conversational data only"):
-        load(tmp_path, path, system_prompt="Be kind.")
 
 
 def test_repetitions_and_leaks_are_counted(tmp_path: Path) -> None:
@@ -841,12 +737,6 @@ def test_a_row_of_many_columns_is_refused_in_a_short_line(tmp_path: Path) -> Non
     assert len(message) < 2100 and "column 9, " in message and message.endswith("data.train.0.columns")
 
 
-def test_a_fraction_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", rows(0, 0, 0))
-    message = refused(tmp_path, path, eval={"fraction": 0.02})
-    assert "data.eval.fraction: 0.02 of 3 pairs with 1 prompts leaves none to train on" in message
-
-
 def test_progress_tells_rows_done_of_how_many(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,chosen,rejected\n" + "q,a,b\n" * 600)
     told: list[tuple[str, int, int | None]] = []
@@ -873,7 +763,7 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
                 file.write(json.dumps(row) + "\n")
         tracemalloc.start()
         try:
-            ingest.load_source(
+            sources.load_source(
                 SourceRecipe(path=str(path)),
                 "data.train.0",
                 data=data,

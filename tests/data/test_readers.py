@@ -15,8 +15,9 @@ from support.memory_limit import memory_limit
 
 from dpo_pack.data import readers
 from dpo_pack.data.formats import FORMATS, BadRow, Pair
-from dpo_pack.data.locating import LocatedSource, locate_source
+from dpo_pack.data.ingest import LocatedSource
 from dpo_pack.data.readers import READERS, ColumnNames, NumberedRow, OpenRows, data_suffix
+from dpo_pack.data.sources import locate_source
 from dpo_pack.recipe.schema import SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 
@@ -158,16 +159,6 @@ def test_an_invalid_json_array_is_refused_at_its_row(tmp_path: Path, text: str, 
     with pytest.raises(DataError) as error:
         read(tmp_path / "a.json")
     assert message in refusal(error)
-
-
-def test_a_json_row_without_end_is_not_read_into_memory_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readers, "_JSON_CHUNK_CHARS", 100)
-    monkeypatch.setattr(readers, "_MAX_ROW_SIZE", 1000)
-    (tmp_path / "a.json").write_text('["' + "x" * 100_000 + '"]')
-    with pytest.raises(DataError, match="a.json row 1: invalid JSON"):
-        read(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("name", ["big.json", "big.jsonl"])
@@ -368,25 +359,23 @@ def test_a_json_object_with_a_key_twice_is_a_bad_row(tmp_path: Path, name: str) 
         FORMATS["conversational"].prompt(third)
 
 
-def test_a_column_that_is_an_object_with_a_key_twice_is_told_as_that(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text('{"prompt": "a", "chosen": {"role": "x", "role": "y"}, "rejected": "b"}\n')
-    [(_, row)] = read(path)
-    assert isinstance(row, dict)
-    with pytest.raises(BadRow, match="repeated_key.*'role' twice"):
-        FORMATS["preference"].pair(row)
-
-
-def test_a_missing_path_is_refused_with_its_key(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file or directory .*; correct data.train.0.path") as error:
-        locate(tmp_path / "none.jsonl", tmp_path)
-    refusal(error)
-
-
-def test_a_file_of_no_known_kind_is_refused_with_those_there_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "message"),
+    [
+        ("none.jsonl", {}, DataError, "none.jsonl: no such file or directory"),
+        ("pairs.xlsx", {}, DataError, "pairs.xlsx: no reader"),
+        ("a.jsonl", {"split": "test"}, RecipeError, "data.train.0.split"),
+        ("empty", {}, DataError, "empty: no data files"),
+    ],
+)
+def test_what_is_no_source_of_rows_is_refused(
+    tmp_path: Path, name: str, settings: dict[str, str], error: type[Exception], message: str
+) -> None:
     (tmp_path / "pairs.xlsx").write_text("")
-    with pytest.raises(DataError, match="no reader for this kind of file; there are: .jsonl"):
-        locate(tmp_path / "pairs.xlsx", tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(ROWS))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(error, match=message):
+        locate(tmp_path / name, tmp_path, **settings)
 
 
 @pytest.mark.parametrize(
@@ -394,18 +383,6 @@ def test_a_file_of_no_known_kind_is_refused_with_those_there_are(tmp_path: Path)
 )
 def test_dots_in_the_name_of_a_file_do_not_change_its_kind(name: str, suffix: str) -> None:
     assert data_suffix(Path(name)) == suffix
-
-
-def test_a_split_of_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(json_lines(ROWS))
-    with pytest.raises(RecipeError, match="data.train.0.split: .* has no splits"):
-        locate(tmp_path / "a.jsonl", tmp_path, split="test")
-
-
-def test_a_directory_without_data_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no data files in it"):
-        locate(tmp_path / "empty", tmp_path)
 
 
 @pytest.fixture

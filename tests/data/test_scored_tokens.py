@@ -45,7 +45,7 @@ def refused(tmp_path: Path, row: dict[str, Any], **settings: Any) -> str:
 def test_weights_of_rows_are_those_of_the_table_also_from_the_cache_and_after_rows_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpo_pack.data.workers._BATCH_ROWS", 1)
+    monkeypatch.setattr("dpo_pack.data.tokenization._BATCH_ROWS", 1)
     weighted = {**ROW, "chosen_weights": [1, 0, 0.25, 2.5], "rejected_weights": None}
     path = write(tmp_path / "pairs.jsonl", [ROW, weighted, ROW])
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_weights_of_rows_are_those_of_the_table_also_from_the_cache_and_after_ro
         assert table.token_weights(1)[1].tolist() == [1, 1, 1]
         assert table.has_token_weights.tolist() == [False, True, False]
         assert table.chosen_scored.tolist() == [4, 3.75, 4] and table.chosen_lengths.tolist() == [4, 4, 4]
-        assert table.chosen(1).tolist() == [7, 8, 9, 2]
+        assert table.group(1).completions[0].tolist() == [7, 8, 9, 2]
 
 
 def test_a_changed_byte_of_weights_makes_the_store_anew(tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def scored_text(tmp_path: Path, template: str, **settings: Any) -> list[str]:
     """The texts of the tokens that are scored, of chosen and of rejected."""
     tokenizer = chat_tokenizer(template)
     table = load(tmp_path, write(tmp_path / "chat.jsonl", [AGENT]), tokenizer=tokenizer, **settings).train
-    completions = (table.chosen(0), table.rejected(0))
     weights = table.token_weights(0)
     assert all(set(of_side.tolist()) <= {0, 1} for of_side in weights)
-    return [tokenizer.decode(ids[of_side == 1]) for ids, of_side in zip(completions, weights, strict=True)]
+    both = zip(table.group(0).completions, weights, strict=True)
+    return [tokenizer.decode(ids[of_side == 1]) for ids, of_side in both]
 
 
 def test_only_what_the_assistant_says_is_scored_and_its_ends_of_turns_are(tmp_path: Path) -> None:
@@ -217,7 +217,9 @@ def test_answers_of_one_message_are_rendered_and_stored_as_if_all_turns_were_sco
     ]
     assert len(calls) == 6 and splits[0].fingerprint == splits[1].fingerprint
     assert not list((tmp_path / "cache").rglob("weights.bin"))
-    assert splits[0].train.chosen(0).tolist() == splits[1].train.chosen(0).tolist()
+    assert (
+        splits[0].train.group(0).completions[0].tolist() == splits[1].train.group(0).completions[0].tolist()
+    )
 
 
 def test_a_line_says_on_how_many_pairs_the_scored_turns_matter(tmp_path: Path) -> None:

@@ -21,22 +21,25 @@ from support.reference_pairs import one_line
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from dpo_pack.data import tokenization, workers
+from dpo_pack.data import tokenization
 from dpo_pack.data import tokenizer as tokenizer_module
 from dpo_pack.data.formats import BadRow
-from dpo_pack.data.keys import sequence_key
 from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.store import PairTable, TokenStore, join_pairs, open_store, write_store
+from dpo_pack.data.store import PairTable, TokenStore, join_pairs, open_store, sequence_key, write_store
 from dpo_pack.data.tokenization import (
+    LengthLimits,
     TokenizationSettings,
     TokenizedBatch,
+    Truncation,
     check_tokenizer,
     split_at_boundary,
     tokenize_batch,
+    tokenize_rows,
+    tokenizer_fingerprint,
+    truncate,
 )
-from dpo_pack.data.tokenizer import bounded_template, tokenizer_fingerprint
-from dpo_pack.data.truncation import LengthLimits, PairIds, Truncation, truncate
-from dpo_pack.data.workers import tokenize_rows
+from dpo_pack.data.tokenizer import bounded_template
+from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 TOKENIZER = tiny_tokenizer()
@@ -203,17 +206,6 @@ def test_a_row_that_cannot_be_tokenised_is_dropped_with_its_reason_and_the_other
     assert batch.pairs.records["row_number"].tolist() == ([1, 3] if reason else [1, 2, 3])
 
 
-def test_an_invalid_row_of_the_reader_is_dropped_with_the_reader_s_reason() -> None:
-    rows: list[NumberedRow] = [(4, BadRow("invalid_json", "no")), (6, TEXT_ROWS[0])]
-    batch = tokenize_batch(rows, settings("preference"), TOKENIZER)
-    assert [(number, bad.reason, bad.detail) for number, bad in batch.dropped] == [(4, "invalid_json", "no")]
-    assert batch.num_rows == 2
-
-
-def test_a_batch_without_a_pair_is_empty() -> None:
-    assert len(tokenize([{}], "preference").pairs.records) == 0
-
-
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
@@ -260,7 +252,7 @@ def test_a_template_may_take_one_gib_but_no_more_than_the_process_may() -> None:
 
 
 def test_a_batch_has_fewer_rows_if_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(tokenization, "_BATCH_BYTES", 1000)
     rows = [{**TEXT_ROWS[0], "more": "x" * 400}] * 10
     batches = tokenize_rows(
         stream(rows, limit=2), settings("preference"), TOKENIZER, num_workers=0, max_pairs=None
@@ -305,16 +297,16 @@ def test_the_boundary_is_the_naive_one(prompt: list[int], chosen: list[int], rej
     arrays = [np.array(ids, dtype=np.int32) for ids in (prompt, chosen, rejected)]
     if all(expected):
         pair = split_at_boundary(*arrays)
-        assert [pair.prompt.tolist(), pair.chosen.tolist(), pair.rejected.tolist()] == expected
+        assert [ids.tolist() for ids in (pair.context, *pair.completions)] == expected
     else:
         with pytest.raises(BadRow):
             split_at_boundary(*arrays)
 
 
-def pair_of(prompt: int, chosen: int, rejected: int) -> PairIds:
+def pair_of(prompt: int, chosen: int, rejected: int) -> Group:
     """A pair with so many tokens, all different."""
     ids = np.arange(10, 10 + prompt + chosen + rejected, dtype=np.int32)
-    return PairIds(prompt=ids[:prompt], chosen=ids[prompt : prompt + chosen], rejected=ids[prompt + chosen :])
+    return Group(context=ids[:prompt], completions=(ids[prompt : prompt + chosen], ids[prompt + chosen :]))
 
 
 LENGTHS = st.integers(1, 12)
@@ -335,12 +327,11 @@ def test_prompt_left_keeps_completions_whole_and_as_much_of_the_prompt_as_fits(
         return
     length = min(prompt, room, max_prompt_length or prompt)
     fitted = truncate(pair, limits, bos_token_id=10 if has_bos else None)
-    assert fitted.chosen.tolist() == pair.chosen.tolist()
-    assert fitted.rejected.tolist() == pair.rejected.tolist()
+    assert list(map(list, fitted.completions)) == list(map(list, pair.completions))
     if has_bos and length > 1:
-        assert fitted.prompt.tolist() == [10, *pair.prompt[prompt - length + 1 :].tolist()]
+        assert fitted.context.tolist() == [10, *pair.context[prompt - length + 1 :].tolist()]
     else:
-        assert fitted.prompt.tolist() == pair.prompt[prompt - length :].tolist()
+        assert fitted.context.tolist() == pair.context[prompt - length :].tolist()
 
 
 @given(LENGTHS, LENGTHS, LENGTHS, st.integers(2, 16))
@@ -354,9 +345,9 @@ def test_completion_right_cuts_each_sequence_as_trl_does(
             truncate(pair, limits, None)
         return
     fitted = truncate(pair, limits, None)
-    for before, after in ((pair.chosen, fitted.chosen), (pair.rejected, fitted.rejected)):
-        assert after.tolist() == np.concatenate([pair.prompt, before])[:max_length][prompt:].tolist()
-    assert fitted.prompt.tolist() == pair.prompt.tolist()
+    for before, after in zip(pair.completions, fitted.completions, strict=True):
+        assert after.tolist() == np.concatenate([pair.context, before])[:max_length][prompt:].tolist()
+    assert fitted.context.tolist() == pair.context.tolist()
 
 
 @given(LENGTHS, LENGTHS, LENGTHS, st.integers(2, 16), st.sampled_from(["drop", "error"]))
@@ -375,17 +366,9 @@ def test_drop_and_error_refuse_exactly_what_is_too_long(
 @pytest.mark.parametrize("truncation", ["drop", "error", "completion_right"])
 def test_a_prompt_beyond_its_own_limit_is_refused_where_prompts_are_not_cut(truncation: Truncation) -> None:
     limits = LengthLimits(max_length=100, max_prompt_length=3, truncation=truncation)
-    assert truncate(pair_of(3, 1, 1), limits, None).longest_length == 4
+    assert len(truncate(pair_of(3, 1, 1), limits, None).context) == 3
     with pytest.raises(BadRow, match="prompt_too_long"):
         truncate(pair_of(4, 1, 1), limits, None)
-
-
-def test_completions_that_cutting_makes_equal_are_refused() -> None:
-    limits = LengthLimits(max_length=4, max_prompt_length=None, truncation="completion_right")
-    ids = np.array([1, 2, 3, 4, 5], dtype=np.int32)
-    pair = PairIds(prompt=ids[:2], chosen=ids[2:], rejected=np.array([3, 4, 9], dtype=np.int32))
-    with pytest.raises(BadRow, match="identical_after_truncation"):
-        truncate(pair, limits, None)
 
 
 def test_what_truncation_does_is_counted() -> None:
@@ -441,14 +424,14 @@ def test_a_store_gives_back_each_pair_s_tokens_lengths_and_keys(tmp_path: Path) 
     assert table.source_indices.tolist() == [1, 0, 0]
     for pair, row in enumerate((TEXT_ROWS[1], TEXT_ROWS[0], TEXT_ROWS[3])):
         prompt, chosen, rejected = naive_text_ids(row, TOKENIZER)
-        assert table.prompt(pair).tolist() == prompt
-        assert table.chosen(pair).tolist() == chosen
-        assert table.rejected(pair).tolist() == rejected
+        assert table.group(pair).context.tolist() == prompt
+        assert table.group(pair).completions[0].tolist() == chosen
+        assert table.group(pair).completions[1].tolist() == rejected
         lengths = table.prompt_lengths[pair], table.chosen_lengths[pair], table.rejected_lengths[pair]
         assert lengths == (len(prompt), len(chosen), len(rejected))
         shared, _, _ = naive_ids(prompt + chosen, prompt + chosen, prompt + rejected)
         assert table.shared_lengths[pair] == len(shared)
-        ids = table.prompt(pair), table.chosen(pair), table.rejected(pair)
+        ids = table.group(pair).context, table.group(pair).completions[0], table.group(pair).completions[1]
         assert table.chosen_keys[pair].tobytes() == sequence_key(ids[0], ids[1])
         assert table.rejected_keys[pair].tobytes() == sequence_key(ids[0], ids[2])
         assert table.prompt_keys[pair].tobytes() == sequence_key(ids[0], ids[0][:0])
@@ -457,7 +440,7 @@ def test_a_store_gives_back_each_pair_s_tokens_lengths_and_keys(tmp_path: Path) 
 def test_a_store_cannot_be_written_through_its_maps(tmp_path: Path) -> None:
     table = PairTable.of([written(tmp_path / "store", some_pairs())])
     with pytest.raises(ValueError, match="read-only"):
-        table.prompt(0)[0] = 1
+        table.group(0).context[0] = 1
 
 
 def test_fingerprints_name_pairs_and_order_not_batches(tmp_path: Path) -> None:
@@ -530,13 +513,13 @@ def test_a_changed_bit_of_the_tokens_is_found_by_whoever_reads_them_and_the_stor
         assert open_store(tmp_path / "store") is not None  # to open a store of gigabytes must take no time
         pair = int(np.searchsorted(table.offsets, position // 4, side="right")) - 1
         for other in set(range(table.num_pairs)) - {pair}:
-            assert all(len(read(other)) for read in (table.prompt, table.chosen, table.rejected))
-        sides = [partial(read, pair) for read in (table.chosen, table.rejected)]
+            assert len(table.group(other).completions) == 2
+        sides = [partial(table.group, pair, sides) for sides in ((True, False), (False, True))]
         message = one_line(lambda sides=sides: [read() for read in sides])  # type: ignore[misc]
         assert f"store is damaged: its token ids of row {table.row_numbers[pair]} have" in message
         assert open_store(tmp_path / "store") is None
         if position // 4 - table.offsets[pair] < table.prompt_lengths[pair]:
-            one_line(partial(table.prompt, pair))
+            one_line(partial(table.group, pair, (False, False)))
 
 
 def test_a_damaged_store_that_cannot_be_marked_is_for_the_user_to_remove(
@@ -549,8 +532,8 @@ def test_a_damaged_store_that_cannot_be_marked_is_for_the_user_to_remove(
 
     monkeypatch.setattr(Path, "unlink", refuse)
     next(flipped(tmp_path / "store" / "tokens.bin"))
-    assert f"{tmp_path / 'store'} is damaged" in one_line(lambda: table.prompt(0))
-    assert "remove this directory and run the same command again" in one_line(lambda: table.prompt(0))
+    assert f"{tmp_path / 'store'} is damaged" in one_line(lambda: table.group(0).context)
+    assert "remove this directory and run the same command again" in one_line(lambda: table.group(0).context)
 
 
 def stream(rows: list[dict[str, Any]], limit: int) -> Iterator[NumberedRow]:
@@ -604,13 +587,13 @@ def test_a_process_that_dies_while_it_tokenises_is_one_line() -> None:
 
 
 def _die() -> None:
-    with workers._workers(settings("preference"), TOKENIZER, 2):
+    with tokenization._workers(settings("preference"), TOKENIZER, 2):
         raise BrokenProcessPool
 
 
 def test_ctrl_c_ends_no_process_that_tokenises_before_its_parent_asks() -> None:
     def handler() -> bool:
-        workers._start_worker(settings("preference"), TOKENIZER)
+        tokenization._start_worker(settings("preference"), TOKENIZER)
         return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
     assert in_forks([handler]) == [True]

@@ -28,7 +28,8 @@ from dpo_pack.model.attention import (
 from dpo_pack.model.attention.flash import flash_attn_attention
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
 from dpo_pack.model.compiling import compiler_obstacle
-from dpo_pack.model.layout import Group, packed_row
+from dpo_pack.model.layout import packed_row
+from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import UnsupportedModelError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -17,10 +17,11 @@ from support.tiny_run import tiny_run
 from torch.optim import AdamW
 
 import dpo_pack.trainer as train_module
-from dpo_pack.model.layout import Group, Row, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system.interrupts import Interrupted

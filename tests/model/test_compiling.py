@@ -31,9 +31,10 @@ import dpo_pack.run.pairs as prepare_reference
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.attention import register_attention
 from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
-from dpo_pack.model.layout import Group, Row, packed_row, padded_row
+from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.logps import HeadPasses, compile_head
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.compute import fill_cache

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import dpo_pack.model.attention.sdpa as sdpa
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
-from dpo_pack.model.layout import Group, packed_row
+from dpo_pack.model.layout import packed_row
+from dpo_pack.packing.lengths import Group
 
 NUM_HEADS, HEAD_DIM = 4, 8
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from dpo_pack.model.attention import row_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.layout import Group
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import UnsupportedModelError
 
 # Few token values, so that completions begin alike, repeat and are prefixes of each other.

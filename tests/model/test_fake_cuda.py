@@ -24,9 +24,10 @@ from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attentio
 from dpo_pack.model.attention.flash import supports_window_and_scale
 from dpo_pack.model.attention.segments import _Take
 from dpo_pack.model.fast_layers import trim_last_layer
-from dpo_pack.model.layout import Group, Row, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
 
 pytestmark = pytest.mark.cuda_build
 CUDA = torch.device("cuda")

@@ -19,7 +19,7 @@ from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
-from dpo_pack.data import keys
+from dpo_pack.data.store import file_hash
 from dpo_pack.model import fingerprint
 from dpo_pack.model.fingerprint import files_fingerprint, reference_namespace, weight_files
 from dpo_pack.model.scorer import Precision
@@ -372,12 +372,12 @@ def test_a_snapshot_that_lacks_weights_is_one_line(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("content", ["[1]", '{"cut sho', '{"key": 1}', '{"key": {"stamp": 1}}'])
 def test_a_memo_with_other_content_is_forgotten(content: str, model: Path) -> None:
     memo, hashes = model.parent / "memo.json", model.parent / "hashes.json"
-    tensors, whole = digest(model), keys.file_hash(model / "model.safetensors", hashes)
+    tensors, whole = digest(model), file_hash(model / "model.safetensors", hashes)
     for path in (memo, hashes):
         key = next(iter(json.loads(path.read_text())))
         path.write_text(content.replace("key", key))
     assert digest(model) == tensors
-    assert keys.file_hash(model / "model.safetensors", hashes) == whole
+    assert file_hash(model / "model.safetensors", hashes) == whole
     assert json.loads(memo.read_text())
 
 
@@ -390,7 +390,7 @@ def test_a_memo_that_cannot_be_written_ends_nothing(model: Path, monkeypatch: py
 
     monkeypatch.setattr(files, "write_json_atomically", refuse)
     assert digest(model, memo_path=model.parent / "other.json") == expected
-    assert len(keys.file_hash(model / "config.json", model.parent / "hashes.json")) == 64
+    assert len(file_hash(model / "config.json", model.parent / "hashes.json")) == 64
 
 
 def test_a_model_that_was_hashed_before_is_not_hashed_again(

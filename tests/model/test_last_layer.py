@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.fast_layers import last_feed_forward, trim_last_layer
-from dpo_pack.model.layout import Group, Row, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape, without_weights
-from dpo_pack.packing.lengths import PairLengths, pair_flops
+from dpo_pack.packing.lengths import Group, PairLengths, pair_flops
 
 
 def ids(*values: int) -> np.ndarray:

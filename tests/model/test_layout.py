@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpo_pack.model.layout import Group, Row, common_prefix_length, packed_row, padded_row
+from dpo_pack.model.layout import Row, packed_row, padded_row
+from dpo_pack.packing.lengths import Group, common_prefix_length
 
 CPU = torch.device("cpu")
 

@@ -25,8 +25,9 @@ import dpo_pack.run.models as recipe_models
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.fast_layers import apply_liger, check_kernels, stock_layers
 from dpo_pack.model.fingerprint import modelling_source
-from dpo_pack.model.layout import Group, packed_row
+from dpo_pack.model.layout import packed_row
 from dpo_pack.model.shape import without_weights
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import check_environment, load_recipe
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError

@@ -18,10 +18,11 @@ from support.tiny_models import VOCABULARY, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dpo_pack.model.layout import Group, Row, packed_row, padded_row
+from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import Adapter, LoraSettings, attach_adapter
 from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
 

@@ -20,9 +20,10 @@ from support.tiny_run import tiny_run
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dpo_pack.model.layout import Group, Row, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.parallel import distribute_policy
 from dpo_pack.model.scorer import Precision
+from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import choose_strategy, load_weights, resolve_model
 from dpo_pack.system import ranks

@@ -13,10 +13,11 @@ from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor, nn
 
 from dpo_pack.model.attention.segments import RowSegments, make_gather
-from dpo_pack.model.layout import Group, packed_row
+from dpo_pack.model.layout import packed_row
 from dpo_pack.model.recurrence import RecurrentCall, recurrence_sizes, wrap_recurrent_layers
 from dpo_pack.model.recurrence.pieces import row_history, row_pieces
 from dpo_pack.model.shape import model_shape, without_weights
+from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import UnsupportedModelError
 
 

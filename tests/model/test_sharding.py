@@ -27,10 +27,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import dpo_pack.run.models as recipe_models
 from dpo_pack.model import parallel
 from dpo_pack.model.compiling import compile_layers
-from dpo_pack.model.layout import Group, Row, packed_row, padded_row
+from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.logps import compile_head
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy, full_state, is_sharded, shard_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.start_up import compiling_obstacle, prove
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.models import load_weights, resolve_model

@@ -14,7 +14,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.model.attention import ATTENTION_NAME
-from dpo_pack.model.layout import Group, packed_row
+from dpo_pack.model.layout import packed_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.online.interface import Completion, Draw
@@ -27,6 +27,7 @@ from dpo_pack.online.sampling import (
     end_tokens,
 )
 from dpo_pack.online.transformers_generator import TransformersGenerator, generating
+from dpo_pack.packing.lengths import Group
 
 TEXTS = ("ask one", "what is the colour of the sky?", "x", "how do I bake bread at home? yes or no")
 PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=8)

@@ -97,9 +97,9 @@ def test_pending_pairs_survive_a_checkpoint() -> None:
     again = load_pending(pending_state(made))
     assert len(again) == 4
     for ours, theirs in zip(made, again, strict=True):
-        assert np.array_equal(ours.ids.prompt, theirs.ids.prompt)
-        assert np.array_equal(ours.ids.chosen, theirs.ids.chosen)
-        assert np.array_equal(ours.ids.rejected, theirs.ids.rejected)
+        assert np.array_equal(ours.ids.context, theirs.ids.context)
+        for our_side, their_side in zip(ours.ids.completions, theirs.ids.completions, strict=True):
+            assert np.array_equal(our_side, their_side)
         assert (ours.margin, ours.weights_step) == (theirs.margin, theirs.weights_step)
         assert ours.prompt_index == theirs.prompt_index
     assert load_pending(pending_state([])) == []

@@ -21,10 +21,11 @@ from support.tiny_models import VOCABULARY, tiny_model
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.config import routes_tokens
-from dpo_pack.model.layout import Group, Row
+from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import start_up
 from dpo_pack.proofs.rows import Proof, ProofOutcome, proof_groups
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, prove, prove_equivalence

@@ -53,11 +53,10 @@ def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: P
     model = tiny_model("llama")
     for table in tables:
         values = FrozenReference.take(cache, [table]).of(table)
-        for keys, completion, ours in (
-            (table.chosen_keys, table.chosen, values.sums[:, 0]),
-            (table.rejected_keys, table.rejected, values.sums[:, 1]),
-        ):
-            sequences = [(table.prompt(i).tolist(), completion(i).tolist()) for i in range(table.num_pairs)]
+        groups = [table.group(pair) for pair in range(table.num_pairs)]
+        for side, keys in enumerate((table.chosen_keys, table.rejected_keys)):
+            ours = values.sums[:, side]
+            sequences = [(group.context.tolist(), group.completions[side].tolist()) for group in groups]
             with torch.no_grad():
                 expected = completion_logps_one_by_one(model, sequences).double().numpy()
             expected[(keys == tables[0].chosen_keys[3]).all(axis=1)] = -123.0
@@ -203,8 +202,8 @@ def test_per_token_values_are_those_of_each_sequence_and_add_up_to_its_sum(
     assert tokens.lengths.tolist() == table.rejected_lengths.tolist()
     for pair in range(6):
         assert tokens.of(pair).sum() == pytest.approx(sums[pair], abs=1e-4)
-        context = table.prompt(pair).tolist()
-        rejected = table.rejected(pair).tolist()
+        context = table.group(pair).context.tolist()
+        rejected = table.group(pair).completions[1].tolist()
         with torch.no_grad():
             before = completion_logps_one_by_one(tiny_model("llama"), [(context, rejected)])
         # Its last token alone: the completion less the completion without it.

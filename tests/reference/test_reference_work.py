@@ -48,8 +48,10 @@ def test_joined_tables_keep_the_sources_of_their_pairs() -> None:
     tables.append(join_tables(tables).select(np.array([2, 0])))
     joined = join_tables(tables)
     assert joined.source_indices.tolist() == [0, 0, 1, 3, 2] and len(joined.stores) == 4
-    expected = [table.chosen(pair).tolist() for table in tables for pair in range(table.num_pairs)]
-    assert [joined.chosen(pair).tolist() for pair in range(5)] == expected
+    groups = [table.group(pair) for table in tables for pair in range(table.num_pairs)]
+    assert [joined.group(pair).completions[0].tolist() for pair in range(5)] == [
+        group.completions[0].tolist() for group in groups
+    ]
 
 
 def test_the_same_tokens_with_another_boundary_are_another_sequence(tmp_path: Path) -> None:

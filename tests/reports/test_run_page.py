@@ -23,7 +23,7 @@ from support.processor import slowness
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.store import join_pairs, write_store
-from dpo_pack.data.truncation import PairIds
+from dpo_pack.packing.lengths import Group
 from dpo_pack.reports.pages import run_page, write_run_page
 from dpo_pack.reports.run_files import lowest_margins, read_runs
 from dpo_pack.reports.run_views import _flat, thinned
@@ -204,7 +204,7 @@ def keep_tokens(run: Path, prompts: list[str]) -> None:
     def ids(text: str) -> Any:
         return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype="<i4")
 
-    pairs = [PairIds(prompt=ids(p), chosen=ids(p), rejected=ids(p[:1500])) for p in prompts]
+    pairs = [Group(context=ids(p), completions=(ids(p), ids(p[:1500]))) for p in prompts]
     rows = list(range(1, len(pairs) + 1))
     write_store(run / "tokens", [join_pairs(pairs, [1.0] * len(pairs), rows)], dict)
     source = {"name": "pairs", "rows_read": 3, "pairs_kept": 3, "token_store": str(run / "tokens")}

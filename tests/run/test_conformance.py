@@ -174,8 +174,8 @@ def assert_run_takes_the_steps_of_the_loop(
     train(recipe, console)
     pairs = prepare_data(recipe, prepare_tokenizer(recipe), console).train
     token_ids = [
-        (pairs.prompt(i).tolist(), pairs.chosen(i).tolist(), pairs.rejected(i).tolist())
-        for i in range(pairs.num_pairs)
+        tuple(ids.tolist() for ids in (group.context, *group.completions))
+        for group in map(pairs.group, range(pairs.num_pairs))
     ]
     steps = list(zip(steps_of(recipe), plain_loop(directory, token_ids, case), strict=True))
     # The first step: a fifth of the tolerances against TRL. Later ones: those tolerances, because AdamW makes

@@ -21,10 +21,11 @@ from dpo_pack.model.attention import ATTENTION_NAME, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.config import check_packs
 from dpo_pack.model.fast_layers import trim_last_layer
-from dpo_pack.model.layout import Group, Row, packed_row, padded_row
+from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import Proof
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.system.errors import UnsupportedModelError

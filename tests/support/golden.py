@@ -18,8 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from dpo_pack.data import tokenization
 from dpo_pack.data.formats import possible_formats
-from dpo_pack.data.tokenization import TokenizationSettings, tokenize_batch
-from dpo_pack.data.truncation import LengthLimits
+from dpo_pack.data.tokenization import LengthLimits, TokenizationSettings, tokenize_batch
 from dpo_pack.model import fingerprint
 from dpo_pack.packing import plan
 from dpo_pack.packing.bin_packing import PADDED

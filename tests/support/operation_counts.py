@@ -29,9 +29,10 @@ import dpo_pack.model.scorer as scorer_module
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.compiling import compile_layers
 from dpo_pack.model.fast_layers import trim_last_layer
-from dpo_pack.model.layout import Group, Row, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.logps import HEAD_BOUNDS, WantedStatistics
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
 from support.tiny_models import VOCABULARY, tiny_config
 
 _CASTS = ("aten::_to_copy", "prims::convert_element_type")

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from dpo_pack.data.store import PairTable, join_pairs
-from dpo_pack.data.truncation import PairIds
 from dpo_pack.model.layout import Row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.scorer import CompletionLogps, Precision, RowLogps
 from dpo_pack.model.shape import model_shape
+from dpo_pack.packing.lengths import Group
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import PassSettings, ReferenceWork, compute_missing, find_work, plan_pass
 from dpo_pack.system.errors import CacheError, DpoPackError
@@ -33,7 +33,7 @@ Keys = npt.NDArray[np.uint8]
 def make_table(pairs: Sequence[Pair]) -> PairTable:
     """A table of pairs given as token ids; row numbers count from 1."""
     ids = [
-        PairIds(prompt=_ids(prompt), chosen=_ids(chosen), rejected=_ids(rejected))
+        Group(context=_ids(prompt), completions=(_ids(chosen), _ids(rejected)))
         for prompt, chosen, rejected in pairs
     ]
     return PairTable.of([join_pairs(ids, [1.0] * len(ids), range(1, len(ids) + 1))])

@@ -92,8 +92,8 @@ def make_release(directory: Path) -> None:
             "made_with": versions(),
             "losses": losses(Path("straight")),
             "pairs": [
-                [table.prompt(i).tolist(), table.chosen(i).tolist(), table.rejected(i).tolist()]
-                for i in range(table.num_pairs)
+                [ids.tolist() for ids in (group.context, *group.completions)]
+                for group in map(table.group, range(table.num_pairs))
             ],
             "sums": all_sums(release_cache(Path()), [table]).tolist(),
         }

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpo_pack.model.layout import Group, Row, packed_row
+from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
+from dpo_pack.packing.lengths import Group
 from dpo_pack.run.memory_estimate import MemoryFacts, estimate_memory, memory_shape
 from dpo_pack.training.optim import build_optimizer
 from support.logps_memory import peak_resident_bytes

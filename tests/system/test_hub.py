@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 from support.reference_pairs import one_line
 
-from dpo_pack.data.locating import locate_source
+from dpo_pack.data.sources import locate_source
 from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.recipe.schema import SourceRecipe
 from dpo_pack.system import hub

@@ -30,7 +30,8 @@ from support.tiny_run import tiny_run
 import dpo_pack.reference.compute as reference_pass
 import dpo_pack.trainer as train_module
 from dpo_pack.model.attention.segments import on_device
-from dpo_pack.model.layout import Group, packed_row
+from dpo_pack.model.layout import packed_row
+from dpo_pack.packing.lengths import Group
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpo_pack.data.store import PairTable, join_pairs, open_store, write_store
-from dpo_pack.data.truncation import PairIds
+from dpo_pack.packing.lengths import Group
 from dpo_pack.training.optim import NonfiniteGuard, build_optimizer, clip_gradients
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
 def table(directory: Path) -> PairTable:
     """Nine pairs, of rows 11 to 19."""
     ids = np.array([1, 2], dtype=np.int32)
-    pairs = [PairIds(prompt=ids, chosen=ids + n, rejected=ids + n + 1) for n in range(9)]
+    pairs = [Group(context=ids, completions=(ids + n, ids + n + 1)) for n in range(9)]
     tokenized = join_pairs(pairs, [1.0] * 9, list(range(11, 20)))
     write_store(directory / "store", [tokenized], dict)
     store = open_store(directory / "store")

@@ -85,8 +85,8 @@ def plain_loop(recipe: Recipe, console: Console) -> list[float]:
     for step in range(4):
         total = 0.0
         for index in range(8 * (step % 2), 8 * (step % 2) + 8):
-            prompt = pairs.prompt(index).tolist()
-            sequences = [(prompt, side(index).tolist()) for side in (pairs.chosen, pairs.rejected)]
+            group = pairs.group(index)
+            sequences = [(group.context.tolist(), side.tolist()) for side in group.completions]
             with torch.no_grad():
                 fixed = completion_logps_one_by_one(reference, sequences)
             chosen, rejected = completion_logps_one_by_one(policy, sequences) - fixed

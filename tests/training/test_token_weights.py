@@ -16,10 +16,10 @@ from torch.nn.functional import logsigmoid
 
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.store import PairTable, join_pairs
-from dpo_pack.data.truncation import PairIds
 from dpo_pack.losses import LOSSES, Objective, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape
+from dpo_pack.packing.lengths import Group
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import PassSettings, find_work
 from dpo_pack.reference.frozen import FrozenReference
@@ -44,17 +44,11 @@ def table_of(
     def ids(of: list[int]) -> np.ndarray:
         return np.array(of, dtype=np.int32)
 
-    def weights(of: list[float] | None) -> np.ndarray | None:
-        return None if of is None else np.array(of, dtype=np.float32)
+    def weights(of: list[float] | None, completion: list[int]) -> np.ndarray:
+        return np.array([1] * len(completion) if of is None else of, dtype=np.float32)
 
     pairs = [
-        PairIds(
-            prompt=ids(PROMPT),
-            chosen=ids(c),
-            rejected=ids(r),
-            chosen_weights=weights(cw),
-            rejected_weights=weights(rw),
-        )
+        Group(context=ids(PROMPT), completions=(ids(c), ids(r)), weights=(weights(cw, c), weights(rw, r)))
         for c, cw, r, rw in rows
     ]
     return PairTable.of([join_pairs(pairs, [1.0] * len(pairs), range(len(pairs)))])
