@@ -11,16 +11,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 import dpo_pack
-from dpo_pack.model.routing import router_balance
-from dpo_pack.model.scorer import Precision
 from dpo_pack.recipe.changes import changed_values
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
 from dpo_pack.recipe.text import show
 from dpo_pack.run.checkpoint_files import (
-    FileSum,
+    FileSums,
     checkpoints,
     damage_of_files,
     file_sums,
@@ -28,7 +24,6 @@ from dpo_pack.run.checkpoint_files import (
     saved_counters,
     step_of,
 )
-from dpo_pack.run.models import resolve_policy
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.files import (
@@ -47,11 +42,6 @@ RECIPE_FILE, INFO_FILE, LOCK_FILE = "recipe.yaml", "run.json", "run.lock"
 _MOST_SHOWN = 30  # characters of a recipe's value
 
 
-def _part(name: str) -> Any:
-    """A file or directory that a run writes beside RECIPE_FILE and INFO_FILE."""
-    return field(init=False, metadata={"part": name})
-
-
 @dataclass(slots=True, kw_only=True)
 class RunDir:
     """The files of one run, and the content of `run.json`. Only rank 0 writes; the other ranks go on."""
@@ -60,22 +50,23 @@ class RunDir:
     checkpoint: Path | None  # the run resumes from it; None if the run begins at step 0
     is_finished: bool
     info: dict[str, Any] = field(default_factory=dict)
-    metrics: Path = _part("metrics.jsonl")
-    samples: Path = _part("samples.jsonl")
-    held_out: Path = _part("held_out.parquet")
-    console_log: Path = _part("console.log")
-    data_report: Path = _part("data_report.json")
-    packing_report: Path = _part("packing_report.json")
-    reference: Path = _part("reference.parquet")
-    page: Path = _part("report.html")
-    checkpoints: Path = _part("checkpoints")
-    model: Path = _part("model")
-    trackers: Path = _part("trackers")
-    rollouts: Path = _part("rollouts.parquet")  # a directory, as `pairs` is
-    pairs: Path = _part("pairs.parquet")
+    # What a run writes beside RECIPE_FILE and INFO_FILE. `rollouts` and `pairs` are directories.
+    metrics: Path = Path("metrics.jsonl")
+    samples: Path = Path("samples.jsonl")
+    held_out: Path = Path("held_out.parquet")
+    console_log: Path = Path("console.log")
+    data_report: Path = Path("data_report.json")
+    packing_report: Path = Path("packing_report.json")
+    reference: Path = Path("reference.parquet")
+    page: Path = Path("report.html")
+    checkpoints: Path = Path("checkpoints")
+    model: Path = Path("model")
+    trackers: Path = Path("trackers")
+    rollouts: Path = Path("rollouts.parquet")
+    pairs: Path = Path("pairs.parquet")
 
     def __post_init__(self) -> None:
-        for name, part in parts().items():
+        for name, part in PARTS.items():
             setattr(self, name, self.root / part)
 
     @property
@@ -90,33 +81,24 @@ class RunDir:
         return self.checkpoint.resolve().parents[1] / self.reference.name
 
     def model_files(self) -> dict[str, dict[str, int]]:
-        """Returns size and checksum of each file in model/, except README.md, because users edit it.
-
-        Every rank must call it.
-        """
+        """Returns size and checksum of each file in model/, except README.md, because users edit it."""
         sums = ranks.first_does(lambda: file_sums(self.model))
         return {name: total for name, total in sums.items() if name != "README.md"}
-
-    def write(self, work: Callable[[], object]) -> None:
-        """Runs `work`, which writes files of this run, on rank 0; the other ranks go on."""
-        ranks.only_first(work)
 
     def remove_leftovers(self) -> None:
         """Removes the temporary files that a killed process has left."""
         for directory in (self.root, self.checkpoints, self.rollouts, self.pairs):
             for leftover in directory.glob(".*.tmp"):
-                self.write(functools.partial(discard, leftover))
+                ranks.only_first(functools.partial(discard, leftover))
 
     def update(self, **changes: Any) -> None:
         """Sets keys of `run.json` and writes the file."""
         self.info.update(changes)
-        self.write(lambda: write_json_atomically(self.root / INFO_FILE, self.info))
+        ranks.only_first(lambda: write_json_atomically(self.root / INFO_FILE, self.info))
 
 
-@functools.cache
-def parts() -> dict[str, str]:
-    """The names of the files and directories that a run writes, by their names in RunDir."""
-    return {one.name: one.metadata["part"] for one in fields(RunDir) if "part" in one.metadata}
+# The names of the files and directories that a run writes, by their names in RunDir.
+PARTS = {one.name: str(one.default) for one in fields(RunDir) if isinstance(one.default, Path)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +108,7 @@ class _Info:
     status: Literal["running", "interrupted", "failed", "finished"]
     totals: dict[str, float] = field(default_factory=dict)
     tracking_id: str = ""
-    model_files: dict[str, FileSum] = field(default_factory=dict)
+    model_files: FileSums = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -271,7 +253,7 @@ def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
     """
     if run.checkpoint is None:
         with writing(run.root):
-            earlier = (run.root / part for part in parts().values())
+            earlier = (run.root / part for part in PARTS.values())
             for path in (*earlier, *run.root.glob("nonfinite-step-*.json")):
                 if path.is_dir():
                     remove_directory(path)
@@ -322,12 +304,10 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: b
         ) from error
     changed = changed_values(earlier, recipe)
     then, now = earlier.loss.router_aux_coef, recipe.loss.router_aux_coef
-    if is_finished and not changed and then != now:
+    if is_finished and then != now:
         # 0 and null differ for some mixtures of experts only, so `changed_values` does not compare these two.
         # A run that is not finished finds the difference in its checkpoint.
-        model = resolve_policy(recipe, Precision(parameters=torch.float32, autocast=None))
-        if router_balance(model.architecture, None) is not None:
-            changed = {"loss.router_aux_coef": (then, now)}
+        changed["loss.router_aux_coef"] = (then, now)
     differences = []
     for key, values in changed.items():
         shown = [show(value) for value in values]
@@ -354,7 +334,7 @@ def _refuse_to_replace_inputs(recipe: Recipe) -> None:
     for key, path in named.items():
         if not isinstance(path, str) or not os.path.exists(path):
             continue
-        for name in (*parts().values(), RECIPE_FILE, INFO_FILE):
+        for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE):
             if Path(path).resolve().is_relative_to((recipe.output_dir / name).resolve()):
                 raise RunError(
                     f"output_dir: this run would replace {path}, which {key} names; use another output_dir"
@@ -371,7 +351,7 @@ def _refuse_to_replace_foreign_files(root: Path, recipe_text: str, *, overwrite:
             "it, name one of its checkpoints with checkpoint.resume, use another output_dir, or start again "
             "with --overwrite"
         )
-    for name in (*parts().values(), RECIPE_FILE, INFO_FILE):
+    for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE):
         path = root / name
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             continue

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
@@ -46,7 +45,6 @@ from dpo_pack.training.split_adamw import SplitAdamW
 
 IDENTITY = Identity(
     fingerprints={"data": "d", "plan": "p", "reference": "r"},
-    words={"data": "22 pairs", "plan": "11 steps", "reference": "the policy"},
     versions={"torch": "2.0", "transformers": "5.0"},
     ranks="one process",
     judged_by="loss of held_out, 0",
@@ -312,7 +310,7 @@ def test_what_is_written_in_the_background_is_the_state_as_it_was(
         writer.write(content(state))
         take_step(state)
         state.evaluation["held_out"]["loss"] = 9.0
-        assert writer.is_busy and checkpoints(tmp_path) == []
+        assert checkpoints(tmp_path) == []
         may_write.set()
         writer.write(content(state))  # waits for the first one, whose memory it takes
     assert checkpoints(tmp_path) == [tmp_path / "step-000002", tmp_path / "step-000003"]
@@ -326,11 +324,12 @@ def test_what_is_written_in_the_background_is_the_state_as_it_was(
 @pytest.mark.parametrize(("free", "fits"), [(16, True), (15, False)])
 def test_a_copy_may_take_half_of_what_is_free(free: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two processes on a node, 4 bytes each."""
-    on_device: Any = SimpleNamespace(is_cuda=True, nbytes=4)
+    on_device = torch.zeros(1)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor is on_device))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(checkpoint_writer, "free_memory_bytes", lambda: free)
-    assert checkpoint_writer._has_room_for_copy([on_device]) == fits
-    assert not checkpoint_writer._has_room_for_copy([torch.zeros(1)])  # on the host anyway
+    assert checkpoint_writer._has_room_for_copy({"policy": {"w": on_device}}) == fits
+    assert not checkpoint_writer._has_room_for_copy({"w": torch.zeros(1)})  # on the host anyway
 
 
 def test_what_fails_in_the_background_is_told_at_the_next_occasion(
@@ -409,7 +408,7 @@ def test_the_model_in_a_checkpoint_is_checked_with_the_rest_and_part_of_one_that
 def test_a_copy_in_memory_is_made_of_what_is_on_a_gpu_only(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, in_background="auto")
     writer.write(content(state_at(1)))
-    assert not writer.in_background and not writer.is_busy
+    assert not writer.in_background
 
 
 @pytest.mark.gpu
