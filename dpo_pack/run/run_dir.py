@@ -115,7 +115,7 @@ class _Info:
 def only_run(root: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Makes this run the only one that writes in `root`, for the `with` block. Every rank must call it.
 
-    Rank 0 holds a lock. If another run holds it, this raises RunError, which names that run's process.
+    Raises RunError if another run holds the lock.
     """
     with contextlib.ExitStack() as stack:
         ranks.first_does(lambda: stack.enter_context(locked(root / LOCK_FILE, f"output_dir: {root}", say)))
@@ -125,8 +125,7 @@ def only_run(root: Path, say: Callable[[str], None]) -> Iterator[None]:
 def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     """Decides whether the run is new, resumed or finished. Writes nothing.
 
-    Raises RunError if the recipe cannot use `output_dir` or `checkpoint.resume`, because another run is
-    there, for example.
+    Raises RunError if the recipe cannot use `output_dir` or `checkpoint.resume`.
     """
     root, resume, text = recipe.output_dir, recipe.checkpoint.resume, dump_recipe(recipe)
     _refuse_to_replace_inputs(recipe)
@@ -183,8 +182,7 @@ def _require_model(root: Path, found: Sequence[Path], ways_out: str) -> None:
 def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> None:
     """Sets `run.checkpoint` to the newest checkpoint without damaged files; every rank must call it.
 
-    Raises RunError if `resume` (`checkpoint.resume`) names a checkpoint and it is damaged, or if a rank
-    cannot see it.
+    Raises RunError if a rank cannot see it, or if `checkpoint.resume` names one that is damaged.
     """
     if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
         raise RunError(
@@ -195,7 +193,8 @@ def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> N
         path = run.checkpoint
         damage = damage_of(path)
         if damage is None:
-            ranks.first_does(lambda: _require_metrics(run))
+            if run.has_own_checkpoint:
+                ranks.first_does(functools.partial(_require_metrics, run.metrics, path))
             return
         if resume != "auto":
             raise RunError(
@@ -208,29 +207,24 @@ def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> N
         say(f"Warning: {path} is damaged: {damage}; {instead}")
 
 
-def _require_metrics(run: RunDir) -> None:
+def _require_metrics(metrics: Path, checkpoint: Path) -> None:
     """Raises RunError if lines of metrics.jsonl from before the run's checkpoint are lost or changed."""
-    if not run.has_own_checkpoint:
-        return
-    assert run.checkpoint is not None
-    saved = saved_counters(run.checkpoint)
-    content = run.metrics.read_bytes() if run.metrics.is_file() else b""
+    saved = saved_counters(checkpoint)
+    content = metrics.read_bytes() if metrics.is_file() else b""
     if zlib.crc32(content[: saved.metrics_offset]) != saved.metrics_crc32:
         what = f"has {len(content):,} bytes, but it had {saved.metrics_offset:,}"
         if len(content) >= saved.metrics_offset:
             what = f"has other content in its first {saved.metrics_offset:,} bytes than"
         raise RunError(
-            f"output_dir: {run.metrics} {what} when {run.checkpoint} was written; put the whole file back, "
-            f"or go on in another output_dir with checkpoint.resume={run.checkpoint}"
+            f"output_dir: {metrics} {what} when {checkpoint} was written; put the whole file back, or go on "
+            f"in another output_dir with checkpoint.resume={checkpoint}"
         )
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """Returns a text about a damaged file of the checkpoint, or None. Every rank must call it: each checks a
-    part of the files.
+    """Returns a text about a damaged file of the checkpoint, or None. Every rank checks a part of the files.
 
-    If one rank cannot read a file, all ranks raise RunError. Such a file does not count as damaged, because
-    the run would then use an older checkpoint or begin at step 0.
+    If one rank cannot read a file, all raise RunError: if it counted as damaged, the run would go back.
     """
 
     def look() -> str | None:
@@ -308,12 +302,12 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: b
         # 0 and null differ for some mixtures of experts only, so `changed_values` does not compare these two.
         # A run that is not finished finds the difference in its checkpoint.
         changed["loss.router_aux_coef"] = (then, now)
-    differences = []
-    for key, values in changed.items():
-        shown = [show(value) for value in values]
-        is_short = max(map(len, shown)) <= _MOST_SHOWN
-        differences.append(f"{key} ({shown[0]} then, {shown[1]} now)" if is_short else key)
     if changed:
+        differences = []
+        for key, values in changed.items():
+            before, after = map(show, values)
+            is_short = max(len(before), len(after)) <= _MOST_SHOWN
+            differences.append(f"{key} ({before} then, {after} now)" if is_short else key)
         raise RunError(f"output_dir: {root} holds a run with another {', '.join(differences)}; {ways_out}")
 
 
