@@ -337,17 +337,6 @@ def test_metrics_that_have_lost_or_changed_lines_are_refused_and_nothing_is_chan
 # ----------------------------------------------------------------------------------------- what has changed
 
 
-def test_a_changed_recipe_is_refused_with_what_it_was_and_is(
-    straight: Path, assets: Path, console: Console
-) -> None:
-    changed = whole_run(assets, straight, "optim.lr=0.5", "loss.type=ipo", "model.lora={r: 4}")
-    with pytest.raises(RunError) as caught:
-        train(changed, console)
-    told = str(caught.value)
-    assert "optim.lr (0.001 then, 0.5 now)" in told and "model.lora" in told and told.isprintable()
-    assert "loss.type.0.type ('sigmoid' then, 'ipo' now)" in told
-
-
 @pytest.mark.slow
 def test_what_is_held_out_may_change(straight: Path, assets: Path, tmp_path: Path, console: Console) -> None:
     """Also where the cache is gone: only what is new is computed, by the reference and not by the policy."""
