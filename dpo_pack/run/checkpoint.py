@@ -49,15 +49,7 @@ from dpo_pack.run.log import RunLog
 from dpo_pack.run.run_dir import RunDir, damage_of
 from dpo_pack.run.samples import before_and_after
 from dpo_pack.run.setup import Setup
-from dpo_pack.run.state import (
-    Counters,
-    Identity,
-    Place,
-    Selection,
-    Standing,
-    TrainState,
-    is_multiple,
-)
+from dpo_pack.run.state import Counters, Identity, Place, Selection, Standing, TrainState, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import sync, writing
@@ -97,12 +89,8 @@ def run_identity(
         fingerprints["base model"] = facts.namespace["weights"]
     if facts.balance is not None:
         fingerprints["load-balancing loss"] = f"x {facts.balance.coefficient:g}"
-    number = ranks.num_ranks()
-    kept = {
-        package: version
-        for package, version in package_versions().items()
-        if package in ("torch", "transformers", "peft")
-    }
+    number, versions = ranks.num_ranks(), package_versions()
+    kept = {name: versions[name] for name in ("torch", "transformers", "peft") if name in versions}
     judged_by = f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}" if selection else ""
     return Identity(
         fingerprints=fingerprints,
@@ -167,10 +155,8 @@ class Saver:
         """Writes a checkpoint of the full state. A run resumed from it goes on as if it had not stopped."""
         settings = self.setup.recipe.checkpoint
         self.log.flush_pairs()
-        with writing(self.run.metrics):
-            ranks.only_first(
-                lambda: sync(self.run.metrics)
-            )  # the checkpoint refers to the lines of this file
+        with writing(self.run.metrics):  # the checkpoint refers to the lines of this file
+            ranks.only_first(lambda: sync(self.run.metrics))
         content = checkpoint_content(
             self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
         )
@@ -230,10 +216,7 @@ class Saver:
         }
 
     def require_best(self) -> None:
-        """Raises RunError if `load_exported` would find no weights. Every rank must call it.
-
-        It is called before the run ends, so that the caller can still save the last step.
-        """
+        """Raises RunError if `load_exported` would find nothing, while the last step can still be saved."""
         remedy = "with checkpoint.load_best=false the same command exports the last weights"
         standing = self.state.standing
         if not standing.best:
@@ -250,8 +233,7 @@ class Saver:
         if not self.setup.recipe.checkpoint.load_best:
             return self.state.step
         step = self.state.standing.best_steps[0]
-        path = checkpoint_path(self.run.checkpoints, step)
-        self.state.evaluation = load_trained(path, self.state.scorer)
+        self.state.evaluation = load_trained(checkpoint_path(self.run.checkpoints, step), self.state.scorer)
         return step
 
 
@@ -263,6 +245,9 @@ def checkpoint_content(
 ) -> CheckpointContent:
     """Returns the content to write for `state` at `place`: the state's tensors, and copies of the rest."""
     optimizer = state.optimizer
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
     moments: Any = {}
     if optimizer.state:  # if it is empty, torch would call optimizer.step() to fill it
         moments = get_optimizer_state_dict(state.scorer, optimizer)["state"]
@@ -279,14 +264,7 @@ def checkpoint_content(
         step=state.step,
         tensors={**_weights(state), "optimizer": moments},
         host=copy.deepcopy(
-            {
-                "optimizer_groups": [
-                    {key: value for key, value in group.items() if key != "params"}
-                    for group in optimizer.param_groups
-                ],
-                "scheduler": state.scheduler.state_dict(),
-                "source": place.source,
-            }
+            {"optimizer_groups": groups, "scheduler": state.scheduler.state_dict(), "source": place.source}
         ),
         counters=asdict(counters),  # copies
         keep=keep,
@@ -321,12 +299,8 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
     moments = {name: moment for name, moment in optimizer["state"].items() if name in saved["optimizer"]}
     assert moments.keys() == saved["optimizer"]
     _read_tensors(path, {**weights, "optimizer": moments})
-    set_optimizer_state_dict(
-        state.scorer,
-        state.optimizer,
-        {**optimizer, "state": moments},
-        options=StateDictOptions(strict=False),
-    )
+    options = StateDictOptions(strict=False)
+    set_optimizer_state_dict(state.scorer, state.optimizer, {**optimizer, "state": moments}, options=options)
     for group, settings in zip(state.optimizer.param_groups, groups, strict=True):
         group.update(settings)
     state.scheduler.load_state_dict(schedule)
@@ -391,13 +365,12 @@ def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
         )
     if counters.ranks != identity.ranks:
         yield f"Note: the checkpoint was written on {counters.ranks}, and this run is on {identity.ranks}"
-    versions = [
+    changed = "; ".join(
         f"{package} {then} then, {identity.versions.get(package, 'none')} now"
         for package, then in counters.versions.items()
         if then != identity.versions.get(package)
-    ]
-    if versions:
-        changed = "; ".join(versions)
+    )
+    if changed:
         yield f"Warning: packages have other versions, which may change the last bits of results: {changed}"
 
 

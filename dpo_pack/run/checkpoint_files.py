@@ -54,7 +54,6 @@ _LONGEST_WRITE = timedelta(days=1)  # the longest time that the other ranks wait
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Returns the path of the checkpoint that is taken after `step` steps."""
     return directory / f"step-{step:06d}"
 
 
@@ -221,12 +220,8 @@ class CheckpointWriter:
         """Returns a copy in host memory (pinned if there is a GPU). It overwrites the previous copy."""
         if self._stager is None:
             has_gpu = torch.cuda.is_available()
-            options = StagingOptions(
-                use_pinned_memory=has_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=has_gpu,
-            )
+            aside = {"use_shared_memory": False, "use_async_staging": False}
+            options = StagingOptions(use_pinned_memory=has_gpu, use_non_blocking_copy=has_gpu, **aside)
             self._stager = DefaultStager(options)
         staged = self._stager.stage(tensors)
         assert isinstance(staged, dict)

@@ -131,9 +131,7 @@ def test_a_run_whose_recipe_cannot_be_read_is_refused(content: str | None, tmp_p
     (tmp_path / "run.json").write_text(json.dumps({"status": "interrupted"}))
     if content is not None:
         (tmp_path / "recipe.yaml").write_text(content)
-    message = refusal(recipe_in(tmp_path))
-    assert message.startswith(f"output_dir: the recipe of the run in {tmp_path} cannot be read (")
-    assert "another output_dir" in message
+    assert f"output_dir: the recipe of the run in {tmp_path}" in refusal(recipe_in(tmp_path))
 
 
 def test_a_run_killed_while_it_removes_an_earlier_one_can_be_started_again(
