@@ -90,7 +90,8 @@ def run_identity(
     if facts.balance is not None:
         fingerprints["load-balancing loss"] = f"x {facts.balance.coefficient:g}"
     number, versions = ranks.num_ranks(), package_versions()
-    kept = {name: versions[name] for name in ("torch", "transformers", "peft") if name in versions}
+    packages: tuple[str, ...] = ("torch", "transformers", "peft")
+    kept = {name: versions[name] for name in packages if name in versions}
     judged_by = f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}" if selection else ""
     return Identity(
         fingerprints=fingerprints,
